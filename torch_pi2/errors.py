@@ -1,0 +1,64 @@
+"""Every error a user can meet. Each message says what was expected, what was found, and what to do.
+
+Raise them through :func:`fail`-style keyword construction so that no part is forgotten::
+
+    raise ShapeError("hidden size of x", expected="4096 (the FFN's)", found="4095", fix="pass ...")
+"""
+
+from __future__ import annotations
+
+
+class Pi2Error(Exception):
+    """Base of all torch_pi2 errors: ``what`` was wrong, what was ``expected``, ``found``, and the ``fix``."""
+
+    def __init__(self, what: str, *, expected: str, found: str, fix: str) -> None:
+        self.what, self.expected, self.found, self.fix = what, expected, found, fix
+        super().__init__(f"{what}: expected {expected}, found {found}. {fix}")
+
+
+class NoFFNFoundError(Pi2Error):
+    """No feed-forward layer of a supported form was found; the message lists what was seen."""
+
+
+class UnsupportedModelError(Pi2Error):
+    """The model (or one of its FFNs) has a form that torch_pi2 refuses, by name."""
+
+
+class CalibrationError(Pi2Error):
+    """Calibration data is missing, empty, too short, or of the wrong form."""
+
+
+class NonFiniteError(Pi2Error):
+    """NaN or infinity in weights or activations."""
+
+
+class ShapeError(Pi2Error, ValueError):
+    """A tensor has the wrong shape."""
+
+
+class DtypeError(Pi2Error, TypeError):
+    """A tensor has the wrong dtype, or dtypes are mixed."""
+
+
+class DeviceError(Pi2Error):
+    """A tensor or model is on a device that cannot be used (meta, or not the CPU)."""
+
+
+class GradientError(Pi2Error):
+    """The sparse operators are for inference: a gradient was asked for."""
+
+
+class StaleArtifactError(Pi2Error):
+    """An artefact (statistics, predictor, plan) was made from other weights: hashes do not match."""
+
+
+class ArtifactError(Pi2Error):
+    """A file of ours is missing, truncated, of another version, or cannot be written."""
+
+
+class LibraryMissingError(Pi2Error, ImportError):
+    """The C++ library was not built or cannot be loaded."""
+
+
+class ConfigError(Pi2Error, ValueError):
+    """A setting has a value that makes no sense."""

@@ -1,0 +1,153 @@
+"""``FFNSite``: what the rest of the library knows about one feed-forward layer (design D4).
+
+Both finders (graph patterns and architecture adapters) yield it; eager ``optimize``, the compile backend
+and export all rewrite from it. A site holds *names*, never tensors, so it can be written to ``plan.json``.
+
+Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I`` intermediate size (neurons),
+``R`` rows per bundle (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError
+
+
+@dataclass(frozen=True)
+class LinearRef:
+    """One matmul of a site: fully-qualified parameter names, and the rows used when several are fused.
+
+    Attributes:
+        weight: name of the weight, stored ``[out, in]`` as ``nn.Linear`` does.
+        bias: name of the bias or None.
+        rows: ``(start, stop)`` output rows of the weight that belong to this matmul (fused ``gate_up``), or
+            None for all of them.
+    """
+
+    weight: str
+    bias: str | None = None
+    rows: tuple[int, int] | None = None
+
+
+class FFNWeights(NamedTuple):
+    """Views (no copies) of a site's tensors: ``gate`` and ``up`` are ``[I, H]``, ``down`` is ``[H, I]``."""
+
+    gate: torch.Tensor | None
+    up: torch.Tensor
+    down: torch.Tensor
+    bias_gate: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    bias_down: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class FFNSite:
+    """One feed-forward layer ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``.
+
+    Attributes:
+        key: unique name, the fully-qualified name of ``owner`` (with ``:n`` appended if it owns several).
+        layer: 0-based index in order of execution.
+        activation: a name in :data:`torch_pi2.ops.ACTIVATIONS`.
+        activation_on_up: the activation is applied to up as well (dReLU).
+        gate: the gate matmul, None for a plain FFN.
+        up, down: the other two.
+        hidden, intermediate: H and I.
+        owner: fully-qualified name of the deepest module that contains all of the site's parameters.
+        owner_class: its class name, for messages.
+    """
+
+    key: str
+    layer: int
+    activation: str
+    activation_on_up: bool
+    gate: LinearRef | None
+    up: LinearRef
+    down: LinearRef
+    hidden: int
+    intermediate: int
+    owner: str
+    owner_class: str = field(default="", compare=False)
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
+
+    @property
+    def rows_per_neuron(self) -> int:
+        """R: matrix rows that make one neuron."""
+        return 3 if self.gated else 2
+
+    def weights(self, model: nn.Module) -> FFNWeights:
+        """The site's tensors as views into ``model``'s parameters."""
+
+        def take(ref: LinearRef | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            if ref is None:
+                return None, None
+            weight = model.get_parameter(ref.weight).detach()
+            bias = model.get_parameter(ref.bias).detach() if ref.bias else None
+            if ref.rows is not None:
+                weight = weight[ref.rows[0] : ref.rows[1]]
+                bias = None if bias is None else bias[ref.rows[0] : ref.rows[1]]
+            return weight, bias
+
+        gate, bias_gate = take(self.gate)
+        up, bias_up = take(self.up)
+        down, bias_down = take(self.down)
+        assert up is not None and down is not None
+        return FFNWeights(gate, up, down, bias_gate, bias_up, bias_down)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> FFNSite:
+        def ref(value: dict[str, Any] | None) -> LinearRef | None:
+            if value is None:
+                return None
+            rows = value.get("rows")
+            return LinearRef(value["weight"], value.get("bias"), tuple(rows) if rows else None)
+
+        fields = dict(data)
+        for name in ("gate", "up", "down"):
+            fields[name] = ref(fields[name])
+        return FFNSite(**fields)
+
+
+def check_weights(site: FFNSite, weights: FFNWeights) -> None:
+    """Refuse weights the kernels cannot use.
+
+    Raises:
+        DeviceError: on ``meta`` or any device but the CPU.
+        DtypeError: mixed dtypes, or one that is not float32, bfloat16 or float16.
+        NonFiniteError: NaN or infinity, with the parameter's name.
+    """
+    named = {k: v for k, v in weights._asdict().items() if v is not None}
+    for name, tensor in named.items():
+        if tensor.device.type != "cpu":
+            raise DeviceError(
+                f"device of {site.key} {name}",
+                expected="cpu",
+                found=str(tensor.device),
+                fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
+            )
+    dtypes = {str(v.dtype).removeprefix("torch.") for v in named.values()}
+    if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16", "float16"}:
+        raise DtypeError(
+            f"dtypes of {site.key}",
+            expected="one of float32, bfloat16, float16 for all its weights and biases",
+            found=", ".join(sorted(dtypes)),
+            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
+        )
+    for name, tensor in named.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(
+                f"values of {site.key} {name}",
+                expected="finite numbers",
+                found=f"{int((~torch.isfinite(tensor)).sum())} NaN or infinite of {tensor.numel()}",
+                fix="Check the checkpoint; a sparse form of broken weights would hide the fault.",
+            )

@@ -1,0 +1,9 @@
+"""The operators ``torch.ops.pi2.*``: schemas and fakes (:mod:`.library`), readable references (:mod:`.reference`).
+
+Importing this package registers nothing and loads nothing; :func:`load` does, once, on first use.
+"""
+
+from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.library import load
+
+__all__ = ["ACTIVATIONS", "load"]

@@ -1,0 +1,133 @@
+"""``Plan``: which neurons are hot, in what order they lie, and how cold ones are chosen (plan.json).
+
+A plan is small and readable; the neuron orders go beside it in ``plan.safetensors``. Both carry the hash of
+the weights they were made from, so a plan for another model is an error and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.graph.sites import FFNSite
+from torch_pi2.runtime.files import atomic_folder_files, read_json, read_tensors
+
+PLAN_VERSION = 1
+
+#: How a layer's cold neurons are chosen: every neuron dense; the gate is computed and zeros (or, with a
+#: threshold, small values) are skipped; a low-rank predictor says which to compute at all.
+METHODS = ("dense", "exact", "threshold", "lowrank")
+
+
+@dataclass
+class LayerPlan:
+    """The plan of one FFN.
+
+    Attributes:
+        site: the FFN.
+        method: one of ``METHODS``.
+        n_hot: the first ``n_hot`` neurons of ``order`` are computed densely.
+        order: ``[I]`` int32, plan position -> original neuron (most frequent first).
+        threshold: cut on |act(gate)| for ``threshold`` (0 otherwise).
+        expected_active: mean share of cold neurons computed per token, measured on calibration data.
+    """
+
+    site: FFNSite
+    method: str
+    n_hot: int
+    order: torch.Tensor
+    threshold: float = 0.0
+    expected_active: float = 1.0
+
+    @property
+    def n_cold(self) -> int:
+        return self.site.intermediate - self.n_hot
+
+
+@dataclass
+class Plan:
+    """A plan for a whole model; ``layers`` in order of execution."""
+
+    layers: list[LayerPlan]
+    model_hash: str
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    def by_key(self) -> dict[str, LayerPlan]:
+        return {layer.site.key: layer for layer in self.layers}
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises StaleArtifactError if ``model``'s FFN weights are not the ones the plan was made from."""
+        found = weights_hash(model, [layer.site for layer in self.layers])
+        if found != self.model_hash:
+            raise StaleArtifactError(
+                "plan",
+                expected=f"a model with FFN weights {self.model_hash[:12]}",
+                found=f"one with {found[:12]}",
+                fix="Make a new plan for this model (torch_pi2.optimize, or torch-pi2 fit and plan).",
+            )
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``plan.json`` and ``plan.safetensors`` into ``folder``, each by atomic rename."""
+        layers = []
+        for layer in self.layers:
+            layers.append(
+                {
+                    "site": layer.site.to_json(),
+                    "method": layer.method,
+                    "n_hot": layer.n_hot,
+                    "threshold": layer.threshold,
+                    "expected_active": layer.expected_active,
+                }
+            )
+        text = json.dumps(
+            {"format": "torch_pi2.plan", "version": PLAN_VERSION, "model_hash": self.model_hash, "made_by": self.made_by, "layers": layers},
+            indent=1,
+        )
+        orders = {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
+        atomic_folder_files(folder, {"plan.safetensors": (orders, {"model_hash": self.model_hash}), "plan.json": text})
+
+    @staticmethod
+    def load(folder: str | Path) -> Plan:
+        """Read what :meth:`save` wrote. Raises ArtifactError on anything missing, broken or mismatched."""
+        data = read_json(Path(folder) / "plan.json", "torch_pi2.plan", PLAN_VERSION)
+        orders, meta = read_tensors(Path(folder) / "plan.safetensors")
+        if meta.get("model_hash") != data["model_hash"]:
+            raise StaleArtifactError(
+                f"{folder}/plan.safetensors",
+                expected=f"model hash {data['model_hash'][:12]} as in plan.json",
+                found=str(meta.get("model_hash"))[:12],
+                fix="The two files are from different plans; make the plan again.",
+            )
+        layers = []
+        for entry in data["layers"]:
+            site = FFNSite.from_json(entry["site"])
+            order = orders.get(f"{site.key}.order")
+            if order is None or sorted(order.tolist()) != list(range(site.intermediate)):
+                raise ArtifactError(
+                    f"neuron order of {site.key} in {folder}/plan.safetensors",
+                    expected=f"a permutation of {site.intermediate} neurons",
+                    found="nothing" if order is None else f"{len(order)} entries that are not one",
+                    fix="The file is damaged; make the plan again.",
+                )
+            layers.append(
+                LayerPlan(site, entry["method"], entry["n_hot"], order, entry["threshold"], entry["expected_active"])
+            )
+        return Plan(layers, data["model_hash"], data["made_by"])
+
+
+def weights_hash(model: nn.Module, sites: list[FFNSite]) -> str:
+    """SHA-256 over the FFN weights of ``sites`` in order, independent of file format and of other weights."""
+    digest = hashlib.sha256()
+    for site in sites:
+        for tensor in site.weights(model):
+            if tensor is not None:
+                digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

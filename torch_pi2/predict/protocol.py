@@ -1,0 +1,45 @@
+"""What every predictor is: an artefact that says which cold neurons to compute, with measured quality."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass
+class PredictorCard:
+    """Measured on held-back calibration tokens, never on those it was fitted to.
+
+    Attributes:
+        recall: share of firing (token, neuron) pairs predicted active.
+        precision: share of predicted pairs that fire.
+        predicted_active: mean share of neurons predicted active per token.
+        bytes: size in storage.
+        cost_share: multiply-adds of the predictor over those of the dense FFN.
+        rank: hidden size of a low-rank predictor, 0 for others.
+    """
+
+    recall: float
+    precision: float
+    predicted_active: float
+    bytes: int
+    cost_share: float
+    rank: int = 0
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Predictor(Protocol):
+    """Scores neurons of one FFN in *original* neuron order."""
+
+    threshold: float
+    card: PredictorCard | None
+
+    def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """``[T, I]`` float32 logits; a neuron is predicted active iff its score >= ``threshold``."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is stored on disk, int8 or lower for matrices."""
