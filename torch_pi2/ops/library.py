@@ -1,17 +1,148 @@
-"""Loads the C++ operators and gives them fake kernels. (bootstrapping: reference kernels until the core is built)"""
+"""Loads the C++ operators (``libpi2_torch.so``) and gives them fake kernels and a refusal of gradients.
+
+Operators, all under ``torch.ops.pi2``:
+
+* ``sparse_ffn`` (functional and ``.out``) and ``predict_lowrank``: see :mod:`torch_pi2.ops.reference`.
+* ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
+* ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
+* ``counters(reset) -> int64 [6]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
+"""
+
 from __future__ import annotations
+
+import sysconfig
+import threading
+from pathlib import Path
+from typing import Any
+
 import torch
-from torch_pi2.ops import reference
-_loaded = False
-_lib = None
+
+from torch_pi2.errors import GradientError, LibraryMissingError, ShapeError
+
+_LIBRARY = "libpi2_torch.so"
+_lock = threading.Lock()
+_fragment: torch.library.Library | None = None
+
+
+def library_path() -> Path:
+    """The C++ library of this installation (wheel, or editable install beside site-packages).
+
+    Raises:
+        LibraryMissingError: it was not built; the message names the places looked at and the command.
+    """
+    package = Path(__file__).resolve().parent.parent
+    places = [package / "_lib", Path(sysconfig.get_paths()["platlib"]) / "torch_pi2" / "_lib"]
+    for place in places:
+        if (place / _LIBRARY).is_file():
+            return place / _LIBRARY
+    raise LibraryMissingError(
+        f"the C++ library {_LIBRARY}",
+        expected=f"it in {' or '.join(map(str, places))}",
+        found="no such file",
+        fix="Build it: 'make install' in a checkout, or 'pip install --no-build-isolation .' with torch installed first.",
+    )
+
+
 def load() -> None:
-    global _loaded, _lib
-    if _loaded: return
-    _loaded = True
-    _lib = torch.library.Library("pi2", "DEF")
-    _lib.define("sparse_ffn(Tensor x, Tensor bundles, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, Tensor? active, str activation, bool activation_on_up, int n_hot, float threshold) -> Tensor")
-    _lib.impl("sparse_ffn", reference.sparse_ffn, "CPU")
-    _lib.define("predict_lowrank(Tensor x, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? b_bias, float threshold) -> Tensor")
-    _lib.impl("predict_lowrank", reference.predict_lowrank, "CPU")
-    torch.library.register_fake("pi2::sparse_ffn", lambda x, *a: torch.empty_like(x), lib=_lib)
-    torch.library.register_fake("pi2::predict_lowrank", lambda x, a, as_, b, *r: x.new_empty((*x.shape[:-1], b.shape[0]), dtype=torch.bool), lib=_lib)
+    """Make ``torch.ops.pi2`` usable. Called by everything that needs it; a second call does nothing."""
+    global _fragment
+    if _fragment is not None:
+        return
+    with _lock:
+        if _fragment is not None:
+            return
+        path = library_path()
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            raise LibraryMissingError(
+                f"loading {path}",
+                expected="a library built for this machine and torch >= 2.10",
+                found=str(error),
+                fix="Build it again: 'make clean install' in a checkout.",
+            ) from error
+        _fragment = _register_python_parts()
+
+
+def _register_python_parts() -> torch.library.Library:
+    fragment = torch.library.Library("pi2", "FRAGMENT")
+    for name in ("sparse_ffn", "sparse_ffn.out", "predict_lowrank"):
+        fragment.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
+    torch.library.register_fake("pi2::sparse_ffn", _fake_sparse_ffn, lib=fragment)
+    torch.library.register_fake("pi2::sparse_ffn.out", _fake_sparse_ffn_out, lib=fragment)
+    torch.library.register_fake("pi2::predict_lowrank", _fake_predict_lowrank, lib=fragment)
+    return fragment
+
+
+def _refusing_gradients(name: str) -> Any:
+    """An Autograd kernel that raises if a gradient would be needed and otherwise only passes on."""
+    packet_name, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.pi2, packet_name), overload or "default")
+    after_autograd = torch._C._after_autograd_keyset
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for position, value in enumerate(args):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    raise GradientError(
+                        f"torch.ops.pi2.{packet_name}",
+                        expected="no gradients (it is an inference operator)",
+                        found=f"argument {position} requires grad while grad mode is on",
+                        fix="Run under torch.no_grad() or torch.inference_mode(); to train, torch_pi2.restore(model) first.",
+                    )
+        return op.redispatch(keyset & after_autograd, *args, **kwargs)
+
+    return kernel
+
+
+def _fake_sparse_ffn(
+    x: torch.Tensor,
+    bundles: torch.Tensor,
+    bias_gate: torch.Tensor | None,
+    bias_up: torch.Tensor | None,
+    bias_down: torch.Tensor | None,
+    active: torch.Tensor | None,
+    activation: str,
+    activation_on_up: bool,
+    n_hot: int,
+    threshold: float,
+) -> torch.Tensor:
+    if bundles.dim() != 3 or bundles.shape[1] not in (2, 3):
+        raise ShapeError(
+            "bundles",
+            expected="[neurons, 3 or 2, hidden]",
+            found=str(tuple(bundles.shape)),
+            fix="Build them with torch_pi2.runtime.ffn.",
+        )
+    if x.shape[-1] != bundles.shape[2]:
+        raise ShapeError(
+            "hidden size of x",
+            expected=f"{bundles.shape[2]} (the layer's)",
+            found=str(x.shape[-1]),
+            fix="Pass hidden states of this model.",
+        )
+    return x.new_empty(x.shape)
+
+
+def _fake_sparse_ffn_out(*args: Any, out: torch.Tensor) -> torch.Tensor:
+    _fake_sparse_ffn(*args)
+    return out
+
+
+def _fake_predict_lowrank(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_bias: torch.Tensor | None,
+    threshold: float,
+) -> torch.Tensor:
+    if x.shape[-1] != a.shape[1]:
+        raise ShapeError(
+            "hidden size of x",
+            expected=f"{a.shape[1]} (the predictor's)",
+            found=str(x.shape[-1]),
+            fix="Pass hidden states of this model.",
+        )
+    return x.new_empty((*x.shape[:-1], b.shape[0]), dtype=torch.bool)

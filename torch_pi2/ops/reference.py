@@ -54,7 +54,7 @@ def sparse_ffn(
     else:
         gate_TI = act(project(0, bias_up))
         h_TI = gate_TI
-    fires_TI = gate_TI.abs() > threshold
+    fires_TI = ~(gate_TI.abs() <= threshold)  # so that NaN fires and stays visible
     if active is not None:
         fires_TI[:, n_hot:] &= active.reshape(-1, intermediate - n_hot).bool()
     fires_TI[:, :n_hot] = True
@@ -81,11 +81,11 @@ def predict_lowrank(
         threshold: on the logit.
 
     Returns:
-        bool ``[..., C]``: which cold neurons are predicted to fire.
+        bool ``[..., C]``: which cold neurons are predicted to fire (a NaN score counts as firing).
     """
     hidden = a.shape[1]
     z_Tr = torch.relu(x.reshape(-1, hidden).float() @ a.float().T * a_scale)
     s_TC = z_Tr @ b.float().T * b_scale
     if b_bias is not None:
         s_TC = s_TC + b_bias
-    return (s_TC >= threshold).reshape(*x.shape[:-1], b.shape[0])
+    return (~(s_TC < threshold)).reshape(*x.shape[:-1], b.shape[0])

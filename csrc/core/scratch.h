@@ -1,0 +1,15 @@
+// Scratch memory of a thread, kept between calls: a fresh 400 KB buffer per layer would be page-faulted in each time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace pi2 {
+
+enum class Scratch { kInput, kPartials, kIds, kCount };
+
+// A 64-byte aligned buffer of at least `count` floats; contents are undefined. Valid until the same thread asks for
+// the same slot again.
+float* scratch(Scratch slot, std::int64_t count);
+
+}  // namespace pi2
