@@ -1,0 +1,31 @@
+"""torch_pi2: PowerInfer-2 for PyTorch. Feed-forward layers become predictor-gated neuron clusters.
+
+    model = torch_pi2.optimize(model, calibration=text, tokenizer=tokenizer)
+
+See README.md for a start, :mod:`torch_pi2.api` for the functions, :mod:`torch_pi2.errors` for what they raise.
+Importing has no side effects: nothing is printed, downloaded, loaded or set.
+"""
+
+from torch_pi2.api import fit, optimize, plan, profile, restore
+from torch_pi2.checkpoint import load, save
+from torch_pi2.config import Config
+from torch_pi2.errors import Pi2Error
+from torch_pi2.graph.dispatch import NeuronClusterMode
+from torch_pi2.graph.find import find_sites
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "NeuronClusterMode",
+    "Pi2Error",
+    "__version__",
+    "find_sites",
+    "fit",
+    "load",
+    "optimize",
+    "plan",
+    "profile",
+    "restore",
+    "save",
+]

@@ -1,0 +1,97 @@
+"""The ``torch-pi2`` command: one module per verb, each with ``add_arguments``, ``run`` and ``render``.
+
+``run`` returns a JSON-able dict; ``--json`` prints it as the only thing on standard output, otherwise
+``render`` makes text of it. Everything else (progress, logs, what libraries print) goes to standard error.
+Exit codes: 0 done, 1 ``doctor`` found something wrong, 2 a mistake of the user's (a ``Pi2Error``), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch_pi2.errors import ConfigError, Pi2Error
+
+#: verb -> one line of help, in the order in which they are used.
+VERBS = {
+    "profile": "record how often each FFN neuron fires on calibration text",
+    "fit": "fit low-rank activation predictors",
+    "plan": "choose hot and cold neurons per layer",
+    "optimize": "profile, fit, plan and write a sparse model folder",
+    "generate": "continue a prompt with an optimised (or dense) model",
+    "eval": "dense against sparse: held-out loss, work and time",
+    "inspect": "what is in a folder of ours",
+    "doctor": "versions, CPU features, kernels, missing extras",
+    "bench": "time the operators on this machine",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as a Pi2Error, so that ``--json`` covers it too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        raise ConfigError("command line", expected="valid arguments", found=message, fix=f"See `{self.prog} --help`.")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; verbs are imported, heavy libraries are not."""
+    from torch_pi2.cli import common
+
+    parser = _Parser(prog="torch-pi2", description="Sparse feed-forward layers for PyTorch models.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, help_line in VERBS.items():
+        module = importlib.import_module(f"torch_pi2.cli.{name}")
+        verb = verbs.add_parser(
+            name,
+            help=help_line,
+            description=module.__doc__,
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(verb)
+        common.add_every(verb)
+        verb.set_defaults(module=module)
+    return parser
+
+
+def _run(argv: Sequence[str]) -> tuple[dict[str, Any], str, bool]:
+    """Result, its text, and whether JSON was asked for."""
+    args = build_parser().parse_args(argv)
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    # Standard output is for the result alone.
+    with contextlib.redirect_stdout(sys.stderr):
+        result = args.module.run(args)
+        text = "" if args.json else args.module.render(result)
+    return result, text, args.json
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's) and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        result, text, as_json = _run(argv)
+        print(json.dumps(result) if as_json else text, flush=True)
+    except Pi2Error as error:
+        print(f"torch-pi2: {error}", file=sys.stderr)
+        if "--json" in argv:
+            parts = {name: getattr(error, name) for name in ("what", "expected", "found", "fix")}
+            print(json.dumps({"error": {"type": type(error).__name__, **parts}}))
+        return 2
+    except KeyboardInterrupt:
+        print("torch-pi2: interrupted; nothing was left half-written", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone; keep Python from complaining again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0 if result.get("ok", True) else 1

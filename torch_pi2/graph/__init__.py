@@ -1,0 +1,7 @@
+"""From a model to its FFN sites and back: capture, match, name, rewrite."""
+
+from torch_pi2.graph.capture import example_inputs
+from torch_pi2.graph.find import find_sites
+from torch_pi2.graph.sites import FFNSite, FFNWeights, LinearRef
+
+__all__ = ["FFNSite", "FFNWeights", "LinearRef", "example_inputs", "find_sites"]

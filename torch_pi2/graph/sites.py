@@ -59,6 +59,8 @@ class FFNSite:
         hidden, intermediate: H and I.
         owner: fully-qualified name of the deepest module that contains all of the site's parameters.
         owner_class: its class name, for messages.
+        inner: modules that alone compute everything between the projections (OPT's ``activation_fn``), in order
+            of execution; empty where any of it is code of the owner. Lets a rewrite swap modules one by one.
     """
 
     key: str
@@ -72,6 +74,7 @@ class FFNSite:
     intermediate: int
     owner: str
     owner_class: str = field(default="", compare=False)
+    inner: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def gated(self) -> bool:
@@ -98,7 +101,8 @@ class FFNSite:
         gate, bias_gate = take(self.gate)
         up, bias_up = take(self.up)
         down, bias_down = take(self.down)
-        assert up is not None and down is not None
+        assert up is not None
+        assert down is not None
         return FFNWeights(gate, up, down, bias_gate, bias_up, bias_down)
 
     def to_json(self) -> dict[str, Any]:
@@ -115,6 +119,7 @@ class FFNSite:
         fields = dict(data)
         for name in ("gate", "up", "down"):
             fields[name] = ref(fields[name])
+        fields["inner"] = tuple(fields.get("inner", ()))
         return FFNSite(**fields)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.runtime.files import atomic_folder_files, read_json, read_tensors
 
@@ -58,6 +59,35 @@ class Plan:
     layers: list[LayerPlan]
     model_hash: str
     made_by: dict[str, Any] = field(default_factory=dict)
+    _bound: dict[str, weakref.ref[torch.Tensor]] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def bind(self, model: nn.Module) -> Plan:
+        """Remember (weakly) the parameters of ``model`` that the sites name; returns the plan itself.
+
+        Raises:
+            StaleArtifactError: ``model``'s FFN weights are not the plan's.
+        """
+        self.check_model(model)
+        refs = [r for y in self.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
+        names = dict.fromkeys(n for r in refs for n in (r.weight, r.bias) if n)
+        self._bound = {name: weakref.ref(model.get_parameter(name)) for name in names}
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_bound": None}  # weak references cannot be pickled, and would be another process's
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter of the bound model. Raises ConfigError if there is none, or it is gone."""
+        found = {name: ref() for name, ref in (self._bound or {}).items()}
+        alive = {name: p for name, p in found.items() if p is not None}
+        if self._bound is None or len(alive) < len(found):
+            raise ConfigError(
+                "plan",
+                expected="one that is bound to a live model",
+                found="not bound" if self._bound is None else "a model that no longer exists",
+                fix="Call plan.bind(model) first and keep the model.",
+            )
+        return alive
 
     def by_key(self) -> dict[str, LayerPlan]:
         return {layer.site.key: layer for layer in self.layers}
@@ -87,7 +117,13 @@ class Plan:
                 }
             )
         text = json.dumps(
-            {"format": "torch_pi2.plan", "version": PLAN_VERSION, "model_hash": self.model_hash, "made_by": self.made_by, "layers": layers},
+            {
+                "format": "torch_pi2.plan",
+                "version": PLAN_VERSION,
+                "model_hash": self.model_hash,
+                "made_by": self.made_by,
+                "layers": layers,
+            },
             indent=1,
         )
         orders = {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}

@@ -19,6 +19,8 @@ class PredictorCard:
         bytes: size in storage.
         cost_share: multiply-adds of the predictor over those of the dense FFN.
         rank: hidden size of a low-rank predictor, 0 for others.
+        mass_recall: recall weighted by what each neuron adds to the output (``|h| * ||down column||``), None if
+            not measured.
     """
 
     recall: float
@@ -27,8 +29,9 @@ class PredictorCard:
     bytes: int
     cost_share: float
     rank: int = 0
+    mass_recall: float | None = None
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float | None]:
         return asdict(self)
 
 

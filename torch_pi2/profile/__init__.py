@@ -1,0 +1,20 @@
+"""Profiling: which neurons fire, how often, and together with which others (data flow: ``stats.safetensors``)."""
+
+from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
+from torch_pi2.profile.recorder import ActivationRecorder
+from torch_pi2.profile.run import profile
+from torch_pi2.profile.samples import Samples, collect_samples, sample_groups
+from torch_pi2.profile.stats import ActivationStats, LayerStats
+
+__all__ = [
+    "MIN_TOKENS",
+    "ActivationRecorder",
+    "ActivationStats",
+    "Batch",
+    "LayerStats",
+    "Samples",
+    "batches",
+    "collect_samples",
+    "profile",
+    "sample_groups",
+]

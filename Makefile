@@ -1,0 +1,61 @@
+# Needs only Python 3.11+, make and a C++ compiler: everything else comes from pip into .venv.
+#   make demo      a trained model, dense against sparse, in a few minutes
+#   make test      Python and C++ tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CXX_FILES := $(shell find csrc export -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.inc' 2>/dev/null)
+BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell find csrc -name CMakeLists.txt 2>/dev/null)
+# So that pip's build finds the virtual environment's cmake and ninja before the system's.
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: install demo test test-python test-cpp lint format bench clean
+.DELETE_ON_ERROR:
+
+install: $(VENV)/.installed
+
+# torch first and alone: its build (CPU or CUDA) decides what the rest is compiled against.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "torch_pi2 needs Python 3.11 or later, found `$(PYTHON) --version 2>&1`; pass PYTHON=python3.12 or so" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11' 'cmake>=3.26' ninja
+	@touch $@
+
+# Editable: Python changes need nothing; a change of C++ runs this again and compiles what changed.
+$(VENV)/.installed: $(VENV)/.torch $(BUILD_INPUTS)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/python examples/demo.py --out demo-out
+
+test: test-cpp test-python
+
+test-python: install
+	$(BIN)/python -m pytest
+
+test-cpp: install
+	@mkdir -p build
+	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
+	$(BIN)/cmake --build build/tests
+	$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+bench: install
+	$(BIN)/torch-pi2 bench ffn --hidden 4096 --intermediate 14336 --active 0.1 --dtype bf16 --threads 2
+
+clean:
+	rm -rf build dist demo-out torch_pi2/_lib .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed
+	find torch_pi2 export tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,208 @@
+"""The torch.compile backend: the same rewrite on Dynamo's graph, Inductor for the rest."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_rewrite import close, count_op_calls, make_plan, predictor
+from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, tiny
+from torch import nn
+
+import torch_pi2.compile as compile_module
+from torch_pi2.graph.rewrite import rewrite
+
+X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    compile_module._warned.clear()
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend=compile_module.backend, options=options or None)
+
+
+def relu_model():
+    return plain(FunctionalBlock(), nn.LayerNorm(HIDDEN), FunctionalBlock())
+
+
+@torch.no_grad()
+def test_backend_is_found_by_name_and_equals_dense():
+    """Through the entry point where the package is installed, else registered as the entry point says."""
+    points = importlib.metadata.entry_points(group="torch_dynamo_backends", name="torch_pi2")
+    if not points:  # not installed in this environment: do what the entry point would
+        torch._dynamo.register_backend(compile_module.backend, name="torch_pi2")
+    assert torch._dynamo.lookup_backend("torch_pi2") is compile_module.backend
+    model = relu_model()
+    fast = torch.compile(model, backend="torch_pi2")
+    assert close(fast(X_BTH), model(X_BTH))
+    assert count_op_calls(lambda: fast(X_BTH)) == 2
+
+
+@torch.no_grad()
+def test_as_many_compilations_as_torch_itself_and_bundles_are_shared(monkeypatch):
+    counts = {"eager": 0, "ours": 0, "bundles": 0}
+
+    def eager(gm, inputs):
+        counts["eager"] += 1
+        return gm.forward
+
+    def ours(gm, inputs):
+        counts["ours"] += 1
+        return compile_module.backend(gm, inputs)
+
+    class Counting(compile_module.SparseFFN):
+        def __init__(self, *args, **kwargs):
+            counts["bundles"] += 1
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(compile_module, "SparseFFN", Counting)
+    model = relu_model()
+    for backend in (eager, ours):
+        torch._dynamo.reset()
+        fast = torch.compile(model, backend=backend)
+        for length in (7, 1, 1, 9, 1):
+            x = torch.randn(1, length, HIDDEN)
+            assert close(fast(x), model(x))
+    assert counts["ours"] == counts["eager"]
+    assert counts["bundles"] == 2
+
+
+@torch.no_grad()
+def test_changed_weights_are_seen():
+    model = relu_model()
+    fast = compiled(model)
+    fast(X_BTH)
+    model[0].banana.weight.mul_(2)
+    model[2].cherry.bias.add_(1)
+    assert close(fast(X_BTH), model(X_BTH))
+    model[0].cherry.weight.data = torch.randn(HIDDEN, INTERMEDIATE)
+    assert close(fast(X_BTH), model(X_BTH))
+
+
+@torch.no_grad()
+def test_bundles_go_with_the_model():
+    import gc
+
+    before = len(compile_module._packed)
+    model = relu_model()
+    compiled(model)(X_BTH)
+    assert len(compile_module._packed) == before + 2
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(compile_module._packed) <= before
+
+
+@torch.no_grad()
+def test_language_model_of_relu_family():
+    model = tiny("llama-relu")
+    fast = compiled(copy.deepcopy(model))
+    ids_BT = torch.randint(3, 64, (2, 7))
+    assert close(fast(input_ids=ids_BT).logits, model(input_ids=ids_BT).logits)
+    assert count_op_calls(lambda: fast(input_ids=ids_BT)) == 2
+
+
+@torch.no_grad()
+def test_other_activations_need_a_plan():
+    model = plain(GatedBlock())
+    fast = compiled(model)
+    with pytest.warns(UserWarning, match="layers with silu stay dense without a plan"):
+        fast(X_BTH)
+    assert close(fast(X_BTH), model(X_BTH))
+    assert count_op_calls(lambda: fast(X_BTH)) == 0
+
+
+@torch.no_grad()
+def test_plan_and_predictors(tmp_path):
+    model = plain(GatedBlock(), nn.LayerNorm(HIDDEN), FunctionalBlock())
+    plan = make_plan(model, (X_BTH,), method="lowrank")
+    predictors = {layer.site.key: predictor(seed=i) for i, layer in enumerate(plan.layers)}
+    wanted = rewrite(copy.deepcopy(model), plan, predictors)(X_BTH)
+    fast = compiled(model, plan=plan, predictors=predictors)
+    assert close(fast(X_BTH), wanted)
+    assert not close(wanted, model(X_BTH), 1e-3)
+
+    for layer in plan.layers:
+        layer.method, layer.threshold = "threshold", 0.4
+    plan.save(tmp_path)
+    torch._dynamo.reset()
+    assert close(compiled(model, plan=str(tmp_path))(X_BTH), rewrite(copy.deepcopy(model), plan)(X_BTH))
+
+
+@torch.no_grad()
+def test_wrong_options_and_stale_plans_are_errors():
+    model = relu_model()
+    with pytest.raises(Exception, match="only plan, predictors, found speed"):
+        compiled(model, speed=11)(X_BTH)
+    plan = make_plan(model, (X_BTH,))
+    model[0].banana.weight.add_(1)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Make a new plan for this model"):
+        compiled(model, plan=plan)(X_BTH)
+
+
+def test_graphs_it_cannot_use_go_to_inductor_with_one_warning():
+    model = plain(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+    with pytest.warns(UserWarning, match="needs gradients"):
+        compiled(model)(X_BTH).sum().backward()
+    assert model[0].weight.grad is not None
+    with torch.no_grad():
+        norm = nn.LayerNorm(HIDDEN)
+        with pytest.warns(UserWarning, match="without feed-forward layers"):
+            assert close(compiled(norm)(X_BTH), norm(X_BTH))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            torch._dynamo.reset()
+            compiled(norm)(X_BTH)
+        broken = plain(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+        broken[0].weight[0, 0] = float("nan")
+        with pytest.warns(UserWarning, match="1 NaN or infinite"):
+            compiled(broken)(X_BTH)
+        tanh = plain(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+        with pytest.warns(UserWarning, match=r"stays dense: activation not known \(after tanh\)"):
+            assert close(compiled(tanh)(X_BTH), tanh(X_BTH))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["inductor", compile_module.backend], ids=["inductor", "torch_pi2"])
+def test_a_rewritten_model_compiles(backend):
+    """Owner and lazy ways; nothing warns about missing FFNs, for they are there already."""
+    model = plain(
+        nn.Sequential(nn.Linear(HIDDEN, 16), nn.ReLU(), nn.Linear(16, HIDDEN)), nn.LayerNorm(HIDDEN), FunctionalBlock()
+    )
+    rewrite(model, make_plan(model, (X_BTH,)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="torch_pi2")
+        fast = torch.compile(model, backend=backend, fullgraph=True)
+        assert close(fast(X_BTH), model(X_BTH))
+        assert count_op_calls(lambda: fast(X_BTH)) >= 1
+
+
+@torch.no_grad()
+def test_matmul_spelling_in_place_and_functional_graphs():
+    class Raw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (
+                nn.Parameter(torch.randn(INTERMEDIATE, HIDDEN)),
+                nn.Parameter(torch.randn(HIDDEN, INTERMEDIATE)),
+            )
+            self.bias = nn.Parameter(torch.randn(INTERMEDIATE))
+
+        def forward(self, x):
+            h = x @ self.one.T + self.bias
+            h.relu_()
+            return x + F.linear(h, self.two)
+
+    model = Raw()
+    fast = compiled(model)
+    assert close(fast(X_BTH), model(X_BTH))
+    assert count_op_calls(lambda: fast(X_BTH)) == 1

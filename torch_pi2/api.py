@@ -1,0 +1,263 @@
+"""The public functions, in the order of the data flow (design section 2)::
+
+    profile -> fit -> plan -> rewrite        all of them: optimize
+    save / load / restore
+
+Each has a CLI verb of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torch_pi2.config import Config
+from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.graph import find_sites
+from torch_pi2.graph.rewrite import restore as restore_modules
+from torch_pi2.graph.rewrite import rewrite
+from torch_pi2.graph.sites import FFNSite
+from torch_pi2.ops import load as load_library
+from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.plan.greedy import greedy_plan, plan_without_data
+from torch_pi2.plan.plan import Plan, weights_hash
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.size import FittedPredictors
+from torch_pi2.predict.size import fit as fit_predictors
+from torch_pi2.profile.data import Batch, batches
+from torch_pi2.profile.run import profile as profile_sites
+from torch_pi2.profile.stats import ActivationStats
+
+
+@dataclass
+class Optimized:
+    """What an optimised model was made with; attached to it as ``model.torch_pi2``."""
+
+    plan: Plan
+    predictors: FittedPredictors
+    stats: ActivationStats | None
+
+
+def _calibration(data: Any, tokenizer: Any, config: Config) -> list[Batch]:
+    """At most ``config.calibration_tokens`` tokens of ``data``, as batches that can be read more than once."""
+    kept: list[Batch] = []
+    tokens = 0
+    for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
+        kept.append(batch)
+        tokens += batch.n_tokens
+        if tokens >= config.calibration_tokens:
+            break
+    return kept
+
+
+def _sites(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
+    """FFN sites of ``model``, captured on an example of its inputs."""
+    if data and data[0].input_ids is None:
+        return find_sites(model, data[0].args, data[0].kwargs)
+    if data and not hasattr(model, "config"):
+        ids = data[0].input_ids
+        assert ids is not None
+        return find_sites(model, (ids[:2, :8],))
+    return find_sites(model)
+
+
+def profile(
+    model: nn.Module, data: Any, *, tokenizer: Any = None, config: Config | None = None, progress: bool = False
+) -> ActivationStats:
+    """Measure how often each FFN neuron of ``model`` fires on ``data``.
+
+    ReLU-family neurons fire when they are not exactly zero. In other layers a neuron fires when its gate exceeds
+    the magnitude below which ``config.sparsity`` of all gate values lie (CATS), which takes a first pass over the
+    data to find.
+
+    Args:
+        model: any ``nn.Module`` on the CPU; it is run in evaluation mode and left as it was.
+        data: text, token ids, or batches: see :func:`torch_pi2.profile.data.batches`.
+        tokenizer: needed for text.
+
+    Raises:
+        CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError.
+    """
+    config = config or Config()
+    kept = _calibration(data, tokenizer, config)
+    return _profile(model, kept, _sites(model, kept), config, progress)
+
+
+def _profile(
+    model: nn.Module, data: list[Batch], sites: list[FFNSite], config: Config, progress: bool
+) -> ActivationStats:
+    settings: dict[str, Any] = {
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "seed": config.seed,
+        "progress": progress,
+    }
+    dense = [site for site in sites if site.activation not in SPARSE_ACTIVATIONS]
+    thresholds: dict[str, float] = {}
+    if dense and config.sparsity > 0 and config.method not in ("dense", "exact"):
+        first = profile_sites(model, data, dense, **settings)
+        thresholds = {site.key: first.threshold_for(site.key, config.sparsity) for site in dense}
+    cuts = {site.key: thresholds.get(site.key, 0.0) for site in sites}
+    return profile_sites(model, data, sites, thresholds=cuts, **settings)
+
+
+def _sites_of_stats(model: nn.Module, data: list[Batch] | None, stats: ActivationStats) -> list[FFNSite]:
+    sites = _sites(model, data)
+    for site in sites:
+        stats[site.key]  # raises, with the key, if the profile is of another model
+    return sites
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    *,
+    stats: ActivationStats,
+    tokenizer: Any = None,
+    config: Config | None = None,
+    progress: bool = False,
+) -> FittedPredictors:
+    """Fit low-rank predictors for the cold neurons, sized until the model's loss changes less than the tolerance.
+
+    ``data`` must give next-token logits (a causal language model); for other models use
+    :func:`torch_pi2.predict.fit` with a ``loss_fn``.
+
+    Raises:
+        CalibrationError, StaleArtifactError (statistics of other weights), ConfigError.
+    """
+    config = config or Config()
+    kept = _calibration(data, tokenizer, config)
+    return _fit(model, kept, _sites_of_stats(model, kept, stats), stats, config, progress)
+
+
+def _fit(
+    model: nn.Module,
+    data: list[Batch],
+    sites: list[FFNSite],
+    stats: ActivationStats,
+    config: Config,
+    progress: bool,
+) -> FittedPredictors:
+    return fit_predictors(
+        model,
+        data,
+        sites,
+        stats,
+        hot_frequency=config.hot_frequency,
+        target_recall=config.target_recall,
+        tolerance=config.tolerance,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        progress=progress,
+    )
+
+
+def plan(
+    model: nn.Module,
+    stats: ActivationStats,
+    predictors: Mapping[str, LowRank] | None = None,
+    *,
+    config: Config | None = None,
+) -> Plan:
+    """Decide hot and cold neurons, their order, and how the cold ones are chosen. The plan is bound to ``model``.
+
+    Raises:
+        StaleArtifactError: ``stats`` are of other weights. ConfigError: ``lowrank`` without predictors.
+    """
+    made = greedy_plan(_sites_of_stats(model, None, stats), stats, predictors, config or Config())
+    return made.bind(model)
+
+
+def optimize(
+    model: nn.Module,
+    calibration: Any = None,
+    config: Config | None = None,
+    *,
+    tokenizer: Any = None,
+    stats: ActivationStats | None = None,
+    predictors: Mapping[str, LowRank] | None = None,
+    progress: bool = False,
+) -> nn.Module:
+    """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
+
+    Without ``calibration`` only the lossless exact gate is possible, which skips something only in ReLU-family
+    models. With it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. ``generate``, ``save_pretrained``
+    and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit.
+
+    Args:
+        model: any ``nn.Module`` on the CPU with feed-forward layers of a known form.
+        calibration: as ``data`` of :func:`profile`.
+        stats, predictors: made earlier; what is given is not made again.
+        progress: progress bars on standard error (terminals only).
+
+    Raises:
+        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense.
+    """
+    load_library()
+    config = config or Config()
+    if calibration is None and stats is None:
+        return _optimize_without_data(model, config)
+    data = None if calibration is None else _calibration(calibration, tokenizer, config)
+    sites = _sites(model, data)
+    if stats is None:
+        assert data is not None
+        stats = _profile(model, data, sites, config, progress)
+    if predictors is None and config.method in ("auto", "lowrank") and (config.method == "lowrank" or data):
+        if data is None:
+            raise CalibrationError(
+                "optimize(method='lowrank')",
+                expected="calibration data or fitted predictors",
+                found="neither",
+                fix="Pass calibration=..., or predictors=torch_pi2.fit(...).",
+            )
+        predictors = _fit(model, data, sites, stats, config, progress)
+    fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
+    made = greedy_plan(sites, stats, fitted, config)
+    return _apply(model, Optimized(made, fitted, stats), progress)
+
+
+def _optimize_without_data(model: nn.Module, config: Config) -> nn.Module:
+    sites = _sites(model, None)
+    smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
+    if config.method in ("threshold", "lowrank") or (smooth and config.method == "auto"):
+        wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
+        raise CalibrationError(
+            f"optimize without calibration, {wanted}",
+            expected="calibration data",
+            found="none",
+            fix="Pass calibration=text or ids (torch_pi2.profile.text.stdlib_text('train') needs no download).",
+        )
+    made = plan_without_data(sites, weights_hash(model, sites), config)
+    return _apply(model, Optimized(made, FittedPredictors(), None), False)
+
+
+def _apply(model: nn.Module, parts: Optimized, progress: bool) -> nn.Module:
+    rewrite(model, parts.plan, parts.predictors, progress=progress)
+    # A plain attribute: nn.Module would refuse nothing here, but state_dict and parameters() must not see it.
+    object.__setattr__(model, "torch_pi2", parts)
+    return model
+
+
+def parts_of(model: nn.Module) -> Optimized:
+    """Plan, predictors and statistics of an optimised model. Raises ConfigError if it is not one."""
+    parts = getattr(model, "torch_pi2", None)
+    if not isinstance(parts, Optimized):
+        raise ConfigError(
+            type(model).__name__,
+            expected="a model that torch_pi2.optimize has rewritten",
+            found="a dense model",
+            fix="Call torch_pi2.optimize(model, ...) first.",
+        )
+    return parts
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Give the original modules and weights back, bit for bit; returns ``model``. A dense model is left alone."""
+    restore_modules(model)
+    if isinstance(getattr(model, "torch_pi2", None), Optimized):
+        object.__delattr__(model, "torch_pi2")
+    return model

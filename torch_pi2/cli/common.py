@@ -1,0 +1,231 @@
+"""What several verbs share: argument groups, loading models and artefacts, tables."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_pi2.config import METHODS, Config
+from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torch_pi2.predict import FittedPredictors
+    from torch_pi2.profile.stats import ActivationStats
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {value}")
+    return value
+
+
+def add_every(parser: argparse.ArgumentParser) -> None:
+    """Options of every verb."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    if "--threads" not in parser._option_string_actions:
+        parser.add_argument("--threads", type=positive, help="compute threads (default: torch's)")
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """How a checkpoint is loaded."""
+    group = parser.add_argument_group("loading")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's")
+    group.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
+    group.add_argument("--allow-download", action="store_true", help="fetch MODEL if it is not here (default: never)")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a folder, or a cached name")
+    add_loading(parser)
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write into")
+
+
+def add_text(parser: argparse.ArgumentParser, default: str = "stdlib") -> None:
+    parser.add_argument(
+        "--text",
+        default=default,
+        metavar=f"FILE|{default}",
+        help="UTF-8 text (default: source of Python's standard library)",
+    )
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The fields of :class:`torch_pi2.config.Config`; what is not given keeps the default of that class."""
+    group = parser.add_argument_group("settings (lossless: exact, hot-frequency; lossy: lowrank, threshold)")
+    add = group.add_argument
+    add("--method", choices=METHODS, help="how cold neurons are chosen")
+    add("--hot-frequency", type=float, metavar="F", help="neurons that fire more often than this are always computed")
+    add("--target-recall", type=float, metavar="R", help="share of firing neurons that a predictor must find")
+    add("--tolerance", type=float, metavar="T", help="relative change of the loss that is accepted")
+    add("--sparsity", type=float, metavar="S", help="share of neurons that the threshold method skips")
+    add("--tokens", type=positive, dest="calibration_tokens", metavar="N", help="calibration tokens")
+    add("--seed", type=int)
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The Config of what was given on the command line."""
+    from dataclasses import fields
+
+    given = {f.name: getattr(args, f.name, None) for f in fields(Config)}
+    return Config(**{name: value for name, value in given.items() if value is not None})
+
+
+def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
+    """About ``tokens`` tokens of the standard library, some of every file of ``split`` (train or heldout)."""
+    from torch_pi2.profile.text import stdlib_text
+
+    probe = stdlib_text(split, max_bytes=1 << 16)
+    bytes_per_token = len(probe.encode()) / max(1, len(tokenizer(probe, verbose=False)["input_ids"]))
+    return stdlib_text(split, max_bytes=int(1.1 * tokens * bytes_per_token) + 1024)
+
+
+def text_of(args: argparse.Namespace, tokenizer: Any, tokens: int) -> str:
+    """The text that ``--text`` names: a file, or ``stdlib`` and ``stdlib-heldout``, of which enough is taken."""
+    if args.text in ("stdlib", "stdlib-heldout"):
+        return stdlib_sample("train" if args.text == "stdlib" else "heldout", tokenizer, tokens)
+    try:
+        return Path(args.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        found = getattr(error, "strerror", None) or "bytes that are not UTF-8"
+        raise ConfigError(
+            f"--text {args.text}", expected="a UTF-8 text file", found=found, fix="Check its name and encoding."
+        ) from error
+
+
+def check_out(folder: Path) -> None:
+    """Refuse a folder that cannot be written, before minutes of work and not after."""
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise ArtifactError(
+            f"--out {folder}",
+            expected="a folder that can be written",
+            found=f"{parent}: {error.strerror or error}",
+            fix="Choose another folder.",
+        ) from error
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Turns what transformers raises for wrong names, broken files and missing consent into a Pi2Error."""
+    try:
+        from safetensors import SafetensorError
+        from transformers.utils import logging
+    except ImportError as error:
+        raise LibraryMissingError(
+            "transformers",
+            expected="an installed transformers",
+            found=str(error),
+            fix="pip install 'torch-pi2[hf]'",
+        ) from error
+    logging.disable_progress_bar()
+    try:
+        yield
+    except Pi2Error:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        message = " ".join(str(error).split())
+        if "trust_remote_code" in message:
+            fix = "Read the modelling code in that folder; if you trust it, pass --trust-remote-code."
+        else:
+            fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
+        found = message if len(message) <= 300 else message[:300] + " ..."
+        raise ConfigError(what, expected="a Hugging Face causal language model", found=found, fix=fix) from error
+
+
+def _arguments(args: argparse.Namespace) -> dict[str, bool]:
+    return {"trust_remote_code": args.trust_remote_code, "local_files_only": not args.allow_download}
+
+
+def dtype_of(args: argparse.Namespace) -> Any:
+    import torch
+
+    return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+
+
+def load_dense(args: argparse.Namespace) -> nn.Module:
+    """The ordinary model of ``args.model``, in eval mode."""
+    with _loading(f"model {args.model}"):
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype_of(args), **_arguments(args))
+    return model.eval()
+
+
+def load_sparse(args: argparse.Namespace) -> nn.Module:
+    """The optimised model of folder ``args.model``, in eval mode."""
+    import torch_pi2
+
+    if not (Path(args.model) / "pi2").is_dir():
+        raise ArtifactError(
+            f"model {args.model}",
+            expected="a folder written by `torch-pi2 optimize` (it has a folder pi2/)",
+            found="no pi2/ in it" if Path(args.model).is_dir() else "no such folder",
+            fix="Make one: torch-pi2 optimize MODEL --out DIR.",
+        )
+    with _loading(f"model {args.model}"):
+        dtype = None if args.dtype == "auto" else dtype_of(args)
+        return torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype)
+
+
+def load_tokenizer(args: argparse.Namespace) -> Any:
+    with _loading(f"tokenizer of {args.model}"):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(args.model, **_arguments(args))
+
+
+def load_stats(folder: Path) -> ActivationStats:
+    from torch_pi2.profile.stats import ActivationStats
+
+    return ActivationStats.load(folder)
+
+
+def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
+    """Predictors of ``folder``, refused if they were not fitted to the weights with ``model_hash``."""
+    from torch_pi2 import predict
+
+    return None if folder is None else predict.load_predictors(folder, model_hash=model_hash)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns of text; those of numbers to the right."""
+    body = [[str(c) for c in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(header), *body]) for i in range(len(header))]
+    numbers = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in body) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers)).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, body)])
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def size(count: float) -> str:
+    """Bytes for people: 812 B, 4.2 KB, 1.3 MB (powers of 1000)."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

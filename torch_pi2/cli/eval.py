@@ -1,0 +1,74 @@
+"""Compare an optimised model with its dense form: held-out loss, work done, and time per token."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+
+EXAMPLE = "torch-pi2 eval my-sparse-model --max-tokens 20000 --json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", help="folder written by optimize")
+    common.add_text(parser, "stdlib-heldout")
+    parser.add_argument("--max-tokens", type=common.positive, default=20_000, metavar="N", help="scored tokens")
+    parser.add_argument("--window", type=common.positive, default=256, metavar="N", help="tokens per window")
+    parser.add_argument("--batch-size", type=common.positive, default=8, metavar="N")
+    parser.add_argument("--decode-tokens", type=common.positive, default=32, metavar="N", help="timed tokens per round")
+    parser.add_argument("--rounds", type=common.positive, default=5, metavar="N", help="timed rounds")
+    common.add_loading(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from torch_pi2.eval import bits_per_byte, compare_decode, ffn_modules, work
+    from torch_pi2.plan.plan import Plan
+
+    sparse, dense, tokenizer = common.load_sparse(args), common.load_dense(args), common.load_tokenizer(args)
+    plan = Plan.load(Path(args.model) / "pi2")
+    text = common.text_of(args, tokenizer, args.max_tokens)
+    settings = {"window": args.window, "batch_size": args.batch_size, "max_tokens": args.max_tokens, "progress": True}
+    loss_dense = bits_per_byte(dense, tokenizer, text, **settings)
+    with work() as done:
+        loss_sparse = bits_per_byte(sparse, tokenizer, text, **settings)
+    prompt = tokenizer(text[:2000], return_tensors="pt", add_special_tokens=False)["input_ids"][:, :64]
+    time = compare_decode(
+        dense,
+        sparse,
+        prompt,
+        new_tokens=args.decode_tokens,
+        rounds=args.rounds,
+        ffn_modules=ffn_modules(dense, [layer.site for layer in plan.layers]),
+    )
+    return {
+        "model": args.model,
+        "methods": sorted({layer.method for layer in plan.layers}),
+        "dense": {**loss_dense.to_json(), **time.dense.to_json()},
+        "sparse": {**loss_sparse.to_json(), **time.sparse.to_json(), **done.to_json()},
+        "loss_change": loss_sparse.nats_per_token / loss_dense.nats_per_token - 1,
+        "ffn_speedup": time.ffn_speedup,
+        "total_speedup": time.total_speedup,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    dense, sparse = result["dense"], result["sparse"]
+    rows = [
+        ("held-out bits per byte", f"{dense['bits_per_byte']:.4f}", f"{sparse['bits_per_byte']:.4f}"),
+        ("perplexity per token", f"{dense['perplexity']:.3f}", f"{sparse['perplexity']:.3f}"),
+        ("neurons computed", common.percent(1.0), common.percent(sparse["neurons_computed"])),
+        ("FFN matrix rows used", common.percent(1.0), common.percent(sparse["rows_used"])),
+        ("ms per token in FFNs", f"{dense['ffn_ms']:.3f}", f"{sparse['ffn_ms']:.3f}"),
+        ("ms per token in all", f"{dense['total_ms']:.3f}", f"{sparse['total_ms']:.3f}"),
+    ]
+    scored = f"{dense['tokens']} tokens ({common.size(dense['bytes'])}) scored"
+    return (
+        f"{common.table(('', 'dense', 'sparse'), rows)}\n"
+        f"methods: {', '.join(result['methods'])}; loss {result['loss_change']:+.3%}; {scored}; "
+        f"{result['threads']} threads"
+    )

@@ -1,0 +1,36 @@
+"""Fit low-rank activation predictors to a profiled model, and write predictors.safetensors."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+from torch_pi2.cli.profile import render
+
+__all__ = ["EXAMPLE", "add_arguments", "render", "run"]
+
+EXAMPLE = "torch-pi2 fit my-model --stats my-stats --out my-predictors --target-recall 0.97"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_model(parser)
+    parser.add_argument("--stats", required=True, type=Path, metavar="DIR", help="folder written by profile")
+    common.add_out(parser)
+    common.add_text(parser)
+    common.add_config(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch_pi2
+    from torch_pi2.cli.inspect import describe
+    from torch_pi2.predict import save_predictors
+
+    common.check_out(args.out)
+    stats, config = common.load_stats(args.stats), common.config_of(args)
+    model, tokenizer = common.load_dense(args), common.load_tokenizer(args)
+    text = common.text_of(args, tokenizer, config.calibration_tokens)
+    predictors = torch_pi2.fit(model, text, stats=stats, tokenizer=tokenizer, config=config, progress=True)
+    save_predictors(args.out, predictors, stats.model_hash)
+    return {"out": str(args.out), **describe(args.out)}

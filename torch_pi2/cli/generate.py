@@ -1,0 +1,71 @@
+"""Continue a prompt with an optimised model, or with its dense form."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from torch_pi2.cli import common
+
+EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tokens 64"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", help="folder written by optimize")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dense", action="store_true", help="run the dense model instead (DIR may be any checkpoint)")
+    common.add_loading(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from torch_pi2.errors import ConfigError
+
+    if args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise ConfigError(
+            "sampling",
+            expected="--temperature 0 or more and --top-p more than 0, at most 1",
+            found=f"{args.temperature} and {args.top_p}",
+            fix="Leave both out for greedy decoding.",
+        )
+    model: Any = common.load_dense(args) if args.dense else common.load_sparse(args)
+    tokenizer = common.load_tokenizer(args)
+    inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
+    if inputs["input_ids"].numel() == 0:
+        raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
+    sampling = {"do_sample": args.temperature > 0}
+    if args.temperature > 0:
+        sampling |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    torch.manual_seed(args.seed)
+    started = time.perf_counter()
+    with torch.no_grad():
+        ids_BT = model.generate(
+            **inputs, max_new_tokens=args.max_new_tokens, pad_token_id=_pad_token(tokenizer), **sampling
+        )
+    elapsed = time.perf_counter() - started
+    new_T = ids_BT[0, inputs["input_ids"].shape[1] :]
+    return {
+        "prompt": args.prompt,
+        "text": tokenizer.decode(new_T, skip_special_tokens=True),
+        "prompt_tokens": int(inputs["input_ids"].shape[1]),
+        "new_tokens": len(new_T),
+        "ms_per_token": elapsed * 1e3 / max(1, len(new_T)),
+        "sparse": not args.dense,
+    }
+
+
+def _pad_token(tokenizer: Any) -> int | None:
+    pad: int | None = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if pad is None else pad
+
+
+def render(result: dict[str, Any]) -> str:
+    kind = "sparse" if result["sparse"] else "dense"
+    speed = f"{result['new_tokens']} tokens, {result['ms_per_token']:.1f} ms each with the prompt, {kind}"
+    return f"{result['prompt']}{result['text']}\n[{speed}]"

@@ -1,0 +1,66 @@
+"""Profile, fit, plan and rewrite a model, and write it as a Hugging Face folder with a pi2/ folder in it.
+
+The folder still loads as the ordinary dense model with transformers; `torch-pi2 generate` and
+torch_pi2.load() use its sparse form.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+from torch_pi2.cli.profile import render
+from torch_pi2.errors import ArtifactError, ConfigError
+
+__all__ = ["EXAMPLE", "add_arguments", "render", "run"]
+
+EXAMPLE = "torch-pi2 optimize my-model --out my-sparse-model --method lowrank"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_model(parser)
+    common.add_out(parser)
+    parser.add_argument("--stats", type=Path, metavar="DIR", help="folder written by profile (default: profile now)")
+    parser.add_argument(
+        "--predictors", type=Path, metavar="DIR", help="folder written by fit (needs --stats; default: fit now)"
+    )
+    common.add_text(parser)
+    common.add_config(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch_pi2
+    from torch_pi2.cli.inspect import describe
+
+    common.check_out(args.out)
+    _check_replaceable(args.out)
+    stats = common.load_stats(args.stats) if args.stats else None
+    if args.predictors and stats is None:
+        raise ConfigError(
+            "--predictors",
+            expected="--stats beside it",
+            found="no --stats",
+            fix="Pass the statistics they were fitted with.",
+        )
+    predictors = common.load_predictors(args.predictors, stats.model_hash if stats else None)
+    config = common.config_of(args)
+    model, tokenizer = common.load_dense(args), common.load_tokenizer(args)
+    text = common.text_of(args, tokenizer, config.calibration_tokens)
+    model = torch_pi2.optimize(
+        model, text, config, tokenizer=tokenizer, stats=stats, predictors=predictors, progress=True
+    )
+    torch_pi2.save(model, args.out, tokenizer=tokenizer)
+    return {"out": str(args.out), **describe(args.out)}
+
+
+def _check_replaceable(folder: Path) -> None:
+    """``save`` replaces the whole folder: nothing but an earlier result of this command may be lost."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "pi2").is_dir():
+        raise ArtifactError(
+            f"--out {folder}",
+            expected="a new folder, or one written by optimize (which is replaced)",
+            found="a folder with other files in it",
+            fix="Choose another folder.",
+        )

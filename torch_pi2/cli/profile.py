@@ -1,0 +1,35 @@
+"""Record how often each FFN neuron fires on calibration text, and write stats.safetensors."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torch_pi2.cli import common
+
+EXAMPLE = "torch-pi2 profile my-model --out my-stats --tokens 20000"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_model(parser)
+    common.add_out(parser)
+    common.add_text(parser)
+    common.add_config(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch_pi2
+    from torch_pi2.cli.inspect import describe
+
+    common.check_out(args.out)
+    config = common.config_of(args)
+    model, tokenizer = common.load_dense(args), common.load_tokenizer(args)
+    text = common.text_of(args, tokenizer, config.calibration_tokens)
+    torch_pi2.profile(model, text, tokenizer=tokenizer, config=config, progress=True).save(args.out)
+    return {"out": str(args.out), **describe(args.out)}
+
+
+def render(result: dict[str, Any]) -> str:
+    from torch_pi2.cli.inspect import render as render_folder
+
+    return f"{render_folder(result)}\nwrote {result['out']}"

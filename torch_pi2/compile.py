@@ -1,0 +1,420 @@
+"""``torch.compile(model, backend="torch_pi2")``: sparse FFNs in the Dynamo graph, Inductor for the rest.
+
+Found by PyTorch through the entry point group ``torch_dynamo_backends``; nobody has to import us. The rewrite
+takes place before AOTAutograd, where an FFN is still a few linears and weights are the model's own parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
+from torch_pi2.graph.match import Match, Projection, match_ffns
+from torch_pi2.graph.rewrite import predictor_tensors
+from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.ops import load
+from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.runtime.ffn import SparseFFN
+
+_log = logging.getLogger("torch_pi2")
+
+_OPTIONS = ("plan", "predictors")
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph: FFNs become ``pi2::sparse_ffn``, everything else goes to Inductor.
+
+    Without a plan, FFNs with a ReLU-family activation get the exact gate (lossless) and others stay dense. A
+    graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
+
+    The bundles are made once per set of weights and shared by all graphs that use it; if a parameter is
+    changed in place or loaded anew, they are refreshed at the next call. The dense weights stay in memory:
+    they belong to the model (``torch_pi2.optimize`` gives them back).
+
+    Args:
+        options: ``plan``: a :class:`Plan` or its folder; ``predictors``: site key -> low-rank predictor.
+        mode: one of Inductor's modes, e.g. ``"max-autotune"``.
+
+    Raises:
+        ConfigError: an option that does not exist, or a predictor is missing.
+        StaleArtifactError: the plan was made from other weights.
+    """
+    plan, predictors = _read_options(options)
+    sparse: list[_Sparse] = []
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
+        _warn_once("a graph that needs gradients is compiled densely; call the model under torch.no_grad()")
+    else:
+        changed = _copy(gm)
+        sparse = _make_sparse(changed, example_inputs, plan, predictors)
+        gm = changed if sparse else gm
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
+    return _with_bundles(_inductor(gm, [*example_inputs, *ours], mode), sparse)
+
+
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = list_mode_options(mode) if mode else None
+    return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
+
+
+def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mapping[str, Any]]:
+    options = options or {}
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise ConfigError(
+            "options of the torch_pi2 backend",
+            expected=f"only {', '.join(_OPTIONS)}",
+            found=", ".join(unknown),
+            fix="Remove it; Inductor's own settings go through torch._inductor.config or mode=.",
+        )
+    plan = options.get("plan")
+    if isinstance(plan, str | Path):
+        plan = _load_plan(Path(plan))
+    return plan, options.get("predictors") or {}
+
+
+_plans: dict[Path, tuple[int, Plan]] = {}
+
+
+def _load_plan(folder: Path) -> Plan:
+    """The plan of a folder, the same object until the file changes (its identity keys the bundles)."""
+    stamp = (folder / "plan.json").stat().st_mtime_ns if (folder / "plan.json").is_file() else 0
+    if folder not in _plans or _plans[folder][0] != stamp:
+        _plans[folder] = (stamp, Plan.load(folder))
+    return _plans[folder][1]
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning(message)
+        warnings.warn(f"torch_pi2: {message}", stacklevel=3)
+
+
+# --- bundles, shared by all graphs over the same weights ---
+
+
+@dataclass
+class _Packed:
+    """A sparse layer with the state of the parameters that it was made from.
+
+    ``made_from`` keeps plan and predictor alive: the cache knows them by id, which must not pass to others.
+    """
+
+    ffn: SparseFFN
+    names: tuple[str, ...]
+    stamps: list[tuple[int, int]]
+    made_from: tuple[Any, ...]
+
+    def refresh(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take over parameters that changed since. The bundles stay the same tensor, known to compiled code."""
+        stamps = [_stamp(parameter) for parameter in parameters]
+        if stamps != self.stamps:
+            for name, parameter in zip(self.names, parameters):
+                self.ffn.assign(name, parameter.detach())
+            self.stamps = stamps
+
+
+def _stamp(parameter: torch.Tensor) -> tuple[int, int]:
+    return (0 if parameter.is_inference() else parameter._version, parameter.data_ptr())
+
+
+#: down weight -> (identity of all parameters and of the layer's plan) -> bundles; gone when the model is.
+_packed: Any = WeakTensorKeyDictionary()
+
+
+@dataclass
+class _Sparse:
+    """A sparse layer in one graph: where its dense parameters are among the graph's inputs, and what it adds."""
+
+    packed: _Packed
+    positions: list[int]
+    extra: list[torch.Tensor]
+
+
+def _with_bundles(compiled: Callable[..., Any], sparse: Sequence[_Sparse]) -> Callable[..., Any]:
+    """Call compiled code with the bundles as further inputs, up to date."""
+    if not sparse:
+        return compiled
+    extra = [tensor for layer in sparse for tensor in layer.extra]
+
+    def run(*args: Any) -> Any:
+        for layer in sparse:
+            layer.packed.refresh([args[i] for i in layer.positions])
+        return compiled(*args, *extra)
+
+    return run
+
+
+# --- the graph ---
+
+
+def _make_sparse(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None, predictors: Mapping[str, Any]
+) -> list[_Sparse]:
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    tensors = {n: t for n, t in zip(placeholders, example_inputs) if isinstance(t, torch.nn.Parameter)}
+    matches, seen = match_ffns(gm, tensors)
+    if not matches and not seen.unknown and not _has_our_ops(gm):
+        _warn_once("a graph without feed-forward layers is left to Inductor")
+    for down, computed in seen.unknown:
+        _warn_once(f"{_name(down.weight)} stays dense: activation not known (after {computed})")
+    position = {node: index for index, node in enumerate(placeholders)}
+    chosen = [(match, _planned_layer(match, plan)) for match in matches]
+    if plan is not None:
+        _check_plan(plan, chosen, tensors)
+    sparse = []
+    for match, layer in chosen:
+        if layer is None and match.activation not in SPARSE_ACTIVATIONS:
+            _warn_once(f"layers with {match.activation} stay dense without a plan: no output of theirs is exactly zero")
+            continue
+        if not _keeps_shape(match):
+            _warn_once(f"{_name(match.down.weight)} stays dense: its output has another shape or dtype than its input")
+            continue
+        nodes = _parameter_nodes(match)
+        try:
+            packed = _pack(match, nodes, tensors, layer, predictors)
+        except (DeviceError, DtypeError, NonFiniteError) as error:
+            _warn_once(str(error))
+            continue
+        extra = _replace(gm, match, packed.ffn)
+        sparse.append(_Sparse(packed, [position[node] for node in nodes.values()], extra))
+    if sparse:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+    return sparse
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy to change, with what AOTAutograd reads of it: Dynamo looks at its own graph again afterwards."""
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, nodes)
+    graph.output(output)
+    for old, new in nodes.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source
+    return copy
+
+
+def _has_our_ops(gm: fx.GraphModule) -> bool:
+    return any("pi2." in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def _keeps_shape(match: Match) -> bool:
+    """The operator returns its input's shape and dtype; sizes are compared as symbols, adding no guards."""
+    x, y = match.x.meta.get("example_value"), match.down.node.meta.get("example_value")
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or x.dtype != y.dtype:
+        return False
+    return [str(size) for size in x.shape] == [str(size) for size in y.shape]
+
+
+def _parameter_nodes(match: Match) -> dict[str, fx.Node]:
+    """Parameters of a match by names that do not depend on the graph; a fused one has the first role's name."""
+    found: dict[str, fx.Node] = {}
+    for role, projection in _roles(match):
+        if projection.weight not in found.values():
+            found[f"{role}.weight"] = projection.weight
+        if projection.bias is not None and projection.bias not in found.values():
+            found[f"{role}.bias"] = projection.bias
+    return found
+
+
+def _roles(match: Match) -> list[tuple[str, Projection]]:
+    gate = [("gate", match.gate.projection)] if match.gate else []
+    return [*gate, ("up", match.up.projection), ("down", match.down)]
+
+
+def _pack(
+    match: Match,
+    nodes: Mapping[str, fx.Node],
+    tensors: Mapping[fx.Node, torch.Tensor],
+    layer: LayerPlan | None,
+    predictors: Mapping[str, Any],
+) -> _Packed:
+    load()
+    parameters = [tensors[node] for node in nodes.values()]
+    rows = None if match.gate is None else match.gate.rows
+    predictor = None if layer is None else predictors.get(layer.site.key)
+    key = (*map(id, parameters), rows, match.activation, match.activation_on_up, id(layer), id(predictor))
+    shared = _packed.setdefault(tensors[match.down.weight], {})
+    if key not in shared:
+        site = _site(match, nodes)
+        order = torch.arange(site.intermediate, dtype=torch.int32) if layer is None else layer.order
+        layer_plan = (
+            LayerPlan(site, "exact", 0, order)
+            if layer is None
+            else LayerPlan(site, layer.method, layer.n_hot, order, layer.threshold)
+        )
+        model = _holder(dict(zip(nodes, parameters)))
+        ffn = SparseFFN(site, site.weights(model), layer_plan, *predictor_tensors(predictor)).eval()
+        shared[key] = _Packed(ffn, tuple(nodes), [_stamp(p) for p in parameters], (layer, predictor))
+    packed: _Packed = shared[key]
+    packed.refresh(parameters)
+    return packed
+
+
+def _holder(parameters: Mapping[str, torch.Tensor]) -> Any:
+    """As much of a model as :meth:`FFNSite.weights` needs."""
+    return SimpleNamespace(get_parameter=parameters.__getitem__)
+
+
+def _site(match: Match, nodes: Mapping[str, fx.Node]) -> FFNSite:
+    name_of = {node: name for name, node in nodes.items()}
+
+    def ref(projection: Projection, rows: tuple[int, int] | None) -> LinearRef:
+        bias = None if projection.bias is None else name_of[projection.bias]
+        return LinearRef(name_of[projection.weight], bias, rows)
+
+    return FFNSite(
+        key=_name(match.down.weight).rpartition(".")[0],
+        layer=0,
+        activation=match.activation,
+        activation_on_up=match.activation_on_up,
+        gate=None if match.gate is None else ref(match.gate.projection, match.gate.rows),
+        up=ref(match.up.projection, match.up.rows),
+        down=ref(match.down, None),
+        hidden=match.hidden,
+        intermediate=match.intermediate,
+        owner="",
+    )
+
+
+def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN) -> list[torch.Tensor]:
+    """Put the operators in the place of a match; returns the tensors that the graph now wants as further inputs."""
+    extra: list[torch.Tensor] = []
+    fake_mode = match.x.meta["example_value"].fake_mode
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    last_placeholder, n_placeholders = placeholders[-1], len(placeholders)
+
+    def given(tensor: torch.Tensor | None) -> fx.Node | None:
+        nonlocal last_placeholder
+        if tensor is None:
+            return None
+        with gm.graph.inserting_after(last_placeholder):
+            node = gm.graph.placeholder(f"pi2_tensor_{n_placeholders + len(extra)}")
+        node._dynamo_source = None  # what AOTAutograd expects of non-user inputs
+        node.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True)
+        last_placeholder = node
+        extra.append(tensor)
+        return node
+
+    result = match.down.node
+    tensors = [given(t) for t in (ffn.bundles, ffn.bias_gate, ffn.bias_up, ffn.bias_down)]
+    predictor = [given(t) for t in ffn.predictor()]
+    site = ffn.site
+    with gm.graph.inserting_before(match.down.nodes[0]):
+        active = None
+        if ffn.has_predictor:
+            active = gm.graph.call_function(
+                torch.ops.pi2.predict_lowrank.default, (match.x, *predictor, ffn.predictor_threshold)
+            )
+        settings = (site.activation, site.activation_on_up, ffn.n_hot, ffn.threshold)
+        node = gm.graph.call_function(torch.ops.pi2.sparse_ffn.default, (match.x, *tensors, active, *settings))
+    node.meta = dict(result.meta)
+    result.replace_all_uses_with(node)
+    for old in (*reversed(match.down.nodes), *reversed(match.inside)):
+        gm.graph.erase_node(old)
+    return extra
+
+
+# --- plans: which of its layers is this? ---
+
+
+def _name(parameter: fx.Node) -> str:
+    """Name of a parameter as seen from the frame that is compiled, e.g. ``model.layers.0.mlp.up.weight``."""
+    source = getattr(parameter.meta.get("grapharg"), "source", None)
+    text = str(getattr(source, "name", parameter.name)) if source is not None else parameter.name
+    parts = [p for pair in re.findall(r"\['?(\w+)'?\]|\.(\w+)", text) for p in pair if p]
+    if not parts:
+        return parameter.name
+    return ".".join(p for p in parts[1:] if p not in ("_modules", "_parameters", "_orig_mod"))
+
+
+def _planned_layer(match: Match, plan: Plan | None) -> LayerPlan | None:
+    """The plan's layer whose down weight has this name; frames below the root know only the end of it."""
+    if plan is None:
+        return None
+    name = _name(match.down.weight)
+    found = [
+        layer
+        for layer in plan.layers
+        if f".{layer.site.down.weight}".endswith(f".{name}") or f".{name}".endswith(f".{layer.site.down.weight}")
+    ]
+    exact = [layer for layer in found if layer.site.down.weight == name] or found
+    if len(exact) != 1:
+        _warn_once(
+            f"{name} fits {len(exact)} layers of the plan, so it runs without it"
+            + ("; the graph is broken inside the model, use torch_pi2.optimize before torch.compile" if exact else "")
+        )
+        return None
+    site = exact[0].site
+    same = (site.hidden, site.intermediate, site.activation, site.activation_on_up) == (
+        match.hidden,
+        match.intermediate,
+        match.activation,
+        match.activation_on_up,
+    )
+    if not same:
+        raise _stale(name, f"{match.hidden} -> {match.intermediate} {match.activation}")
+    return exact[0]
+
+
+def _check_plan(
+    plan: Plan, chosen: Sequence[tuple[Match, LayerPlan | None]], tensors: Mapping[fx.Node, torch.Tensor]
+) -> None:
+    """Compare the hash of the weights, where the whole model is in this graph (else only shapes were compared)."""
+    by_name: dict[str, torch.Tensor] = {}
+    for match, layer in chosen:
+        if layer is None:
+            continue
+        refs = {"gate": layer.site.gate, "up": layer.site.up, "down": layer.site.down}
+        for role, projection in _roles(match):
+            ref = refs[role]
+            if ref is None:
+                raise _stale(layer.site.key, "a gated layer")
+            by_name[ref.weight] = tensors[projection.weight]
+            if ref.bias is not None and projection.bias is not None:
+                by_name[ref.bias] = tensors[projection.bias]
+    model = _holder(by_name)
+    try:
+        found = weights_hash(model, [layer.site for layer in plan.layers])
+    except KeyError:
+        return
+    if found != plan.model_hash:
+        raise _stale("the model's FFN weights", found[:12], plan.model_hash[:12])
+
+
+def _stale(what: str, found: str, expected: str = "what the plan was made from") -> StaleArtifactError:
+    return StaleArtifactError(
+        f"plan for {what}", expected=expected, found=found, fix="Make a new plan for this model (torch_pi2.optimize)."
+    )

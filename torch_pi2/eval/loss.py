@@ -1,0 +1,209 @@
+"""Language-model loss, in units that compare across tokenizers: bits per byte of the text that was scored."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """Loss of a model on a text.
+
+    Attributes:
+        nats_per_token: mean negative log likelihood of the scored tokens.
+        bits_per_byte: the same likelihood in bits, over the UTF-8 bytes of exactly those tokens.
+        perplexity: ``exp(nats_per_token)``, per token and thus of this tokenizer.
+        tokens: number of scored tokens.
+        bytes: their length in the text, in UTF-8 bytes.
+    """
+
+    nats_per_token: float
+    bits_per_byte: float
+    perplexity: float
+    tokens: int
+    bytes: int
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """``model`` in eval mode and without gradients; its mode is put back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    """``[B, T, V]`` logits of a Hugging Face model, or of any module that maps ids to logits."""
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
+        output = model(input_ids=ids_BT, use_cache=False)
+    else:
+        output = model(ids_BT)
+    if isinstance(output, tuple):
+        output = output[0]
+    logits = getattr(output, "logits", output)
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[float, int]:
+    total, count = 0.0, 0
+    with evaluating(model):
+        for ids_BT in batches:
+            logits_BTV = logits_of(model, ids_BT[:, :-1])
+            # Row by row: a whole batch of float32 logits over a large vocabulary would be gigabytes.
+            for logits_TV, target_T in zip(logits_BTV, ids_BT[:, 1:]):
+                total += F.cross_entropy(logits_TV.float(), target_T.long(), reduction="sum").item()
+                count += target_T.numel()
+    if not math.isfinite(total):
+        raise NonFiniteError(
+            "loss",
+            expected="a finite number",
+            found=str(total),
+            fix="Check the checkpoint, and whether its dtype can hold the activations (try float32).",
+        )
+    return total, count
+
+
+def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
+    """Mean negative log likelihood, in nats, of every token but the first of each row.
+
+    Args:
+        model: a Hugging Face causal model, or a module mapping ``[B, T]`` ids to ``[B, T, V]`` logits.
+        batches: int64 ``[B, T]`` with ``T >= 2``; no padding.
+
+    Raises:
+        CalibrationError: nothing to score.
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    total, count = _summed_nats(model, batches)
+    if count == 0:
+        raise CalibrationError(
+            "tokens to score", expected="at least one", found="none", fix="Pass rows of two or more tokens."
+        )
+    return total / count
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Tokens ``ids[first:]`` are scored, ``text_bytes`` is their length; ``bos`` is empty or starts every window."""
+
+    ids: torch.Tensor
+    bos: torch.Tensor
+    first: int
+    text_bytes: int
+
+
+def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
+    """Token ids of ``text``, cut so that both ends of what is scored lie between characters.
+
+    A byte-level token may hold half of a character; were it at either end, "the bytes of the scored
+    tokens" would not be bytes of the text.
+    """
+    bos = [i for i in list(tokenizer("")["input_ids"])[:1] if i == tokenizer.bos_token_id]
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    ids = list(encoded["input_ids"])
+    spans = encoded["offset_mapping"] if fast else []
+
+    def splits_character(at: int) -> bool:
+        return 0 < at < len(spans) and bool(spans[at - 1][1] > spans[at][0])
+
+    first = 0 if bos else 1
+    while splits_character(first):
+        first += 1
+    stop = len(ids) if max_tokens is None else min(len(ids), first + max_tokens)
+    while stop > first and splits_character(stop):
+        stop -= 1
+    if stop <= first:
+        raise CalibrationError(
+            "text to evaluate",
+            expected="at least two tokens",
+            found=f"{len(text)} characters, {len(ids)} tokens",
+            fix="Pass a longer text.",
+        )
+    if fast:
+        # From the end of the token before, so that spaces which a tokenizer drops count as well.
+        start_char = spans[first - 1][1] if first else 0
+        text_bytes = len(text[start_char : spans[stop - 1][1]].encode())
+    else:
+        text_bytes = len(tokenizer.decode(ids[first:stop], clean_up_tokenization_spaces=False).encode())
+    return _Scored(torch.tensor(ids[:stop]), torch.tensor(bos, dtype=torch.long), first, text_bytes)
+
+
+def _windows(scored: _Scored, window: int, batch_size: int) -> list[torch.Tensor]:
+    """Rows of one context token and ``window`` scored ones: the token before, or BOS where the tokenizer adds it."""
+    rows = []
+    for start in range(scored.first, len(scored.ids), window):
+        context = scored.bos if len(scored.bos) else scored.ids[start - 1 : start]
+        rows.append(torch.cat([context, scored.ids[start : start + window]]))
+    # A short last window goes alone: padding it would cost work and need a mask.
+    full = [row for row in rows if len(row) == window + 1]
+    batches = [torch.stack(full[i : i + batch_size]) for i in range(0, len(full), batch_size)]
+    return batches + [row[None] for row in rows[len(full) :]]
+
+
+def bits_per_byte(
+    model: nn.Module,
+    tokenizer: Any,
+    text: str,
+    *,
+    window: int = 512,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    progress: bool = False,
+) -> LossReport:
+    """Loss of ``model`` on ``text``, in disjoint windows.
+
+    Every token is scored once, the first excepted (unless the tokenizer starts texts with a BOS token, which
+    then precedes every window). Context never reaches beyond ``window`` tokens.
+
+    Args:
+        model: a causal language model; left in the mode it was in.
+        tokenizer: a Hugging Face tokenizer.
+        text: what to score.
+        window: scored tokens per row.
+        batch_size: rows per forward pass.
+        max_tokens: score no more than these many tokens (up to three fewer, to end between characters).
+        progress: show a bar on standard error where that is a terminal.
+
+    Raises:
+        CalibrationError: the text is shorter than two tokens.
+        ConfigError: ``window``, ``batch_size`` or ``max_tokens`` below 1.
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    from tqdm import tqdm
+
+    for name, value in (("window", window), ("batch_size", batch_size), ("max_tokens", max_tokens)):
+        if value is not None and value < 1:
+            raise ConfigError(name, expected="a positive number", found=str(value), fix=f"Pass {name}=512 or so.")
+    scored = _encode(tokenizer, text, max_tokens)
+    batches = _windows(scored, window, batch_size)
+    hidden = not (progress and sys.stderr.isatty())
+    total, count = _summed_nats(model, tqdm(batches, desc="evaluating", unit="batch", disable=hidden))
+    nats = total / count
+    return LossReport(
+        nats_per_token=nats,
+        bits_per_byte=total / math.log(2) / scored.text_bytes,
+        perplexity=math.exp(min(nats, 700.0)),
+        tokens=count,
+        bytes=scored.text_bytes,
+    )

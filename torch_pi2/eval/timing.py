@@ -1,0 +1,186 @@
+"""Milliseconds per generated token, in all and inside the feed-forward layers.
+
+Decoding is a plain greedy loop over the model's own KV cache, one token a step, so that what is timed is the
+model and not ``generate``'s bookkeeping. Two models are compared by *alternating* rounds: a machine that
+slows down for a while slows both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.eval.loss import evaluating
+from torch_pi2.graph.sites import FFNSite
+
+
+@dataclass(frozen=True)
+class DecodeTiming:
+    """Medians over rounds, in milliseconds per decoded token; ``ffn_ms`` is 0 if no modules were named."""
+
+    total_ms: float
+    ffn_ms: float
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class DecodeComparison:
+    """Two models timed in alternating rounds; ``ffn_speedup`` and ``total_speedup`` are dense over sparse."""
+
+    dense: DecodeTiming
+    sparse: DecodeTiming
+
+    @property
+    def total_speedup(self) -> float:
+        return self.dense.total_ms / self.sparse.total_ms
+
+    @property
+    def ffn_speedup(self) -> float:
+        return self.dense.ffn_ms / self.sparse.ffn_ms if self.sparse.ffn_ms else float("nan")
+
+
+class _FFNClock:
+    """Sums the seconds spent inside some modules, by forward hooks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def enter(self, _module: nn.Module, _inputs: Any) -> None:
+        self._started = time.perf_counter()
+
+    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self.seconds += time.perf_counter() - self._started
+
+
+@contextmanager
+def _hooked(model: nn.Module, names: Iterable[str]) -> Iterator[_FFNClock]:
+    clock, handles = _FFNClock(), []
+    modules = dict(model.named_modules())
+    try:
+        for name in names:
+            if name not in modules:
+                raise ConfigError(
+                    "ffn_modules",
+                    expected=f"names of modules of {type(model).__name__}",
+                    found=repr(name),
+                    fix="Take them from the plan: ffn_modules(dense, [layer.site for layer in plan.layers]).",
+                )
+            handles.append(modules[name].register_forward_pre_hook(clock.enter))
+            handles.append(modules[name].register_forward_hook(clock.leave))
+        yield clock
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _decode_round(model: nn.Module, ids_BT: torch.Tensor, new_tokens: int, names: Iterable[str]) -> tuple[float, float]:
+    """(total, ffn) milliseconds per decoding step; the prompt is processed before the clock starts."""
+    with evaluating(model):
+        output = model(input_ids=ids_BT, use_cache=True)
+        with _hooked(model, names) as clock:
+            started = time.perf_counter()
+            for _ in range(new_tokens):
+                next_B1 = output.logits[:, -1:].argmax(-1)
+                output = model(input_ids=next_B1, past_key_values=output.past_key_values, use_cache=True)
+            total = time.perf_counter() - started
+    return total * 1e3 / new_tokens, clock.seconds * 1e3 / new_tokens
+
+
+def _median(rounds: list[tuple[float, float]]) -> DecodeTiming:
+    return DecodeTiming(statistics.median(r[0] for r in rounds), statistics.median(r[1] for r in rounds))
+
+
+def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
+    """Names of the modules in which the FFNs of ``sites`` are computed, in the dense and in the sparse form.
+
+    Where an FFN is not a module of its own (OPT: linears of the decoder layer) these are its linears and what
+    lies between them, whose places the sparse form takes.
+    """
+    names: list[str] = []
+    for site in sites:
+        refs = [ref for ref in (site.gate, site.up, site.down) if ref is not None]
+        own = {name for ref in refs for name in (ref.weight, ref.bias)}
+        prefix = f"{site.owner}." if site.owner else ""
+        if {prefix + name for name, _ in dense.get_submodule(site.owner).named_parameters()} <= own:
+            names.append(site.owner)
+        else:
+            names += [*dict.fromkeys(ref.weight.rpartition(".")[0] for ref in refs), *site.inner]
+    return names
+
+
+def time_decode(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    new_tokens: int = 32,
+    warmup: int = 1,
+    rounds: int = 5,
+    ffn_modules: Iterable[str] = (),
+) -> DecodeTiming:
+    """Time greedy decoding of ``new_tokens`` after a prompt.
+
+    Args:
+        model: a Hugging Face causal model with a KV cache, dense or optimised.
+        input_ids: int64 ``[B, T]`` prompt; not part of the time.
+        new_tokens: decoding steps per round.
+        warmup, rounds: rounds thrown away, and rounds whose median is reported.
+        ffn_modules: fully-qualified names of the feed-forward modules (:func:`ffn_modules`).
+
+    Raises:
+        ConfigError: no such module, or a count that makes no sense.
+    """
+    settings = {"new_tokens": new_tokens, "warmup": warmup, "rounds": rounds}
+    return time_decode_many([model], input_ids, ffn_modules=ffn_modules, **settings)[0]
+
+
+def compare_decode(
+    dense: nn.Module,
+    sparse: nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    new_tokens: int = 32,
+    warmup: int = 1,
+    rounds: int = 5,
+    ffn_modules: Iterable[str] = (),
+) -> DecodeComparison:
+    """As :func:`time_decode`, for two models in alternating rounds."""
+    settings = {"new_tokens": new_tokens, "warmup": warmup, "rounds": rounds}
+    return DecodeComparison(*time_decode_many([dense, sparse], input_ids, ffn_modules=ffn_modules, **settings))
+
+
+def time_decode_many(
+    models: list[nn.Module],
+    input_ids: torch.Tensor,
+    *,
+    new_tokens: int = 32,
+    warmup: int = 1,
+    rounds: int = 5,
+    ffn_modules: Iterable[str] = (),
+) -> list[DecodeTiming]:
+    """As :func:`time_decode`, for any number of models in alternating rounds."""
+    if new_tokens < 1 or rounds < 1 or warmup < 0:
+        raise ConfigError(
+            "new_tokens, rounds, warmup",
+            expected="at least 1, 1 and 0",
+            found=f"{new_tokens}, {rounds}, {warmup}",
+            fix="Pass larger numbers.",
+        )
+    names = list(ffn_modules)
+    timings: list[list[tuple[float, float]]] = [[] for _ in models]
+    for i in range(warmup + rounds):
+        for model, kept in zip(models, timings):
+            measured = _decode_round(model, input_ids, new_tokens, names)
+            if i >= warmup:
+                kept.append(measured)
+    return [_median(kept) for kept in timings]

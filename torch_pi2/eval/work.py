@@ -1,0 +1,64 @@
+"""How much of the dense work the sparse layers really did, from the operators' own counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Work:
+    """Counted in (token, neuron) pairs over all FFNs that were rewritten.
+
+    Attributes:
+        neurons: pairs that a dense model would have computed.
+        gate_rows: pairs of which the first matrix row was used (gate, or up in a plain FFN).
+        up_rows: pairs of which the up row of a gated FFN was used; down_rows: of which the down column was.
+
+    The shares are None where no rewritten FFN ran.
+    """
+
+    neurons: int = 0
+    gate_rows: int = 0
+    up_rows: int = 0
+    down_rows: int = 0
+
+    def _share(self, pairs: int) -> float | None:
+        return pairs / self.neurons if self.neurons else None
+
+    @property
+    def neurons_computed(self) -> float | None:
+        """Share of pairs of which anything was computed: 1 for the exact gate, which looks at every gate."""
+        return self._share(self.gate_rows)
+
+    @property
+    def neurons_used(self) -> float | None:
+        """Share of pairs that contributed to the output."""
+        return self._share(self.down_rows)
+
+    @property
+    def rows_used(self) -> float | None:
+        """Share of matrix rows used, which is the share of FFN weights that had to be read for one token."""
+        share = self._share(self.gate_rows + self.up_rows + self.down_rows)
+        return None if share is None else share / (3 if self.up_rows else 2)
+
+    def to_json(self) -> dict[str, float | None]:
+        shares = {name: getattr(self, name) for name in ("neurons_computed", "neurons_used", "rows_used")}
+        return {**asdict(self), **shares}
+
+
+@contextmanager
+def work() -> Iterator[Work]:
+    """Counts what the operators do inside the block; the result is complete when the block ends.
+
+    The counters are process-wide, so nothing else may run sparse layers meanwhile. They are not reset.
+    """
+    from torch_pi2.runtime import counters
+
+    done = Work()
+    before = counters.read()
+    yield done
+    after = counters.read()
+    for name in asdict(done):
+        setattr(done, name, after[name] - before[name])

@@ -1,0 +1,159 @@
+"""Run a model once under Dynamo and keep the graphs it sees, before AOTAutograd takes them apart.
+
+At this level an FFN is still ``linear, act, linear, mul, linear``, and example inputs hold the very
+``Parameter`` objects of the model, so names follow by identity (peers.md, fact 7).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torch_pi2.errors import CalibrationError, DeviceError, UnsupportedModelError
+
+
+@dataclass
+class CapturedGraph:
+    """One Dynamo graph; ``tensors`` maps its placeholders to the real tensors they stand for."""
+
+    gm: fx.GraphModule
+    tensors: dict[fx.Node, torch.Tensor]
+
+
+def example_inputs(model: nn.Module) -> dict[str, Any]:
+    """Keyword arguments with which a Hugging Face model can be run once: int64 ``input_ids [2, 8]``.
+
+    Raises:
+        CalibrationError: the model has no ``config.vocab_size``, so its inputs cannot be guessed.
+    """
+    config = getattr(model, "config", None)
+    text_config: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    vocab_size = getattr(text_config, "vocab_size", None)
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise CalibrationError(
+            "example inputs",
+            expected="args or kwargs for one forward call of the model",
+            found=f"none, and {type(model).__name__} has no config.vocab_size to make them from",
+            fix="Pass them, e.g. find_sites(model, args=(x,)).",
+        )
+    ids_BT = (torch.arange(16, dtype=torch.int64).reshape(2, 8) + 3) % vocab_size
+    inputs: dict[str, Any] = {"input_ids": ids_BT}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids_BT.clone()
+    return inputs
+
+
+def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[CapturedGraph]:
+    """Graphs of one forward call (several where Dynamo breaks the graph), in order of execution.
+
+    The model runs in eval mode without gradients; its mode, the random state and compiled code of the user
+    stay as they were. Only if the graph was broken is ``torch._dynamo.reset()`` called, to drop what the
+    capture left on code objects that are not ours.
+
+    Raises:
+        DeviceError: parameters on ``meta``.
+        CalibrationError: no inputs given and none can be guessed, or the model refuses those given.
+        UnsupportedModelError: Dynamo cannot capture the model; the message has its reason.
+    """
+    _refuse_meta(model)
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise UnsupportedModelError(
+            "model",
+            expected="an ordinary nn.Module",
+            found="the result of torch.compile",
+            fix="Pass the model before torch.compile, and compile afterwards.",
+        )
+    if not args and not kwargs:
+        kwargs = example_inputs(model)
+    kwargs = dict(kwargs or {})
+    graphs: list[CapturedGraph] = []
+
+    def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        tensors = {n: t for n, t in zip(placeholders, inputs, strict=True) if isinstance(t, torch.Tensor)}
+        graphs.append(CapturedGraph(gm, tensors))
+        return gm.forward
+
+    try:
+        with _quietly(model), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=65536):
+            torch.compile(_fresh_caller(), backend=keep, dynamic=False)(model, args, kwargs)
+    except Exception as error:
+        _explain(model, args, kwargs, error)
+    finally:
+        if len(graphs) > 1:
+            torch._dynamo.reset()
+    if not graphs:
+        raise UnsupportedModelError(
+            type(model).__name__,
+            expected="a forward that torch.compile can capture",
+            found="no graph at all (its forward is excluded from compilation or computes nothing)",
+            fix="Pass the part of the model that holds the FFN layers.",
+        )
+    return graphs
+
+
+def _fresh_caller() -> Any:
+    """A caller with a code object of its own: Dynamo's cache hangs on code, so it goes away with this one."""
+
+    def call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return model(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, "call")
+
+
+@contextmanager
+def _quietly(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients, no fused encoder path (it hides the linears), and all put back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, mode in modes:
+            module.training = mode
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if names:
+        raise DeviceError(
+            "device of the model",
+            expected="cpu",
+            found=f"meta ({len(names)} parameters without data, e.g. {names[0]})",
+            fix="Load the weights first (from_pretrained, or load_state_dict(..., assign=True)).",
+        )
+
+
+def _explain(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> None:
+    """Raise the right error: the model itself refuses these inputs, or only Dynamo refuses the model."""
+    try:
+        with _quietly(model):
+            model(*args, **kwargs)
+    except Exception as eager_error:
+        raise CalibrationError(
+            f"example inputs of {type(model).__name__}",
+            expected="arguments that its forward accepts",
+            found=f"{type(eager_error).__name__}: {_first_line(eager_error)}",
+            fix="Pass args and kwargs as you would call the model.",
+        ) from eager_error
+    raise UnsupportedModelError(
+        type(model).__name__,
+        expected="a forward that torch.compile can capture",
+        found=f"{type(error).__name__}: {_first_line(error)}",
+        fix="Pass the part of the model that holds the FFN layers, or use NeuronClusterMode.",
+    ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no message"

@@ -1,0 +1,308 @@
+"""Find feed-forward layers in an FX graph by structure alone.
+
+From every matmul with a parameter (the candidate *down*), walk back through elementwise operations to the
+matmuls they start from (*gate* and *up*), which must share their input. What lies between is recognised by
+:mod:`.activation`. Attention never matches: softmax, transposes and products of activations stop the walk.
+Used on captured graphs of eager models and, unchanged, on the graphs that the compile backend is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_pi2.graph.activation import Formula, identify
+from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name
+
+Tensors = Mapping[fx.Node, torch.Tensor]
+
+#: Larger regions are no FFNs, and walking the whole residual stream of a norm-free model costs time.
+_MAX_REGION = 64
+#: Probe elements above which a region with literal sizes is left alone (1 GiB of float64).
+_MAX_PROBE = 1 << 27
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``x @ weight.T + bias`` in a graph, however spelled; ``nodes`` are those it is made of, the last its result."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def node(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Output rows of a projection that make the gate or the up; ``rows`` None means all."""
+
+    projection: Projection
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Match:
+    """One FFN in a graph; ``inside`` lists projections and region in graph order, without ``down``'s nodes."""
+
+    x: fx.Node
+    gate: Stream | None
+    up: Stream
+    down: Projection
+    activation: str
+    activation_on_up: bool
+    hidden: int
+    intermediate: int
+    inside: tuple[fx.Node, ...]
+    region: tuple[fx.Node, ...]
+
+
+@dataclass
+class Seen:
+    """What a search met, for messages: linears, what blocked each walk, and FFNs of unknown activation."""
+
+    linears: int = 0
+    blocked_by: list[str] = field(default_factory=list)
+    unknown: list[tuple[Projection, str]] = field(default_factory=list)
+
+
+def match_ffns(gm: fx.GraphModule, tensors: Tensors) -> tuple[list[Match], Seen]:
+    """All FFNs of ``gm`` in order of execution.
+
+    Args:
+        gm: a graph at Dynamo level; tensor nodes carry ``meta["example_value"]``.
+        tensors: placeholder -> the parameter it stands for.
+    """
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    projections = _projections(gm.graph, tensors)
+    inner = {node for p in projections.values() for node in p.nodes[:-1]}
+    seen = Seen(linears=len(projections) - len(inner & projections.keys()))
+    matches: list[Match] = []
+    taken: set[fx.Node] = set()
+    for node, down in projections.items():
+        if node in inner:
+            continue
+        match = _match_down(gm, down, projections, tensors, order, taken, seen)
+        if match is not None:
+            matches.append(match)
+            taken.update(match.inside, down.nodes)
+    return matches, seen
+
+
+def _projections(graph: fx.Graph, tensors: Tensors) -> dict[fx.Node, Projection]:
+    found: dict[fx.Node, Projection] = {}
+    for node in graph.nodes:
+        projection = _as_matmul(node, tensors) or _as_bias_add(node, found, tensors)
+        if projection is not None:
+            found[node] = projection
+    return found
+
+
+def _is_parameter(node: Any, tensors: Tensors, dims: int) -> bool:
+    return isinstance(node, fx.Node) and node in tensors and tensors[node].dim() == dims
+
+
+def _as_matmul(node: fx.Node, tensors: Tensors) -> Projection | None:
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = op_name(node.target)
+    if name == "linear":
+        bound = dict(zip(("input", "weight", "bias"), node.args)) | node.kwargs
+        x, weight, bias = bound.get("input"), bound.get("weight"), bound.get("bias")
+        bias_fits = bias is None or _is_parameter(bias, tensors, 1)
+        if isinstance(x, fx.Node) and _is_parameter(weight, tensors, 2) and bias_fits:
+            return Projection(x, weight, bias, (node,))  # type: ignore[arg-type]
+    elif name in ("matmul", "mm") and len(node.args) == 2:  # FalconLinear: x @ weight.T
+        x, weight = node.args[0], _transposed(node.args[1])
+        if isinstance(x, fx.Node) and _is_parameter(weight, tensors, 2):
+            return Projection(x, weight, None, (node,))  # type: ignore[arg-type]
+    return None
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """The matrix whose transpose ``node`` is."""
+    if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    name, rest = op_name(node.target), list(node.args[1:])
+    if len(rest) == 1 and isinstance(rest[0], (tuple, list)):
+        rest = list(rest[0])
+    swaps = name in ("transpose", "swapaxes", "permute") and {d % 2 for d in rest if isinstance(d, int)} == {0, 1}
+    swaps = swaps and (name != "permute" or rest[0] in (1, -1))
+    if name in ("t", "numpy_T", "adjoint") or swaps or (name == "getattr" and rest in (["T"], ["mT"])):
+        return node.args[0]
+    return None
+
+
+def _as_bias_add(node: fx.Node, found: Mapping[fx.Node, Projection], tensors: Tensors) -> Projection | None:
+    if node.op not in ("call_function", "call_method") or op_name(node.target) != "add":
+        return None
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    for base, bias in (node.args, node.args[::-1]):
+        projection = found.get(base) if isinstance(base, fx.Node) else None
+        if projection is None or projection.bias is not None or len(projection.node.users) != 1:
+            continue
+        if _is_parameter(bias, tensors, 1) and tensors[bias].shape[0] == tensors[projection.weight].shape[0]:  # type: ignore[index]
+            return Projection(projection.x, projection.weight, bias, (*projection.nodes, node))  # type: ignore[arg-type]
+    return None
+
+
+def _match_down(
+    gm: fx.GraphModule,
+    down: Projection,
+    projections: Mapping[fx.Node, Projection],
+    tensors: Tensors,
+    order: Mapping[fx.Node, int],
+    taken: set[fx.Node],
+    seen: Seen,
+) -> Match | None:
+    walk = _walk_back(down, projections, order, seen)
+    if walk is None:
+        return None
+    sources, region = walk
+    hidden, intermediate = tensors[down.weight].shape
+    inputs = {p.x for p in sources}
+    if len(inputs) != 1 or any(tensors[p.weight].shape[1] != hidden for p in sources):
+        return None
+    inside = sorted({n for p in sources for n in p.nodes} | set(region), key=order.__getitem__)
+    if taken.intersection(inside) or taken.intersection(down.nodes):
+        return None
+    shapes = _probe_shapes(sources, region)
+    if shapes is None:
+        return None
+    found = identify(lambda probes: _evaluate(gm, down.x, sources, region, probes), shapes, intermediate)
+    if found == "linear":
+        return None
+    if not isinstance(found, Formula):
+        seen.unknown.append((down, ", ".join(dict.fromkeys(op_name(n.target) for n in region))))
+        return None
+    x = inputs.pop()
+    allowed = set(inside) | set(down.nodes)
+    escaping = next((u for n in inside for u in n.users if u not in allowed), None)
+    if escaping is not None:
+        seen.blocked_by.append(f"{op_name(escaping.target)} (uses the inside of an FFN)")
+        return None
+    if any(_mutates(u, x) and order[inside[0]] < order[u] < order[down.node] for u in x.users):
+        seen.blocked_by.append("in-place change of an FFN's input")
+        return None
+    streams = (
+        [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]
+        if tensors[sources[0].weight].shape[0] == 2 * intermediate
+        else [Stream(p) for p in sources]
+    )
+    gate = None if found.gate is None else streams[found.gate]
+    return Match(
+        x,
+        gate,
+        streams[found.up],
+        down,
+        found.activation,
+        found.on_up,
+        hidden,
+        intermediate,
+        tuple(inside),
+        tuple(region),
+    )
+
+
+def _walk_back(
+    down: Projection, projections: Mapping[fx.Node, Projection], order: Mapping[fx.Node, int], seen: Seen
+) -> tuple[list[Projection], list[fx.Node]] | None:
+    """Projections and elementwise nodes from which ``down``'s input is made, in graph order; None if others are."""
+    sources: dict[fx.Node, Projection] = {}
+    region: set[fx.Node] = set()
+    todo = [down.x]
+    while todo:
+        node = todo.pop()
+        if node in region or node in sources:
+            continue
+        if node in projections:
+            sources[node] = projections[node]
+        elif node.op in ("call_function", "call_method") and op_name(node.target) in ELEMENTWISE:
+            region.add(node)
+            todo.extend(n for n in node.all_input_nodes if _is_tensor(n))
+        elif node.op != "get_attr":  # a constant that Dynamo made
+            seen.blocked_by.append("its own input" if node.op == "placeholder" else op_name(node.target))
+            return None
+        # h.relu_() leaves its result in h: such nodes belong to the region though nothing uses them
+        todo.extend(u for u in node.users if order[u] < order[down.node] and _mutates(u, node))
+        if len(region) > _MAX_REGION:
+            seen.blocked_by.append("a long chain of elementwise operations")
+            return None
+    if not sources:
+        return None
+    ordered = sorted(sources.values(), key=lambda p: order[p.node])
+    return ordered, sorted(region, key=order.__getitem__)
+
+
+def _mutates(user: fx.Node, node: fx.Node) -> bool:
+    return bool(
+        user.op in ("call_function", "call_method")
+        and user.args
+        and user.args[0] is node
+        and is_in_place(user.target, user.args, user.kwargs)
+    )
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size))
+
+
+def _hint(value: Any) -> int:
+    """A size as a number; symbolic sizes by the example they were traced with."""
+    node = getattr(value, "node", None)
+    return int(node.hint if node is not None and node.hint is not None else value)
+
+
+def _probe_shapes(sources: Sequence[Projection], region: Sequence[fx.Node]) -> list[tuple[int, ...]] | None:
+    """Shapes to probe at: the real ones where sizes are written into the region, else a few rows."""
+    literal = any(op_name(node.target) in RESHAPES for node in region)
+    shapes = []
+    for projection in sources:
+        example = projection.node.meta.get("example_value")
+        if not isinstance(example, torch.Tensor):
+            return None
+        real = tuple(_hint(size) for size in example.shape)
+        shapes.append(real if literal or len(real) < 2 else (*[1] * (len(real) - 2), 4, real[-1]))
+    elements = sum(torch.Size(shape).numel() for shape in shapes)
+    return shapes if elements <= _MAX_PROBE else None
+
+
+def _evaluate(
+    gm: fx.GraphModule,
+    result: fx.Node,
+    sources: Sequence[Projection],
+    region: Sequence[fx.Node],
+    probes: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Run the region's nodes on probes given for its sources."""
+    values: dict[fx.Node, Any] = {p.node: probe for p, probe in zip(sources, probes)}
+
+    def value(node: fx.Node) -> Any:
+        if node in values:
+            return values[node]
+        if node.op == "get_attr":
+            return attrgetter(str(node.target))(gm)
+        return _hint(node.meta["example_value"])
+
+    for node in region:
+        args: Any = fx.map_arg(node.args, value)
+        kwargs: Any = fx.map_arg(node.kwargs, value)
+        if op_name(node.target) in CASTS:
+            values[node] = args[0] if args[0].is_floating_point() else args[0].double()
+        elif node.op == "call_method":
+            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    out = values[result]
+    assert isinstance(out, torch.Tensor)
+    return out

@@ -1,0 +1,321 @@
+"""Put sparse layers into an eager model, and take them out again.
+
+Per FFN one of three ways is taken, the first that is *seen* to compute the same on random input:
+
+* **owner**: the module that owns the FFN computes nothing else; it is replaced (Llama's ``mlp``).
+* **chain**: the FFN is a chain of modules inside a bigger block; the first linear becomes the sparse layer, the
+  rest pass through (OPT's ``fc1, activation_fn, fc2``).
+* **lazy**: some of the FFN is code of the block; its linears exchange a lazy tensor (:mod:`torch_pi2.runtime.lazy`).
+
+``restore`` needs no record: every stand-in keeps what it stands for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ConfigError, StaleArtifactError, UnsupportedModelError
+from torch_pi2.graph.activation import Formula, apply_formula
+from torch_pi2.graph.sites import FFNSite, FFNWeights
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.runtime.ffn import SparseFFN, dense_reference
+from torch_pi2.runtime.lazy import LazyDown, LazySource
+from torch_pi2.runtime.standin import Absorbed, StandIn
+
+#: Largest difference, relative to the largest value, between two orders of summation.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """``original`` gives way to ``stand_in`` wherever it is registered, or only at ``at`` if given."""
+
+    original: nn.Module
+    stand_in: StandIn
+    at: str | None = None
+
+
+def rewrite(
+    model: nn.Module,
+    plan: Plan,
+    predictors: Mapping[str, Any] | None = None,
+    *,
+    check_hash: bool = True,
+    progress: bool = False,
+) -> nn.Module:
+    """Replace every FFN of ``plan`` in ``model`` by its sparse form, in place; returns ``model``.
+
+    The memory of the dense weights is given back layer by layer. If any layer fails, the model is restored.
+
+    Args:
+        predictors: site key -> low-rank predictor in original neuron order: an object with ``tensors()`` and
+            ``threshold`` or a mapping of tensors (see :class:`~torch_pi2.runtime.ffn.SparseFFN`). Needed for
+            layers whose method is ``lowrank``.
+        check_hash: verify that the plan was made from these weights (reads them all once).
+        progress: a progress bar on standard error if it is a terminal.
+
+    Raises:
+        StaleArtifactError: the plan is for other weights. ConfigError: already rewritten, or predictors missing.
+        UnsupportedModelError: no way of rewriting a layer computes the same; the message names it.
+        DeviceError, DtypeError, NonFiniteError, ShapeError: weights that cannot be used.
+    """
+    from tqdm import tqdm
+
+    if is_optimized(model):
+        raise ConfigError(
+            type(model).__name__,
+            expected="a dense model",
+            found="one that torch_pi2 has already rewritten",
+            fix="Call torch_pi2.restore(model) first.",
+        )
+    _check_names(model, plan)
+    if check_hash:
+        plan.check_model(model)
+    try:
+        for layer in tqdm(plan.layers, "rewrite", disable=not (progress and sys.stderr.isatty())):
+            predictor = (predictors or {}).get(layer.site.key)
+            _rewrite_layer(model, layer, predictor)
+    except BaseException:
+        restore(model)
+        raise
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Put the original modules and parameters back, bit for bit; the same objects. Returns ``model``."""
+    places = list(_stand_ins(model))
+    for stand_in in dict.fromkeys(s for _, _, s in places):
+        stand_in.refill()
+    for parent, name, stand_in in places:
+        parent._modules[name] = stand_in.original
+    return model
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether :func:`rewrite` has put anything into ``model``."""
+    return next(_stand_ins(model), None) is not None
+
+
+def sites_of(model: nn.Module) -> list[FFNSite]:
+    """The FFN sites that are sparse in ``model`` now, in order of execution; empty for a dense model."""
+    return [layer.site for layer in sparse_layers(model)]
+
+
+def sparse_layers(model: nn.Module) -> list[SparseFFN]:
+    """The sparse layers in ``model``, in order of execution."""
+    layers = {id(s._home[0]): s._home[0] for _, _, s in _stand_ins(model)}
+    return sorted(layers.values(), key=lambda layer: layer.site.layer)
+
+
+def _stand_ins(model: nn.Module) -> Iterator[tuple[nn.Module, str, StandIn]]:
+    """Every place (parent, name) where one of ours is registered."""
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if isinstance(child, StandIn) and child._original:
+                yield parent, name, child
+
+
+def _check_names(model: nn.Module, plan: Plan) -> None:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for layer in plan.layers:
+        for ref in (layer.site.gate, layer.site.up, layer.site.down):
+            for name in (ref.weight, ref.bias) if ref else ():
+                if name is not None and name not in names:
+                    raise StaleArtifactError(
+                        "plan",
+                        expected=f"a model with a parameter {name}",
+                        found=f"{type(model).__name__} without one",
+                        fix="Make a new plan for this model.",
+                    )
+
+
+def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None, float]:
+    """Tensors and threshold of a predictor in either of its forms; ``(None, 0)`` of None."""
+    if predictor is None:
+        return None, 0.0
+    if isinstance(predictor, Mapping):
+        return predictor, float(predictor.get("threshold", 0.0))
+    return predictor.tensors(), float(predictor.threshold)
+
+
+def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any) -> None:
+    site = layer.site
+    weights = site.weights(model)
+    lowrank, threshold = predictor_tensors(predictor)
+    ffn = SparseFFN(site, weights, layer, lowrank, threshold)
+    x_BTH = torch.randn((1, 3, site.hidden), generator=torch.Generator().manual_seed(site.layer)).to(weights.up.dtype)
+    with torch.no_grad():
+        y_BTH = dense_reference(site, weights, x_BTH)
+        if not _same(ffn.forward_dense(x_BTH), y_BTH):
+            raise _no_way(site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
+        reasons: list[str] = []
+        for way in (_owner_way, _chain_way, _lazy_way):
+            swaps = way(model, site, weights, ffn, x_BTH, y_BTH)
+            if isinstance(swaps, str):
+                reasons.append(swaps)
+            else:
+                _install(model, site, ffn, swaps)
+                return
+    raise _no_way(site, reasons)
+
+
+def _no_way(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"rewriting {site.key or 'the FFN'} ({site.owner_class})",
+        expected="modules that compute the FFN, or linears that can be swapped",
+        found="; ".join(reasons),
+        fix="Move the FFN into a module of its own, or use torch.compile(model, backend='torch_pi2').",
+    )
+
+
+def _same(found: Any, wanted: torch.Tensor) -> bool:
+    if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
+        return False
+    scale = max(float(wanted.abs().max()), 1e-30)
+    return float((found.float() - wanted.float()).abs().max()) <= _TOLERANCE[wanted.dtype] * scale
+
+
+def _runs_to(call: Any, x: torch.Tensor, wanted: torch.Tensor) -> str | None:
+    """None if ``call(x)`` gives ``wanted``, else what happened instead."""
+    try:
+        found = call(x.clone())
+    except Exception as error:  # a block that wants more arguments, a container without forward, ...
+        return f"raises {type(error).__name__}"
+    return None if _same(found, wanted) else "computes something else as well"
+
+
+# --- the three ways: each returns its swaps, or why it cannot be taken ---
+
+
+def _owner_way(
+    model: nn.Module, site: FFNSite, weights: FFNWeights, ffn: SparseFFN, x: torch.Tensor, y: torch.Tensor
+) -> list[Swap] | str:
+    if not site.owner:
+        return "owner: it is the whole model"
+    owner = model.get_submodule(site.owner)
+    with _Eval(owner):
+        problem = _runs_to(owner.forward, x, y)
+    return f"owner: {site.owner} {problem}" if problem else [Swap(owner, ffn)]
+
+
+def _chain_way(
+    model: nn.Module, site: FFNSite, weights: FFNWeights, ffn: SparseFFN, x: torch.Tensor, y: torch.Tensor
+) -> list[Swap] | str:
+    if not site.inner:
+        return "chain: part of it is code of its owner"
+    sources = {_module_name(ref.weight) for ref in (site.gate, site.up) if ref is not None}
+    if len(sources) != 1:
+        return "chain: gate and up are separate"
+    names = [*sources, *site.inner, _module_name(site.down.weight)]
+    modules = [model.get_submodule(name) for name in names]
+
+    def run(h: torch.Tensor) -> Any:
+        for module in modules:
+            h = module.forward(h)
+        return h
+
+    with _Eval(*modules):
+        problem = _runs_to(run, x, y)
+    if problem:
+        return f"chain: {' -> '.join(names)} {problem}"
+    inner = [Swap(m, Absorbed(), name) for m, name in zip(modules[1:-1], names[1:-1])]
+    return [Swap(modules[0], ffn), *inner, Swap(modules[-1], Absorbed())]
+
+
+def _lazy_way(
+    model: nn.Module, site: FFNSite, weights: FFNWeights, ffn: SparseFFN, x: torch.Tensor, y: torch.Tensor
+) -> list[Swap] | str:
+    sources: dict[str, list[str]] = {}
+    refs = [("gate", site.gate), ("up", site.up)]
+    for role, ref in sorted(refs, key=lambda item: item[1].rows or (0, 0) if item[1] else (0, 0)):
+        if ref is not None:
+            sources.setdefault(_module_name(ref.weight), []).append(role)
+    down_name = _module_name(site.down.weight)
+    modules = {name: model.get_submodule(name) for name in (*sources, down_name)}
+    for name, module in modules.items():
+        parameters = {local: p.detach() for local, p in module.named_parameters()}
+        if not parameters.keys() <= {"weight", "bias"}:
+            return f"lazy: {name or 'the model'} holds more than one matmul"
+        probe = torch.randn((1, 3, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
+        probe = probe.to(parameters["weight"].dtype)
+        wanted = nn.functional.linear(probe, parameters["weight"], parameters.get("bias"))
+        with _Eval(module):
+            problem = _runs_to(module.forward, probe, wanted)
+        if problem:
+            return f"lazy: {name} is not a plain linear layer ({problem})"
+    roles = [role for members in sources.values() for role in members]
+    formula = Formula(
+        site.activation, site.activation_on_up, roles.index("gate") if site.gated else None, roles.index("up")
+    )
+    lazy = [LazySource(members, stream) for stream, members in enumerate(sources.values())]
+    down = LazyDown(ffn, formula)
+    for stand_in in (*lazy, down):
+        stand_in.stand_for(nn.Identity(), ffn, {})
+    with _Eval(ffn):
+        outputs = [source(x) for source in lazy]
+        streams = list(outputs[0].chunk(len(roles), -1)) if len(lazy) < len(roles) else outputs
+        if down._input_of(apply_formula(formula, streams)) is not x:  # type: ignore[arg-type]
+            return "lazy: its own formula is not recognised"
+    return [Swap(modules[name], s) for name, s in zip(sources, lazy)] + [Swap(modules[down_name], down)]
+
+
+def _module_name(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+class _Eval:
+    """Eval mode for a while, module by module as it was afterwards."""
+
+    def __init__(self, *roots: nn.Module) -> None:
+        self.modes = [(module, module.training) for root in roots for module in root.modules()]
+
+    def __enter__(self) -> None:
+        for module, _ in self.modes:
+            module.training = False
+
+    def __exit__(self, *_: Any) -> None:
+        for module, mode in self.modes:
+            module.training = mode
+
+
+def _install(model: nn.Module, site: FFNSite, ffn: SparseFFN, swaps: Sequence[Swap]) -> None:
+    """Register the stand-ins, then give back the memory of parameters that nothing else uses."""
+    wanted = {name for ref in (site.gate, site.up, site.down) if ref for name in (ref.weight, ref.bias) if name}
+    site_name = {id(model.get_parameter(name)): name for name in wanted}
+    # a layer rewritten before may share a weight with this one: what it stands for counts as in use, too
+    earlier = {id(p) for _, _, s in _stand_ins(model) for p in s.original.parameters()}
+    places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
+    targets: list[tuple[nn.Module, str, Swap]] = []
+    for swap in swaps:
+        if swap.at is None:
+            targets += [(parent, name, swap) for parent, name, child in places if child is swap.original]
+        else:
+            parent_name, _, name = swap.at.rpartition(".")
+            targets.append((model.get_submodule(parent_name), name, swap))
+    for swap in swaps:
+        parameters = dict(swap.original.named_parameters(remove_duplicate=False))
+        names = {local: site_name[id(p)] for local, p in parameters.items() if id(p) in site_name}
+        swap.stand_in.stand_for(swap.original, ffn, names)
+    if len(swaps) == 1:  # the owner's input and output are unchanged, so its hooks stay meaningful
+        for attribute in _HOOKS:
+            object.__setattr__(ffn, attribute, getattr(swaps[0].original, attribute))
+    ffn.training = swaps[0].original.training
+    for parent, name, swap in targets:
+        parent._modules[name] = swap.stand_in
+    in_use = earlier | {id(p) for p in model.parameters()}
+    for swap in swaps:
+        held = {local: swap.original.get_parameter(local) for local in swap.stand_in._names}
+        swap.stand_in.release(tuple(local for local, p in held.items() if id(p) not in in_use))

@@ -1,0 +1,374 @@
+"""``ActivationStats``: what profiling measured, per neuron and layer (``stats.safetensors``).
+
+Every count is an exact int64. Nothing here holds an activation: only counts, sums, and a bounded random
+sample of *which* neurons fired together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.runtime.files import atomic_folder_files, read_tensors
+
+STATS_VERSION = 1
+STATS_FILE = "stats.safetensors"
+
+#: Score histogram: bin = top 12 bits below the sign of the float32 (8 of exponent, 4 of mantissa), that is 16
+#: bins per octave over all magnitudes, found by one shift; a bin is at most 1/16 of its value wide.
+HIST_BINS = 1 << 12
+_HIST_SHIFT = 19
+
+_COUNTS = ("fired", "zeros", "abs_sum", "batch_fired", "batch_groups", "score_hist")
+
+
+def pack_bits(fired_TI: torch.Tensor) -> torch.Tensor:
+    """``[T, I]`` bool -> ``[T, ceil(I/8)]`` uint8, neuron ``8*j + k`` in bit ``k`` of byte ``j``."""
+    return torch.from_numpy(np.packbits(fired_TI.cpu().numpy(), axis=1, bitorder="little"))
+
+
+def unpack_bits(bits: torch.Tensor, n_neurons: int) -> torch.Tensor:
+    """Inverse of :func:`pack_bits`: ``[T, n_neurons]`` bool."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=n_neurons, bitorder="little")).bool()
+
+
+def score_bins(score: torch.Tensor) -> torch.Tensor:
+    """Histogram ``[HIST_BINS]`` int64 of non-negative float32 scores."""
+    bins = score.float().contiguous().view(torch.int32).flatten() >> _HIST_SHIFT
+    return torch.bincount(bins, minlength=HIST_BINS)
+
+
+def bin_edge(index: int) -> float:
+    """Smallest score of a bin."""
+    return float(np.array([index << _HIST_SHIFT], dtype=np.int32).view(np.float32)[0])
+
+
+class Reservoir:
+    """Uniform sample without replacement of a stream of unknown length (Vitter's algorithm R), in rows."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seen = size, 0
+        self._random = np.random.default_rng(seed)
+
+    def place(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the next ``n`` rows of the stream: ``(rows to keep, slots they go to)``, int64 each."""
+        index = np.arange(self.seen, self.seen + n)
+        # Row j replaces a random one of the j + 1 seen so far; the first `size` rows simply fill the slots.
+        slot = np.where(index < self.size, index, self._random.integers(0, index + 1))
+        self.seen += n
+        taken: dict[int, int] = {int(s): r for r, s in enumerate(slot) if s < self.size}  # the last row wins a slot
+        return torch.tensor(list(taken.values()), dtype=torch.long), torch.tensor(list(taken), dtype=torch.long)
+
+
+@dataclass
+class LayerStats:
+    """Measurements of one FFN with I neurons.
+
+    Attributes:
+        key, layer: of the site.
+        threshold: a neuron fired iff score > threshold.
+        tokens: real tokens seen.
+        fired: ``[I]`` int64 tokens for which the neuron fired.
+        zeros: ``[I]`` int64 tokens for which its score was exactly zero.
+        abs_sum: ``[I]`` float64 sum of scores.
+        batch_sizes: 1, 2, 4, ... tokens of different sequences taken together.
+        batch_groups: ``[K]`` int64 groups seen of each size; batch_fired: ``[K, I]`` int64 groups in which the
+            neuron fired at least once.
+        score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
+        cofire_bits: ``[S, ceil(I/8)]`` uint8, firing vectors of a uniform sample of tokens.
+    """
+
+    key: str
+    layer: int
+    threshold: float
+    tokens: int
+    fired: torch.Tensor
+    zeros: torch.Tensor
+    abs_sum: torch.Tensor
+    batch_sizes: tuple[int, ...]
+    batch_groups: torch.Tensor
+    batch_fired: torch.Tensor
+    score_hist: torch.Tensor
+    cofire_bits: torch.Tensor
+
+    @property
+    def intermediate(self) -> int:
+        return len(self.fired)
+
+    @property
+    def active_share(self) -> float:
+        """Mean share of neurons that fire per token."""
+        return float(self.fired.sum()) / max(1, self.tokens * self.intermediate)
+
+    @property
+    def sparsity(self) -> float:
+        """Share of scores that are exactly zero."""
+        return float(self.zeros.sum()) / max(1, self.tokens * self.intermediate)
+
+    def frequency(self, batch: int = 1) -> torch.Tensor:
+        """``[I]`` float64: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
+
+        Between measured sizes the next smaller and larger are interpolated in log2(batch). Raises ConfigError
+        beyond the largest size for which groups were seen.
+        """
+        sizes = [s for s, n in zip(self.batch_sizes, self.batch_groups.tolist()) if n > 0]
+        if not sizes or batch < 1 or batch > sizes[-1]:
+            raise ConfigError(
+                f"batch size for the firing frequency of {self.key}",
+                expected=f"1 to {sizes[-1] if sizes else 0} (what was profiled)",
+                found=str(batch),
+                fix="Profile with a larger batch_size.",
+            )
+        upper = next(s for s in sizes if s >= batch)
+        lower = max(s for s in sizes if s <= batch)
+        low, high = (
+            self.batch_fired[self.batch_sizes.index(s)].double() / self.batch_groups[self.batch_sizes.index(s)].double()
+            for s in (lower, upper)
+        )
+        weight = 0.0 if upper == lower else math.log2(batch / lower) / math.log2(upper / lower)
+        return low + (high - low) * weight
+
+    def mean_score(self) -> torch.Tensor:
+        """``[I]`` float64 mean of |score| over all tokens."""
+        return self.abs_sum / max(1, self.tokens)
+
+    def skew(self) -> float:
+        """Gini coefficient of the neurons' frequencies: 0 = all alike, near 1 = few neurons do everything."""
+        f = torch.sort(self.fired.double()).values
+        total = float(f.sum())
+        if total == 0:
+            return 0.0
+        n = len(f)
+        rank = torch.arange(1, n + 1, dtype=torch.float64)
+        return float((2 * (rank * f).sum() / (n * total)) - (n + 1) / n)
+
+    def cofire(self, neurons: torch.Tensor | None = None) -> torch.Tensor:
+        """Estimate of P(i and j fire for the same token), ``[n, n]`` float32 over ``neurons`` (default all).
+
+        A mean over the S sampled tokens: standard error sqrt(p (1 - p) / S), at most 0.5 / sqrt(S), i.e. 0.011
+        for the default of 2048.
+        """
+        bits = unpack_bits(self.cofire_bits, self.intermediate)
+        f_SI = (bits if neurons is None else bits[:, neurons]).float()
+        return f_SI.T @ f_SI / max(1, len(f_SI))
+
+    def merged(self, other: LayerStats) -> LayerStats:
+        if (self.threshold, self.batch_sizes, self.intermediate) != (
+            other.threshold,
+            other.batch_sizes,
+            other.intermediate,
+        ):
+            raise ConfigError(
+                f"merging statistics of {self.key}",
+                expected=f"threshold {self.threshold}, batch sizes {self.batch_sizes}, {self.intermediate} neurons",
+                found=f"threshold {other.threshold}, batch sizes {other.batch_sizes}, {other.intermediate} neurons",
+                fix="Profile both with the same settings.",
+            )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        return LayerStats(
+            self.key,
+            self.layer,
+            self.threshold,
+            self.tokens + other.tokens,
+            batch_sizes=self.batch_sizes,
+            cofire_bits=self._merged_sample(other),
+            **sums,
+        )
+
+    def _merged_sample(self, other: LayerStats) -> torch.Tensor:
+        """A uniform sample of the joint stream: how many rows come from each side is hypergeometric."""
+        mine, theirs = self.cofire_bits, other.cofire_bits
+        if len(mine) == self.tokens and len(theirs) == other.tokens:
+            size = max(len(mine), len(theirs), min(2048, len(mine) + len(theirs)))
+        else:
+            # A full sample's length is its size; one that holds its whole stream puts no bound on it.
+            size = min(len(s.cofire_bits) for s in (self, other) if len(s.cofire_bits) < s.tokens)
+        size = min(size, len(mine) + len(theirs))
+        random = np.random.default_rng((self.tokens, other.tokens))
+        share = self.tokens / max(1, self.tokens + other.tokens)
+        big = self.tokens + other.tokens >= 10**9  # numpy's limit; the binomial is the same to 1e-6 there
+        k = int(random.binomial(size, share) if big else random.hypergeometric(self.tokens, other.tokens, size))
+        k = min(max(k, size - len(theirs)), len(mine))
+        pick = (random.permutation(len(mine))[:k], random.permutation(len(theirs))[: size - k])
+        return torch.cat([mine[torch.from_numpy(pick[0])], theirs[torch.from_numpy(pick[1])]])
+
+
+@dataclass
+class ActivationStats:
+    """Statistics of all FFNs of a model, in order of execution."""
+
+    layers: dict[str, LayerStats]
+    model_hash: str
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> LayerStats:
+        if key not in self.layers:
+            raise ConfigError(
+                "layer in the activation statistics",
+                expected=f"one of {', '.join(list(self.layers)[:4])}{', ...' if len(self.layers) > 4 else ''}",
+                found=repr(key),
+                fix="Profile the model with this FFN among the sites.",
+            )
+        return self.layers[key]
+
+    def __iter__(self) -> Iterator[LayerStats]:
+        return iter(self.layers.values())
+
+    @property
+    def tokens(self) -> int:
+        return max((s.tokens for s in self), default=0)
+
+    def frequency(self, key: str, batch: int = 1) -> torch.Tensor:
+        """See :meth:`LayerStats.frequency`."""
+        return self[key].frequency(batch)
+
+    def threshold_for(self, key: str, share: float) -> float:
+        """Cut on the score at which ``share`` of a layer's (token, neuron) pairs do not fire (CATS, 2404.08763).
+
+        Read off the histogram: at least ``share`` is reached, and the cut is at most 1/16 too high. 0.0 if exact
+        zeros reach the share alone. Raises ConfigError unless 0 <= share < 1.
+        """
+        if not 0.0 <= share < 1.0:
+            raise ConfigError(
+                "share of neurons to skip", expected="0 <= share < 1", found=str(share), fix="0.7 means 70 % skipped."
+            )
+        stats = self[key]
+        want = share * stats.tokens * stats.intermediate
+        if float(stats.zeros.sum()) >= want:
+            return 0.0
+        below = torch.cumsum(stats.score_hist, 0)
+        return bin_edge(int(torch.searchsorted(below, torch.tensor(math.ceil(want)))) + 1)
+
+    def merge(self, other: ActivationStats) -> ActivationStats:
+        """Statistics as if both data sets had been profiled together (counts exactly, samples in distribution).
+
+        Raises:
+            StaleArtifactError: other weights. ConfigError: other thresholds, batch sizes or layers.
+        """
+        if self.model_hash != other.model_hash:
+            raise StaleArtifactError(
+                "activation statistics to merge",
+                expected=f"FFN weights {self.model_hash[:12]}",
+                found=other.model_hash[:12],
+                fix="Merge only statistics of one model.",
+            )
+        if list(self.layers) != list(other.layers):
+            raise ConfigError(
+                "layers of the statistics to merge",
+                expected=", ".join(self.layers),
+                found=", ".join(other.layers),
+                fix="Profile the same sites both times.",
+            )
+        return ActivationStats(
+            {k: s.merged(other.layers[k]) for k, s in self.layers.items()}, self.model_hash, dict(self.made_by)
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers for reports and ``--json``: sparsity and shape of each layer's firing."""
+        rows = []
+        for s in self:
+            f = s.frequency()
+            order = torch.sort(f, descending=True).values
+            need = int((torch.cumsum(order, 0) < 0.8 * float(order.sum())).sum()) + 1
+            rows.append(
+                {
+                    "key": s.key,
+                    "layer": s.layer,
+                    "neurons": s.intermediate,
+                    "sparsity": s.sparsity,
+                    "active_share": s.active_share,
+                    "never_fired": int((s.fired == 0).sum()),
+                    "neurons_for_80_percent": need / s.intermediate,
+                    "skew": s.skew(),
+                    "active_share_by_batch": {
+                        str(b): float(s.frequency(b).mean())
+                        for b, n in zip(s.batch_sizes, s.batch_groups.tolist())
+                        if n > 0
+                    },
+                }
+            )
+        return {"tokens": self.tokens, "model_hash": self.model_hash, "made_by": self.made_by, "layers": rows}
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``stats.safetensors`` (into ``path`` if that is a folder) by atomic rename; returns its path."""
+        path = _file(path)
+        tensors: dict[str, torch.Tensor] = {}
+        layers = []
+        for s in self:
+            for name in (*_COUNTS, "cofire_bits"):
+                tensors[f"{s.key}.{name}"] = getattr(s, name)
+            layers.append(
+                {
+                    "key": s.key,
+                    "layer": s.layer,
+                    "threshold": s.threshold,
+                    "tokens": s.tokens,
+                    "batch_sizes": s.batch_sizes,
+                }
+            )
+        meta = {
+            "format": "torch_pi2.stats",
+            "version": str(STATS_VERSION),
+            "model_hash": self.model_hash,
+            "made_by": json.dumps(self.made_by),
+            "layers": json.dumps(layers),
+        }
+        atomic_folder_files(path.parent, {path.name: (tensors, meta)})
+        return path
+
+    @staticmethod
+    def load(path: str | Path, *, model_hash: str | None = None) -> ActivationStats:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ArtifactError: missing, damaged, of another version. StaleArtifactError: made from other weights
+                than ``model_hash`` (from :func:`torch_pi2.plan.plan.weights_hash`).
+        """
+        path = _file(path)
+        tensors, meta = read_tensors(path)
+        check_artifact(path, meta, "torch_pi2.stats", STATS_VERSION, model_hash)
+        layers: dict[str, LayerStats] = {}
+        for row in json.loads(meta["layers"]):
+            missing = [n for n in (*_COUNTS, "cofire_bits") if f"{row['key']}.{n}" not in tensors]
+            if missing:
+                raise ArtifactError(
+                    f"{path}: {row['key']}",
+                    expected="all its tensors",
+                    found=f"no {', '.join(missing)}",
+                    fix="The file is damaged; profile again.",
+                )
+            parts: dict[str, Any] = {n: tensors[f"{row['key']}.{n}"] for n in (*_COUNTS, "cofire_bits")}
+            row["batch_sizes"] = tuple(row["batch_sizes"])
+            layers[row["key"]] = LayerStats(**row, **parts)
+        return ActivationStats(layers, meta["model_hash"], json.loads(meta["made_by"]))
+
+
+def _file(path: str | Path) -> Path:
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / STATS_FILE
+
+
+def check_artifact(path: Path, meta: Mapping[str, str], fmt: str, version: int, model_hash: str | None) -> None:
+    """Refuse a tensor file of another format or version, or one made from other weights."""
+    if meta.get("format") != fmt or meta.get("version") != str(version):
+        raise ArtifactError(
+            str(path),
+            expected=f"{fmt} version {version}",
+            found=f"{meta.get('format')} version {meta.get('version')}",
+            fix="Use the torch_pi2 that wrote it, or make it again.",
+        )
+    if model_hash is not None and meta.get("model_hash") != model_hash:
+        raise StaleArtifactError(
+            str(path),
+            expected=f"made from FFN weights {model_hash[:12]}",
+            found=str(meta.get("model_hash"))[:12],
+            fix="It belongs to another model or to an older checkpoint; make it again for this one.",
+        )

@@ -1,0 +1,148 @@
+"""``StandIn``: a module in the place of another one, whose parameters' memory has moved into a ``SparseFFN``.
+
+The original module is kept, unregistered and with empty parameters, so that restoring is exact. Outside, the
+model still looks dense: ``state_dict`` carries the original names and values, and loading a dense
+``state_dict`` works.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch_pi2.runtime.ffn import SparseFFN
+
+_log = logging.getLogger("torch_pi2")
+
+
+class StandIn(nn.Module):
+    """Base of everything that a rewrite puts into a model.
+
+    Attributes set by :meth:`stand_for`, kept out of ``_modules`` by tuples so that they are not registered:
+        _original: ``(module,)`` that stood here; empty for a free-standing module.
+        _home: ``(SparseFFN,)`` that holds the values.
+        _names: parameter name within the original -> fully-qualified name in the site.
+        _released: those names whose memory was given back (a parameter tied to something outside keeps its).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._original: tuple[nn.Module, ...] = ()
+        self._home: tuple[SparseFFN, ...] = ()
+        self._names: dict[str, str] = {}
+        self._released: tuple[str, ...] = ()
+
+    def stand_for(self, original: nn.Module, home: SparseFFN, names: Mapping[str, str]) -> None:
+        """Take the place of ``original``; its parameters ``names`` live in ``home`` (see the class)."""
+        self._original, self._home, self._names = (original,), (home,), dict(names)
+        self.training = original.training
+
+    @property
+    def original(self) -> nn.Module:
+        """The module that stood here, its parameters empty until :func:`torch_pi2.restore`."""
+        return self._original[0]
+
+    def release(self, names: tuple[str, ...]) -> None:
+        """Give the memory of these parameters of the original back; their values live in the bundles."""
+        self._released = names
+        for name in names:
+            parameter = self.original.get_parameter(name)
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    def refill(self) -> None:
+        """Undo :meth:`release`, bit for bit."""
+        values = self._home[0].dense_values() if self._released else {}
+        for name in self._released:
+            self.original.get_parameter(name).data = values[self._names[name]]
+        self._released = ()
+
+    @contextmanager
+    def _dense(self) -> Iterator[None]:
+        """The original with its values, and back into the bundles whatever was changed meanwhile."""
+        released = self._released
+        self.refill()
+        try:
+            yield
+        finally:
+            home = self._home[0]
+            changed = False
+            for name, site_name in self._names.items():
+                changed |= home.assign(site_name, self.original.get_parameter(name).detach())
+            if changed and home.method in ("lowrank", "threshold"):
+                _log.warning(
+                    "%s got other weights, but keeps a %s plan made from the old ones: optimise the model again",
+                    home.site.key,
+                    home.method,
+                )
+            self.release(released)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._original:
+            return
+        values = self._home[0].dense_values() if self._released else {}
+        for name, value in self.original.state_dict(keep_vars=keep_vars).items():
+            destination[prefix + name] = values[self._names[name]] if name in self._released else value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not self._original:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+            return
+        with self._dense():
+            for name, module in self.original.named_modules():
+                inner = f"{prefix}{name}." if name else prefix
+                module._load_from_state_dict(
+                    state_dict, inner, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+                )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StandIn:
+        super()._apply(fn, recurse)
+        for original in self._original:
+            original._apply(fn, recurse)
+        return self
+
+    def train(self, mode: bool = True) -> StandIn:
+        super().train(mode)
+        for original in self._original:
+            original.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """What the surrounding code may read of the original: ``in_features``, ``weight.dtype``, ``act_fn``.
+
+        A released parameter appears as a ``meta`` tensor of its shape: reading its dtype works, computing with
+        it fails loudly.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original", ())
+            if not original or name.startswith("__"):
+                raise
+            if name in self.__dict__.get("_released", ()):
+                return self._home[0].shape_of(self._names[name])
+            return getattr(original[0], name)
+
+
+class Absorbed(StandIn):
+    """Stands for an activation or down projection that the ``SparseFFN`` before it has already computed."""
+
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return x
