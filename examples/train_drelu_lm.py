@@ -41,7 +41,9 @@ def prepare(work: Path, vocab_size: int) -> dict:
     if card.exists():
         found = json.loads(card.read_text())
         if found["vocab_size"] != vocab_size:
-            sys.exit(f"{work} holds a corpus of vocabulary {found['vocab_size']}, wanted {vocab_size}: choose another --work")
+            sys.exit(
+                f"{work} holds a corpus of vocabulary {found['vocab_size']}, wanted {vocab_size}: choose another --work"
+            )
         return found
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -84,7 +86,8 @@ def model_classes():
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("modeling_drelu_llama", MODEL_SOURCE)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.DReLULlamaConfig, module.DReLULlamaForCausalLM
@@ -107,7 +110,9 @@ def heldout_bits_per_byte(model, tokens: torch.Tensor, info: dict, args, device)
         rows = [tokens[j * args.seq : (j + 1) * args.seq + 1] for j in range(i, min(n, i + args.batch))]
         ids = torch.stack(rows).to(device, torch.long)
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-        total_nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
+        total_nats += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+        ).item()
         count += ids[:, 1:].numel()
     model.train()
     return total_nats / count / math.log(2) * info["heldout"]["tokens"] / info["heldout"]["bytes"]

@@ -36,7 +36,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         if hasattr(model, "save_pretrained"):
-            model.save_pretrained(staging)
+            model.save_pretrained(staging)  # type: ignore[operator]
         else:
             from safetensors.torch import save_model
 

@@ -10,7 +10,7 @@ namespace {
 
 // kernels/list.inc is grouped by instruction set; each include below keeps one group by its name.
 constexpr int index_of(const char* dtype) {
-  return dtype[0] == 'b' ? static_cast<int>(DType::kBF16)
+  return dtype[0] == 'b'   ? static_cast<int>(DType::kBF16)
          : dtype[0] == 'i' ? static_cast<int>(DType::kI8)
          : dtype[1] == '3' ? static_cast<int>(DType::kF32)
                            : static_cast<int>(DType::kF16);

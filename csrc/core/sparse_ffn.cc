@@ -22,9 +22,9 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 16;    // tokens per pass over the weights: bounds the scratch of partial sums
+constexpr std::int64_t kTokenTile = 16;  // tokens per pass over the weights: bounds the scratch of partial sums
 constexpr std::int64_t kTinyMacs = 1 << 16;
-constexpr std::int64_t kBlock = 16;      // neurons per block
+constexpr std::int64_t kBlock = 16;  // neurons per block
 
 // One pass: at most kTokenTile tokens, inputs already float.
 struct Pass {
@@ -33,8 +33,8 @@ struct Pass {
   const float* x_TH;
   const std::uint8_t* active;  // of the first token of the pass, or null
   std::int64_t tokens;
-  float* partials;             // [chunks, tokens, hidden]
-  std::uint8_t* used;          // [chunks]
+  float* partials;     // [chunks, tokens, hidden]
+  std::uint8_t* used;  // [chunks]
   float* y_TH;
   std::int64_t chunk_size, chunks;
 
@@ -45,19 +45,22 @@ struct Pass {
   }
 
   bool is_active(std::int64_t token, std::int64_t neuron) const {
-    return neuron < args.n_hot || active == nullptr || active[token * (args.neurons - args.n_hot) + neuron - args.n_hot];
+    return neuron < args.n_hot || active == nullptr ||
+           active[token * (args.neurons - args.n_hot) + neuron - args.n_hot];
   }
 
   float bias(const void* values, std::int64_t neuron) const {
     return values == nullptr ? 0.0f : load_float(values, args.w_dtype, neuron);
   }
 
-  // Row `first` of the neuron (0 gate or up of a plain layer, 1 up) and the count - 1 rows after it; hint as in kernels.h.
+  // Row `first` of the neuron (0 gate or up of a plain layer, 1 up) and the count - 1 rows after it; hint as in
+  // kernels.h.
   void dot(std::int64_t neuron, std::int64_t first, std::int64_t count, float* out_RT, const char* next,
            std::int64_t next_bytes) const {
     const char* row = bundle(neuron) + first * row_bytes();
     const void* rows[kDotRows] = {row, row + row_bytes()};
-    table.dot[static_cast<int>(args.w_dtype)](rows, count, x_TH, args.hidden, tokens, args.hidden, out_RT, next, next_bytes);
+    table.dot[static_cast<int>(args.w_dtype)](rows, count, x_TH, args.hidden, tokens, args.hidden, out_RT, next,
+                                              next_bytes);
   }
 
   void axpy(float* y, const void* const* rows, const float* h, std::int64_t count) const {
@@ -130,7 +133,8 @@ void multiply_up(const Pass& pass, std::int64_t neuron, const float* up_T, float
 }
 
 // Adds the block's contributions to y_TH, neurons in ascending order for every token.
-void add_down(const Pass& pass, const std::int64_t* ids, std::int64_t n, const Values& h_NT, float* y_TH, Counters* done) {
+void add_down(const Pass& pass, const std::int64_t* ids, std::int64_t n, const Values& h_NT, float* y_TH,
+              Counters* done) {
   const FfnArgs& args = pass.args;
   for (std::int64_t t = 0; t < pass.tokens; ++t) {
     const void* rows[kAxpyRows];
@@ -274,7 +278,8 @@ struct Work {
       done_chunks.fetch_add(1, std::memory_order_release);
     }
     while (done_chunks.load(std::memory_order_acquire) < pass.chunks) std::this_thread::yield();
-    for (std::int64_t b = next_block.fetch_add(1); b < column_blocks; b = next_block.fetch_add(1)) reduce_columns(pass, b);
+    for (std::int64_t b = next_block.fetch_add(1); b < column_blocks; b = next_block.fetch_add(1))
+      reduce_columns(pass, b);
   }
 };
 
@@ -299,8 +304,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
     // Waking a thread costs a few microseconds: not for less arithmetic than that.
     const bool tiny = tokens * args.neurons * args.rows * args.hidden < kTinyMacs;
     const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), chunks);
-    parallel.run(
-        parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
+    parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
     narrow(y_TH, static_cast<char*>(args.y) + start * x_bytes, args.x_dtype, tokens * args.hidden);
   }
   count({1, args.tokens, args.tokens * args.neurons, 0, 0, 0});
@@ -356,8 +360,8 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
   }
 }
 
-std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::int64_t count, const std::int64_t* index,
-                           const ParallelFor& parallel) {
+std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::int64_t count,
+                           const std::int64_t* index, const ParallelFor& parallel) {
   struct Step {
     const char* base;
     std::int64_t bytes, count;

@@ -23,7 +23,9 @@ _DTYPES |= {"fp16": torch.float16, "float16": torch.float16}
 
 def _positive(name: str, value: float, upper: float = float("inf")) -> None:
     if not 0 < value <= upper:
-        raise ConfigError(name, expected=f"more than 0 and at most {upper}", found=str(value), fix="Choose another value.")
+        raise ConfigError(
+            name, expected=f"more than 0 and at most {upper}", found=str(value), fix="Choose another value."
+        )
 
 
 def run(
@@ -95,7 +97,10 @@ def run(
         ids.append(mask_TI.any(0).nonzero().flatten())
 
     def ffn(n_hot: int, mask_TI: torch.Tensor | None, activation: str = "silu") -> torch.Tensor:
-        return torch.ops.pi2.sparse_ffn(x_TH, bundles_IRH, None, None, None, mask_TI, activation, False, n_hot, 0.0)
+        y: torch.Tensor = torch.ops.pi2.sparse_ffn(
+            x_TH, bundles_IRH, None, None, None, mask_TI, activation, False, n_hot, 0.0
+        )
+        return y
 
     # Order matters: sparse_ms and gather_ms each follow a pass over all bundles, so that both start from the same
     # last-level cache, and they use different active sets, so that neither warms it for the other.
@@ -141,7 +146,5 @@ def run(
         "sparse_over_dense": round(median["sparse_ms"] / median["dense_ms"], 4),
         "sparse_over_torch": round(median["sparse_ms"] / median["torch_ms"], 4),
         "touched_over_gather": round(gb_per_s["touched_gb_per_s"] / gb_per_s["gather_gb_per_s"], 4),
-        "spread": {
-            name: [round(min(values), 4), round(max(values), 4)] for name, values in samples.items()
-        },
+        "spread": {name: [round(min(values), 4), round(max(values), 4)] for name, values in samples.items()},
     }

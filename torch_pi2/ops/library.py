@@ -58,7 +58,7 @@ def load() -> None:
             raise LibraryMissingError(
                 f"loading {path}",
                 expected="a library built for this machine and torch >= 2.10",
-                found=str(error),
+                found=str(error.__cause__ or error),
                 fix="Build it again: 'make clean install' in a checkout.",
             ) from error
         _fragment = _register_python_parts()
@@ -88,7 +88,7 @@ def _refusing_gradients(name: str) -> Any:
                         f"torch.ops.pi2.{packet_name}",
                         expected="no gradients (it is an inference operator)",
                         found=f"argument {position} requires grad while grad mode is on",
-                        fix="Run under torch.no_grad() or torch.inference_mode(); to train, torch_pi2.restore(model) first.",
+                        fix="Run under torch.no_grad() or inference_mode(); to train, torch_pi2.restore(model) first.",
                     )
         return op.redispatch(keyset & after_autograd, *args, **kwargs)
 

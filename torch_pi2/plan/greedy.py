@@ -78,9 +78,9 @@ def greedy_plan(
 
 def plan_without_data(sites: Sequence[FFNSite], model_hash: str, config: Config) -> Plan:
     """Exact gate (or dense) in the model's own neuron order: needs no calibration and is lossless."""
-    method = "dense" if config.method == "dense" else "exact"
-    layers = [
-        LayerPlan(s, method, s.intermediate if method == "dense" else 0, torch.arange(s.intermediate, dtype=torch.int32))
-        for s in sites
-    ]
+    dense = config.method == "dense"
+    layers = []
+    for site in sites:
+        order = torch.arange(site.intermediate, dtype=torch.int32)
+        layers.append(LayerPlan(site, "dense" if dense else "exact", site.intermediate if dense else 0, order))
     return Plan(layers, model_hash, {"planner": "none", "config": asdict(config)})

@@ -82,7 +82,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, s
         raise ArtifactError(str(path), expected="a safetensors file", found="nothing", fix="Check the folder's name.")
     try:
         with safe_open(path, framework="pt") as f:
-            return {k: f.get_tensor(k) for k in f.keys()}, dict(f.metadata() or {})
+            names: list[str] = list(f.keys())
+            return {name: f.get_tensor(name) for name in names}, dict(f.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise ArtifactError(
             str(path), expected="a whole safetensors file", found=f"damage ({error})", fix="Make the artefact again."

@@ -38,7 +38,8 @@ pi2::DType float_dtype(const Tensor& tensor, const char* name) {
     case ScalarType::Half: return pi2::DType::kF16;
     default: break;
   }
-  STD_TORCH_CHECK(false, "pi2: dtype of ", name, ": expected float32, bfloat16 or float16, found another. Convert it first.");
+  STD_TORCH_CHECK(false, "pi2: dtype of ", name,
+                  ": expected float32, bfloat16 or float16, found another. Convert it first.");
   return pi2::DType::kF32;
 }
 
@@ -53,10 +54,12 @@ const void* bias_data(const MaybeTensor& bias, const char* name, int64_t length,
   if (!bias) return nullptr;
   check_plain(*bias, name);
   STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == length, "pi2: shape of ", name, ": expected [", length,
-                  "], found ", bias->dim(), " dimensions of ", bias->numel(), " elements in all. Check the layer's size.");
+                  "], found ", bias->dim(), " dimensions of ", bias->numel(),
+                  " elements in all. Check the layer's size.");
   STD_TORCH_CHECK(bias->scalar_type() == bundles.scalar_type(), "pi2: dtype of ", name,
                   ": expected that of bundles, found another. Convert weights and biases together.");
-  STD_TORCH_CHECK(bias->is_contiguous(), "pi2: layout of ", name, ": expected contiguous, found strided. Call .contiguous().");
+  STD_TORCH_CHECK(bias->is_contiguous(), "pi2: layout of ", name,
+                  ": expected contiguous, found strided. Call .contiguous().");
   return bias->const_data_ptr();
 }
 
@@ -71,12 +74,13 @@ pi2::Activation activation_of(const std::string& name) {
 
 void check_hidden(const Tensor& x, int64_t hidden) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == hidden, "pi2: hidden size of x: expected ", hidden,
-                  " (the layer's), found ", x.dim() >= 1 ? x.size(x.dim() - 1) : 0, ". Pass hidden states of this model.");
+                  " (the layer's), found ", x.dim() >= 1 ? x.size(x.dim() - 1) : 0,
+                  ". Pass hidden states of this model.");
 }
 
 Tensor sparse_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
-                       const MaybeTensor& bias_down, const MaybeTensor& active, std::string activation,
-                       bool activation_on_up, int64_t n_hot, double threshold, Tensor out) {
+                      const MaybeTensor& bias_down, const MaybeTensor& active, std::string activation,
+                      bool activation_on_up, int64_t n_hot, double threshold, Tensor out) {
   check_plain(x, "x");
   check_plain(bundles, "bundles");
   check_plain(out, "out");
@@ -88,13 +92,14 @@ Tensor sparse_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor&
   args.rows = bundles.size(1);
   args.hidden = bundles.size(2);
   check_hidden(x, args.hidden);
-  STD_TORCH_CHECK(args.hidden > 0 && args.neurons > 0, "pi2: bundles: expected neurons, found an empty tensor. Check the layer.");
+  STD_TORCH_CHECK(args.hidden > 0 && args.neurons > 0,
+                  "pi2: bundles: expected neurons, found an empty tensor. Check the layer.");
   STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
                   ". Check the plan.");
   STD_TORCH_CHECK(threshold >= 0, "pi2: threshold: expected 0 or more, found ", threshold, ". Check the plan.");
   STD_TORCH_CHECK(out.scalar_type() == x.scalar_type() && out.numel() == x.numel() && out.is_contiguous(),
-                  "pi2: out: expected a contiguous tensor with x's dtype and ", x.numel(), " elements, found ", out.numel(),
-                  ". Use torch.empty_like(x).");
+                  "pi2: out: expected a contiguous tensor with x's dtype and ", x.numel(), " elements, found ",
+                  out.numel(), ". Use torch.empty_like(x).");
   args.x_dtype = float_dtype(x, "x");
   args.w_dtype = float_dtype(bundles, "bundles");
   args.bias_gate = bias_data(bias_gate, "bias_gate", args.neurons, bundles);
@@ -105,9 +110,10 @@ Tensor sparse_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor&
   std::optional<Tensor> active_dense;
   if (active) {
     check_plain(*active, "active");
-    STD_TORCH_CHECK(active->scalar_type() == ScalarType::Bool, "pi2: dtype of active: expected bool, found another. Use .bool().");
-    STD_TORCH_CHECK(active->numel() == args.tokens * (args.neurons - n_hot), "pi2: shape of active: expected ", args.tokens,
-                    " tokens x ", args.neurons - n_hot, " cold neurons, found ", active->numel(),
+    STD_TORCH_CHECK(active->scalar_type() == ScalarType::Bool,
+                    "pi2: dtype of active: expected bool, found another. Use .bool().");
+    STD_TORCH_CHECK(active->numel() == args.tokens * (args.neurons - n_hot), "pi2: shape of active: expected ",
+                    args.tokens, " tokens x ", args.neurons - n_hot, " cold neurons, found ", active->numel(),
                     " elements. It covers cold neurons only, one row per token of x.");
     active_dense = dense(*active);
     args.active = static_cast<const uint8_t*>(active_dense->const_data_ptr());
@@ -124,10 +130,11 @@ Tensor sparse_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor&
 }
 
 Tensor sparse_ffn(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
-                  const MaybeTensor& bias_down, const MaybeTensor& active, std::string activation, bool activation_on_up,
-                  int64_t n_hot, double threshold) {
+                  const MaybeTensor& bias_down, const MaybeTensor& active, std::string activation,
+                  bool activation_on_up, int64_t n_hot, double threshold) {
   Tensor out = torch::stable::new_empty(x, x.sizes());
-  sparse_ffn_out(x, bundles, bias_gate, bias_up, bias_down, active, activation, activation_on_up, n_hot, threshold, out);
+  sparse_ffn_out(x, bundles, bias_gate, bias_up, bias_down, active, activation, activation_on_up, n_hot, threshold,
+                 out);
   return out;
 }
 
@@ -136,16 +143,17 @@ const void* typed_data(const Tensor& tensor, const char* name, ScalarType dtype,
   const int64_t found = tensor.dim() == 2 ? tensor.size(1) : 0;
   STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.dim() == (columns > 0 ? 2 : 1) &&
                       tensor.size(0) == rows && (columns == 0 || found == columns),
-                  "pi2: predictor tensor ", name, ": expected contiguous ", columns > 0 ? "int8 " : "float32 ", rows, " x ",
-                  columns > 0 ? columns : 1, ", found ", tensor.numel(), " elements of another shape or dtype. Fit the predictor again.");
+                  "pi2: predictor tensor ", name, ": expected contiguous ", columns > 0 ? "int8 " : "float32 ", rows,
+                  " x ", columns > 0 ? columns : 1, ", found ", tensor.numel(),
+                  " elements of another shape or dtype. Fit the predictor again.");
   return tensor.const_data_ptr();
 }
 
 Tensor predict_lowrank(const Tensor& x, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                        const MaybeTensor& b_bias, double threshold) {
   check_plain(x, "x");
-  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "pi2: predictor tensors a and b: expected 2 dimensions each, found ", a.dim(),
-                  " and ", b.dim(), ". Fit the predictor again.");
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "pi2: predictor tensors a and b: expected 2 dimensions each, found ",
+                  a.dim(), " and ", b.dim(), ". Fit the predictor again.");
   pi2::LowrankArgs args;
   args.rank = a.size(0);
   args.hidden = a.size(1);
@@ -176,14 +184,16 @@ int64_t read_bundles(const Tensor& bundles, const MaybeTensor& index) {
                   "pi2: bundles: expected a contiguous, non-empty tensor, found another. Call .contiguous().");
   const int64_t element = bundles.element_size();
   const int64_t bytes = bundles.numel() / bundles.size(0) * element;
-  if (!index) return static_cast<int64_t>(pi2::read_bundles(bundles.const_data_ptr(), bytes, bundles.size(0), nullptr, torch_threads()));
+  if (!index)
+    return static_cast<int64_t>(
+        pi2::read_bundles(bundles.const_data_ptr(), bytes, bundles.size(0), nullptr, torch_threads()));
   check_plain(*index, "index");
   STD_TORCH_CHECK(index->scalar_type() == ScalarType::Long && index->dim() == 1 && index->is_contiguous(),
                   "pi2: index: expected a contiguous int64 vector, found another. Use torch.nonzero(...).flatten().");
   const auto* ids = static_cast<const int64_t*>(index->const_data_ptr());
   for (int64_t i = 0; i < index->size(0); ++i)
-    STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < bundles.size(0), "pi2: index: expected 0 to ", bundles.size(0) - 1, ", found ", ids[i],
-                    ". Check the neuron ids.");
+    STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < bundles.size(0), "pi2: index: expected 0 to ", bundles.size(0) - 1,
+                    ", found ", ids[i], ". Check the neuron ids.");
   return static_cast<int64_t>(pi2::read_bundles(bundles.const_data_ptr(), bytes, index->size(0), ids, torch_threads()));
 }
 
@@ -221,7 +231,8 @@ STABLE_TORCH_LIBRARY(pi2, m) {
       "bool activation_on_up, int n_hot, float threshold";
   m.def(("sparse_ffn(" + ffn + ") -> Tensor").c_str());
   m.def(("sparse_ffn.out(" + ffn + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
-  m.def("predict_lowrank(Tensor x, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? b_bias, float threshold) -> Tensor");
+  m.def(
+      "predict_lowrank(Tensor x, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? b_bias, float threshold) -> Tensor");
   m.def("read_bundles(Tensor bundles, Tensor? index) -> int");
   m.def("advise_huge_pages(Tensor tensor) -> bool");
   m.def("counters(bool reset) -> Tensor");

@@ -19,18 +19,18 @@ constexpr std::int64_t chunk_neurons(std::int64_t neurons) {
 // The first n_hot neurons are always computed. A cold neuron contributes to token t iff active is null or
 // active[t * (n - n_hot) + i - n_hot] != 0, and |act(gate)| > threshold (NaN counts as firing, so it is seen).
 struct FfnArgs {
-  const void* x = nullptr;         // [tokens, hidden], x_dtype
-  void* y = nullptr;               // [tokens, hidden], x_dtype
+  const void* x = nullptr;  // [tokens, hidden], x_dtype
+  void* y = nullptr;        // [tokens, hidden], x_dtype
   DType x_dtype = DType::kF32;
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;
-  const void* bundles = nullptr;   // [neurons, rows, hidden], w_dtype; rows: 3 = gate, up, down; 2 = up, down
+  const void* bundles = nullptr;  // [neurons, rows, hidden], w_dtype; rows: 3 = gate, up, down; 2 = up, down
   DType w_dtype = DType::kF32;
   std::int64_t neurons = 0;
   std::int64_t rows = 3;
-  const void* bias_gate = nullptr; // [neurons] or null, w_dtype
-  const void* bias_up = nullptr;   // [neurons] or null
-  const void* bias_down = nullptr; // [hidden] or null
+  const void* bias_gate = nullptr;  // [neurons] or null, w_dtype
+  const void* bias_up = nullptr;    // [neurons] or null
+  const void* bias_down = nullptr;  // [hidden] or null
   const std::uint8_t* active = nullptr;
   std::int64_t n_hot = 0;
   Activation activation = Activation::kRelu;
@@ -42,26 +42,26 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel);
 
 // active[t, c] = !(b[c] . relu(a x[t]) * b_scale[c] + b_bias[c] < threshold), a and b int8 with a scale per row.
 struct LowrankArgs {
-  const void* x = nullptr;              // [tokens, hidden], x_dtype
+  const void* x = nullptr;  // [tokens, hidden], x_dtype
   DType x_dtype = DType::kF32;
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;
-  const std::int8_t* a = nullptr;       // [rank, hidden]
-  const float* a_scale = nullptr;       // [rank]
+  const std::int8_t* a = nullptr;  // [rank, hidden]
+  const float* a_scale = nullptr;  // [rank]
   std::int64_t rank = 0;
-  const std::int8_t* b = nullptr;       // [cold, rank]
-  const float* b_scale = nullptr;       // [cold]
-  const float* b_bias = nullptr;        // [cold] or null
+  const std::int8_t* b = nullptr;  // [cold, rank]
+  const float* b_scale = nullptr;  // [cold]
+  const float* b_bias = nullptr;   // [cold] or null
   std::int64_t cold = 0;
   float threshold = 0;
-  std::uint8_t* active = nullptr;       // [tokens, cold]
+  std::uint8_t* active = nullptr;  // [tokens, cold]
 };
 
 void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel);
 
 // Reads the given bundles (index null: all of them, in order) and does nothing with them: the roofline.
-std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::int64_t count, const std::int64_t* index,
-                           const ParallelFor& parallel);
+std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::int64_t count,
+                           const std::int64_t* index, const ParallelFor& parallel);
 
 // Work done since the last reset, in (token, neuron) pairs; what an honest sparsity figure is made from.
 struct Counters {

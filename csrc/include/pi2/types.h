@@ -8,9 +8,7 @@ namespace pi2 {
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI8 = 3 };
 constexpr int kDTypes = 4;
 
-constexpr int64_t dtype_bytes(DType dtype) {
-  return dtype == DType::kF32 ? 4 : dtype == DType::kI8 ? 1 : 2;
-}
+constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kF32 ? 4 : dtype == DType::kI8 ? 1 : 2; }
 
 // Order of torch_pi2.ops.ACTIVATIONS.
 enum class Activation : int32_t { kRelu = 0, kRelu2, kSilu, kGelu, kGeluTanh, kIdentity };

@@ -86,8 +86,8 @@ inline void dot_tile(const void* const* rows, const float* x, std::int64_t ldx, 
   }
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTokens; ++t)
-      out[r * ldo + t] = reduce(
-          _mm256_add_ps(_mm256_add_ps(acc[r][t][0], acc[r][t][1]), _mm256_add_ps(acc[r][t][2], acc[r][t][3])));
+      out[r * ldo + t] =
+          reduce(_mm256_add_ps(_mm256_add_ps(acc[r][t][0], acc[r][t][1]), _mm256_add_ps(acc[r][t][2], acc[r][t][3])));
 }
 
 template <class Format, int kRows, int kTile>
@@ -120,7 +120,8 @@ inline void axpy(PI2_AXPY_ARGS) {
   std::int64_t k = 0;
   for (; k + kLanes <= n; k += kLanes) {
     __m256 sum = _mm256_loadu_ps(y + k);
-    for (std::int64_t r = 0; r < count; ++r) sum = _mm256_fmadd_ps(scale[r], Format::load(w[r] + k * Format::kBytes), sum);
+    for (std::int64_t r = 0; r < count; ++r)
+      sum = _mm256_fmadd_ps(scale[r], Format::load(w[r] + k * Format::kBytes), sum);
     _mm256_storeu_ps(y + k, sum);
   }
   if (k < n) {

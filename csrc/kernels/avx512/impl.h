@@ -25,9 +25,7 @@ struct BF16 {
 
 struct F16 {
   static constexpr std::int64_t kBytes = 2;
-  static __m512 load(const char* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
+  static __m512 load(const char* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   static __m512 load(const char* p, __mmask16 m) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, p)); }
 };
 
@@ -75,8 +73,8 @@ inline void dot_tile(const void* const* rows, const float* x, std::int64_t ldx, 
   }
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTokens; ++t)
-      out[r * ldo + t] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(acc[r][t][0], acc[r][t][1]),
-                                                            _mm512_add_ps(acc[r][t][2], acc[r][t][3])));
+      out[r * ldo + t] = _mm512_reduce_add_ps(
+          _mm512_add_ps(_mm512_add_ps(acc[r][t][0], acc[r][t][1]), _mm512_add_ps(acc[r][t][2], acc[r][t][3])));
 }
 
 template <class Format, int kRows, int kTile>

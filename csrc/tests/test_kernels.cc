@@ -1,0 +1,141 @@
+// Every kernel of every instruction set this CPU has, against sums in double; the table comes from kernels/list.inc, so
+// a new kernel is tested without touching this file. Also: the bits of a token do not depend on its company.
+#include <cmath>
+#include <cstring>
+
+#include "core/convert.h"
+#include "pi2/kernels.h"
+#include "tests/check.h"
+#include "tests/random.h"
+
+namespace {
+
+using pi2::DType;
+using namespace pi2_test;
+
+constexpr std::int64_t kSizes[] = {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 111, 128, 129, 257, 989, 1024};
+const DType kTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kI8};
+
+long check_dot(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
+  long cases = 0;
+  const pi2::DotFn dot = table.dot[static_cast<int>(dtype)];
+  PI2_CHECK(dot != nullptr, "%s has no dot for dtype %d", table.isa, static_cast<int>(dtype));
+  if (dot == nullptr) return 0;
+  for (const std::int64_t n : kSizes) {
+    for (const std::int64_t tokens : {1, 2, 3, 4, 5, 9}) {
+      for (const std::int64_t count : {1, 2}) {
+        const std::int64_t ldx = n + 3, bytes = pi2::dtype_bytes(dtype);
+        // One stored number of offset: rows that are not aligned to anything.
+        const std::vector<char> weights = stored(rng, dtype, 2 * n + 1);
+        const std::vector<float> x = floats(rng, tokens * ldx);
+        const void* rows[2] = {weights.data() + bytes, weights.data() + (n + 1) * bytes};
+        std::vector<float> out(static_cast<std::size_t>(count * tokens), NAN);
+        dot(rows, count, x.data(), ldx, tokens, n, out.data(), weights.data(), n * bytes);
+        for (std::int64_t r = 0; r < count; ++r) {
+          for (std::int64_t t = 0; t < tokens; ++t) {
+            double sum = 0, magnitude = 0;
+            for (std::int64_t k = 0; k < n; ++k) {
+              const double product = static_cast<double>(pi2::load_float(rows[r], dtype, k)) * x[t * ldx + k];
+              sum += product;
+              magnitude += std::fabs(product);
+            }
+            const float found = out[r * tokens + t];
+            PI2_CHECK(std::fabs(found - sum) <= 1e-6 * magnitude + 1e-30, "%s dtype %d n %ld: %g, wanted %g", table.isa,
+                      static_cast<int>(dtype), static_cast<long>(n), found, sum);
+            float alone = NAN;
+            dot(&rows[r], 1, x.data() + t * ldx, ldx, 1, n, &alone, nullptr, 0);
+            PI2_CHECK(std::memcmp(&alone, &found, sizeof(float)) == 0,
+                      "%s dtype %d n %ld tokens %ld: bits differ alone", table.isa, static_cast<int>(dtype),
+                      static_cast<long>(n), static_cast<long>(tokens));
+            ++cases;
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+long check_axpy(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
+  long cases = 0;
+  const pi2::AxpyFn axpy = table.axpy[static_cast<int>(dtype)];
+  PI2_CHECK(axpy != nullptr, "%s has no axpy for dtype %d", table.isa, static_cast<int>(dtype));
+  if (axpy == nullptr) return 0;
+  for (const std::int64_t n : kSizes) {
+    for (std::int64_t count = 1; count <= pi2::kAxpyRows; ++count) {
+      const std::int64_t bytes = pi2::dtype_bytes(dtype);
+      const std::vector<char> weights = stored(rng, dtype, pi2::kAxpyRows * n + 1);
+      const std::vector<float> h = floats(rng, pi2::kAxpyRows);
+      const void* rows[pi2::kAxpyRows];
+      for (std::int64_t r = 0; r < pi2::kAxpyRows; ++r) rows[r] = weights.data() + (r * n + 1) * bytes;
+      std::vector<float> start = floats(rng, n + 1);
+      start[n] = 42;  // must not be touched
+      std::vector<float> together = start, one_by_one = start;
+      axpy(together.data(), rows, h.data(), count, n);
+      for (std::int64_t r = 0; r < count; ++r) axpy(one_by_one.data(), rows + r, h.data() + r, 1, n);
+      PI2_CHECK(std::memcmp(together.data(), one_by_one.data(), static_cast<std::size_t>(n) * sizeof(float)) == 0,
+                "%s dtype %d n %ld count %ld: rows together differ from one by one", table.isa, static_cast<int>(dtype),
+                static_cast<long>(n), static_cast<long>(count));
+      PI2_CHECK(together[n] == 42, "%s wrote past the end", table.isa);
+      for (std::int64_t k = 0; k < n; ++k) {
+        double sum = start[k], magnitude = std::fabs(start[k]);
+        for (std::int64_t r = 0; r < count; ++r) {
+          const double product = static_cast<double>(h[r]) * pi2::load_float(rows[r], dtype, k);
+          sum += product;
+          magnitude += std::fabs(product);
+        }
+        PI2_CHECK(std::fabs(together[k] - sum) <= 1e-6 * magnitude, "%s dtype %d: %g, wanted %g", table.isa,
+                  static_cast<int>(dtype), together[k], sum);
+      }
+      ++cases;
+    }
+  }
+  return cases;
+}
+
+long check_read(const pi2::KernelTable& table, std::mt19937& rng) {
+  long cases = 0;
+  PI2_CHECK(table.read != nullptr, "%s has no read", table.isa);
+  for (const std::int64_t n : kSizes) {
+    std::vector<char> data = stored(rng, DType::kI8, n);
+    const std::uint64_t before = table.read(data.data(), n);
+    data[rng() % static_cast<unsigned>(n)] ^= 1;
+    PI2_CHECK(table.read(data.data(), n) != before, "%s read does not see every byte of %ld", table.isa,
+              static_cast<long>(n));
+    ++cases;
+  }
+  return cases;
+}
+
+long check_convert() {
+  long cases = 0;
+  for (std::uint32_t bits = 0; bits < 65536; ++bits) {
+    const auto half = static_cast<std::uint16_t>(bits);
+    const float f16 = pi2::F16::widen(half), bf16 = pi2::BF16::widen(half);
+    if (!std::isnan(f16)) PI2_CHECK(pi2::narrow_f16(f16) == half, "fp16 %04x does not come back", bits);
+    if (!std::isnan(bf16)) PI2_CHECK(pi2::narrow_bf16(bf16) == half, "bf16 %04x does not come back", bits);
+    if (std::isnan(f16)) PI2_CHECK(std::isnan(pi2::F16::widen(pi2::narrow_f16(f16))), "fp16 NaN %04x is lost", bits);
+    if (std::isnan(bf16))
+      PI2_CHECK(std::isnan(pi2::BF16::widen(pi2::narrow_bf16(bf16))), "bf16 NaN %04x is lost", bits);
+    ++cases;
+  }
+  return cases;
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 rng(1);
+  long cases = check_convert();
+  int count = 0;
+  const pi2::KernelTable* const* tables = pi2::available_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    for (const DType dtype : kTypes) {
+      cases += check_dot(*tables[i], dtype, rng);
+      if (dtype != DType::kI8) cases += check_axpy(*tables[i], dtype, rng);
+    }
+    cases += check_read(*tables[i], rng);
+    std::printf("tested %s\n", tables[i]->isa);
+  }
+  return finish("test_kernels", cases);
+}

@@ -1,0 +1,57 @@
+"""``torch_pi2.export``: optimised models as graphs that leave Python.
+
+So far the first step of the way to a phone: :func:`program` gives a ``torch.export`` program in which every sparse
+FFN is a ``pi2`` operator. Partitioners, recipes and the bundle for ExecuTorch build on it; they are not here yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.graph.rewrite import is_optimized
+
+__all__ = ["program"]
+
+
+def program(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+) -> torch.export.ExportedProgram:
+    """Export an optimised model with ``torch.export``; the result needs ``torch_pi2.ops.load()`` to run.
+
+    Args:
+        model: rewritten by :func:`torch_pi2.optimize`.
+        args, kwargs: example inputs.
+        dynamic_shapes: as for ``torch.export.export``.
+
+    Raises:
+        UnsupportedModelError: the model is dense, or torch cannot export it; the message has torch's reason.
+    """
+    if not is_optimized(model):
+        raise UnsupportedModelError(
+            type(model).__name__,
+            expected="a model that torch_pi2.optimize has rewritten",
+            found="a dense model",
+            fix="Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model.",
+        )
+    model.eval()
+    with torch.no_grad():
+        try:
+            return torch.export.export(
+                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
+        except Exception as error:  # torch.export raises many types; each carries its own explanation
+            raise UnsupportedModelError(
+                f"torch.export of {type(model).__name__}",
+                expected="a model that torch.export can trace",
+                found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+                fix="Export its dense form first to see whether torch_pi2 is the cause.",
+            ) from error

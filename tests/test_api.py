@@ -1,0 +1,331 @@
+"""The public functions end to end on small models: optimise, generate, save, load, restore, and every bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import torch_pi2
+from torch_pi2 import errors
+from torch_pi2.profile import text
+from torch_pi2.runtime import counters
+
+QUICK = {"calibration_tokens": 2000, "seq_len": 32}
+
+
+def ids(rows: int = 64, length: int = 32, vocab: int = 64) -> torch.Tensor:
+    return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+class Gated(nn.Module):
+    """Not a transformers model: embedding, a gated FFN spelled with functions, a head."""
+
+    def __init__(self, activation=torch.relu) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(97, 24)
+        self.w_in, self.w_side, self.w_out = nn.Linear(24, 70), nn.Linear(24, 70), nn.Linear(70, 24)
+        self.head = nn.Linear(24, 97)
+        self.activation = activation
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids_BT)
+        x = x + self.w_out(self.activation(self.w_in(x)) * self.w_side(x))
+        return self.head(x)
+
+
+@pytest.fixture
+def drelu():
+    module = tiny_models.drelu_module()
+    # As after from_pretrained(trust_remote_code=True): save_pretrained copies the modelling file.
+    module.DReLULlamaConfig.register_for_auto_class()
+    module.DReLULlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    return tiny_models.tiny("drelu")
+
+
+@torch.no_grad()
+def logits(model: nn.Module, batch: torch.Tensor | None = None) -> torch.Tensor:
+    out = model(ids(4, 16) if batch is None else batch)
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def test_optimize_without_calibration_is_exact_and_restores(drelu) -> None:
+    before = {k: v.clone() for k, v in drelu.state_dict().items()}
+    wanted = logits(drelu)
+    assert torch_pi2.optimize(drelu) is drelu
+    counters.reset()
+    for batch in (ids(1, 1), ids(1, 7), ids(5, 3), ids(4, 16)):
+        dense = torch_pi2.restore(drelu)
+        expected = logits(dense, batch)
+        torch_pi2.optimize(drelu)
+        assert relative(logits(drelu, batch), expected) < 1e-5
+    assert counters.read()["calls"] > 0
+    torch_pi2.restore(drelu)
+    assert torch.equal(logits(drelu), wanted)
+    after = drelu.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+    assert not hasattr(drelu, "torch_pi2")
+    assert torch_pi2.restore(drelu) is drelu  # a dense model is left alone
+
+
+@pytest.mark.parametrize("method", ["auto", "dense", "exact", "lowrank"])
+def test_optimize_save_load(drelu, method: str, tmp_path: Path) -> None:
+    config = torch_pi2.Config(method=method, **QUICK)
+    torch_pi2.optimize(drelu, ids(), config)
+    wanted = logits(drelu)
+    torch_pi2.save(drelu, tmp_path / "m")
+    assert {p.name for p in (tmp_path / "m" / "pi2").iterdir()} == {
+        "plan.json",
+        "plan.safetensors",
+        "predictors.safetensors",
+        "stats.safetensors",
+    }
+    again = torch_pi2.load(tmp_path / "m", trust_remote_code=True)
+    assert torch.equal(logits(again), wanted)
+    assert json.loads((tmp_path / "m" / "pi2" / "plan.json").read_text())["made_by"]["config"]["method"] == method
+    methods = {layer.method for layer in again.torch_pi2.plan.layers}
+    assert methods <= {"dense", "exact", "lowrank"} if method == "auto" else methods <= {method, "dense"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]  # nothing temporary is left
+
+
+def test_saved_folder_is_an_ordinary_checkpoint(drelu, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    wanted = logits(drelu)
+    torch_pi2.save(torch_pi2.optimize(drelu, ids(), torch_pi2.Config(method="exact", **QUICK)), tmp_path / "m")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "m", trust_remote_code=True).eval()
+    assert torch.equal(logits(dense), wanted)
+
+
+def test_save_replaces_a_folder_whole(drelu, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old").write_text("x")
+    torch_pi2.save(torch_pi2.optimize(drelu), tmp_path / "m")
+    assert not (tmp_path / "m" / "old").exists()
+    assert (tmp_path / "m" / "pi2" / "plan.json").exists()
+
+
+def test_generate_greedy_sampling_batch_left_padding(drelu) -> None:
+    prompt = ids(3, 6)
+    mask = torch.ones_like(prompt)
+    mask[0, :3] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 8, "pad_token_id": 0}
+
+    def both() -> list[torch.Tensor]:
+        greedy = drelu.generate(prompt, do_sample=False, **settings)
+        torch.manual_seed(7)
+        return [greedy, drelu.generate(prompt, do_sample=True, top_k=20, **settings)]
+
+    wanted = both()
+    torch_pi2.optimize(drelu)
+    assert all(torch.equal(a, b) for a, b in zip(both(), wanted))
+
+
+def test_swiglu_by_thresholds(tmp_path: Path) -> None:
+    model = tiny_models.tiny("llama")
+    wanted = logits(model)
+    torch_pi2.optimize(model, ids(), torch_pi2.Config(method="threshold", sparsity=0.5, hot_frequency=1.01, **QUICK))
+    counters.reset()
+    found = logits(model)
+    done = counters.read()
+    assert 0.35 < done["up_rows"] / done["gate_rows"] < 0.65  # half of the gates were to be cut
+    assert 0 < relative(found, wanted) < 0.5
+    torch_pi2.save(model, tmp_path / "m")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "m")), found)
+
+
+def test_plain_module_round_trip(tmp_path: Path) -> None:
+    model = Gated().eval()
+    wanted = logits(model)
+    torch_pi2.optimize(model, ids(), torch_pi2.Config(method="exact", **QUICK))
+    found = logits(model)
+    assert relative(found, wanted) < 1e-5
+    torch_pi2.save(model, tmp_path / "m")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "m", model=Gated())), found)
+    with pytest.raises(errors.ArtifactError, match="weights of this Sequential"):
+        torch_pi2.load(tmp_path / "m", model=nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_steps_by_hand_equal_optimize(drelu) -> None:
+    config = torch_pi2.Config(method="lowrank", **QUICK)
+    stats = torch_pi2.profile(drelu, ids(), config=config)
+    predictors = torch_pi2.fit(drelu, ids(), stats=stats, config=config)
+    plan = torch_pi2.plan(drelu, stats, predictors, config=config)
+    with torch_pi2.NeuronClusterMode(plan, predictors), torch.no_grad():
+        by_mode = drelu(ids(4, 16)).logits
+    torch_pi2.optimize(drelu, config=config, stats=stats, predictors=predictors)
+    assert relative(logits(drelu), by_mode) < 1e-5
+    by_hand = logits(drelu)
+    torch_pi2.restore(drelu)
+    torch_pi2.optimize(drelu, ids(), config)
+    assert torch.equal(logits(drelu), by_hand)  # the whole is deterministic
+    order = plan.layers[0].order.long()
+    frequency = stats.frequency(plan.layers[0].site.key)[order]
+    assert bool((frequency[:-1] >= frequency[1:]).all())  # hottest first
+    assert all(layer.n_hot == int((stats.frequency(layer.site.key) >= 0.4).sum()) for layer in plan.layers)
+
+
+# Bad input: what was expected, what was found, what to do.
+
+
+def test_calibration_too_short_or_empty(drelu) -> None:
+    with pytest.raises(errors.CalibrationError, match=r"at least 64 tokens.*found 16 tokens"):
+        torch_pi2.optimize(drelu, ids(1, 16))
+    with pytest.raises(errors.CalibrationError, match="found none"):
+        torch_pi2.profile(drelu, [])
+    with pytest.raises(errors.CalibrationError, match="expected a tokenizer"):
+        torch_pi2.profile(drelu, "some text")
+
+
+def test_smooth_activation_needs_calibration() -> None:
+    with pytest.raises(errors.CalibrationError, match=r"silu \(no exact zeros\).*stdlib_text"):
+        torch_pi2.optimize(tiny_models.tiny("llama"))
+
+
+def test_nan_in_weights_and_activations(drelu) -> None:
+    weight = drelu.model.layers[1].mlp.up_proj.weight
+    kept = weight.data.clone()
+    weight.data[3, 4] = float("nan")
+    with pytest.raises(errors.NonFiniteError, match=r"model\.layers\.1\.mlp up.*1 NaN or infinite"):
+        torch_pi2.optimize(drelu)
+    weight.data.copy_(kept)
+    assert torch.isfinite(logits(torch_pi2.restore(drelu))).all()
+    drelu.model.embed_tokens.weight.data[:] = float("inf")
+    with pytest.raises(errors.NonFiniteError):
+        torch_pi2.profile(drelu, ids())
+
+
+def test_wrong_hidden_size(drelu) -> None:
+    torch_pi2.optimize(drelu)
+    layer = drelu.model.layers[0].mlp
+    with pytest.raises(errors.ShapeError, match="found 5"), torch.no_grad():
+        layer(torch.zeros(2, 5))
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        model = Gated()
+    with pytest.raises(errors.DeviceError, match="meta"):
+        torch_pi2.optimize(model, ids())
+
+
+def test_mixed_dtypes(drelu) -> None:
+    for layer in drelu.model.layers:
+        layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data.bfloat16()
+    drelu.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda _m, args: (args[0].bfloat16(),))
+    with pytest.raises(errors.Pi2Error):
+        torch_pi2.optimize(drelu)
+
+
+def test_mixed_dtypes_by_name() -> None:
+    from torch_pi2.graph.sites import check_weights
+
+    model = tiny_models.tiny("drelu")
+    site = torch_pi2.find_sites(model)[0]
+    weights = site.weights(model)
+    with pytest.raises(errors.DtypeError, match=r"found bfloat16, float32.*model\.to"):
+        check_weights(site, weights._replace(up=weights.up.bfloat16()))
+    with pytest.raises(errors.DtypeError, match="found float64"):
+        check_weights(site, type(weights)(*(None if w is None else w.double() for w in weights)))
+
+
+def test_training_model_with_gradients(drelu) -> None:
+    torch_pi2.optimize(drelu)
+    drelu.train()
+    with pytest.raises(errors.GradientError, match="no_grad"):
+        drelu(ids(1, 4))
+
+
+def test_stale_artifacts(drelu, tmp_path: Path) -> None:
+    config = torch_pi2.Config(method="lowrank", **QUICK)
+    stats = torch_pi2.profile(drelu, ids(), config=config)
+    torch_pi2.save(torch_pi2.optimize(drelu, ids(), config, stats=stats), tmp_path / "m")
+    torch_pi2.restore(drelu)
+    drelu.model.layers[0].mlp.gate_proj.weight.data[0, 0] += 1
+    with pytest.raises(errors.StaleArtifactError, match=r"expected.*found.*again"):
+        torch_pi2.fit(drelu, ids(), stats=stats, config=config)
+    with pytest.raises(errors.StaleArtifactError, match="new plan"):
+        torch_pi2.optimize(drelu, stats=stats, config=torch_pi2.Config(method="exact"))
+    drelu.save_pretrained(tmp_path / "m")  # other weights under the old plan
+    with pytest.raises(errors.StaleArtifactError, match="plan"):
+        torch_pi2.load(tmp_path / "m", trust_remote_code=True)
+
+
+def test_unwritable_output(drelu, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    torch_pi2.optimize(drelu)
+    with pytest.raises(errors.ArtifactError, match="folder that can be written"):
+        torch_pi2.save(drelu, tmp_path / "file" / "m")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_save_and_load_refusals(drelu, tmp_path: Path) -> None:
+    with pytest.raises(errors.ConfigError, match="found a dense model"):
+        torch_pi2.save(drelu, tmp_path / "m")
+    with pytest.raises(errors.ArtifactError, match=r"plan\.json.*found nothing"):
+        torch_pi2.load(tmp_path)
+    torch_pi2.optimize(drelu)
+    with pytest.raises(errors.ConfigError, match="already rewritten"):
+        torch_pi2.optimize(drelu)
+
+
+def test_damaged_plan(drelu, tmp_path: Path) -> None:
+    torch_pi2.save(torch_pi2.optimize(drelu), tmp_path / "m")
+    plan = tmp_path / "m" / "pi2" / "plan.json"
+    whole = plan.read_text()
+    for damage, message in (
+        (whole[: len(whole) // 2], "damage"),
+        (whole.replace('"version": 1', '"version": 99'), "expected torch_pi2.plan version 1, found .* 99"),
+        ("[]", "found list"),
+    ):
+        plan.write_text(damage)
+        with pytest.raises(errors.ArtifactError, match=message):
+            torch_pi2.load(tmp_path / "m", trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({"method": "magic"}, "auto, dense, exact, threshold, lowrank"),
+        ({"hot_frequency": 0}, "more than 0"),
+        ({"target_recall": 1}, "between 0 and 1"),
+        ({"tolerance": 0}, "more than 0"),
+        ({"sparsity": 1}, "below 1"),
+        ({"calibration_tokens": 1}, "at least 64"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"seq_len": 1}, "at least 2"),
+    ],
+    ids=str,
+)
+def test_config_refuses_nonsense(setting: dict, expected: str) -> None:
+    with pytest.raises(errors.ConfigError, match=expected):
+        torch_pi2.Config(**setting)
+
+
+def test_lowrank_without_data(drelu) -> None:
+    with pytest.raises(errors.CalibrationError, match="calibration"):
+        torch_pi2.optimize(drelu, config=torch_pi2.Config(method="lowrank"))
+    stats = torch_pi2.profile(drelu, ids())
+    with pytest.raises(errors.CalibrationError, match="fitted predictors"):
+        torch_pi2.optimize(drelu, stats=stats, config=torch_pi2.Config(method="lowrank"))
+
+
+def test_stdlib_text_never_mixes_the_splits() -> None:
+    train, heldout = (set(text.stdlib_files(split)) for split in ("train", "heldout"))
+    assert train
+    assert heldout
+    assert not train & heldout
+    assert not {p for p in heldout if "test" in p.parts}
+    assert len(text.stdlib_text("heldout", max_bytes=10_000).encode()) < 12_000
+    with pytest.raises(ValueError, match="'train' or 'heldout', found 'all'"):
+        text.stdlib_files("all")

@@ -1,0 +1,38 @@
+"""``bench ffn``: the figures are there, hang together, and come from the run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_pi2.bench.ffn import run
+from torch_pi2.errors import ConfigError
+
+
+def test_figures_hang_together() -> None:
+    r = run(256, 1024, 0.1, "bf16", rounds=3)
+    assert r["threads"] == torch.get_num_threads()
+    assert r["active"] == pytest.approx(0.1, abs=1e-3)
+    bundle_bytes = 3 * 256 * 2
+    touched = round(1024 * 0.1) * bundle_bytes
+    assert r["touched_gb_per_s"] == pytest.approx(touched / r["sparse_ms"] / 1e6, rel=0.05)
+    assert r["read_gb_per_s"] == pytest.approx(1024 * bundle_bytes / r["read_ms"] / 1e6, rel=0.05)
+    assert r["sparse_over_dense"] == pytest.approx(r["sparse_ms"] / r["dense_ms"], rel=0.05)
+    for name in ("dense_ms", "torch_ms", "sparse_ms", "predict_ms", "gather_ms", "read_ms"):
+        low, high = r["spread"][name]
+        assert 0 < low <= r[name] <= high
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"active": 0}, "active: expected more than 0 and at most 1, found 0"),
+        ({"active": 1.5}, "at most 1, found 1.5"),
+        ({"hidden": 0}, "hidden"),
+        ({"dtype": "int3"}, "dtype: expected .*bf16.*found int3"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(**({"hidden": 8, "intermediate": 16} | settings))

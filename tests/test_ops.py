@@ -1,0 +1,258 @@
+"""The operators: registration, every kernel against the readable reference on odd sizes, losslessness, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from torch_pi2.errors import GradientError, LibraryMissingError, ShapeError
+from torch_pi2.ops import ACTIVATIONS, library, load, reference
+from torch_pi2.runtime import counters
+
+load()
+ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
+SIZES = [(1, 3, 1, 1), (7, 2, 17, 3), (300, 3, 111, 5), (989, 3, 128, 19), (513, 2, 64, 40)]  # I, R, H, T
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = torch.ops.pi2.kernel_tables().partition(":")[2]
+    assert torch.ops.pi2.select_kernels(request.param)
+    yield request.param
+    torch.ops.pi2.select_kernels(best)
+
+
+def make(intermediate: int, rows: int, hidden: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple:
+    g = torch.Generator().manual_seed(seed)
+    bundles = (torch.randn(intermediate, rows, hidden, generator=g) * hidden**-0.5).to(dtype)
+    bias_gate, bias_up = (torch.randn(intermediate, generator=g).to(dtype) for _ in range(2))
+    bias_down = torch.randn(hidden, generator=g).to(dtype)
+    x = torch.randn(tokens, hidden, generator=g)
+    return x, bundles, bias_gate if rows == 3 else None, bias_up, bias_down
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_kernel_equals_the_reference(isa: str, dtype: torch.dtype, size: tuple[int, int, int, int]) -> None:
+    intermediate, rows, hidden, tokens = size
+    tensors = make(intermediate, rows, hidden, tokens, dtype)
+    n_hot = intermediate // 3
+    mask_TC = torch.rand(tokens, intermediate - n_hot, generator=torch.Generator().manual_seed(1)) < 0.3
+    for activation in ACTIVATIONS:
+        for active in (None, mask_TC):
+            for threshold in (0.0, 0.2):
+                settings = (active, activation, rows == 3, n_hot, threshold)
+                wanted = reference.sparse_ffn(*tensors, *settings)
+                found = torch.ops.pi2.sparse_ffn(*tensors, *settings)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_output_is_rounded_once(isa: str, dtype: torch.dtype) -> None:
+    x, *weights = make(64, 3, 33, 6, dtype)
+    settings = (None, "silu", False, 0, 0.0)
+    half = torch.ops.pi2.sparse_ffn(x.to(dtype), *weights, *settings)
+    full = torch.ops.pi2.sparse_ffn(x.to(dtype).float(), *weights, *settings)
+    assert half.dtype is dtype
+    assert torch.equal(half, full.to(dtype))
+
+
+def test_batch_company_changes_no_bit(isa: str) -> None:
+    x, *weights = make(700, 3, 96, 37, torch.float32)
+    mask_TC = torch.rand(37, 600, generator=torch.Generator().manual_seed(2)) < 0.2
+    together = torch.ops.pi2.sparse_ffn(x, *weights, mask_TC, "relu", True, 100, 0.0)
+    for t in range(len(x)):
+        alone = torch.ops.pi2.sparse_ffn(x[t : t + 1], *weights, mask_TC[t : t + 1], "relu", True, 100, 0.0)
+        assert torch.equal(alone[0], together[t])
+
+
+def test_threads_and_the_hot_boundary_change_no_bit(isa: str) -> None:
+    x, *weights = make(1500, 3, 80, 3, torch.bfloat16)
+    before = torch.get_num_threads()
+    wanted = torch.ops.pi2.sparse_ffn(x, *weights, None, "relu", True, 0, 0.0)
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            for n_hot in (0, 1, 777, 1500):
+                assert torch.equal(torch.ops.pi2.sparse_ffn(x, *weights, None, "relu", True, n_hot, 0.0), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_any_superset_of_the_firing_neurons_is_exact(isa: str) -> None:
+    x, *weights = make(400, 3, 64, 5, torch.float32)
+    exact = torch.ops.pi2.sparse_ffn(x, *weights, None, "relu", True, 0, 0.0)
+    gate_TI = x @ weights[0][:, 0].T + weights[1]
+    superset_TI = (gate_TI > -0.1) | (torch.rand(5, 400) < 0.1)
+    assert torch.equal(torch.ops.pi2.sparse_ffn(x, *weights, superset_TI, "relu", True, 0, 0.0), exact)
+
+
+def test_strided_inputs_and_any_leading_shape() -> None:
+    x, *weights = make(50, 3, 24, 12, torch.float32)
+    settings = (None, "relu", False, 0, 0.0)
+    flat = torch.ops.pi2.sparse_ffn(x, *weights, *settings)
+    strided = x.T.contiguous().T.reshape(12, 24)
+    assert torch.equal(torch.ops.pi2.sparse_ffn(strided.view(12, 24), *weights, *settings), flat)
+    assert torch.equal(torch.ops.pi2.sparse_ffn(x.view(3, 4, 24), *weights, *settings), flat.view(3, 4, 24))
+    assert torch.ops.pi2.sparse_ffn(x[:0], *weights, *settings).shape == (0, 24)
+    assert torch.equal(torch.ops.pi2.sparse_ffn(x[0], *weights, *settings), flat[0])
+
+
+def test_nan_stays_visible() -> None:
+    x, *weights = make(50, 3, 24, 3, torch.float32)
+    x[1, 4] = float("nan")
+    for active in (None, torch.ones(3, 50, dtype=torch.bool)):
+        y = torch.ops.pi2.sparse_ffn(x, *weights, active, "relu", True, 0, 0.0)
+        assert y.isnan().any(1).tolist() == [False, True, False]
+
+
+def predictor(tokens: int = 5, hidden: int = 77, rank: int = 19, cold: int = 530) -> tuple:
+    g = torch.Generator().manual_seed(3)
+    a = torch.randint(-127, 128, (rank, hidden), dtype=torch.int8, generator=g)
+    b = torch.randint(-127, 128, (cold, rank), dtype=torch.int8, generator=g)
+    a_scale, b_scale, bias = (torch.rand(n, generator=g) * 0.01 for n in (rank, cold, cold))
+    return torch.randn(tokens, hidden, generator=g), a, a_scale, b, b_scale, bias
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 256, 16, 700), (40, 77, 19, 530)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_predictor_equals_the_reference(isa: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    x, *tensors = predictor(*shape)
+    x = x.to(dtype)
+    threshold = 0.05
+    found = torch.ops.pi2.predict_lowrank(x, *tensors, threshold)
+    wanted = reference.predict_lowrank(x, *tensors, threshold)
+    assert found.shape == (shape[0], shape[3])
+    assert found.dtype is torch.bool
+    a, a_scale, b, b_scale, bias = tensors
+    scores = torch.relu(x.double() @ a.double().T * a_scale) @ b.double().T * b_scale + bias
+    near = (scores - threshold).abs() < 1e-4 * scores.abs().max()
+    assert torch.equal(found | near, wanted | near)
+
+
+def test_opcheck_functional_operators() -> None:
+    x, *weights = make(50, 3, 24, 3, torch.float32)
+    mask = torch.rand(3, 40) < 0.5
+    for args in ((x, *weights, None, "relu", True, 3, 0.0), (x, *weights, mask, "silu", False, 10, 0.1)):
+        torch.library.opcheck(torch.ops.pi2.sparse_ffn.default, args)
+    torch.library.opcheck(torch.ops.pi2.predict_lowrank.default, (*predictor(), 0.0))
+
+
+def test_opcheck_out_variant() -> None:
+    # No functionalisation: PyTorch refuses it for custom `Tensor(a!)` returns, which ExecuTorch's .out form needs.
+    x, *weights = make(50, 3, 24, 3, torch.float32)
+    args = (x, *weights, None, "relu", True, 3, 0.0)
+    out = torch.empty_like(x)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.pi2.sparse_ffn.out, args, {"out": out}, test_utils=utils)
+    assert torch.ops.pi2.sparse_ffn.out(*args, out=out) is out
+    assert torch.equal(out, torch.ops.pi2.sparse_ffn(*args))
+
+
+def test_gradients_are_refused() -> None:
+    x, *weights = make(50, 3, 24, 3, torch.float32)
+    with pytest.raises(GradientError, match=r"argument 0 requires grad.*no_grad.*restore"):
+        torch.ops.pi2.sparse_ffn(x.requires_grad_(), *weights, None, "relu", True, 3, 0.0)
+    with torch.no_grad():
+        torch.ops.pi2.sparse_ffn(x, *weights, None, "relu", True, 3, 0.0)
+    x, *tensors = predictor()
+    with pytest.raises(GradientError, match="predict_lowrank"):
+        torch.ops.pi2.predict_lowrank(x.requires_grad_(), *tensors, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 5)}, r"hidden size of x: expected 24 \(the layer's\), found 5"),
+        ({"x": torch.zeros(3, 24, dtype=torch.int32)}, "dtype of x: expected float32, bfloat16 or float16"),
+        ({"bundles": torch.zeros(50, 4, 24)}, r"expected contiguous \[neurons, 3"),
+        ({"bias_up": torch.zeros(49)}, r"shape of bias_up: expected \[50\], found 1 dimensions of 49"),
+        ({"bias_up": torch.zeros(50, dtype=torch.float16)}, "dtype of bias_up: expected that of bundles"),
+        ({"active": torch.zeros(3, 50)}, "dtype of active: expected bool"),
+        ({"active": torch.zeros(3, 50, dtype=torch.bool)}, "shape of active: expected 3 tokens x 47 cold"),
+        ({"activation": "swish"}, "expected relu, relu2, silu, gelu, gelu_tanh or identity, found 'swish'"),
+        ({"n_hot": 51}, "n_hot: expected 0 to 50, found 51"),
+        ({"threshold": -1.0}, "threshold: expected 0 or more"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_bad_arguments(change: dict, message: str) -> None:
+    names = ("x", "bundles", "bias_gate", "bias_up", "bias_down")
+    args = dict(zip(names, make(50, 3, 24, 3, torch.float32)))
+    args |= {"active": None, "activation": "relu", "activation_on_up": True, "n_hot": 3, "threshold": 0.0} | change
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.pi2.sparse_ffn(**args)
+
+
+def test_bad_predictor_and_index() -> None:
+    x, a, a_scale, b, b_scale, bias = predictor()
+    with pytest.raises(RuntimeError, match=r"predictor tensor a_scale: expected contiguous float32 19 x 1.*Fit"):
+        torch.ops.pi2.predict_lowrank(x, a, a_scale[:-1], b, b_scale, bias, 0.0)
+    with pytest.raises(RuntimeError, match="hidden size of x: expected 77"):
+        torch.ops.pi2.predict_lowrank(x[:, :-1], a, a_scale, b, b_scale, bias, 0.0)
+    with pytest.raises(RuntimeError, match="index: expected 0 to 4, found 5"):
+        torch.ops.pi2.read_bundles(torch.zeros(5, 3, 8), torch.tensor([1, 5]))
+
+
+def test_fake_kernels_check_shapes() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        bundles = torch.empty(50, 3, 24)
+        assert torch.ops.pi2.sparse_ffn(
+            torch.empty(2, 7, 24), bundles, None, None, None, None, "relu", True, 3, 0.0
+        ).shape == (2, 7, 24)
+        with pytest.raises(ShapeError, match=r"expected 24 \(the layer's\), found 23"):
+            torch.ops.pi2.sparse_ffn(torch.empty(2, 23), bundles, None, None, None, None, "relu", True, 3, 0.0)
+
+
+def test_counters_count_the_work() -> None:
+    x, *weights = make(50, 3, 24, 4, torch.float32)
+    mask = torch.zeros(4, 40, dtype=torch.bool)
+    mask[0, :7] = True
+    counters.reset()
+    torch.ops.pi2.sparse_ffn(x, *weights, mask, "relu", True, 10, 0.0)
+    done = counters.read()
+    assert (done["calls"], done["tokens"], done["neurons"]) == (1, 4, 200)
+    assert done["gate_rows"] == 4 * 10 + 7
+    assert 0 < done["down_rows"] <= done["up_rows"] < done["gate_rows"]
+
+
+def test_reading_every_bundle_sees_every_byte() -> None:
+    bundles = torch.randn(37, 3, 16)
+    everything = torch.ops.pi2.read_bundles(bundles, None)
+    assert torch.ops.pi2.read_bundles(bundles, torch.randperm(37)) == everything
+    bundles[11, 2, 5] += 1
+    assert torch.ops.pi2.read_bundles(bundles, None) != everything
+
+
+def test_unknown_instruction_set_is_not_selected() -> None:
+    before = torch.ops.pi2.kernel_tables()
+    assert not torch.ops.pi2.select_kernels("abacus")
+    assert torch.ops.pi2.kernel_tables() == before
+
+
+def test_instruction_set_from_the_environment() -> None:
+    code = "import torch; from torch_pi2.ops import load; load(); print(torch.ops.pi2.kernel_tables())"
+    env = {"PI2_CPU_CAPABILITY": "scalar", "PATH": "/usr/bin:/bin"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert out.stdout.strip().endswith(":scalar")
+
+
+def test_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_LIBRARY", "libpi2_missing.so")
+    with pytest.raises(LibraryMissingError, match=r"libpi2_missing\.so.*no such file.*make install"):
+        library.library_path()
+
+
+def test_broken_library_says_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    broken = tmp_path / "libpi2_torch.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(library, "library_path", lambda: broken)
+    monkeypatch.setattr(library, "_fragment", None)
+    with pytest.raises(LibraryMissingError, match=r"(file too short|invalid ELF).*Build it again"):
+        library.load()
