@@ -9,7 +9,7 @@ with a controller in place of its hand-made schedule). No neuron is masked and n
 The run is deterministic for a given device, corpus and set of flags, and resumable: it may be killed at any
 time and started again with the same command.
 
-    python examples/train_drelu_lm.py --out my-model                # CPU, about an hour per 1000 steps
+    python examples/train_drelu_lm.py --out my-model                # CPU: 0.45 s a step on two Zen 5 cores
     python examples/train_drelu_lm.py --out my-model --steps 200    # a taste
 """
 
@@ -242,7 +242,10 @@ def train(args: argparse.Namespace) -> None:
     }
     model.to("cpu", torch.bfloat16).save_pretrained(staging)
     PreTrainedTokenizerFast(
-        tokenizer_file=str(work / "tokenizer.json"), eos_token=END_OF_FILE, pad_token=END_OF_FILE
+        tokenizer_file=str(work / "tokenizer.json"),
+        eos_token=END_OF_FILE,
+        pad_token=END_OF_FILE,
+        model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(staging)
     shutil.copy(MODEL_SOURCE, staging)
     shutil.copy(log_path, staging / "train_log.jsonl")
@@ -268,16 +271,16 @@ def main() -> None:
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     add("--autocast", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 autocast (default: on)")
     add("--prepare-only", action="store_true", help="tokenise the corpus and stop")
-    add("--steps", type=int, default=3000)
-    add("--batch", type=int, default=64)
-    add("--seq", type=int, default=512)
+    add("--steps", type=int, default=6500)
+    add("--batch", type=int, default=16)
+    add("--seq", type=int, default=256)
     add("--vocab", type=int, default=2048)
     add("--hidden", type=int, default=256)
     add("--intermediate", type=int, default=1024)
     add("--layers", type=int, default=5)
     add("--heads", type=int, default=4)
     add("--kv-heads", type=int, default=2)
-    add("--lr", type=float, default=2e-3)
+    add("--lr", type=float, default=1.5e-3)
     add("--weight-decay", type=float, default=0.1)
     add("--warmup", type=int, default=200)
     add("--target-sparsity", type=float, default=0.92, help="share of exact zeros the L1 weight is steered to")

@@ -108,9 +108,9 @@ def test_saved_folder_is_an_ordinary_checkpoint(drelu, tmp_path: Path) -> None:
 
 
 def test_save_replaces_a_folder_whole(drelu, tmp_path: Path) -> None:
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "old").write_text("x")
     torch_pi2.save(torch_pi2.optimize(drelu), tmp_path / "m")
+    (tmp_path / "m" / "old").write_text("x")
+    torch_pi2.save(drelu, tmp_path / "m")
     assert not (tmp_path / "m" / "old").exists()
     assert (tmp_path / "m" / "pi2" / "plan.json").exists()
 
@@ -267,6 +267,13 @@ def test_unwritable_output(drelu, tmp_path: Path) -> None:
     with pytest.raises(errors.ArtifactError, match="folder that can be written"):
         torch_pi2.save(drelu, tmp_path / "file" / "m")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_save_does_not_replace_a_folder_of_other_files(drelu, tmp_path: Path) -> None:
+    (tmp_path / "letters").write_text("dear")
+    with pytest.raises(errors.ArtifactError, match="found a folder with other files"):
+        torch_pi2.save(torch_pi2.optimize(drelu), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["letters"]
 
 
 def test_save_and_load_refusals(drelu, tmp_path: Path) -> None:

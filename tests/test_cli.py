@@ -410,6 +410,19 @@ def test_what_libraries_print_does_not_reach_standard_output(monkeypatch, capsys
     assert "downloading" in err
 
 
+@pytest.mark.parametrize(("split", "tokens"), [("train", 100_000), ("heldout", 50_000)])
+def test_samples_of_the_library_are_long_enough_and_not_only_heads(split: str, tokens: int) -> None:
+    from torch_pi2.profile.text import read_files, stdlib_files
+
+    tokenizer = byte_tokenizer(TEXT)
+    text = common.stdlib_sample(split, tokenizer, tokens)
+    assert tokens <= len(tokenizer(text)["input_ids"]) < 2 * tokens
+    excerpts = text.split("\f\n")
+    heads = {t[:64] for t in read_files(stdlib_files(split))}
+    assert sum(e[:64] in heads for e in excerpts) < 0.6 * len(excerpts)
+    assert text == common.stdlib_sample(split, tokenizer, tokens)
+
+
 def test_table_and_sizes() -> None:
     assert common.table(("a", "bb"), [("xyz", 1), ("", 22)]) == "a    bb\n---  --\nxyz   1\n     22"
     assert [common.size(n) for n in (12, 4200, 1.3e6, 2e9)] == ["12 B", "4.2 KB", "1.3 MB", "2.0 GB"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_rewrite import close, count_op_calls, make_plan, predictor
-from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, tiny
+from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, GatedBlock, plain, tiny
 from torch import nn
 
 import torch_pi2.compile as compile_module
@@ -206,3 +206,20 @@ def test_matmul_spelling_in_place_and_functional_graphs():
     fast = compiled(model)
     assert close(fast(X_BTH), model(X_BTH))
     assert count_op_calls(lambda: fast(X_BTH)) == 1
+
+
+def test_plan_folder_brings_its_predictors(tmp_path) -> None:
+    """options={"plan": "my-sparse-model/pi2"} uses the predictors that lie beside the plan."""
+    import torch_pi2
+
+    model = tiny("drelu")
+    ids = torch.randint(0, VOCAB, (64, 32), generator=torch.Generator().manual_seed(5))
+    config = torch_pi2.Config(method="lowrank", calibration_tokens=2000, seq_len=32)
+    torch_pi2.save(torch_pi2.optimize(model, ids, config), tmp_path / "m")
+    with torch.no_grad():
+        wanted = model(ids[:2, :9]).logits
+        torch_pi2.restore(model)
+        compiled = torch.compile(model, backend=compile_module.backend, options={"plan": str(tmp_path / "m" / "pi2")})
+        found = compiled(ids[:2, :9]).logits
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+        assert float((found - model(ids[:2, :9]).logits).abs().max()) > 1e-4 * float(wanted.abs().max())

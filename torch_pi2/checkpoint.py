@@ -25,12 +25,14 @@ _WEIGHTS = "model.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
-    """Write an optimised ``model`` to ``folder``; an existing folder is replaced only when all is written.
+    """Write an optimised ``model`` to ``folder``; an earlier result there is replaced only when all is written.
 
     Raises:
-        ConfigError: the model is dense. ArtifactError: the folder cannot be written.
+        ConfigError: the model is dense. ArtifactError: the folder cannot be written, or holds
+            other files.
     """
     parts, folder = parts_of(model), Path(folder)
+    check_replaceable(folder)
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         shutil.rmtree(staging, ignore_errors=True)
@@ -60,6 +62,21 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return folder
+
+
+def check_replaceable(folder: Path) -> None:
+    """``save`` replaces the whole folder: refuse one with anything but an earlier result of it.
+
+    Raises:
+        ArtifactError: the folder holds other files.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / PI2_FOLDER).is_dir():
+        raise ArtifactError(
+            f"writing {folder}",
+            expected="a new folder, or one written by torch_pi2.save (which is replaced)",
+            found="a folder with other files in it",
+            fix="Choose another folder.",
+        )
 
 
 def _swap(staging: Path, folder: Path) -> None:

@@ -50,7 +50,8 @@ def backend(
     they belong to the model (``torch_pi2.optimize`` gives them back).
 
     Args:
-        options: ``plan``: a :class:`Plan` or its folder; ``predictors``: site key -> low-rank predictor.
+        options: ``plan``: a :class:`Plan` or its folder (``my-sparse-model/pi2``: predictors in it are used);
+            ``predictors``: site key -> low-rank predictor.
         mode: one of Inductor's modes, e.g. ``"max-autotune"``.
 
     Raises:
@@ -88,21 +89,27 @@ def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mappi
             found=", ".join(unknown),
             fix="Remove it; Inductor's own settings go through torch._inductor.config or mode=.",
         )
-    plan = options.get("plan")
+    plan, predictors = options.get("plan"), options.get("predictors")
     if isinstance(plan, str | Path):
-        plan = _load_plan(Path(plan))
-    return plan, options.get("predictors") or {}
+        plan, beside = _load_plan(Path(plan))
+        predictors = beside if predictors is None else predictors
+    return plan, predictors or {}
 
 
-_plans: dict[Path, tuple[int, Plan]] = {}
+_plans: dict[Path, tuple[int, Plan, Mapping[str, Any]]] = {}
 
 
-def _load_plan(folder: Path) -> Plan:
-    """The plan of a folder, the same object until the file changes (its identity keys the bundles)."""
-    stamp = (folder / "plan.json").stat().st_mtime_ns if (folder / "plan.json").is_file() else 0
+def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
+    """Plan and predictors of a folder, the same objects until it changes (their identity keys the bundles)."""
+    from torch_pi2.predict.size import PREDICTORS_FILE, load_predictors
+
+    files = [path for path in (folder / "plan.json", folder / PREDICTORS_FILE) if path.is_file()]
+    stamp = sum(path.stat().st_mtime_ns for path in files)
     if folder not in _plans or _plans[folder][0] != stamp:
-        _plans[folder] = (stamp, Plan.load(folder))
-    return _plans[folder][1]
+        plan = Plan.load(folder)
+        fitted = load_predictors(folder, model_hash=plan.model_hash) if len(files) == 2 else {}
+        _plans[folder] = (stamp, plan, fitted)
+    return _plans[folder][1:]
 
 
 _warned: set[str] = set()

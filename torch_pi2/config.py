@@ -24,7 +24,7 @@ class Config:
         target_recall: where the search for each layer's recall starts (lossy).
         tolerance: relative increase of the model's loss that predictors may cause, 0.01 = 1 % (lossy).
         sparsity: share of gate values that ``threshold`` cuts in layers that have no exact zeros (lossy).
-        calibration_tokens: upper bound on calibration tokens used.
+        calibration_tokens: no further batch is taken once this many tokens are there.
         batch_size, seq_len: shape of calibration batches; batch_size also bounds the batch statistics.
         seed: of every random choice.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch_pi2.predict import FittedPredictors
     from torch_pi2.profile.stats import ActivationStats
 
+#: Characters taken from one place of a file of the standard library.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -85,12 +87,12 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
-    """About ``tokens`` tokens of the standard library, some of every file of ``split`` (train or heldout)."""
+    """At least ``tokens`` tokens, where there are as many, of the standard library's ``train`` or ``heldout`` files."""
     from torch_pi2.profile.text import stdlib_text
 
     probe = stdlib_text(split, max_bytes=1 << 16)
     bytes_per_token = len(probe.encode()) / max(1, len(tokenizer(probe, verbose=False)["input_ids"]))
-    return stdlib_text(split, max_bytes=int(1.1 * tokens * bytes_per_token) + 1024)
+    return stdlib_text(split, max_bytes=math.ceil(1.25 * tokens * bytes_per_token))
 
 
 def text_of(args: argparse.Namespace, tokenizer: Any, tokens: int) -> str:

@@ -108,12 +108,13 @@ def render(result: dict[str, Any]) -> str:
         (name, ", ".join(facts["missing"]) or "complete", facts["install"] or "")
         for name, facts in result["extras"].items()
     ]
+    extras = common.table(("extra", "missing", "get it with"), rows) if rows else "extras unknown: not installed by pip"
     return (
         f"versions   {versions}\n"
         f"platform   {result['platform']}\n"
         f"CPU        {result['cpu']['name']}: {' '.join(result['cpu']['features']) or 'no known features'}\n"
         f"threads    {result['threads']} of {result['cores']} cores\n"
         f"library    {loaded}\n\n"
-        f"{common.table(('extra', 'missing', 'get it with'), rows) if rows else 'extras unknown: not installed by pip'}\n\n"
+        f"{extras}\n\n"
         f"{'all is well' if result['ok'] else 'something is wrong: see above'}"
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_pi2.cli import common
 from torch_pi2.cli.profile import render
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ConfigError
 
 __all__ = ["EXAMPLE", "add_arguments", "render", "run"]
 
@@ -32,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
+    from torch_pi2.checkpoint import check_replaceable
     from torch_pi2.cli.inspect import describe
 
     common.check_out(args.out)
-    _check_replaceable(args.out)
+    check_replaceable(args.out)
     stats = common.load_stats(args.stats) if args.stats else None
     if args.predictors and stats is None:
         raise ConfigError(
@@ -53,14 +54,3 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     torch_pi2.save(model, args.out, tokenizer=tokenizer)
     return {"out": str(args.out), **describe(args.out)}
-
-
-def _check_replaceable(folder: Path) -> None:
-    """``save`` replaces the whole folder: nothing but an earlier result of this command may be lost."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "pi2").is_dir():
-        raise ArtifactError(
-            f"--out {folder}",
-            expected="a new folder, or one written by optimize (which is replaced)",
-            found="a folder with other files in it",
-            fix="Choose another folder.",
-        )

@@ -39,7 +39,7 @@ def library_path() -> Path:
         f"the C++ library {_LIBRARY}",
         expected=f"it in {' or '.join(map(str, places))}",
         found="no such file",
-        fix="Build it: 'make install' in a checkout, or 'pip install --no-build-isolation .' with torch installed first.",
+        fix="Run 'make install' in a checkout, or install torch first and then this package with pip.",
     )
 
 

@@ -9,11 +9,13 @@ everywhere).
 from __future__ import annotations
 
 import hashlib
+import math
 import sysconfig
 from pathlib import Path
 
 _SKIP_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"})
 _TEST_DIRS = frozenset({"test", "tests", "idle_test"})
+_EXCERPT_BYTES = 4096
 _HELDOUT_SHARE = 24  # one file in 24 is held out
 
 
@@ -64,13 +66,21 @@ def read_files(paths: list[Path]) -> list[str]:
 
 
 def stdlib_text(split: str, *, max_bytes: int | None = None) -> str:
-    """Text of one split, files joined by a form feed, cut to ``max_bytes`` UTF-8 bytes at most.
+    """Text of one split, files joined by a form feed; with ``max_bytes`` about that much of it, in excerpts.
 
-    The cut takes an equal share from the head of every file in turn, so that a small sample still sees
-    many modules rather than the first alphabetically.
+    Excerpts come from files spread evenly over the library and from changing places in them: a little of the head
+    of every file would be licences and imports, which say nothing about the rest.
     """
-    texts = read_files(stdlib_files(split))
-    if max_bytes is not None and texts:
-        share = max(1, max_bytes // len(texts))
-        texts = [t.encode()[:share].decode(errors="ignore") for t in texts]
-    return "\f\n".join(texts)
+    files = stdlib_files(split)
+    if max_bytes is None:
+        return "\f\n".join(read_files(files))
+    # A quarter more excerpts than would fill max_bytes, since some files are shorter than one.
+    count = max(1, math.ceil(1.25 * max_bytes / _EXCERPT_BYTES))
+    chosen = [files[i * len(files) // count] for i in range(min(count, len(files)))]
+    length = max(_EXCERPT_BYTES, math.ceil(1.25 * max_bytes / max(1, len(files))))
+    parts = []
+    for i, text in enumerate(read_files(chosen)):
+        start = int(max(0, len(text) - length) * ((i + 1) * 0.618 % 1))
+        start = text.rfind("\n", 0, start) + 1  # the beginning of a line
+        parts.append(text[start : start + length])
+    return "\f\n".join(parts).encode()[:max_bytes].decode(errors="ignore")
