@@ -23,7 +23,7 @@ namespace pi2 {
 namespace {
 
 constexpr std::int64_t kTokenTile = 16;  // tokens per pass over the weights: bounds the scratch of partial sums
-constexpr std::int64_t kTinyMacs = 1 << 16;
+constexpr std::int64_t kTinyMacs = 1 << 20;
 constexpr std::int64_t kBlock = 16;  // neurons per block
 
 // One pass: at most kTokenTile tokens, inputs already float.
