@@ -22,9 +22,22 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 16;  // tokens per pass over the weights: bounds the scratch of partial sums
+constexpr std::int64_t kTokenTile = 64;  // tokens per pass over the weights: bounds the scratch of partial sums
 constexpr std::int64_t kTinyMacs = 1 << 20;
-constexpr std::int64_t kBlock = 16;  // neurons per block
+constexpr std::int64_t kScan = 1024;  // neurons whose masks are combined at a time
+constexpr std::int64_t kBlock = 16;   // neurons per block
+
+// The tokens of a pass that a neuron is computed for: sparsity is per token, not per batch.
+struct Tokens {
+  std::int64_t n = 0;
+  std::int64_t id[kTokenTile];
+  const float* x[kTokenTile];
+
+  void add(std::int64_t token, const float* x_TH, std::int64_t hidden) {
+    id[n] = token;
+    x[n++] = x_TH + token * hidden;
+  }
+};
 
 // One pass: at most kTokenTile tokens, inputs already float.
 struct Pass {
@@ -44,23 +57,26 @@ struct Pass {
     return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes();
   }
 
-  bool is_active(std::int64_t token, std::int64_t neuron) const {
-    return neuron < args.n_hot || active == nullptr ||
-           active[token * (args.neurons - args.n_hot) + neuron - args.n_hot];
+  // The tokens that want this neuron: all of them if it is hot or nothing was predicted.
+  void asking(std::int64_t neuron, Tokens* tokens_out) const {
+    tokens_out->n = 0;
+    const std::int64_t cold = args.neurons - args.n_hot;
+    const bool all = neuron < args.n_hot || active == nullptr;
+    for (std::int64_t t = 0; t < tokens; ++t)
+      if (all || active[t * cold + neuron - args.n_hot]) tokens_out->add(t, x_TH, args.hidden);
   }
 
   float bias(const void* values, std::int64_t neuron) const {
     return values == nullptr ? 0.0f : load_float(values, args.w_dtype, neuron);
   }
 
-  // Row `first` of the neuron (0 gate or up of a plain layer, 1 up) and the count - 1 rows after it; hint as in
-  // kernels.h.
-  void dot(std::int64_t neuron, std::int64_t first, std::int64_t count, float* out_RT, const char* next,
-           std::int64_t next_bytes) const {
+  // Row `first` of the neuron (0 gate, or up of a plain layer; 1 up) and the count - 1 rows after it, for `who`; the
+  // hint as in kernels.h.
+  void dot(std::int64_t neuron, std::int64_t first, std::int64_t count, const Tokens& who, float* out_RT,
+           const char* next, std::int64_t next_bytes) const {
     const char* row = bundle(neuron) + first * row_bytes();
     const void* rows[kDotRows] = {row, row + row_bytes()};
-    table.dot[static_cast<int>(args.w_dtype)](rows, count, x_TH, args.hidden, tokens, args.hidden, out_RT, next,
-                                              next_bytes);
+    table.dot[static_cast<int>(args.w_dtype)](rows, count, who.x, who.n, args.hidden, out_RT, next, next_bytes);
   }
 
   void axpy(float* y, const void* const* rows, const float* h, std::int64_t count) const {
@@ -92,10 +108,17 @@ std::int64_t gather(const Pass& pass, std::int64_t begin, std::int64_t end, std:
       if (flags[i]) ids[n++] = i;
     return n;
   }
-  for (std::int64_t i = first; i < end; ++i) {
-    std::uint8_t any = 0;
-    for (std::int64_t t = 0; t < pass.tokens; ++t) any |= pass.active[t * cold + i - n_hot];
-    if (any) ids[n++] = i;
+  // Token by token over the whole range: neuron by neuron would jump through the mask.
+  std::uint8_t any[kScan];
+  for (std::int64_t start = first; start < end; start += kScan) {
+    const std::int64_t width = std::min(kScan, end - start);
+    std::memset(any, 0, static_cast<std::size_t>(width));
+    for (std::int64_t t = 0; t < pass.tokens; ++t) {
+      const std::uint8_t* flags = pass.active + t * cold + start - n_hot;
+      for (std::int64_t i = 0; i < width; ++i) any[i] |= flags[i];
+    }
+    for (std::int64_t i = 0; i < width; ++i)
+      if (any[i]) ids[n++] = start + i;
   }
   return n;
 }
@@ -103,32 +126,35 @@ std::int64_t gather(const Pass& pass, std::int64_t begin, std::int64_t end, std:
 // What each token multiplies a neuron's down row with; 0 where it does not contribute.
 using Values = float[kBlock][kTokenTile];
 
-// act(gate + bias) where the neuron fires for the token, 0 elsewhere. Returns whether it fires for any.
-bool gate_values(const Pass& pass, std::int64_t neuron, const float* gate_T, float* h_T, Counters* done) {
+// act(gate + bias) where the neuron fires for a token of `who`, 0 elsewhere; `fired` receives the tokens it fires for.
+// `gate` is in the order of `who`, h_T in that of the pass.
+void gate_values(const Pass& pass, std::int64_t neuron, const Tokens& who, const float* gate, float* h_T, Tokens* fired,
+                 Counters* done) {
   const FfnArgs& args = pass.args;
   const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, neuron);
   // Hot neurons know no threshold, but an exact zero contributes nothing wherever it is.
   const float threshold = neuron < args.n_hot ? 0.0f : args.threshold;
-  bool any = false;
-  for (std::int64_t t = 0; t < pass.tokens; ++t) {
-    const bool asked = pass.is_active(t, neuron);
-    done->gate_rows += asked;
-    const float value = activate(args.activation, gate_T[t] + bias);
-    const bool fires = asked && !(std::fabs(value) <= threshold);  // written so that NaN fires
-    h_T[t] = fires ? value : 0.0f;
-    any |= fires;
+  std::memset(h_T, 0, static_cast<std::size_t>(pass.tokens) * sizeof(float));
+  fired->n = 0;
+  done->gate_rows += who.n;
+  for (std::int64_t i = 0; i < who.n; ++i) {
+    const float value = activate(args.activation, gate[i] + bias);
+    if (std::fabs(value) <= threshold) continue;  // written so that NaN fires
+    h_T[who.id[i]] = value;
+    fired->add(who.id[i], pass.x_TH, args.hidden);
   }
-  return any;
 }
 
-void multiply_up(const Pass& pass, std::int64_t neuron, const float* up_T, float* h_T, Counters* done) {
+// h *= up, for the tokens of `who`, in whose order `up` is.
+void multiply_up(const Pass& pass, std::int64_t neuron, const Tokens& who, const float* up, float* h_T,
+                 Counters* done) {
   const FfnArgs& args = pass.args;
   const float bias = pass.bias(args.bias_up, neuron);
-  for (std::int64_t t = 0; t < pass.tokens; ++t) {
-    if (h_T[t] == 0.0f) continue;
+  for (std::int64_t i = 0; i < who.n; ++i) {
+    float* h = h_T + who.id[i];
+    if (*h == 0.0f) continue;  // read ahead with its gate, and not needed
     ++done->up_rows;
-    const float up = up_T[t] + bias;
-    h_T[t] *= args.activation_on_up ? activate(args.activation, up) : up;
+    *h *= args.activation_on_up ? activate(args.activation, up[i] + bias) : up[i] + bias;
   }
 }
 
@@ -160,13 +186,17 @@ void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, co
                    Counters* done) {
   const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
   float out_NRT[kBlock][kDotRows * kTokenTile];
+  Tokens who_N[kBlock], fired;
   for (std::int64_t j = 0; j < n; ++j) {
     const std::int64_t* next = j + 1 < n ? &ids[j + 1] : after;
-    pass.dot(ids[j], 0, first_rows, out_NRT[j], next ? pass.bundle(*next) : nullptr, next ? fetched_bytes : 0);
+    pass.asking(ids[j], &who_N[j]);
+    pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], next ? pass.bundle(*next) : nullptr,
+             next ? fetched_bytes : 0);
   }
   for (std::int64_t j = 0; j < n; ++j) {
-    const bool any = gate_values(pass, ids[j], out_NRT[j], h_NT[j], done);
-    if (any && first_rows == 2) multiply_up(pass, ids[j], out_NRT[j] + pass.tokens, h_NT[j], done);
+    const Tokens& who = who_N[j];
+    gate_values(pass, ids[j], who, out_NRT[j], h_NT[j], &fired, done);
+    if (first_rows == 2) multiply_up(pass, ids[j], who, out_NRT[j] + who.n, h_NT[j], done);
   }
 }
 
@@ -175,19 +205,24 @@ void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, const
                 Counters* done) {
   const std::int64_t row_bytes = pass.row_bytes(), rest_bytes = (pass.args.rows - 1) * row_bytes;
   float out_NT[kBlock][kTokenTile];
+  Tokens everyone, fired_N[kBlock];
+  pass.asking(ids[0], &everyone);
   for (std::int64_t j = 0; j < n; ++j) {
     const std::int64_t* next = j + 1 < n ? &ids[j + 1] : after;
-    pass.dot(ids[j], 0, 1, out_NT[j], next ? pass.bundle(*next) : nullptr, next ? row_bytes : 0);
+    pass.dot(ids[j], 0, 1, everyone, out_NT[j], next ? pass.bundle(*next) : nullptr, next ? row_bytes : 0);
   }
   std::int64_t fired[kBlock], count = 0;
-  for (std::int64_t j = 0; j < n; ++j)
-    if (gate_values(pass, ids[j], out_NT[j], h_NT[j], done)) fired[count++] = j;
+  for (std::int64_t j = 0; j < n; ++j) {
+    gate_values(pass, ids[j], everyone, out_NT[j], h_NT[j], &fired_N[j], done);
+    if (fired_N[j].n > 0) fired[count++] = j;
+  }
   if (pass.args.rows == 2) return;
   for (std::int64_t f = 0; f < count; ++f) {
     const char* next = f + 1 < count ? pass.bundle(ids[fired[f + 1]]) + row_bytes : nullptr;
-    pass.dot(ids[fired[f]], 1, 1, out_NT[f], next, next ? rest_bytes : 0);
+    pass.dot(ids[fired[f]], 1, 1, fired_N[fired[f]], out_NT[f], next, next ? rest_bytes : 0);
   }
-  for (std::int64_t f = 0; f < count; ++f) multiply_up(pass, ids[fired[f]], out_NT[f], h_NT[fired[f]], done);
+  for (std::int64_t f = 0; f < count; ++f)
+    multiply_up(pass, ids[fired[f]], fired_N[fired[f]], out_NT[f], h_NT[fired[f]], done);
 }
 
 void run_chunk(const Pass& pass, std::int64_t chunk) {
@@ -321,16 +356,23 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
   struct Step {
     const LowrankArgs& args;
     DotFn dot;
-    float* x_TH;
     float* z_Tr;
+    const float* const* x_T;
+    const float* const* z_T;
     std::uint8_t* active;
     std::int64_t tokens;
   };
+  const float* x_T[kTokenTile];
+  const float* z_T[kTokenTile];
+  for (std::int64_t t = 0; t < tile; ++t) {
+    x_T[t] = x_TH + t * args.hidden;
+    z_T[t] = z_Tr + t * args.rank;
+  }
   constexpr std::int64_t kRows = 512;
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
     widen(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, x_TH, tokens * args.hidden);
-    Step step{args, dot, x_TH, z_Tr, args.active + start * args.cold, tokens};
+    Step step{args, dot, z_Tr, x_T, z_T, args.active + start * args.cold, tokens};
     constexpr std::int64_t kRanks = 64;
     const std::int64_t rank_blocks = (args.rank + kRanks - 1) / kRanks;
     auto project = [](void* context, std::int64_t block) {
@@ -338,7 +380,7 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
       float out[kTokenTile];
       for (std::int64_t r = block * kRanks; r < std::min(s.args.rank, (block + 1) * kRanks); ++r) {
         const void* row = s.args.a + r * s.args.hidden;
-        s.dot(&row, 1, s.x_TH, s.args.hidden, s.tokens, s.args.hidden, out, nullptr, 0);
+        s.dot(&row, 1, s.x_T, s.tokens, s.args.hidden, out, nullptr, 0);
         for (std::int64_t t = 0; t < s.tokens; ++t)
           s.z_Tr[t * s.args.rank + r] = activate(Activation::kRelu, out[t] * s.args.a_scale[r]);
       }
@@ -349,7 +391,7 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
       float out[kTokenTile];
       for (std::int64_t c = block * kRows; c < std::min(s.args.cold, (block + 1) * kRows); ++c) {
         const void* row = s.args.b + c * s.args.rank;
-        s.dot(&row, 1, s.z_Tr, s.args.rank, s.tokens, s.args.rank, out, nullptr, 0);
+        s.dot(&row, 1, s.z_T, s.tokens, s.args.rank, out, nullptr, 0);
         const float bias = s.args.b_bias == nullptr ? 0.0f : s.args.b_bias[c];
         for (std::int64_t t = 0; t < s.tokens; ++t)
           s.active[t * s.args.cold + c] = !(out[t] * s.args.b_scale[c] + bias < s.args.threshold);

@@ -29,8 +29,10 @@ long check_dot(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
         const std::vector<char> weights = stored(rng, dtype, 2 * n + 1);
         const std::vector<float> x = floats(rng, tokens * ldx);
         const void* rows[2] = {weights.data() + bytes, weights.data() + (n + 1) * bytes};
+        std::vector<const float*> x_T;
+        for (std::int64_t t = 0; t < tokens; ++t) x_T.push_back(x.data() + t * ldx);
         std::vector<float> out(static_cast<std::size_t>(count * tokens), NAN);
-        dot(rows, count, x.data(), ldx, tokens, n, out.data(), weights.data(), n * bytes);
+        dot(rows, count, x_T.data(), tokens, n, out.data(), weights.data(), n * bytes);
         for (std::int64_t r = 0; r < count; ++r) {
           for (std::int64_t t = 0; t < tokens; ++t) {
             double sum = 0, magnitude = 0;
@@ -43,7 +45,7 @@ long check_dot(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
             PI2_CHECK(std::fabs(found - sum) <= 1e-6 * magnitude + 1e-30, "%s dtype %d n %ld: %g, wanted %g", table.isa,
                       static_cast<int>(dtype), static_cast<long>(n), found, sum);
             float alone = NAN;
-            dot(&rows[r], 1, x.data() + t * ldx, ldx, 1, n, &alone, nullptr, 0);
+            dot(&rows[r], 1, &x_T[t], 1, n, &alone, nullptr, 0);
             PI2_CHECK(std::memcmp(&alone, &found, sizeof(float)) == 0,
                       "%s dtype %d n %ld tokens %ld: bits differ alone", table.isa, static_cast<int>(dtype),
                       static_cast<long>(n), static_cast<long>(tokens));

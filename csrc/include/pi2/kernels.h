@@ -11,12 +11,12 @@
 
 namespace pi2 {
 
-// out_RT[r * tokens + t] = sum_k rows[r][k] * x_TH[t * ldx + k], for r in [0, count <= kDotRows), t in [0, tokens).
+// out_RT[r * tokens + t] = sum_k rows[r][k] * x_T[t][k], for r in [0, count <= kDotRows), t in [0, tokens).
 // The order of each sum depends on n alone, never on count or tokens: a token gives the same bits alone and in a batch.
 // [next, next + next_bytes) is what will be read after these rows (a prefetch hint); next_bytes 0 for none.
-#define PI2_DOT_ARGS                                                                                     \
-  const void *const *rows, std::int64_t count, const float *x_TH, std::int64_t ldx, std::int64_t tokens, \
-      std::int64_t n, float *out_RT, const void *next, std::int64_t next_bytes
+#define PI2_DOT_ARGS                                                                                         \
+  const void *const *rows, std::int64_t count, const float *const *x_T, std::int64_t tokens, std::int64_t n, \
+      float *out_RT, const void *next, std::int64_t next_bytes
 // y[k] += h[0] * rows[0][k], then h[1] * rows[1][k], ... for count rows (1..kAxpyRows), in that order.
 #define PI2_AXPY_ARGS float *y, const void *const *rows, const float *h, std::int64_t count, std::int64_t n
 // Reads `bytes` and returns a checksum: what memory can deliver when nothing is computed.

@@ -53,8 +53,8 @@ inline float reduce(const __m256 v) {
 // As in avx512/impl.h: the order of a sum depends on n alone, and the hint is spread over the loop. Sixteen registers
 // hold one row and two tokens, or two rows and one token.
 template <class Format, int kRows, int kTokens>
-inline void dot_tile(const void* const* rows, const float* x, std::int64_t ldx, std::int64_t n, float* out,
-                     std::int64_t ldo, const char* next, std::int64_t lines) {
+inline void dot_tile(const void* const* rows, const float* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
+                     const char* next, std::int64_t lines) {
   const char* w[kRows];
   __m256 acc[kRows][kTokens][4];
   for (int r = 0; r < kRows; ++r) {
@@ -69,7 +69,7 @@ inline void dot_tile(const void* const* rows, const float* x, std::int64_t ldx, 
       __m256 v[kRows];
       for (int r = 0; r < kRows; ++r) v[r] = Format::load(w[r] + (k + j * kLanes) * Format::kBytes);
       for (int t = 0; t < kTokens; ++t) {
-        const __m256 xv = _mm256_loadu_ps(x + t * ldx + k + j * kLanes);
+        const __m256 xv = _mm256_loadu_ps(x_T[t] + k + j * kLanes);
         for (int r = 0; r < kRows; ++r) acc[r][t][j] = _mm256_fmadd_ps(v[r], xv, acc[r][t][j]);
       }
     }
@@ -79,7 +79,7 @@ inline void dot_tile(const void* const* rows, const float* x, std::int64_t ldx, 
     for (int r = 0; r < kRows; ++r) {
       const __m256 v = load_tail<Format>(w[r] + k * Format::kBytes, left);
       for (int t = 0; t < kTokens; ++t) {
-        const __m256 xv = load_tail<F32>(reinterpret_cast<const char*>(x + t * ldx + k), left);
+        const __m256 xv = load_tail<F32>(reinterpret_cast<const char*>(x_T[t] + k), left);
         acc[r][t][j] = _mm256_fmadd_ps(v, xv, acc[r][t][j]);
       }
     }
@@ -98,15 +98,14 @@ inline void dot_rows(PI2_DOT_ARGS) {
   std::int64_t lines = steps > 0 ? (next_bytes + 64 * steps - 1) / (64 * steps) : 0;
   std::int64_t t = 0;
   for (; t + kTile <= tokens; t += kTile, lines = 0)
-    dot_tile<Format, kRows, kTile>(rows, x_TH + t * ldx, ldx, n, out_RT + t, tokens, hint, lines);
-  for (; t < tokens; ++t, lines = 0)
-    dot_tile<Format, kRows, 1>(rows, x_TH + t * ldx, ldx, n, out_RT + t, tokens, hint, lines);
+    dot_tile<Format, kRows, kTile>(rows, x_T + t, n, out_RT + t, tokens, hint, lines);
+  for (; t < tokens; ++t, lines = 0) dot_tile<Format, kRows, 1>(rows, x_T + t, n, out_RT + t, tokens, hint, lines);
 }
 
 template <class Format>
 inline void dot(PI2_DOT_ARGS) {
-  if (count == 1) return dot_rows<Format, 1, 2>(rows, count, x_TH, ldx, tokens, n, out_RT, next, next_bytes);
-  return dot_rows<Format, 2, 1>(rows, count, x_TH, ldx, tokens, n, out_RT, next, next_bytes);
+  if (count == 1) return dot_rows<Format, 1, 2>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
+  return dot_rows<Format, 2, 1>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
 }
 
 template <class Format>

@@ -42,8 +42,8 @@ inline __mmask16 tail_mask(std::int64_t left) { return static_cast<__mmask16>((1
 // The hint is spread over the loop: `lines` cache lines of it per step of 64 elements, into L2, where a whole bundle
 // can wait without pushing x out of L1.
 template <class Format, int kRows, int kTokens>
-inline void dot_tile(const void* const* rows, const float* x, std::int64_t ldx, std::int64_t n, float* out,
-                     std::int64_t ldo, const char* next, std::int64_t lines) {
+inline void dot_tile(const void* const* rows, const float* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
+                     const char* next, std::int64_t lines) {
   const char* w[kRows];
   __m512 acc[kRows][kTokens][4];
   for (int r = 0; r < kRows; ++r) {
@@ -58,7 +58,7 @@ inline void dot_tile(const void* const* rows, const float* x, std::int64_t ldx, 
       __m512 v[kRows];
       for (int r = 0; r < kRows; ++r) v[r] = Format::load(w[r] + (k + j * kLanes) * Format::kBytes);
       for (int t = 0; t < kTokens; ++t) {
-        const __m512 xv = _mm512_loadu_ps(x + t * ldx + k + j * kLanes);
+        const __m512 xv = _mm512_loadu_ps(x_T[t] + k + j * kLanes);
         for (int r = 0; r < kRows; ++r) acc[r][t][j] = _mm512_fmadd_ps(v[r], xv, acc[r][t][j]);
       }
     }
@@ -68,7 +68,7 @@ inline void dot_tile(const void* const* rows, const float* x, std::int64_t ldx, 
     for (int r = 0; r < kRows; ++r) {
       const __m512 v = Format::load(w[r] + k * Format::kBytes, m);
       for (int t = 0; t < kTokens; ++t)
-        acc[r][t][j] = _mm512_fmadd_ps(v, _mm512_maskz_loadu_ps(m, x + t * ldx + k), acc[r][t][j]);
+        acc[r][t][j] = _mm512_fmadd_ps(v, _mm512_maskz_loadu_ps(m, x_T[t] + k), acc[r][t][j]);
     }
   }
   for (int r = 0; r < kRows; ++r)
@@ -85,15 +85,14 @@ inline void dot_rows(PI2_DOT_ARGS) {
   std::int64_t lines = steps > 0 ? (next_bytes + 64 * steps - 1) / (64 * steps) : 0;
   std::int64_t t = 0;
   for (; t + kTile <= tokens; t += kTile, lines = 0)
-    dot_tile<Format, kRows, kTile>(rows, x_TH + t * ldx, ldx, n, out_RT + t, tokens, hint, lines);
-  for (; t < tokens; ++t, lines = 0)
-    dot_tile<Format, kRows, 1>(rows, x_TH + t * ldx, ldx, n, out_RT + t, tokens, hint, lines);
+    dot_tile<Format, kRows, kTile>(rows, x_T + t, n, out_RT + t, tokens, hint, lines);
+  for (; t < tokens; ++t, lines = 0) dot_tile<Format, kRows, 1>(rows, x_T + t, n, out_RT + t, tokens, hint, lines);
 }
 
 template <class Format>
 inline void dot(PI2_DOT_ARGS) {
-  if (count == 1) return dot_rows<Format, 1, 4>(rows, count, x_TH, ldx, tokens, n, out_RT, next, next_bytes);
-  return dot_rows<Format, 2, 2>(rows, count, x_TH, ldx, tokens, n, out_RT, next, next_bytes);
+  if (count == 1) return dot_rows<Format, 1, 4>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
+  return dot_rows<Format, 2, 2>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
 }
 
 template <class Format, int kRows>
