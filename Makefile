@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install demo test test-python test-cpp lint format bench clean
+.PHONY: install demo test test-python test-cpp sanitize lint format bench clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -41,6 +41,16 @@ test-cpp: install
 	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
 	$(BIN)/cmake --build build/tests
 	$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error
+
+# The C++ tests once more under the address, undefined-behaviour and thread sanitizers.
+sanitize: install
+	@mkdir -p build
+	@for kind in address,undefined thread; do \
+	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_SANITIZE=$$kind \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }; \
+	  $(BIN)/cmake --build build/sanitize-$$kind || exit 1; \
+	  $(BIN)/ctest --test-dir build/sanitize-$$kind --output-on-failure --no-tests=error || exit 1; \
+	done
 
 lint: install
 	$(BIN)/ruff check .

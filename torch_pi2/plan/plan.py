@@ -132,30 +132,43 @@ class Plan:
     @staticmethod
     def load(folder: str | Path) -> Plan:
         """Read what :meth:`save` wrote. Raises ArtifactError on anything missing, broken or mismatched."""
-        data = read_json(Path(folder) / "plan.json", "torch_pi2.plan", PLAN_VERSION)
+        where = Path(folder) / "plan.json"
+        data = read_json(where, "torch_pi2.plan", PLAN_VERSION)
         orders, meta = read_tensors(Path(folder) / "plan.safetensors")
-        if meta.get("model_hash") != data["model_hash"]:
+        try:
+            model_hash, entries, made_by = str(data["model_hash"]), list(data["layers"]), dict(data["made_by"])
+            layers = [_read_layer(entry, orders) for entry in entries]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ArtifactError(
+                str(where),
+                expected="layers with site, method, n_hot, threshold and expected_active, and an order for each",
+                found=f"damage ({type(error).__name__}: {error})",
+                fix="Make the plan again.",
+            ) from error
+        if meta.get("model_hash") != model_hash:
             raise StaleArtifactError(
                 f"{folder}/plan.safetensors",
-                expected=f"model hash {data['model_hash'][:12]} as in plan.json",
+                expected=f"model hash {model_hash[:12]} as in plan.json",
                 found=str(meta.get("model_hash"))[:12],
                 fix="The two files are from different plans; make the plan again.",
             )
-        layers = []
-        for entry in data["layers"]:
-            site = FFNSite.from_json(entry["site"])
-            order = orders.get(f"{site.key}.order")
-            if order is None or sorted(order.tolist()) != list(range(site.intermediate)):
-                raise ArtifactError(
-                    f"neuron order of {site.key} in {folder}/plan.safetensors",
-                    expected=f"a permutation of {site.intermediate} neurons",
-                    found="nothing" if order is None else f"{len(order)} entries that are not one",
-                    fix="The file is damaged; make the plan again.",
-                )
-            layers.append(
-                LayerPlan(site, entry["method"], entry["n_hot"], order, entry["threshold"], entry["expected_active"])
-            )
-        return Plan(layers, data["model_hash"], data["made_by"])
+        return Plan(layers, model_hash, made_by)
+
+
+def _read_layer(entry: dict[str, Any], orders: dict[str, torch.Tensor]) -> LayerPlan:
+    """One entry of plan.json. Raises KeyError, TypeError or ValueError on anything but what ``save`` writes."""
+    site = FFNSite.from_json(entry["site"])
+    order = orders[f"{site.key}.order"]
+    if order.dtype != torch.int32 or sorted(order.tolist()) != list(range(site.intermediate)):
+        raise ValueError(f"the order of {site.key} is no permutation of {site.intermediate} neurons")
+    layer = LayerPlan(site, entry["method"], entry["n_hot"], order, entry["threshold"], entry["expected_active"])
+    if layer.method not in METHODS:
+        raise ValueError(f"method {layer.method!r} of {site.key}")
+    if not isinstance(layer.n_hot, int) or not 0 <= layer.n_hot <= site.intermediate:
+        raise ValueError(f"n_hot {layer.n_hot!r} of {site.key} with {site.intermediate} neurons")
+    if not (float(layer.threshold) >= 0 and 0 <= float(layer.expected_active) <= 1):
+        raise ValueError(f"threshold {layer.threshold!r} or expected_active {layer.expected_active!r} of {site.key}")
+    return layer
 
 
 def weights_hash(model: nn.Module, sites: list[FFNSite]) -> str:
@@ -165,5 +178,5 @@ def weights_hash(model: nn.Module, sites: list[FFNSite]) -> str:
         for tensor in site.weights(model):
             if tensor is not None:
                 digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B"))
     return digest.hexdigest()
