@@ -46,10 +46,10 @@ test-cpp: install
 sanitize: install
 	@mkdir -p build
 	@for kind in address,undefined thread; do \
-	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_SANITIZE=$$kind \
+	  $(BIN)/cmake -S . -B build/sanitize-$${kind%%,*} -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_SANITIZE=$$kind \
 	    -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }; \
-	  $(BIN)/cmake --build build/sanitize-$$kind || exit 1; \
-	  $(BIN)/ctest --test-dir build/sanitize-$$kind --output-on-failure --no-tests=error || exit 1; \
+	  $(BIN)/cmake --build build/sanitize-$${kind%%,*} || exit 1; \
+	  $(BIN)/ctest --test-dir build/sanitize-$${kind%%,*} --output-on-failure --no-tests=error || exit 1; \
 	done
 
 lint: install

@@ -178,5 +178,5 @@ def weights_hash(model: nn.Module, sites: list[FFNSite]) -> str:
         for tensor in site.weights(model):
             if tensor is not None:
                 digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
-                digest.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B"))
+                digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
     return digest.hexdigest()

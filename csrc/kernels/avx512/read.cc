@@ -10,5 +10,9 @@ std::uint64_t pi2::read__avx512(PI2_READ_ARGS) {
     for (int j = 0; j < 4; ++j) sum[j] = _mm512_add_epi64(sum[j], _mm512_loadu_si512(p + k + 64 * j));
   }
   const __m512i all = _mm512_add_epi64(_mm512_add_epi64(sum[0], sum[1]), _mm512_add_epi64(sum[2], sum[3]));
-  return static_cast<std::uint64_t>(_mm512_reduce_add_epi64(all)) + read__scalar(p + k, bytes - k);
+  alignas(64) std::uint64_t lanes[8];
+  _mm512_store_si512(lanes, all);
+  std::uint64_t total = read__scalar(p + k, bytes - k);
+  for (const std::uint64_t lane : lanes) total += lane;  // unsigned: it may wrap
+  return total;
 }
