@@ -49,6 +49,7 @@ struct Pass {
   float* partials;     // [chunks, tokens, hidden]
   std::uint8_t* used;  // [chunks]
   float* y_TH;
+  std::int64_t* ids;  // [neurons]; a chunk lists its neurons in its own part
   std::int64_t chunk_size, chunks;
 
   std::int64_t row_bytes() const { return args.hidden * dtype_bytes(args.w_dtype); }
@@ -229,8 +230,7 @@ void run_chunk(const Pass& pass, std::int64_t chunk) {
   const FfnArgs& args = pass.args;
   const std::int64_t begin = chunk * pass.chunk_size;
   const std::int64_t end = std::min(begin + pass.chunk_size, args.neurons);
-  static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
-  auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * pass.chunk_size));
+  std::int64_t* ids = pass.ids + begin;
   const std::int64_t n = gather(pass, begin, end, ids);
   pass.used[chunk] = n > 0;
   if (n == 0) return;
@@ -328,13 +328,16 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   float* y_TH = x_TH + tile * args.hidden;
   float* partials = scratch(Scratch::kPartials, chunks * tile * args.hidden + chunks);
   auto* used = reinterpret_cast<std::uint8_t*>(partials + chunks * tile * args.hidden);
+  // All memory is taken here, on the calling thread: a worker that failed to get some would leave others waiting.
+  static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
+  auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * args.neurons));
   const std::int64_t x_bytes = args.hidden * dtype_bytes(args.x_dtype);
 
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
     widen(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, x_TH, tokens * args.hidden);
     const std::uint8_t* active = args.active == nullptr ? nullptr : args.active + start * (args.neurons - args.n_hot);
-    const Pass pass{args, kernels(), x_TH, active, tokens, partials, used, y_TH, chunk_size, chunks};
+    const Pass pass{args, kernels(), x_TH, active, tokens, partials, used, y_TH, ids, chunk_size, chunks};
     Work work{pass, (args.hidden + kReduceColumns - 1) / kReduceColumns};
     // Waking a thread costs a few microseconds: not for less arithmetic than that.
     const bool tiny = tokens * args.neurons * args.rows * args.hidden < kTinyMacs;
