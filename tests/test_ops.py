@@ -71,13 +71,13 @@ def test_batch_company_changes_no_bit(isa: str) -> None:
 
 
 def test_threads_and_the_hot_boundary_change_no_bit(isa: str) -> None:
-    x, *weights = make(1500, 3, 80, 3, torch.bfloat16)
+    x, *weights = make(2100, 3, 80, 3, torch.bfloat16)
     before = torch.get_num_threads()
     wanted = torch.ops.pi2.sparse_ffn(x, *weights, None, "relu", True, 0, 0.0)
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            for n_hot in (0, 1, 777, 1500):
+            for n_hot in (0, 1, 777, 2100):
                 assert torch.equal(torch.ops.pi2.sparse_ffn(x, *weights, None, "relu", True, n_hot, 0.0), wanted)
     finally:
         torch.set_num_threads(before)
@@ -241,6 +241,13 @@ def test_instruction_set_from_the_environment() -> None:
     env = {"PI2_CPU_CAPABILITY": "scalar", "PATH": "/usr/bin:/bin"}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert out.stdout.strip().endswith(":scalar")
+
+
+def test_misspelt_instruction_set_is_refused() -> None:
+    code = "from torch_pi2.ops import load; load()"
+    env = {"PI2_CPU_CAPABILITY": "scaler", "PATH": "/usr/bin:/bin"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "ConfigError: PI2_CPU_CAPABILITY: expected one of scalar" in out.stderr
 
 
 def test_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:

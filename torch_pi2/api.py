@@ -8,28 +8,38 @@ Each has a CLI verb of the same name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
 from torch_pi2.config import Config
-from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.errors import CalibrationError, ConfigError, DtypeError
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.rewrite import restore as restore_modules
 from torch_pi2.graph.rewrite import rewrite
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
-from torch_pi2.plan.greedy import greedy_plan, plan_without_data
+from torch_pi2.plan.greedy import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.predict.size import FittedPredictors
+from torch_pi2.predict.size import FittedPredictors, causal_lm_loss, cold_neurons
 from torch_pi2.predict.size import fit as fit_predictors
 from torch_pi2.profile.data import Batch, batches
+from torch_pi2.profile.recorder import evaluating
 from torch_pi2.profile.run import profile as profile_sites
+from torch_pi2.profile.samples import sample_bytes
 from torch_pi2.profile.stats import ActivationStats
+
+_log = logging.getLogger("torch_pi2")
+
+#: Tokens that predictors are fitted to, and the memory their samples may take.
+_FIT_TOKENS = 20_000
+_FIT_BYTES = 2 << 30
 
 
 @dataclass
@@ -42,19 +52,41 @@ class Optimized:
 
 
 def _calibration(data: Any, tokenizer: Any, config: Config) -> list[Batch]:
-    """At most ``config.calibration_tokens`` tokens of ``data``, as batches that can be read more than once."""
+    """About ``config.calibration_tokens`` tokens of ``data``, as batches that can be read more than once.
+
+    A batch whose tokens cannot be told counts as a full one, so that an endless stream ends.
+    """
     kept: list[Batch] = []
     tokens = 0
     for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
         kept.append(batch)
-        tokens += batch.n_tokens
+        tokens += batch.n_tokens or config.batch_size * config.seq_len
         if tokens >= config.calibration_tokens:
             break
     return kept
 
 
 def _sites(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
-    """FFN sites of ``model``, captured on an example of its inputs."""
+    """FFN sites of ``model``, captured on an example of its inputs.
+
+    Raises:
+        DtypeError: the model does not run, and its matrices are of several dtypes.
+    """
+    try:
+        return _find(model, data)
+    except CalibrationError as error:
+        matrices = {str(p.dtype).removeprefix("torch."): name for name, p in model.named_parameters() if p.dim() == 2}
+        if len(matrices) < 2:
+            raise
+        raise DtypeError(
+            f"dtypes of {type(model).__name__}, which does not run",
+            expected="one dtype for all matrices",
+            found=", ".join(f"{dtype} ({name})" for dtype, name in sorted(matrices.items())),
+            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
+        ) from error
+
+
+def _find(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
     if data and data[0].input_ids is None:
         return find_sites(model, data[0].args, data[0].kwargs)
     if data and not hasattr(model, "config"):
@@ -141,11 +173,19 @@ def _fit(
     config: Config,
     progress: bool,
 ) -> FittedPredictors:
+    # Samples of all layers are held at once: fewer tokens for large models (7B: about 6,000).
+    per_token = sum(sample_bytes(s, 1, model.get_parameter(s.up.weight).element_size()) for s in sites)
+    n_tokens = max(1024, min(_FIT_TOKENS, _FIT_BYTES // max(1, per_token)))
+    if n_tokens < _FIT_TOKENS:
+        _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
     return fit_predictors(
         model,
         data,
         sites,
         stats,
+        cold={s.key: cold_neurons(stats, s.key, hot_cut(s, config)) for s in sites},
+        n_tokens=n_tokens,
+        max_bytes=max(_FIT_BYTES, per_token * n_tokens),
         hot_frequency=config.hot_frequency,
         target_recall=config.target_recall,
         tolerance=config.tolerance,
@@ -162,14 +202,34 @@ def plan(
     predictors: Mapping[str, LowRank] | None = None,
     *,
     config: Config | None = None,
+    example: Any = None,
 ) -> Plan:
     """Decide hot and cold neurons, their order, and how the cold ones are chosen. The plan is bound to ``model``.
 
+    Args:
+        example: calibration data of which the first batch is used to capture a model whose inputs cannot be guessed
+            (anything but a Hugging Face model).
+
     Raises:
-        StaleArtifactError: ``stats`` are of other weights. ConfigError: ``lowrank`` without predictors.
+        StaleArtifactError: ``stats`` or ``predictors`` are of other weights.
+        ConfigError: ``lowrank`` without predictors.
     """
-    made = greedy_plan(_sites_of_stats(model, None, stats), stats, predictors, config or Config())
-    return made.bind(model)
+    data = None if example is None else list(islice(batches(example), 1))
+    sites = _sites_of_stats(model, data, stats)
+    return _plan(model, sites, stats, predictors, config or Config()).bind(model)
+
+
+def _plan(
+    model: nn.Module,
+    sites: list[FFNSite],
+    stats: ActivationStats,
+    predictors: Mapping[str, LowRank] | None,
+    config: Config,
+) -> Plan:
+    if isinstance(predictors, FittedPredictors):
+        predictors.check_hash(stats.model_hash)
+    weight_bytes = model.get_parameter(sites[0].up.weight).element_size()
+    return greedy_plan(sites, stats, predictors, config, weight_bytes)
 
 
 def optimize(
@@ -206,7 +266,7 @@ def optimize(
     if stats is None:
         assert data is not None
         stats = _profile(model, data, sites, config, progress)
-    if predictors is None and config.method in ("auto", "lowrank") and (config.method == "lowrank" or data):
+    if predictors is None and (config.method == "lowrank" or (config.method == "auto" and _can_fit(model, data))):
         if data is None:
             raise CalibrationError(
                 "optimize(method='lowrank')",
@@ -216,8 +276,21 @@ def optimize(
             )
         predictors = _fit(model, data, sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
-    made = greedy_plan(sites, stats, fitted, config)
+    made = _plan(model, sites, stats, fitted, config)
     return _apply(model, Optimized(made, fitted, stats), progress)
+
+
+def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
+    """Whether ``auto`` may fit predictors: only a next-token loss says how large they must be."""
+    if not data:
+        return False
+    try:
+        with evaluating(model):
+            causal_lm_loss(model, data[0])
+    except CalibrationError:
+        _log.warning("%s gives no next-token logits: no predictors are fitted to it", type(model).__name__)
+        return False
+    return True
 
 
 def _optimize_without_data(model: nn.Module, config: Config) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 
 from torch_pi2.api import Optimized, _apply, parts_of
-from torch_pi2.errors import ArtifactError
-from torch_pi2.plan.plan import Plan
+from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.size import PREDICTORS_FILE, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.profile.stats import STATS_FILE, ActivationStats
 
@@ -31,7 +33,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         ConfigError: the model is dense. ArtifactError: the folder cannot be written, or holds
             other files.
     """
-    parts, folder = parts_of(model), Path(folder)
+    parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
@@ -64,17 +66,53 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     return folder
 
 
+class _Values:
+    """The dense parameters of an optimised model, in the one respect in which a site asks a model for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values: dict[str, torch.Tensor] = {}
+        for layer in sparse_layers(model):
+            self._values |= layer.dense_values()
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._values[name]
+
+
+def _parts_of_these_weights(model: nn.Module) -> Optimized:
+    """The parts of ``model``, whose weights may have been converted or loaded anew since they were made.
+
+    A plan without predictors or thresholds is right for any weights and is bound to the new ones; statistics are left
+    out then.
+
+    Raises:
+        StaleArtifactError: predictors or thresholds were fitted to other weights.
+    """
+    parts = parts_of(model)
+    found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
+    if found == parts.plan.model_hash:
+        return parts
+    fitted = sorted({layer.method for layer in parts.plan.layers} & {"lowrank", "threshold"})
+    if fitted:
+        raise StaleArtifactError(
+            f"plan with {' and '.join(fitted)} layers",
+            expected=f"the FFN weights it was fitted to ({parts.plan.model_hash[:12]})",
+            found=f"others ({found[:12]}): the model was converted or loaded anew since",
+            fix="Call torch_pi2.restore(model) and optimize it again.",
+        )
+    return Optimized(replace(parts.plan, model_hash=found), FittedPredictors(), None)
+
+
 def check_replaceable(folder: Path) -> None:
     """``save`` replaces the whole folder: refuse one with anything but an earlier result of it.
 
     Raises:
         ArtifactError: the folder holds other files.
     """
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / PI2_FOLDER).is_dir():
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / PI2_FOLDER).is_dir()):
         raise ArtifactError(
             f"writing {folder}",
             expected="a new folder, or one written by torch_pi2.save (which is replaced)",
-            found="a folder with other files in it",
+            found="a file" if folder.is_file() else "a folder with other files in it",
             fix="Choose another folder.",
         )
 
@@ -146,6 +184,8 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None) -> nn.Module:
+    from safetensors import SafetensorError
+
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
@@ -159,7 +199,7 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=trust_remote_code, dtype=dtype or "auto", local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ArtifactError(
             f"loading {folder}",
             expected="a causal language model that transformers can build",

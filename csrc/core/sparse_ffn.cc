@@ -345,7 +345,8 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
     narrow(y_TH, static_cast<char*>(args.y) + start * x_bytes, args.x_dtype, tokens * args.hidden);
   }
-  count({1, args.tokens, args.tokens * args.neurons, 0, 0, 0});
+  const std::int64_t pairs = args.tokens * args.neurons;
+  count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
 }
 
 void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {

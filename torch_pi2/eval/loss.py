@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
+from torch_pi2.profile.recorder import evaluating
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,6 @@ class LossReport:
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """``model`` in eval mode and without gradients; its mode is put back afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.eval.loss import evaluating
 from torch_pi2.graph.sites import FFNSite
+from torch_pi2.profile.recorder import evaluating
 
 
 @dataclass(frozen=True)

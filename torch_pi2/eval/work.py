@@ -23,6 +23,7 @@ class Work:
     gate_rows: int = 0
     up_rows: int = 0
     down_rows: int = 0
+    dense_rows: int = 0
 
     def _share(self, pairs: int) -> float | None:
         return pairs / self.neurons if self.neurons else None
@@ -40,8 +41,8 @@ class Work:
     @property
     def rows_used(self) -> float | None:
         """Share of matrix rows used, which is the share of FFN weights that had to be read for one token."""
-        share = self._share(self.gate_rows + self.up_rows + self.down_rows)
-        return None if share is None else share / (3 if self.up_rows else 2)
+        used = self.gate_rows + self.up_rows + self.down_rows
+        return used / self.dense_rows if self.dense_rows else None
 
     def to_json(self) -> dict[str, float | None]:
         shares = {name: getattr(self, name) for name in ("neurons_computed", "neurons_used", "rows_used")}

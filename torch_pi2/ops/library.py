@@ -5,11 +5,12 @@ Operators, all under ``torch.ops.pi2``:
 * ``sparse_ffn`` (functional and ``.out``) and ``predict_lowrank``: see :mod:`torch_pi2.ops.reference`.
 * ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
-* ``counters(reset) -> int64 [6]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
+* ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import threading
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import GradientError, LibraryMissingError, ShapeError
+from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError, ShapeError
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
@@ -61,7 +62,21 @@ def load() -> None:
                 found=str(error.__cause__ or error),
                 fix="Build it again: 'make clean install' in a checkout.",
             ) from error
+        _check_instruction_set()
         _fragment = _register_python_parts()
+
+
+def _check_instruction_set() -> None:
+    """A misspelt PI2_CPU_CAPABILITY must not silently test the wrong kernels."""
+    wanted = os.environ.get("PI2_CPU_CAPABILITY")
+    available, _, selected = torch.ops.pi2.kernel_tables().partition(":")
+    if wanted and wanted != selected:
+        raise ConfigError(
+            "PI2_CPU_CAPABILITY",
+            expected=f"one of {available} (what this CPU can run)",
+            found=wanted,
+            fix="Unset it for the best kernels.",
+        )
 
 
 def _register_python_parts() -> torch.library.Library:

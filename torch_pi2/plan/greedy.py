@@ -5,6 +5,7 @@ Greedy and measured on frequencies alone. The planner over measured hardware rep
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,9 @@ from torch_pi2.plan.plan import LayerPlan, Plan
 
 if TYPE_CHECKING:
     from torch_pi2.predict.lowrank import LowRank
-    from torch_pi2.profile.stats import ActivationStats, LayerStats
+    from torch_pi2.profile.stats import ActivationStats
 
-# Bytes of a predictor's int8 weight over those of a 16-bit FFN weight.
-_PREDICTOR_BYTES = 0.5
+_log = logging.getLogger("torch_pi2")
 
 
 def gate_method(site: FFNSite) -> str:
@@ -38,17 +38,52 @@ def gate_share(site: FFNSite, active: float) -> float:
     return (1 + (rows - 1) * active) / rows
 
 
-def plan_layer(site: FFNSite, stats: LayerStats, predictor: LowRank | None, config: Config) -> LayerPlan:
-    """Plan one FFN from its statistics. Raises ConfigError if ``lowrank`` is asked for and there is no predictor."""
+def hot_cut(site: FFNSite, config: Config) -> float:
+    """Firing frequency from which a neuron is hot, when a predictor chooses among the others.
+
+    ``config.hot_frequency`` for ReLU-family layers. Where firing is defined by a threshold, the average neuron fires
+    ``1 - sparsity`` of the time by definition, so the cut lies as far above that as hot_frequency lies above 0.
+    """
+    if gate_method(site) == "exact":
+        return config.hot_frequency
+    return 1 - (1 - config.hot_frequency) * config.sparsity
+
+
+def plan_layer(
+    site: FFNSite, all_stats: ActivationStats, predictor: LowRank | None, config: Config, weight_bytes: int
+) -> LayerPlan:
+    """Plan one FFN from its statistics.
+
+    Args:
+        weight_bytes: of one FFN weight, to compare what a predictor reads with what it saves.
+
+    Raises:
+        ConfigError: ``lowrank`` is asked for and there is no predictor, or the statistics were taken with another
+            ``sparsity`` than the one to plan for.
+    """
+    stats = all_stats[site.key]
     frequency_I = stats.frequency()
     order = torch.argsort(frequency_I, descending=True, stable=True).to(torch.int32)
-    n_hot = int((frequency_I >= config.hot_frequency).sum())
-    cold_active = float(frequency_I[order[n_hot:].long()].mean()) if n_hot < site.intermediate else 0.0
-    layer = LayerPlan(site, gate_method(site), n_hot, order, stats.threshold, cold_active)
-    if config.method == "dense" or n_hot == site.intermediate:
-        return LayerPlan(site, "dense", site.intermediate, order, 0.0, 1.0)
-    if config.method == "exact" and layer.method != "exact":
-        layer.method, layer.threshold, layer.expected_active = "exact", 0.0, 1.0
+    dense = LayerPlan(site, "dense", site.intermediate, order, 0.0, 1.0)
+    if config.method == "dense":
+        return dense
+    gate = gate_method(site) if config.method != "exact" else "exact"
+    if gate == "threshold":
+        _check_threshold(site, all_stats, config)
+    n_hot = int((frequency_I >= hot_cut(site, config)).sum())
+    if n_hot == site.intermediate and not (gate == "threshold" and config.method in ("auto", "threshold")):
+        _log.warning("%s: every neuron fires too often to be worth choosing; it stays dense", site.key)
+        return dense
+
+    active = float(frequency_I.mean())
+    if gate == "threshold":
+        # Hot neurons would be spared the threshold and gain nothing for it: their gates are computed anyway.
+        gated = LayerPlan(site, gate, 0, order, stats.threshold, active)
+    elif gate_method(site) == "exact":
+        cold_I = order[n_hot:].long()
+        gated = LayerPlan(site, gate, n_hot, order, 0.0, float(frequency_I[cold_I].mean()))
+    else:
+        gated = LayerPlan(site, gate, n_hot, order, 0.0, 1.0)
     if predictor is None or predictor.card is None:
         if config.method == "lowrank":
             raise ConfigError(
@@ -57,11 +92,26 @@ def plan_layer(site: FFNSite, stats: LayerStats, predictor: LowRank | None, conf
                 found="none",
                 fix="Call torch_pi2.fit first, or choose method='auto'.",
             )
-        return layer
-    predicted = predictor.card.predicted_active + _PREDICTOR_BYTES * predictor.card.cost_share
-    if config.method == "lowrank" or (config.method == "auto" and predicted < gate_share(site, cold_active)):
-        layer.method, layer.expected_active = "lowrank", predictor.card.predicted_active
-    return layer
+        return gated
+    n_cold = site.intermediate - n_hot
+    bundle_bytes = site.rows_per_neuron * site.hidden * weight_bytes
+    predicted_bytes = n_hot * bundle_bytes + predictor.card.bytes
+    predicted_bytes += int(predictor.card.predicted_active * n_cold * bundle_bytes)
+    gated_bytes = site.intermediate * gate_share(site, active) * bundle_bytes
+    if config.method == "lowrank" or (config.method == "auto" and predicted_bytes < gated_bytes):
+        return LayerPlan(site, "lowrank", n_hot, order, 0.0, predictor.card.predicted_active)
+    return gated
+
+
+def _check_threshold(site: FFNSite, all_stats: ActivationStats, config: Config) -> None:
+    found, wanted = all_stats[site.key].threshold, all_stats.threshold_for(site.key, config.sparsity)
+    if found != wanted:
+        raise ConfigError(
+            f"threshold of {site.key}",
+            expected=f"statistics taken with the threshold for sparsity {config.sparsity} ({wanted:.4g})",
+            found=f"a threshold of {found:.4g}",
+            fix="Profile again with this config (torch_pi2.profile(..., config=config)).",
+        )
 
 
 def greedy_plan(
@@ -69,9 +119,11 @@ def greedy_plan(
     stats: ActivationStats,
     predictors: Mapping[str, LowRank] | None,
     config: Config,
+    weight_bytes: int = 2,
 ) -> Plan:
     """The plan of a whole model; ``made_by`` records the settings and what they were measured on."""
-    layers = [plan_layer(site, stats[site.key], (predictors or {}).get(site.key), config) for site in sites]
+    fitted = predictors or {}
+    layers = [plan_layer(site, stats, fitted.get(site.key), config, weight_bytes) for site in sites]
     made_by: dict[str, Any] = {"planner": "greedy", "config": asdict(config), "stats": stats.made_by}
     return Plan(layers, stats.model_hash, made_by)
 

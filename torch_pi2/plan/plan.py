@@ -11,7 +11,7 @@ import json
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -96,11 +96,13 @@ class Plan:
         """Raises StaleArtifactError if ``model``'s FFN weights are not the ones the plan was made from."""
         found = weights_hash(model, [layer.site for layer in self.layers])
         if found != self.model_hash:
+            dtypes = sorted({str(layer.site.weights(model).up.dtype).removeprefix("torch.") for layer in self.layers})
             raise StaleArtifactError(
                 "plan",
                 expected=f"a model with FFN weights {self.model_hash[:12]}",
-                found=f"one with {found[:12]}",
-                fix="Make a new plan for this model (torch_pi2.optimize, or torch-pi2 fit and plan).",
+                found=f"one with {found[:12]}, in {', '.join(dtypes)}",
+                fix="Load it in the dtype the plan was made in (leave dtype out), or make a new plan for this model "
+                "(torch_pi2.optimize, or torch-pi2 fit and plan).",
             )
 
     def save(self, folder: str | Path) -> None:
@@ -116,17 +118,18 @@ class Plan:
                     "expected_active": layer.expected_active,
                 }
             )
+        orders = {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
         text = json.dumps(
             {
                 "format": "torch_pi2.plan",
                 "version": PLAN_VERSION,
                 "model_hash": self.model_hash,
+                "orders_hash": _orders_hash(orders),
                 "made_by": self.made_by,
                 "layers": layers,
             },
             indent=1,
         )
-        orders = {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
         atomic_folder_files(folder, {"plan.safetensors": (orders, {"model_hash": self.model_hash}), "plan.json": text})
 
     @staticmethod
@@ -145,6 +148,13 @@ class Plan:
                 found=f"damage ({type(error).__name__}: {error})",
                 fix="Make the plan again.",
             ) from error
+        if meta.get("model_hash") == model_hash and data.get("orders_hash") != _orders_hash(orders):
+            raise StaleArtifactError(
+                f"{folder}/plan.safetensors",
+                expected=f"neuron orders {str(data.get('orders_hash'))[:12]} as in plan.json",
+                found=f"{_orders_hash(orders)[:12]}",
+                fix="The two files are from different plans; make the plan again.",
+            )
         if meta.get("model_hash") != model_hash:
             raise StaleArtifactError(
                 f"{folder}/plan.safetensors",
@@ -153,6 +163,20 @@ class Plan:
                 fix="The two files are from different plans; make the plan again.",
             )
         return Plan(layers, model_hash, made_by)
+
+
+class HasParameters(Protocol):
+    """A module, or anything that gives parameters by name."""
+
+    def get_parameter(self, name: str, /) -> torch.Tensor: ...
+
+
+def _orders_hash(orders: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names and orders, so that plan.json knows its plan.safetensors."""
+    digest = hashlib.sha256()
+    for name in sorted(orders):
+        digest.update(name.encode() + orders[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _read_layer(entry: dict[str, Any], orders: dict[str, torch.Tensor]) -> LayerPlan:
@@ -171,7 +195,7 @@ def _read_layer(entry: dict[str, Any], orders: dict[str, torch.Tensor]) -> Layer
     return layer
 
 
-def weights_hash(model: nn.Module, sites: list[FFNSite]) -> str:
+def weights_hash(model: HasParameters, sites: list[FFNSite]) -> str:
     """SHA-256 over the FFN weights of ``sites`` in order, independent of file format and of other weights."""
     digest = hashlib.sha256()
     for site in sites:

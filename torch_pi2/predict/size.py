@@ -81,9 +81,23 @@ class FitReport:
 
 
 class FittedPredictors(dict[str, LowRank]):
-    """Site key -> predictor; sites without cold neurons have none. ``report`` tells how they were sized."""
+    """Site key -> predictor; sites without cold neurons have none.
+
+    ``report`` tells how they were sized, ``model_hash`` to which weights they belong ("" if unknown).
+    """
 
     report: FitReport | None = None
+    model_hash: str = ""
+
+    def check_hash(self, model_hash: str) -> None:
+        """Raises StaleArtifactError if they were fitted to other weights."""
+        if self and self.model_hash and self.model_hash != model_hash:
+            raise StaleArtifactError(
+                "predictors",
+                expected=f"ones fitted to FFN weights {model_hash[:12]}",
+                found=f"ones of {self.model_hash[:12]}",
+                fix="Fit them to this model (torch_pi2.fit).",
+            )
 
 
 def causal_lm_loss(model: nn.Module, batch: Batch) -> tuple[float, int]:
@@ -220,11 +234,13 @@ def fit(
         predictor_weight: cost of a predictor's multiply-add over an FFN's (0.5: int8 against 16 bits).
         n_tokens: samples per layer to fit to; eval_tokens: upper bound on evaluation tokens.
         steps: optimiser steps per training.
-        max_rounds: bound on evaluations of the whole model.
+        max_rounds: bound on evaluations of the whole model with all predictors; each round that finds the worst
+            layer evaluates every layer alone besides.
         max_bytes: bound on the memory of the samples of all layers.
 
     Returns:
-        Predictors with cards measured on the evaluation sequences, and ``report``.
+        Predictors with cards measured on the evaluation sequences, and ``report``. Those sequences also steer the
+        search, so the loss to quote is one taken on other text (``torch-pi2 eval``).
 
     Raises:
         StaleArtifactError: ``stats`` are of other weights. CalibrationError: too few sequences.
@@ -290,6 +306,7 @@ def fit(
     bar.close()
 
     result = FittedPredictors(search.predictors())
+    result.model_hash = model_hash
     for layer in layers:
         result[layer.site.key].card = measure(
             result[layer.site.key],
@@ -519,6 +536,7 @@ def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> Fit
     tensors, meta = read_tensors(path)
     check_artifact(path, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
     result = FittedPredictors()
+    result.model_hash = meta["model_hash"]
     try:
         entries = json.loads(meta["predictors"])
         report = json.loads(meta["report"])

@@ -19,6 +19,9 @@ from torch_pi2.errors import CalibrationError
 #: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.
 MIN_TOKENS = 64
 
+#: Windows of a stream of texts that are dealt out together, in batches: bounds memory, keeps neighbours apart.
+_DEALT = 32
+
 _FORMS = "a str, a list of str, integer ids [N, T], or an iterable of id tensors, dicts or tuples of arguments"
 
 
@@ -225,10 +228,16 @@ def _from_items(data: Iterable[Any], tokenizer: Any, batch_size: int, seq_len: i
         elif isinstance(item, (torch.Tensor, str)) or (isinstance(item, list) and item and isinstance(item[0], int)):
             ids = _encode(item, tokenizer) if isinstance(item, str) else _check_ids(torch.as_tensor(item), "ids")
             waiting.extend(w for w in ids.split(seq_len) if len(w))
-            while len(waiting) >= batch_size:
-                yield _pad(waiting[:batch_size], 0)
-                del waiting[:batch_size]
+            if len(waiting) >= _DEALT * batch_size:
+                yield from _deal(waiting, batch_size)
+                waiting = []
         else:
             raise _form_error(item)
-    if waiting:
-        yield _pad(waiting, 0)
+    yield from _deal(waiting, batch_size)
+
+
+def _deal(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[Batch]:
+    """Batches whose rows lie far apart in ``rows``, which may be neighbouring windows of one text."""
+    n_batches = -(-len(rows) // batch_size)
+    for b in range(n_batches):
+        yield _pad(rows[b::n_batches], 0)

@@ -128,13 +128,19 @@ class ActivationRecorder(TorchDispatchMode):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's own training flag is restored afterwards."""
+    """Evaluation mode without gradients; every module's own training flag is restored afterwards.
+
+    ``nn.TransformerEncoderLayer``'s fused fast path is off meanwhile: it hides the FFN's matmuls.
+    """
     flags = [(m, m.training) for m in model.modules()]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         with torch.no_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, training in flags:
             module.training = training
 

@@ -233,8 +233,8 @@ class ActivationStats:
     def threshold_for(self, key: str, share: float) -> float:
         """Cut on the score at which ``share`` of a layer's (token, neuron) pairs do not fire (CATS, 2404.08763).
 
-        Read off the histogram: at least ``share`` is reached, and the cut is at most 1/16 too high. 0.0 if exact
-        zeros reach the share alone. Raises ConfigError unless 0 <= share < 1.
+        Read off the histogram, interpolated inside a bin: off by 1/16 of the value at most. 0.0 if exact zeros
+        reach the share alone. Raises ConfigError unless 0 <= share < 1.
         """
         if not 0.0 <= share < 1.0:
             raise ConfigError(
@@ -245,7 +245,11 @@ class ActivationStats:
         if float(stats.zeros.sum()) >= want:
             return 0.0
         below = torch.cumsum(stats.score_hist, 0)
-        return bin_edge(int(torch.searchsorted(below, torch.tensor(math.ceil(want)))) + 1)
+        bin_ = int(torch.searchsorted(below, torch.tensor(math.ceil(want))))
+        inside = float(stats.score_hist[bin_])
+        part = 1.0 - (float(below[bin_]) - want) / inside
+        low, high = bin_edge(bin_), bin_edge(bin_ + 1)
+        return low + (high - low) * part
 
     def merge(self, other: ActivationStats) -> ActivationStats:
         """Statistics as if both data sets had been profiled together (counts exactly, samples in distribution).

@@ -201,14 +201,14 @@ bool advise_huge_pages(const Tensor& tensor) {
   return pi2::advise_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
 }
 
-// [calls, tokens, neurons, gate_rows, up_rows, down_rows] since the last reset.
+// [calls, tokens, neurons, gate_rows, up_rows, down_rows, dense_rows] since the last reset.
 Tensor counters(bool reset) {
   const pi2::Counters c = pi2::read_counters();
   if (reset) pi2::reset_counters();
-  Tensor out = torch::stable::empty({6}, ScalarType::Long);
+  Tensor out = torch::stable::empty({7}, ScalarType::Long);
   auto* values = static_cast<int64_t*>(out.mutable_data_ptr());
-  const int64_t all[] = {c.calls, c.tokens, c.neurons, c.gate_rows, c.up_rows, c.down_rows};
-  for (int i = 0; i < 6; ++i) values[i] = all[i];
+  const int64_t all[] = {c.calls, c.tokens, c.neurons, c.gate_rows, c.up_rows, c.down_rows, c.dense_rows};
+  for (int i = 0; i < 7; ++i) values[i] = all[i];
   return out;
 }
 

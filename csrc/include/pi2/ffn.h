@@ -67,10 +67,11 @@ std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::
 struct Counters {
   std::int64_t calls = 0;
   std::int64_t tokens = 0;
-  std::int64_t neurons = 0;    // pairs a dense layer would have computed
-  std::int64_t gate_rows = 0;  // pairs whose first matrix row was used
-  std::int64_t up_rows = 0;    // pairs whose up row was used (gated layers)
-  std::int64_t down_rows = 0;  // pairs whose down column was used
+  std::int64_t neurons = 0;     // pairs a dense layer would have computed
+  std::int64_t gate_rows = 0;   // pairs whose first matrix row was used
+  std::int64_t up_rows = 0;     // pairs whose up row was used (gated layers)
+  std::int64_t down_rows = 0;   // pairs whose down column was used
+  std::int64_t dense_rows = 0;  // matrix rows a dense layer would have used
 };
 
 Counters read_counters();
