@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.graph.rewrite import is_optimized
+from torch_pi2.graph.rewrite import is_optimized, sparse_layers
+from torch_pi2.runtime.lazy import LazyDown
 
 __all__ = ["program"]
 
@@ -33,7 +34,8 @@ def program(
         dynamic_shapes: as for ``torch.export.export``.
 
     Raises:
-        UnsupportedModelError: the model is dense, or torch cannot export it; the message has torch's reason.
+        UnsupportedModelError: the model is dense, some of its sparse FFNs would come out dense (their activation is
+            code of a bigger block), or torch cannot export it; the message has torch's reason.
     """
     if not is_optimized(model):
         raise UnsupportedModelError(
@@ -42,10 +44,14 @@ def program(
             found="a dense model",
             fix="Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model.",
         )
+    layers = sparse_layers(model)
+    lazy = [m.sparse.site.key for m in model.modules() if isinstance(m, LazyDown)]
+    if lazy:
+        raise _dense_in_program(model, len(layers), len(layers) - len(lazy), f" (not {', '.join(lazy[:3])})")
     model.eval()
     with torch.no_grad():
         try:
-            return torch.export.export(
+            exported = torch.export.export(
                 model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
         except Exception as error:  # torch.export raises many types; each carries its own explanation
@@ -55,3 +61,17 @@ def program(
                 found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
                 fix="Export its dense form first to see whether torch_pi2 is the cause.",
             ) from error
+    # a layer that is called twice gives two operators, so more of them are fine
+    found = sum(str(node.target).startswith("pi2.sparse_ffn") for node in exported.graph.nodes)
+    if found < len(layers):
+        raise _dense_in_program(model, len(layers), found, "")
+    return exported
+
+
+def _dense_in_program(model: nn.Module, expected: int, found: int, which: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"torch.export of {type(model).__name__}",
+        expected=f"all {expected} sparse FFNs as operators of the program",
+        found=f"only {found}{which}",
+        fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
+    )

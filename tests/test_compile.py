@@ -223,3 +223,65 @@ def test_plan_folder_brings_its_predictors(tmp_path) -> None:
         found = compiled(ids[:2, :9]).logits
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
         assert float((found - model(ids[:2, :9]).logits).abs().max()) > 1e-4 * float(wanted.abs().max())
+
+
+@torch.no_grad()
+def test_an_ffn_fed_by_another_one():
+    def pair():
+        return nn.Linear(HIDDEN, INTERMEDIATE), nn.ReLU(), nn.Linear(INTERMEDIATE, HIDDEN)
+
+    model = plain(*pair(), *pair(), *pair())
+    fast = compiled(model)
+    assert close(fast(X_BTH), model(X_BTH))
+    assert count_op_calls(lambda: fast(X_BTH)) == 3
+    plan = make_plan(model, (X_BTH,), method="lowrank")
+    predictors = {layer.site.key: predictor(seed=i) for i, layer in enumerate(plan.layers)}
+    torch._dynamo.reset()
+    fast = compiled(model, plan=plan, predictors=predictors)
+    assert close(fast(X_BTH), rewrite(copy.deepcopy(model), plan, predictors)(X_BTH))
+
+
+@torch.no_grad()
+def test_an_input_changed_through_a_view_stays_right():
+    class Changing(FunctionalBlock):
+        def forward(self, x):
+            z = x + x
+            x = z * 1.0
+            view = x.view(-1, HIDDEN)
+            h = self.banana(x)
+            view.mul_(2)
+            return z + self.cherry(F.relu(h))
+
+    model = plain(Changing())
+    assert close(compiled(model)(X_BTH), model(X_BTH))
+
+
+@torch.no_grad()
+def test_a_parameter_with_the_id_of_another_one_is_not_taken_for_it():
+    import weakref
+
+    model = relu_model()
+    compiled(model)(X_BTH)
+    shared = compile_module._packed[model[0].cherry.weight]
+    ((key, old),) = shared.items()
+    assert old.is_of([model[0].banana.weight, model[0].banana.bias, model[0].cherry.weight, model[0].cherry.bias])
+    old.parameters[0] = weakref.ref(nn.Parameter(torch.zeros(1)))  # gone, and its id given to banana.weight
+    torch._dynamo.reset()
+    assert close(compiled(model)(X_BTH), model(X_BTH))
+    assert shared[key] is not old
+
+
+@torch.no_grad()
+def test_in_place_changes_elsewhere_in_the_graph_stay():
+    class Changing(FunctionalBlock):
+        def forward(self, x):
+            y = x + 1.0
+            y.mul_(3)
+            y[:, 0] = 5.0
+            y.view(-1).neg_()
+            return y + self.cherry(F.relu(self.banana(x)))
+
+    model = plain(Changing())
+    fast = compiled(model)
+    assert close(fast(X_BTH), model(X_BTH))
+    assert count_op_calls(lambda: fast(X_BTH)) == 1

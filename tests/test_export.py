@@ -54,8 +54,18 @@ def test_dense_model_is_refused() -> None:
 
 
 def test_the_reason_of_torch_export_is_passed_on() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
+    x = torch.randn(2, 24)
+    torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
+    with pytest.raises(
+        UnsupportedModelError, match=r"torch\.export of Sequential: expected a model that torch\.export"
+    ):
+        program(model, (x, x))
+
+
+def test_ffns_that_would_come_out_dense_are_refused() -> None:
     model = Two().eval()
     x = torch.randn(2, 24)
     torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
-    with pytest.raises(UnsupportedModelError, match=r"torch\.export of Two"):
-        program(model, (x, x))
+    with pytest.raises(UnsupportedModelError, match=r"all 2 sparse FFNs.*only 0 \(not blocks\.0, blocks\.1\)"):
+        program(model, (x,))

@@ -314,3 +314,60 @@ def test_identify_tells_the_gelus_apart_and_sees_linearity():
     assert identify(lambda p: 3 * p[0] - 1, shapes, 16) == "linear"
     assert identify(lambda p: p[0] * p[1] * 2, shapes * 2, 16) == "linear"
     assert identify(lambda p: 1 / 0, shapes, 16) == "unknown"
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda h: h[:, :6],
+        lambda h: h.narrow(1, 0, 5),
+        lambda h: h[:2],
+        lambda h: h.split(6, 1)[0],
+        lambda h: h[0:2, ..., :],
+    ],
+    ids=["slice", "narrow", "batch", "split", "ellipsis"],
+)
+def test_slices_of_tokens_are_no_part_of_an_ffn(cut):
+    """They keep all of the example, but not of a longer input."""
+    with pytest.raises(NoFFNFoundError, match="of tokens"):
+        find_sites(MLP(lambda h: F.relu(cut(h))), (X_BTH,))
+
+
+def test_slices_that_keep_all_tokens_are():
+    for cut in (lambda h: h[:], lambda h: h[:, :, :INTERMEDIATE], lambda h: h.narrow(-1, 0, INTERMEDIATE)):
+        assert only_site(MLP(lambda h, cut=cut: F.relu(cut(h)))).activation == "relu"
+
+
+def test_in_place_changes_through_views_of_the_input_are_seen():
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+
+        def forward(self, x):
+            x = x * 1.0
+            view = x.view(-1)
+            h = self.up(x)
+            view.mul_(2)
+            return x + self.down(F.relu(h))
+
+    with pytest.raises(NoFFNFoundError, match="in-place change"):
+        find_sites(Changing(), (X_BTH,))
+
+
+def test_whether_the_owner_itself_runs():
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = MLP(F.relu)
+
+        def forward(self, x):
+            return self.mlp.z(F.relu(self.mlp.sources[0](x)))
+
+    assert not only_site(Outside()).owner_runs
+    assert only_site(nn.Sequential(nn.LayerNorm(HIDDEN), MLP(F.relu))).owner_runs
+    site = find_sites(tiny("llama"))[1]
+    assert site.owner_runs
+    assert FFNSite.from_json(site.to_json()).owner_runs
+    old = {k: v for k, v in site.to_json().items() if k != "owner_runs"}
+    assert FFNSite.from_json(old) == site

@@ -454,3 +454,275 @@ def test_predictors_may_be_objects():
     found = rewrite(model, plan, {"1": LowRank(**tensors, threshold=0.3)})(X_BTH)
     assert torch.equal(found, wanted)
     assert sparse_layers(model)[0].predictor_threshold == 0.3
+
+
+class MLP(nn.Module):
+    """An owner whose argument has a name of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+
+    def forward(self, hidden_states):
+        return self.down(F.relu(self.up(hidden_states)))
+
+
+class Around(nn.Module):
+    """``x + call(mlp, x)``."""
+
+    def __init__(self, mlp, call=lambda mlp, x: mlp(x)):
+        super().__init__()
+        self.mlp, self.call = mlp, call
+
+    def forward(self, x):
+        return x + self.call(self.mlp, x)
+
+
+class Middle(nn.Module):
+    """A lazily rewritten block with something done in ``between`` its linears: ``h = between(h, y)``."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.n, self.up, self.down = (
+            nn.LayerNorm(HIDDEN),
+            nn.Linear(HIDDEN, INTERMEDIATE),
+            nn.Linear(INTERMEDIATE, HIDDEN),
+        )
+        self.between = lambda h, y: F.relu(h)
+        self.later = between
+
+    def forward(self, x):
+        y = self.n(x)
+        return x + self.down(self.between(self.up(y), y))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer])
+def test_owners_that_hold_more_are_not_replaced(kind):
+    """An adapter that starts at zero computes nothing yet; it must work once it is loaded."""
+
+    class Adapted(MLP):
+        def __init__(self):
+            super().__init__()
+            self.adapter = kind(torch.zeros(HIDDEN))
+
+        def forward(self, x):
+            return super().forward(x) + self.adapter * x
+
+    model = Around(Adapted()).eval()
+    rewrite(model, make_plan(model, (X_BTH,)))
+    assert isinstance(model.mlp, Adapted)
+    state = {k: v.clone() for k, v in model.state_dict().items()} | {"mlp.adapter": torch.ones(HIDDEN)}
+    model.load_state_dict(state)
+    dense = Around(Adapted()).eval()
+    dense.load_state_dict(state)
+    assert close(model(X_BTH), dense(X_BTH))
+
+
+@torch.no_grad()
+def test_chains_that_hold_more_are_not_replaced():
+    class Scaled(nn.ReLU):
+        on = False
+
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale if self.on else super().forward(x)
+
+    model = plain(*sequential(Scaled()))
+    rewrite(model, make_plan(model, (X_BTH,)))
+    assert isinstance(model[1], Scaled)
+    model[1].on, model[1].scale[0] = True, 2.0
+    found = model(X_BTH)
+    assert close(found, restore(model)(X_BTH))
+
+
+@torch.no_grad()
+def test_owners_that_take_out_tokens_or_batch_rows_are_not_replaced():
+    class Cutting(MLP):
+        def __init__(self, cut):
+            super().__init__()
+            self.cut = cut
+
+        def forward(self, x):
+            return self.cut(super().forward(x))
+
+    for cut in (lambda y: y[:2], lambda y: y[:, :6]):
+        model = plain(nn.LayerNorm(HIDDEN), Cutting(cut))
+        plan = make_plan(model, (X_BTH,))
+        assert plan.layers[0].site.owner_runs
+        rewrite(model, plan)
+        assert isinstance(model[1], Cutting)
+        x = torch.randn(4, 12, HIDDEN)
+        found = model(x)
+        assert close(found, restore(model)(x))
+
+
+@torch.no_grad()
+def test_an_owner_whose_parts_are_called_from_outside_is_not_replaced():
+    model = Around(MLP(), lambda mlp, x: mlp.down(F.relu(mlp.up(x)))).eval()
+    wanted = model(X_BTH)
+    plan = make_plan(model, (X_BTH,))
+    assert not plan.layers[0].site.owner_runs
+    rewrite(model, plan)
+    assert isinstance(model.mlp, MLP)
+    assert close(model(X_BTH), wanted)
+    assert count_op_calls(lambda: model(X_BTH)) == 1
+
+
+@torch.no_grad()
+def test_arguments_by_keyword():
+    model = Around(MLP(), lambda mlp, x: mlp(hidden_states=x)).eval()
+    wanted = model(X_BTH)
+    rewrite(model, make_plan(model, (X_BTH,)))
+    assert isinstance(model.mlp, SparseFFN)
+    assert close(model(X_BTH), wanted)
+    for args, kwargs in [((X_BTH, None), {}), ((), {"x": X_BTH}), ((X_BTH,), {"scale": 2}), ((), {})]:
+        with pytest.raises(
+            ConfigError, match="arguments of mlp: expected one tensor, by position or as hidden_states="
+        ):
+            model.mlp(*args, **kwargs)
+    block = plain(FunctionalBlock())
+    wanted = block(X_BTH)
+    rewrite(block, make_plan(block, (X_BTH,)))
+    first, second, norm = block[0].banana, block[0].cherry, block[0].n
+    assert close(X_BTH + second(input=F.relu(first(input=norm(X_BTH)))), wanted)
+
+
+@torch.no_grad()
+def test_half_precision_keeps_the_predictor_exact():
+    model = plain(FunctionalBlock())
+    plan = make_plan(model, (X_BTH,), method="lowrank")
+    tensors = predictor()
+    tensors["a_scale"][:] = 1.2345e-9
+    tensors["bias"][:] = 1e30
+    rewrite(model, plan, {plan.layers[0].site.key: tensors})
+    layer = sparse_layers(model)[0]
+    before = [t.clone() for t in layer.predictor()]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        assert layer.bundles.dtype == dtype
+        assert all(torch.equal(a, b) for a, b in zip(layer.predictor(), before, strict=True))
+
+
+def _set(h, part, value):
+    h[part] = value
+    return F.relu(h)
+
+
+def _also(*changes):
+    """``changes`` one after another on ``h``, then relu."""
+
+    def between(h, y):
+        for change in changes:
+            change(h)
+        return F.relu(h)
+
+    return between
+
+
+def _kept_view(change):
+    def between(h, y):
+        view = h.view(-1, INTERMEDIATE)
+        change(view)
+        return F.relu(h)
+
+    return between
+
+
+def _changed_base(h, y):
+    view = h.view(h.shape)
+    h.mul_(-1)
+    return F.relu(view)
+
+
+def _pieces(h, y):
+    one, other = h.chunk(2, -1)
+    one.relu_()
+    other.neg_()
+    return F.relu(h)
+
+
+def _changed_input(h, y):
+    y.view(-1).mul_(3)
+    return F.relu(h)
+
+
+BETWEEN = {
+    "masked_fill_": _also(lambda h: h.masked_fill_(torch.arange(INTERMEDIATE) % 2 == 0, -1.0)),
+    "copy_": _also(lambda h: h.copy_(torch.ones_like(h))),
+    "index_fill_": _also(lambda h: h.index_fill_(-1, torch.tensor([1, 3]), 2.0)),
+    "setitem": lambda h, y: _set(h, (..., slice(0, 9)), 1.0),
+    "setitem then noted": lambda h, y: _set(h.mul_(2), 0, 1.0),
+    "noted then masked": _also(lambda h: h.neg_(), lambda h: h.masked_fill_(torch.arange(INTERMEDIATE) < 9, 1.0)),
+    "transposed": _also(lambda h: h.transpose(0, 1).neg_()),
+    "data": _also(lambda h: h.data.mul_(-2)),
+    "view": _kept_view(lambda v: v.neg_()),
+    "view set": _kept_view(lambda v: v.zero_()),
+    "base of a view": _changed_base,
+    "pieces": _pieces,
+    "input": _changed_input,
+    "out": lambda h, y: torch.relu(torch.add(h, 1.0, out=torch.empty(0))),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_lazy_changes_in_place_are_not_lost(name, mode):
+    model = plain(Middle(BETWEEN[name]))
+    rewrite(model, make_plan(model, (X_BTH,)))
+    assert any(isinstance(m, LazyDown) for m in model.modules())
+    model[0].between = model[0].later
+    with mode():
+        found = model(X_BTH)
+        assert close(found, restore(model)(X_BTH))
+
+
+@torch.no_grad()
+def test_lazy_stays_sparse_where_a_view_replaces_its_base():
+    def between(h, y):
+        h = h.view(-1, INTERMEDIATE)
+        return F.relu(h, inplace=True).view(*y.shape[:-1], -1)
+
+    model = plain(Middle(between))
+    wanted_plan = make_plan(model, (X_BTH,))
+    rewrite(model, wanted_plan)
+    model[0].between = between
+    assert count_op_calls(lambda: model(X_BTH)) == 1
+
+
+@torch.no_grad()
+def test_lazy_with_one_of_two_streams_is_dense():
+    class Half(GatedBlock):
+        one = False
+
+        def forward(self, x):
+            g = F.relu(self.a(self.n(x)))
+            return x + self.c(g if self.one else g * self.b(self.n(x)))
+
+    class Same(Half):
+        def forward(self, x):
+            y = self.n(x)
+            g = F.relu(self.a(y))
+            return x + self.c(g if self.one else g * self.b(y))
+
+    model = plain(Same())
+    rewrite(model, make_plan(model, (X_BTH,)))
+    assert count_op_calls(lambda: model(X_BTH)) == 1
+    model[0].one = True
+    found = model(X_BTH)
+    assert close(found, restore(model)(X_BTH))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", [lambda: sequential(nn.ReLU()), FunctionalBlock], ids=["owner", "lazy"])
+def test_autocast_gives_the_dtype_of_the_dense_model(block):
+    model = plain(nn.LayerNorm(HIDDEN), block())
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(X_BTH)
+        rewrite(model, make_plan(model, (X_BTH,)))
+        found = model(X_BTH)
+    assert found.dtype == wanted.dtype
+    assert close(found.float(), wanted.float(), 5e-2)

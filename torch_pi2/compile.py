@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +47,11 @@ def backend(
     graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
 
     The bundles are made once per set of weights and shared by all graphs that use it; if a parameter is
-    changed in place or loaded anew, they are refreshed at the next call. The dense weights stay in memory:
-    they belong to the model (``torch_pi2.optimize`` gives them back).
+    changed in place or loaded anew, they are refreshed at the next call. Changes that PyTorch does not count are
+    not seen: ``p.data.mul_(2)``, and any in place of parameters made under ``torch.inference_mode()``; call
+    ``torch._dynamo.reset()`` and compile again after them, with new parameters (``model.load_state_dict(...,
+    assign=True)``). The dense weights stay in memory: they belong to the model (``torch_pi2.optimize`` gives them
+    back).
 
     Args:
         options: ``plan``: a :class:`Plan` or its folder (``my-sparse-model/pi2``: predictors in it are used);
@@ -129,13 +133,18 @@ def _warn_once(message: str) -> None:
 class _Packed:
     """A sparse layer with the state of the parameters that it was made from.
 
-    ``made_from`` keeps plan and predictor alive: the cache knows them by id, which must not pass to others.
+    ``made_from`` keeps plan and predictor alive: the cache knows them by id, which must not pass to others. Of
+    parameters it keeps weak references, to tell another one that got the id of one that is gone.
     """
 
     ffn: SparseFFN
     names: tuple[str, ...]
     stamps: list[tuple[int, int]]
     made_from: tuple[Any, ...]
+    parameters: list[weakref.ref[torch.Tensor]]
+
+    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        return all(ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True))
 
     def refresh(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take over parameters that changed since. The bundles stay the same tensor, known to compiled code."""
@@ -195,6 +204,7 @@ def _make_sparse(
     if plan is not None:
         _check_plan(plan, chosen, tensors)
     sparse = []
+    replaced: dict[fx.Node, fx.Node] = {}  # an FFN may be the input of the next one
     for match, layer in chosen:
         if layer is None and match.activation not in SPARSE_ACTIVATIONS:
             _warn_once(f"layers with {match.activation} stay dense without a plan: no output of theirs is exactly zero")
@@ -208,10 +218,10 @@ def _make_sparse(
         except (DeviceError, DtypeError, NonFiniteError) as error:
             _warn_once(str(error))
             continue
-        extra = _replace(gm, match, packed.ffn)
+        extra = _replace(gm, match, packed.ffn, replaced)
         sparse.append(_Sparse(packed, [position[node] for node in nodes.values()], extra))
     if sparse:
-        gm.graph.eliminate_dead_code()
+        # no eliminate_dead_code(): it takes y.mul_(2) for dead where its result is not used; AOTAutograd knows better
         gm.graph.lint()
         gm.recompile()
     return sparse
@@ -274,7 +284,7 @@ def _pack(
     predictor = None if layer is None else predictors.get(layer.site.key)
     key = (*map(id, parameters), rows, match.activation, match.activation_on_up, id(layer), id(predictor))
     shared = _packed.setdefault(tensors[match.down.weight], {})
-    if key not in shared:
+    if key not in shared or not shared[key].is_of(parameters):
         site = _site(match, nodes)
         order = torch.arange(site.intermediate, dtype=torch.int32) if layer is None else layer.order
         layer_plan = (
@@ -284,7 +294,8 @@ def _pack(
         )
         model = _holder(dict(zip(nodes, parameters)))
         ffn = SparseFFN(site, site.weights(model), layer_plan, *predictor_tensors(predictor)).eval()
-        shared[key] = _Packed(ffn, tuple(nodes), [_stamp(p) for p in parameters], (layer, predictor))
+        stamps, references = [_stamp(p) for p in parameters], [weakref.ref(p) for p in parameters]
+        shared[key] = _Packed(ffn, tuple(nodes), stamps, (layer, predictor), references)
     packed: _Packed = shared[key]
     packed.refresh(parameters)
     return packed
@@ -316,9 +327,13 @@ def _site(match: Match, nodes: Mapping[str, fx.Node]) -> FFNSite:
     )
 
 
-def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN) -> list[torch.Tensor]:
-    """Put the operators in the place of a match; returns the tensors that the graph now wants as further inputs."""
+def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx.Node, fx.Node]) -> list[torch.Tensor]:
+    """Put the operators in the place of a match; returns the tensors that the graph now wants as further inputs.
+
+    ``replaced`` maps results of matches to the nodes that were put in their place; the new one is added.
+    """
     extra: list[torch.Tensor] = []
+    x = replaced.get(match.x, match.x)
     fake_mode = match.x.meta["example_value"].fake_mode
     placeholders = gm.graph.find_nodes(op="placeholder")
     last_placeholder, n_placeholders = placeholders[-1], len(placeholders)
@@ -343,11 +358,12 @@ def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN) -> list[torch.Ten
         active = None
         if ffn.has_predictor:
             active = gm.graph.call_function(
-                torch.ops.pi2.predict_lowrank.default, (match.x, *predictor, ffn.predictor_threshold)
+                torch.ops.pi2.predict_lowrank.default, (x, *predictor, ffn.predictor_threshold)
             )
         settings = (site.activation, site.activation_on_up, ffn.n_hot, ffn.threshold)
-        node = gm.graph.call_function(torch.ops.pi2.sparse_ffn.default, (match.x, *tensors, active, *settings))
+        node = gm.graph.call_function(torch.ops.pi2.sparse_ffn.default, (x, *tensors, active, *settings))
     node.meta = dict(result.meta)
+    replaced[result] = node
     result.replace_all_uses_with(node)
     for old in (*reversed(match.down.nodes), *reversed(match.inside)):
         gm.graph.erase_node(old)

@@ -69,7 +69,7 @@ def computes(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: in
     probes = [_probe(shape, seed) for seed, shape in enumerate(shapes)]
     streams = _streams(probes, intermediate)
     found = _run(region, probes, intermediate)
-    if streams is None or found is None:
+    if streams is None or found is None or len(streams) != (1 if formula.gate is None else 2):
         return False
     return _close(found, apply_formula(formula, [stream.reshape(-1, intermediate) for stream in streams]))
 

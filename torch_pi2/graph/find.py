@@ -110,6 +110,7 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
         owner=owner,
         owner_class=type(model.get_submodule(owner)).__name__,
         inner=_inner_modules(model, match, graph.gm.graph, down.weight.rpartition(".")[0], owner),
+        owner_runs=_owner_runs(model, match, owner),
     )
 
 
@@ -163,12 +164,32 @@ def _inner_modules(model: nn.Module, match: Match, graph: fx.Graph, down_module:
     return tuple(found) if all(name in modules for name in found) else ()
 
 
+def _owner_runs(model: nn.Module, match: Match, owner: str) -> bool:
+    """Whether every operation of the FFN takes place within a call of the owner's forward."""
+    module = model.get_submodule(owner)
+    names = [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
+
+    def within(node: fx.Node) -> bool:
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            # graphs of broken captures start at a submodule: their paths are the ends of the names
+            end = _plain_path(path)
+            fits = any(not end or f".{name}".endswith(f".{end}") for name in names)
+            if fits and (kind is type(module) or str(kind).endswith(type(module).__qualname__)):
+                return True
+        return False
+
+    return all(within(node) for node in (*match.inside, *match.down.nodes))
+
+
 def _module_path(node: fx.Node) -> str | None:
     """Path of the innermost module that a node comes from, without Dynamo's name for the root."""
     stack = node.meta.get("nn_module_stack")
     if not stack or node.op not in ("call_function", "call_method"):
         return None
-    path, _ = list(stack.values())[-1]
+    return _plain_path(list(stack.values())[-1][0])
+
+
+def _plain_path(path: Any) -> str:
     path = re.sub(r"\['?(\w+)'?\]", r".\1", re.sub(r"^[LG]\['?\w+'?\]", "", str(path)))
     return str(path).lstrip(".")
 

@@ -190,8 +190,9 @@ def _match_down(
     if escaping is not None:
         seen.blocked_by.append(f"{op_name(escaping.target)} (uses the inside of an FFN)")
         return None
-    if any(_mutates(u, x) and order[inside[0]] < order[u] < order[down.node] for u in x.users):
-        seen.blocked_by.append("in-place change of an FFN's input")
+    # what is changed may be a view of the input, so that no in-place change in between is looked at more closely
+    if any(_changes_something(n) and order[inside[0]] < order[n] < order[down.node] for n in order if n not in allowed):
+        seen.blocked_by.append("an in-place change between an FFN's projections")
         return None
     streams = (
         [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]
@@ -227,6 +228,9 @@ def _walk_back(
         if node in projections:
             sources[node] = projections[node]
         elif node.op in ("call_function", "call_method") and op_name(node.target) in ELEMENTWISE:
+            if _cuts_tokens(node):
+                seen.blocked_by.append(f"{op_name(node.target)} of tokens")
+                return None
             region.add(node)
             todo.extend(n for n in node.all_input_nodes if _is_tensor(n))
         elif node.op != "get_attr":  # a constant that Dynamo made
@@ -250,6 +254,40 @@ def _mutates(user: fx.Node, node: fx.Node) -> bool:
         and user.args[0] is node
         and is_in_place(user.target, user.args, user.kwargs)
     )
+
+
+def _changes_something(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return bool(
+        is_in_place(node.target, node.args, node.kwargs)
+        or op_name(node.target) == "setitem"
+        or node.kwargs.get("out") is not None
+        or (schema is not None and schema.is_mutable)
+    )
+
+
+def _cuts_tokens(node: fx.Node) -> bool:
+    """Whether a slice, split or the like works on another than the last dimension.
+
+    It may keep everything of the example and yet cut longer inputs, so that probing does not show it.
+    """
+    source = node.args[0] if node.args else None
+    example = source.meta.get("example_value") if isinstance(source, fx.Node) else None
+    if not isinstance(example, torch.Tensor):  # an item of what split or chunk returned
+        return False
+    name, last = op_name(node.target), example.dim() - 1
+    if name == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        whole = [part is Ellipsis or part == slice(None) for part in index]
+        reaches_last = any(part is Ellipsis for part in index) or len(index) == last + 1
+        return not all(whole[:-1] if reaches_last else whole)
+    places = {"chunk": 2, "split": 2, "tensor_split": 2, "narrow": 1}
+    if name not in places:
+        return False
+    dim = node.kwargs.get("dim", node.args[places[name]] if len(node.args) > places[name] else 0)
+    return dim not in (-1, last)
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.activation import Formula, apply_formula
-from torch_pi2.graph.sites import FFNSite, FFNWeights
+from torch_pi2.graph.sites import FFNSite
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.runtime.ffn import SparseFFN, dense_reference
 from torch_pi2.runtime.lazy import LazyDown, LazySource
@@ -30,6 +30,10 @@ from torch_pi2.runtime.standin import Absorbed, StandIn
 
 #: Largest difference, relative to the largest value, between two orders of summation.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+#: Batches and tokens to probe with: several of each, so that code which takes some of them out is seen.
+_PROBE_SHAPES = ((3, 17), (2, 5))
+#: An input ``[B, T, H]`` and what the dense layer makes of it.
+Probe = tuple[torch.Tensor, torch.Tensor]
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -156,14 +160,17 @@ def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any) -> None:
     weights = site.weights(model)
     lowrank, threshold = predictor_tensors(predictor)
     ffn = SparseFFN(site, weights, layer, lowrank, threshold)
-    x_BTH = torch.randn((1, 3, site.hidden), generator=torch.Generator().manual_seed(site.layer)).to(weights.up.dtype)
+    generator = torch.Generator().manual_seed(site.layer)
     with torch.no_grad():
-        y_BTH = dense_reference(site, weights, x_BTH)
-        if not _same(ffn.forward_dense(x_BTH), y_BTH):
+        probes: list[Probe] = []
+        for shape in _PROBE_SHAPES:
+            x_BTH = torch.randn((*shape, site.hidden), generator=generator).to(weights.up.dtype)
+            probes.append((x_BTH, dense_reference(site, weights, x_BTH)))
+        if not all(_same(ffn.forward_dense(x), y) for x, y in probes):
             raise _no_way(site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
         reasons: list[str] = []
         for way in (_owner_way, _chain_way, _lazy_way):
-            swaps = way(model, site, weights, ffn, x_BTH, y_BTH)
+            swaps = way(model, site, ffn, probes)
             if isinstance(swaps, str):
                 reasons.append(swaps)
             else:
@@ -188,32 +195,50 @@ def _same(found: Any, wanted: torch.Tensor) -> bool:
     return float((found.float() - wanted.float()).abs().max()) <= _TOLERANCE[wanted.dtype] * scale
 
 
-def _runs_to(call: Any, x: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    """None if ``call(x)`` gives ``wanted``, else what happened instead."""
-    try:
-        found = call(x.clone())
-    except Exception as error:  # a block that wants more arguments, a container without forward, ...
-        return f"raises {type(error).__name__}"
-    return None if _same(found, wanted) else "computes something else as well"
+def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
+    """None if ``call(x)`` gives ``y`` for all probes, else what happened instead."""
+    for x, y in probes:
+        try:
+            found = call(x.clone())
+        except Exception as error:  # a block that wants more arguments, a container without forward, ...
+            return f"raises {type(error).__name__}"
+        if not _same(found, y):
+            return "computes something else as well"
+    return None
+
+
+def _more_than(site: FFNSite, model: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
+    """Name of a tensor in ``modules`` that is none of the FFN's.
+
+    An adapter or layer scale may have no effect with its present value, and yet be trained or loaded later.
+    """
+    refs = [ref for ref in (site.gate, site.up, site.down) if ref is not None]
+    own = {id(model.get_parameter(name)) for ref in refs for name in (ref.weight, ref.bias) if name}
+    for prefix, module in modules.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if id(tensor) not in own:
+                return f"{prefix}.{name}"
+    return None
 
 
 # --- the three ways: each returns its swaps, or why it cannot be taken ---
 
 
-def _owner_way(
-    model: nn.Module, site: FFNSite, weights: FFNWeights, ffn: SparseFFN, x: torch.Tensor, y: torch.Tensor
-) -> list[Swap] | str:
+def _owner_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
     if not site.owner:
         return "owner: it is the whole model"
     owner = model.get_submodule(site.owner)
+    if not site.owner_runs:
+        return f"owner: code outside {site.owner} calls its parts"
+    more = _more_than(site, model, {site.owner: owner})
+    if more:
+        return f"owner: it also holds {more}"
     with _Eval(owner):
-        problem = _runs_to(owner.forward, x, y)
+        problem = _runs_to(owner.forward, probes)
     return f"owner: {site.owner} {problem}" if problem else [Swap(owner, ffn)]
 
 
-def _chain_way(
-    model: nn.Module, site: FFNSite, weights: FFNWeights, ffn: SparseFFN, x: torch.Tensor, y: torch.Tensor
-) -> list[Swap] | str:
+def _chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
     if not site.inner:
         return "chain: part of it is code of its owner"
     sources = {_module_name(ref.weight) for ref in (site.gate, site.up) if ref is not None}
@@ -222,22 +247,24 @@ def _chain_way(
     names = [*sources, *site.inner, _module_name(site.down.weight)]
     modules = [model.get_submodule(name) for name in names]
 
+    more = _more_than(site, model, dict(zip(names, modules)))
+    if more:
+        return f"chain: it also holds {more}"
+
     def run(h: torch.Tensor) -> Any:
         for module in modules:
             h = module.forward(h)
         return h
 
     with _Eval(*modules):
-        problem = _runs_to(run, x, y)
+        problem = _runs_to(run, probes)
     if problem:
         return f"chain: {' -> '.join(names)} {problem}"
     inner = [Swap(m, Absorbed(), name) for m, name in zip(modules[1:-1], names[1:-1])]
     return [Swap(modules[0], ffn), *inner, Swap(modules[-1], Absorbed())]
 
 
-def _lazy_way(
-    model: nn.Module, site: FFNSite, weights: FFNWeights, ffn: SparseFFN, x: torch.Tensor, y: torch.Tensor
-) -> list[Swap] | str:
+def _lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
     sources: dict[str, list[str]] = {}
     refs = [("gate", site.gate), ("up", site.up)]
     for role, ref in sorted(refs, key=lambda item: item[1].rows or (0, 0) if item[1] else (0, 0)):
@@ -247,13 +274,13 @@ def _lazy_way(
     modules = {name: model.get_submodule(name) for name in (*sources, down_name)}
     for name, module in modules.items():
         parameters = {local: p.detach() for local, p in module.named_parameters()}
-        if not parameters.keys() <= {"weight", "bias"}:
+        if not parameters.keys() <= {"weight", "bias"} or any(True for _ in module.buffers()):
             return f"lazy: {name or 'the model'} holds more than one matmul"
         probe = torch.randn((1, 3, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
         probe = probe.to(parameters["weight"].dtype)
         wanted = nn.functional.linear(probe, parameters["weight"], parameters.get("bias"))
         with _Eval(module):
-            problem = _runs_to(module.forward, probe, wanted)
+            problem = _runs_to(module.forward, [(probe, wanted)])
         if problem:
             return f"lazy: {name} is not a plain linear layer ({problem})"
     roles = [role for members in sources.values() for role in members]
@@ -265,9 +292,9 @@ def _lazy_way(
     for stand_in in (*lazy, down):
         stand_in.stand_for(nn.Identity(), ffn, {})
     with _Eval(ffn):
-        outputs = [source(x) for source in lazy]
+        outputs = [source(probes[0][0]) for source in lazy]
         streams = list(outputs[0].chunk(len(roles), -1)) if len(lazy) < len(roles) else outputs
-        if down._input_of(apply_formula(formula, streams)) is not x:  # type: ignore[arg-type]
+        if down._input_of(apply_formula(formula, streams)) is None:  # type: ignore[arg-type]
             return "lazy: its own formula is not recognised"
     return [Swap(modules[name], s) for name, s in zip(sources, lazy)] + [Swap(modules[down_name], down)]
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError
 
@@ -61,6 +60,8 @@ class FFNSite:
         owner_class: its class name, for messages.
         inner: modules that alone compute everything between the projections (OPT's ``activation_fn``), in order
             of execution; empty where any of it is code of the owner. Lets a rewrite swap modules one by one.
+        owner_runs: the owner's own forward was seen to compute the FFN. False where code outside calls the owner's
+            parts (``self.mlp.down(act(self.mlp.up(x)))``), so that replacing the owner would not reach it.
     """
 
     key: str
@@ -75,6 +76,7 @@ class FFNSite:
     owner: str
     owner_class: str = field(default="", compare=False)
     inner: tuple[str, ...] = field(default=(), compare=False)
+    owner_runs: bool = field(default=True, compare=False)
 
     @property
     def gated(self) -> bool:
@@ -85,7 +87,7 @@ class FFNSite:
         """R: matrix rows that make one neuron."""
         return 3 if self.gated else 2
 
-    def weights(self, model: nn.Module) -> FFNWeights:
+    def weights(self, model: Any) -> FFNWeights:
         """The site's tensors as views into ``model``'s parameters."""
 
         def take(ref: LinearRef | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -112,17 +112,22 @@ class SparseFFN(StandIn):
             tensors[name] = tensor
         return tensors
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
+
+        ``x`` may be given by the name that the forward of the original module has for it. Under
+        ``torch.autocast`` the result has its dtype, as that of a linear layer; the computation has ``x``'s.
 
         Raises:
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
+            ConfigError: other arguments.
         """
+        x = self.only_input(args, kwargs)
         self.check_input(x)
         active = None
         if self.has_predictor:
             active = torch.ops.pi2.predict_lowrank(x, *self.predictor(), self.predictor_threshold)
-        return self._compute(x, active, self.n_hot, self.threshold)
+        return self._compute(x, active, self.n_hot, self.threshold).to(result_dtype(x))
 
     @property
     def has_predictor(self) -> bool:
@@ -233,11 +238,14 @@ class SparseFFN(StandIn):
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
         """``model.to(dtype)`` converts the bundles; scales and biases of the predictor stay float32."""
+        names = [f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")]
+        exact = {name: tensor for name in names if (tensor := self._buffers[name]) is not None}
         super()._apply(fn, recurse)
-        for name in ("a_scale", "b_scale", "bias"):
-            tensor = getattr(self, f"predictor_{name}")
-            if tensor is not None:
-                self._buffers[f"predictor_{name}"] = tensor.float()
+        for name, tensor in exact.items():
+            moved = self._buffers[name]
+            # not moved.float(): a scale of 1e-9 has become 0 in float16, a bias of 1e30 infinity
+            if moved is not None and moved.dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(moved.device)
         return self
 
     def extra_repr(self) -> str:
@@ -248,6 +256,14 @@ class SparseFFN(StandIn):
             else f"{s.activation}(up)"
         )
         return f"{s.hidden} -> {s.intermediate} -> {s.hidden}, {form}, {self.method}, {self.n_hot} hot"
+
+
+def result_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype of a linear layer's result on ``x``: that of ``torch.autocast`` where it is on."""
+    kind = x.device.type
+    if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 def make_bundles(weights: FFNWeights, order: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,15 @@ No module computes such an FFN alone, and the block's code cannot be swapped. So
 :class:`LazyFFN`, a tensor that has computed nothing and writes down what is done to it; the down linear reads
 that note. If the note says what the plan says (checked numerically once per distinct note), the sparse layer
 runs on the remembered input. In every other case the values are computed densely after all: slower, never wrong.
+
+Once its values were needed, a lazy tensor keeps them and is an ordinary one, and so are its views: what follows may
+change them in place, in ways that no note could follow.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +24,18 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from torch_pi2.graph.activation import Formula, computes
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name
-from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.ffn import SparseFFN, result_dtype
 from torch_pi2.runtime.standin import StandIn
 
 _log = logging.getLogger("torch_pi2")
+
+#: Calls whose result may be a view of their first argument, or that argument itself.
+_MAY_ALIAS = (
+    RESHAPES
+    | CASTS
+    | {"chunk", "split", "tensor_split", "getitem", "narrow"}
+    | {"contiguous", "detach", "dropout", "pos", "positive"}
+)
 
 #: Notes remembered per layer; a new sequence length makes a new one only where sizes are written into the code.
 _MAX_NOTES = 256
@@ -31,7 +43,7 @@ _MAX_NOTES = 256
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """``source(x)`` of one first linear; ``stream`` is its index among the site's (gate 0, up 1)."""
+    """``source(x)`` of one first linear, ``x`` being a copy: the caller may change its own before it is used."""
 
     source: LazySource
     x: torch.Tensor
@@ -71,9 +83,15 @@ def leaves(note: Any) -> Iterator[Leaf]:
             yield from leaves(part)
 
 
-def evaluate(note: Note, leaf_value: Callable[[Leaf], torch.Tensor], *, ignore_casts: bool) -> Any:
-    """Carry out what a note says; every node once."""
-    done: dict[int, Any] = {}
+def evaluate(
+    note: Note,
+    leaf_value: Callable[[Leaf], torch.Tensor],
+    *,
+    ignore_casts: bool,
+    known: Sequence[tuple[Note, torch.Tensor]] = (),
+) -> Any:
+    """Carry out what a note says; every node once, those in ``known`` not at all."""
+    done: dict[int, Any] = {id(part): tensor for part, tensor in known}
 
     def value(part: Any) -> Any:
         if not isinstance(part, Leaf | Call):
@@ -96,23 +114,55 @@ def evaluate(note: Note, leaf_value: Callable[[Leaf], torch.Tensor], *, ignore_c
     return value(note)
 
 
+class _Family:
+    """Lazy tensors that may share memory: ``root`` is the note of the one that all others are views of."""
+
+    def __init__(self, root: Note) -> None:
+        self.root = root
+        self._members: list[weakref.ref[LazyFFN]] = []
+
+    def add(self, member: LazyFFN) -> None:
+        self._members.append(weakref.ref(member))
+
+    def members(self) -> list[LazyFFN]:
+        """Those that still exist."""
+        return [lazy for ref in self._members if (lazy := ref()) is not None]
+
+
 class LazyFFN(torch.Tensor):
     """Shape and dtype of a projection's result, and the note of how to get its values."""
 
     note: Note
+    family: _Family
+    pinned: torch.Tensor | None  # the values, once they were needed
 
     @staticmethod
     def wrap(note: Note, like: torch.Tensor) -> LazyFFN:
         """A lazy tensor with shape, dtype and device of ``like``, whose device may be ``meta``."""
         device = next(leaves(note)).x.device
         lazy: LazyFFN = torch.Tensor._make_wrapper_subclass(LazyFFN, like.shape, dtype=like.dtype, device=device)
-        lazy.note = note
+        lazy.note, lazy.pinned = note, None
+        lazy._found_family()
         return lazy
 
+    def _found_family(self) -> None:
+        self.family = _Family(self.note)
+        self.family.add(self)
+
     def values(self) -> torch.Tensor:
-        """Computed densely."""
-        out: torch.Tensor = evaluate(self.note, lambda leaf: leaf.source.dense(leaf.x), ignore_casts=False)
-        return out
+        """Computed densely, at the first call; views of each other share memory as ordinary tensors do."""
+        if self.pinned is None:
+            root = self.family.root
+            memory = evaluate(root, lambda leaf: leaf.source.dense(leaf.x), ignore_casts=False)
+            for lazy in self.family.members():
+                lazy.pinned = evaluate(
+                    lazy.note,
+                    lambda leaf: leaf.source.dense(leaf.x),
+                    ignore_casts=False,
+                    known=[(root, memory)],
+                )
+        assert self.pinned is not None
+        return self.pinned
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,8 +172,11 @@ class LazyFFN(torch.Tensor):
                 return func(*args, **kwargs)
         flat = tree_flatten((args, kwargs))[0]
         others = [f for f in flat if isinstance(f, torch.Tensor) and not isinstance(f, LazyFFN)]
-        if op_name(func) in ELEMENTWISE and not others and "out" not in kwargs:
-            return _note_down(func, tuple(args), kwargs)
+        pinned = any(isinstance(f, LazyFFN) and f.pinned is not None for f in flat)
+        if op_name(func) in ELEMENTWISE and not others and not pinned and "out" not in kwargs:
+            in_place = bool(args) and isinstance(args[0], LazyFFN) and is_in_place(func, args, kwargs)
+            if not in_place or len(args[0].family.members()) == 1:
+                return _note_down(func, tuple(args), kwargs)
         args, kwargs = _with_values((args, kwargs))
         return func(*args, **kwargs)
 
@@ -135,12 +188,6 @@ class LazyFFN(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyFFN({self.values()!r})"
-
-
-_PLAIN_ATTRIBUTES = frozenset(["shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "grad"])
-_QUERIES = frozenset(
-    ["dim", "size", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "__len__"]
-)
 
 
 def _with_values(tree: Any) -> Any:
@@ -191,14 +238,25 @@ def _note_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*meta_args, **meta_kwargs)
     note_args, note_kwargs = tree_map_only(LazyFFN, lambda lazy: lazy.note, (args, kwargs))
     if isinstance(out, tuple | list):
-        return tuple(LazyFFN.wrap(Call(func, note_args, note_kwargs, i), part) for i, part in enumerate(out))
+        pieces = [LazyFFN.wrap(Call(func, note_args, note_kwargs, i), part) for i, part in enumerate(out)]
+        return tuple(_related(func, args, piece) for piece in pieces)
     if not isinstance(out, torch.Tensor):
         return out
     note = Call(func, note_args, note_kwargs)
     if args and isinstance(args[0], LazyFFN) and is_in_place(func, args, kwargs):
         args[0].note = note
+        args[0]._found_family()
         return args[0]
-    return LazyFFN.wrap(note, out)
+    return _related(func, args, LazyFFN.wrap(note, out))
+
+
+def _related(func: Any, args: tuple[Any, ...], result: LazyFFN) -> LazyFFN:
+    """``result`` in the family of the tensor that it may be a view of."""
+    if op_name(func) in _MAY_ALIAS:
+        base = next(f for f in tree_flatten(args)[0] if isinstance(f, LazyFFN))
+        result.family = base.family
+        base.family.add(result)
+    return result
 
 
 class LazySource(StandIn):
@@ -209,14 +267,17 @@ class LazySource(StandIn):
         self.roles = tuple(roles)  # in the order of their rows
         self.stream = stream
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         home = self._home[0]
+        x = self.only_input(args, kwargs)
         home.check_input(x)
         if torch.compiler.is_compiling():  # Dynamo sees an ordinary dense layer
             return self.dense(x)
         width = home.site.intermediate * len(self.roles)
         shape = (*x.shape[:-1], width)
-        return LazyFFN.wrap(Leaf(self, x, shape), torch.empty(shape, dtype=x.dtype, device="meta"))
+        x = x.values() if isinstance(x, LazyFFN) else x
+        # a copy of [T, H] is nothing beside the matmuls, and a later change of x by whatever view of it is harmless
+        return LazyFFN.wrap(Leaf(self, x.clone(), shape), torch.empty(shape, dtype=result_dtype(x), device="meta"))
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H] -> [..., I]`` (or ``2I``), every neuron, in original order."""
@@ -233,8 +294,9 @@ class LazyDown(StandIn):
         self.formula = formula  # over the sources' streams
         self._verified: dict[Any, bool] = {}
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         home = self._home[0]
+        h = self.only_input(args, kwargs)
         if isinstance(h, LazyFFN):
             x = self._input_of(h)
             if x is not None:
@@ -245,9 +307,11 @@ class LazyDown(StandIn):
 
     def _input_of(self, h: LazyFFN) -> torch.Tensor | None:
         """The FFN's input if ``h`` is exactly what the site computes between its linears, else None."""
+        if h.pinned is not None:
+            return None
         found = list(leaves(h.note))
         x = found[0].x
-        if any(leaf.x is not x or leaf.source._home[0] is not self._home[0] for leaf in found):
+        if any(leaf.source._home[0] is not self._home[0] or not _equal(leaf.x, x) for leaf in found):
             return None
         if h.numel() * x.shape[-1] != x.numel() * self._home[0].site.intermediate:
             return None
@@ -276,6 +340,10 @@ class LazyDown(StandIn):
             return out
 
         return computes(region, shapes, self._home[0].site.intermediate, self.formula)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one, other))
 
 
 def _has_reshape(note: Any) -> bool:

@@ -7,6 +7,7 @@ model still looks dense: ``state_dict`` carries the original names and values, a
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from torch_pi2.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_pi2.runtime.ffn import SparseFFN
@@ -28,6 +31,7 @@ class StandIn(nn.Module):
         _original: ``(module,)`` that stood here; empty for a free-standing module.
         _home: ``(SparseFFN,)`` that holds the values.
         _names: parameter name within the original -> fully-qualified name in the site.
+        _keyword: name of the first argument of the original's forward.
         _released: those names whose memory was given back (a parameter tied to something outside keeps its).
     """
 
@@ -36,12 +40,32 @@ class StandIn(nn.Module):
         self._original: tuple[nn.Module, ...] = ()
         self._home: tuple[SparseFFN, ...] = ()
         self._names: dict[str, str] = {}
+        self._keyword = "x"
         self._released: tuple[str, ...] = ()
 
     def stand_for(self, original: nn.Module, home: SparseFFN, names: Mapping[str, str]) -> None:
         """Take the place of ``original``; its parameters ``names`` live in ``home`` (see the class)."""
         self._original, self._home, self._names = (original,), (home,), dict(names)
+        self._keyword = next(iter(inspect.signature(original.forward).parameters), "x")
         self.training = original.training
+
+    def only_input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """The one tensor of a call, given by position or by the name that the original has for it.
+
+        Raises:
+            ConfigError: there are other arguments; what the original does with them is not known here.
+        """
+        given = args if not kwargs else (*args, *(v for k, v in kwargs.items() if k == self._keyword))
+        if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor):
+            return given[0]
+        found = [type(a).__name__ for a in args] + [f"{k}={type(v).__name__}" for k, v in kwargs.items()]
+        home = self._home[0] if self._home else self
+        raise ConfigError(
+            f"arguments of {home.site.key}",
+            expected=f"one tensor, by position or as {self._keyword}=",
+            found=", ".join(found) or "none",
+            fix="Leave the other arguments out, or torch_pi2.restore(model) and plan without this layer.",
+        )
 
     @property
     def original(self) -> nn.Module:
@@ -144,5 +168,5 @@ class StandIn(nn.Module):
 class Absorbed(StandIn):
     """Stands for an activation or down projection that the ``SparseFFN`` before it has already computed."""
 
-    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return x
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.only_input(args, kwargs)
