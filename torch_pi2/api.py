@@ -30,10 +30,10 @@ from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.size import FittedPredictors, causal_lm_loss, cold_neurons
 from torch_pi2.predict.size import fit as fit_predictors
 from torch_pi2.profile.data import Batch, batches
-from torch_pi2.profile.recorder import evaluating
 from torch_pi2.profile.run import profile as profile_sites
 from torch_pi2.profile.samples import sample_bytes
 from torch_pi2.profile.stats import ActivationStats
+from torch_pi2.runtime.modes import evaluating
 
 _log = logging.getLogger("torch_pi2")
 

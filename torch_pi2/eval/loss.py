@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
-from torch_pi2.profile.recorder import evaluating
+from torch_pi2.runtime.modes import evaluating
 
 
 @dataclass(frozen=True)

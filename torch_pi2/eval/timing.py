@@ -19,7 +19,7 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.sites import FFNSite
-from torch_pi2.profile.recorder import evaluating
+from torch_pi2.runtime.modes import evaluating
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from torch_pi2.errors import CalibrationError, DeviceError, UnsupportedModelError
+from torch_pi2.runtime.modes import evaluating
 
 
 @dataclass
@@ -109,18 +110,9 @@ def _fresh_caller() -> Any:
 
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no fused encoder path (it hides the linears), and all put back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    try:
-        model.eval()
-        torch.backends.mha.set_fastpath_enabled(False)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for module, mode in modes:
-            module.training = mode
+    """Evaluation mode, and the user's random state put back afterwards."""
+    with evaluating(model), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def _refuse_meta(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from torch_pi2.graph.sites import FFNSite
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.runtime.ffn import SparseFFN, dense_reference
 from torch_pi2.runtime.lazy import LazyDown, LazySource
+from torch_pi2.runtime.modes import evaluating
 from torch_pi2.runtime.standin import Absorbed, StandIn
 
 #: Largest difference, relative to the largest value, between two orders of summation.
@@ -233,7 +234,7 @@ def _owner_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence
     more = _more_than(site, model, {site.owner: owner})
     if more:
         return f"owner: it also holds {more}"
-    with _Eval(owner):
+    with evaluating(owner):
         problem = _runs_to(owner.forward, probes)
     return f"owner: {site.owner} {problem}" if problem else [Swap(owner, ffn)]
 
@@ -256,7 +257,7 @@ def _chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence
             h = module.forward(h)
         return h
 
-    with _Eval(*modules):
+    with evaluating(*modules):
         problem = _runs_to(run, probes)
     if problem:
         return f"chain: {' -> '.join(names)} {problem}"
@@ -279,7 +280,7 @@ def _lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
         probe = torch.randn((1, 3, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
         probe = probe.to(parameters["weight"].dtype)
         wanted = nn.functional.linear(probe, parameters["weight"], parameters.get("bias"))
-        with _Eval(module):
+        with evaluating(module):
             problem = _runs_to(module.forward, [(probe, wanted)])
         if problem:
             return f"lazy: {name} is not a plain linear layer ({problem})"
@@ -291,7 +292,7 @@ def _lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
     down = LazyDown(ffn, formula)
     for stand_in in (*lazy, down):
         stand_in.stand_for(nn.Identity(), ffn, {})
-    with _Eval(ffn):
+    with evaluating(ffn):
         outputs = [source(probes[0][0]) for source in lazy]
         streams = list(outputs[0].chunk(len(roles), -1)) if len(lazy) < len(roles) else outputs
         if down._input_of(apply_formula(formula, streams)) is None:  # type: ignore[arg-type]
@@ -301,21 +302,6 @@ def _lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
 
 def _module_name(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-class _Eval:
-    """Eval mode for a while, module by module as it was afterwards."""
-
-    def __init__(self, *roots: nn.Module) -> None:
-        self.modes = [(module, module.training) for root in roots for module in root.modules()]
-
-    def __enter__(self) -> None:
-        for module, _ in self.modes:
-            module.training = False
-
-    def __exit__(self, *_: Any) -> None:
-        for module, mode in self.modes:
-            module.training = mode
 
 
 def _install(model: nn.Module, site: FFNSite, ffn: SparseFFN, swaps: Sequence[Swap]) -> None:

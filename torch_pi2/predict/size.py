@@ -36,10 +36,11 @@ from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.protocol import PredictorCard
 from torch_pi2.predict.train import calibrate, measure, train_lowrank
 from torch_pi2.profile.data import Batch, batches
-from torch_pi2.profile.recorder import check_sites, evaluating
+from torch_pi2.profile.recorder import check_sites
 from torch_pi2.profile.samples import Samples, collect_samples
 from torch_pi2.profile.stats import ActivationStats, check_artifact
 from torch_pi2.runtime.files import atomic_folder_files, read_tensors
+from torch_pi2.runtime.modes import evaluating
 
 PREDICTORS_VERSION = 1
 PREDICTORS_FILE = "predictors.safetensors"

@@ -6,8 +6,7 @@ the sink receives lives until the sink returns, so nothing grows with the length
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch_pi2.graph.matmuls import MatmulIndex
 from torch_pi2.graph.sites import FFNSite, check_weights
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profile.data import Batch
+from torch_pi2.runtime.modes import evaluating
 
 
 @dataclass
@@ -124,25 +124,6 @@ class ActivationRecorder(TorchDispatchMode):
                 )
             return torch.ones(rows, dtype=torch.bool), None
         return mask_BT.flatten(), (mask_BT.shape[0], mask_BT.shape[1])
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's own training flag is restored afterwards.
-
-    ``nn.TransformerEncoderLayer``'s fused fast path is off meanwhile: it hides the FFN's matmuls.
-    """
-    flags = [(m, m.training) for m in model.modules()]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    model.eval()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for module, training in flags:
-            module.training = training
 
 
 def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
