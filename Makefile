@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install demo test test-python test-cpp sanitize lint format bench clean
+.PHONY: install demo test test-python test-cpp test-arm sanitize lint format bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -42,6 +42,18 @@ test-cpp: install
 	$(BIN)/cmake --build build/tests
 	$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error
 
+# The C++ tests for 64-bit ARM: Debian's cross compiler, and qemu as a CPU that has everything, as one without the matrix
+# products and as plain armv8-a. PI2_TEST_ISAS says what must be found there.
+test-arm: install
+	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool >/dev/null || \
+	  { echo "make test-arm needs $$tool: apt-get install g++-aarch64-linux-gnu qemu-user-static" >&2; exit 1; }; done
+	@mkdir -p build
+	$(BIN)/cmake -S . -B build/arm -G Ninja --toolchain cmake/aarch64-linux-gnu.cmake -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/arm.log 2>&1 || { cat build/arm.log; exit 1; }
+	$(BIN)/cmake --build build/arm
+	QEMU_CPU=max PI2_TEST_ISAS=scalar,neon,neon_dotprod,neon_i8mm $(BIN)/ctest --test-dir build/arm -j 2 --output-on-failure --no-tests=error
+	QEMU_CPU=cortex-a76 PI2_TEST_ISAS=scalar,neon,neon_dotprod $(BIN)/ctest --test-dir build/arm -R 'kernels|quantized' --output-on-failure --no-tests=error
+	QEMU_CPU=cortex-a53 PI2_TEST_ISAS=scalar,neon $(BIN)/ctest --test-dir build/arm -j 2 --output-on-failure --no-tests=error
+
 # The C++ tests once more under the address, undefined-behaviour and thread sanitizers.
 sanitize: install
 	@mkdir -p build
@@ -63,8 +75,30 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+# Whole models and single layers on this machine, some 30 minutes: results as JSON and as a page, bench/results/README.md.
+# A 7B model and llama.cpp beside it need 14 GB of memory and 9 GB of disk (in work/bench, kept for the next time).
+BENCH_THREADS ?= 2
+BENCH_ROUNDS ?= 5
+BENCH_SHAPES ?= llama-1b mistral-7b
+BENCH_ACTIVATIONS ?= float int8
+BENCH := $(BIN)/torch-pi2 bench
+BENCH_OUT := bench/results
+
 bench: install
-	$(BIN)/torch-pi2 bench ffn --hidden 4096 --intermediate 14336 --active 0.1 --dtype bf16 --threads 2
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[bench]' --no-build-isolation
+	@mkdir -p $(BENCH_OUT)
+	@set -e; for kind in $(BENCH_ACTIVATIONS); do \
+	  echo "layer int4 $$kind"; \
+	  $(BENCH) layer --weights int4 --activations $$kind --threads $(BENCH_THREADS) --json >$(BENCH_OUT)/.new; \
+	  mv $(BENCH_OUT)/.new $(BENCH_OUT)/layer-int4-$$kind.json; \
+	  for shape in $(BENCH_SHAPES); do \
+	    echo "decode $$shape int4 $$kind"; \
+	    $(BENCH) decode --shape $$shape --weights int4 --activations $$kind --threads $(BENCH_THREADS) \
+	      --prompt 128 --tokens 32 --rounds $(BENCH_ROUNDS) --batch 1,2,4,8 --cpp-wrapper --peer llama.cpp --json >$(BENCH_OUT)/.new; \
+	    mv $(BENCH_OUT)/.new $(BENCH_OUT)/decode-$$shape-int4-$$kind.json; \
+	  done; \
+	done
+	$(BIN)/python -m torch_pi2.bench.table $(BENCH_OUT)
 
 clean:
 	rm -rf build dist demo-out torch_pi2/_lib .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed

@@ -12,6 +12,8 @@ from torch_pi2.config import Config
 from torch_pi2.errors import Pi2Error
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.store.quantize import quantize
+from torch_pi2.store.synthetic import synthetic
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,8 @@ __all__ = [
     "optimize",
     "plan",
     "profile",
+    "quantize",
     "restore",
     "save",
+    "synthetic",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,35 +20,42 @@ from torch_pi2.config import Config
 from torch_pi2.errors import CalibrationError, ConfigError, DtypeError
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.rewrite import restore as restore_modules
-from torch_pi2.graph.rewrite import rewrite
+from torch_pi2.graph.rewrite import rewrite, sparse_layers
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.plan.greedy import greedy_plan, hot_cut, plan_without_data
-from torch_pi2.plan.plan import Plan, weights_hash
-from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.predict.size import FittedPredictors, causal_lm_loss, cold_neurons
+from torch_pi2.plan.plan import PREDICTED, Plan, weights_hash
+from torch_pi2.predict.signbit_fit import fit_signbit
+from torch_pi2.predict.size import AnyPredictor, FittedPredictors, causal_lm_loss, cold_neurons
 from torch_pi2.predict.size import fit as fit_predictors
 from torch_pi2.profile.data import Batch, batches
 from torch_pi2.profile.run import profile as profile_sites
 from torch_pi2.profile.samples import sample_bytes
 from torch_pi2.profile.stats import ActivationStats
+from torch_pi2.quant.inputs import InputStats, gather_inputs
+from torch_pi2.quant.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
 from torch_pi2.runtime.modes import evaluating
 
 _log = logging.getLogger("torch_pi2")
 
-#: Tokens that predictors are fitted to, and the memory their samples may take.
+#: Tokens that predictors are fitted to (sign-bit ones: calibrated on), and the memory their samples may take.
 _FIT_TOKENS = 20_000
+_SIGNBIT_TOKENS = 8192
 _FIT_BYTES = 2 << 30
 
 
 @dataclass
 class Optimized:
-    """What an optimised model was made with; attached to it as ``model.torch_pi2``."""
+    """What an optimised model was made with; attached to it as ``model.torch_pi2``.
+
+    ``quantization``: name of a linear layer or key of an FFN -> what quantising did to it; empty for float weights.
+    """
 
     plan: Plan
     predictors: FittedPredictors
     stats: ActivationStats | None
+    quantization: dict[str, LayerError] = field(default_factory=dict)
 
 
 def _calibration(data: Any, tokenizer: Any, config: Config) -> list[Batch]:
@@ -154,6 +161,8 @@ def fit(
 ) -> FittedPredictors:
     """Fit low-rank predictors for the cold neurons, sized until the model's loss changes less than the tolerance.
 
+    With ``config.method`` "signbit": sign-bit predictors, each with the recall of ``config.target_recall``.
+
     ``data`` must give next-token logits (a causal language model); for other models use
     :func:`torch_pi2.predict.fit` with a ``loss_fn``.
 
@@ -178,6 +187,18 @@ def _fit(
     n_tokens = max(1024, min(_FIT_TOKENS, _FIT_BYTES // max(1, per_token)))
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
+    if config.method == "signbit":
+        return fit_signbit(
+            model,
+            data,
+            sites,
+            stats,
+            cold={s.key: cold_neurons(stats, s.key, hot_cut(s, config)) for s in sites},
+            n_tokens=min(n_tokens, _SIGNBIT_TOKENS),
+            target_recall=config.target_recall,
+            seed=config.seed,
+            progress=progress,
+        )
     return fit_predictors(
         model,
         data,
@@ -199,7 +220,7 @@ def _fit(
 def plan(
     model: nn.Module,
     stats: ActivationStats,
-    predictors: Mapping[str, LowRank] | None = None,
+    predictors: Mapping[str, AnyPredictor] | None = None,
     *,
     config: Config | None = None,
     example: Any = None,
@@ -223,7 +244,7 @@ def _plan(
     model: nn.Module,
     sites: list[FFNSite],
     stats: ActivationStats,
-    predictors: Mapping[str, LowRank] | None,
+    predictors: Mapping[str, AnyPredictor] | None,
     config: Config,
 ) -> Plan:
     if isinstance(predictors, FittedPredictors):
@@ -239,19 +260,24 @@ def optimize(
     *,
     tokenizer: Any = None,
     stats: ActivationStats | None = None,
-    predictors: Mapping[str, LowRank] | None = None,
+    predictors: Mapping[str, AnyPredictor] | None = None,
+    weights: str | None = None,
+    activations: str | None = None,
     progress: bool = False,
 ) -> nn.Module:
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
 
     Without ``calibration`` only the lossless exact gate is possible, which skips something only in ReLU-family
     models. With it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. ``generate``, ``save_pretrained``
-    and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit.
+    and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit, unless weights are quantised.
 
     Args:
         model: any ``nn.Module`` on the CPU with feed-forward layers of a known form.
         calibration: as ``data`` of :func:`profile`.
         stats, predictors: made earlier; what is given is not made again.
+        weights, activations: instead of those of ``config``: ``int4`` or ``int8`` weights for FFNs and all other large
+            linear layers, and ``int8`` inputs of these (lossy; ``model.torch_pi2.quantization`` has every layer's
+            error).
         progress: progress bars on standard error (terminals only).
 
     Raises:
@@ -259,17 +285,18 @@ def optimize(
     """
     load_library()
     config = config or Config()
+    config = replace(config, weights=weights or config.weights, activations=activations or config.activations)
     if calibration is None and stats is None:
-        return _optimize_without_data(model, config)
+        return _optimize_without_data(model, config, progress)
     data = None if calibration is None else _calibration(calibration, tokenizer, config)
     sites = _sites(model, data)
     if stats is None:
         assert data is not None
         stats = _profile(model, data, sites, config, progress)
-    if predictors is None and (config.method == "lowrank" or (config.method == "auto" and _can_fit(model, data))):
+    if predictors is None and (config.method in PREDICTED or (config.method == "auto" and _can_fit(model, data))):
         if data is None:
             raise CalibrationError(
-                "optimize(method='lowrank')",
+                f"optimize(method='{config.method}')",
                 expected="calibration data or fitted predictors",
                 found="neither",
                 fix="Pass calibration=..., or predictors=torch_pi2.fit(...).",
@@ -277,7 +304,7 @@ def optimize(
         predictors = _fit(model, data, sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, sites, stats, fitted, config)
-    return _apply(model, Optimized(made, fitted, stats), progress)
+    return _apply(model, Optimized(made, fitted, stats), progress, config, data)
 
 
 def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
@@ -293,10 +320,10 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
     return True
 
 
-def _optimize_without_data(model: nn.Module, config: Config) -> nn.Module:
+def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> nn.Module:
     sites = _sites(model, None)
     smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
-    if config.method in ("threshold", "lowrank") or (smooth and config.method == "auto"):
+    if config.method in ("threshold", *PREDICTED) or (smooth and config.method == "auto"):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         raise CalibrationError(
             f"optimize without calibration, {wanted}",
@@ -305,14 +332,49 @@ def _optimize_without_data(model: nn.Module, config: Config) -> nn.Module:
             fix="Pass calibration=text or ids (torch_pi2.profile.text.stdlib_text('train') needs no download).",
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
-    return _apply(model, Optimized(made, FittedPredictors(), None), False)
+    return _apply(model, Optimized(made, FittedPredictors(), None), progress, config)
 
 
-def _apply(model: nn.Module, parts: Optimized, progress: bool) -> nn.Module:
-    rewrite(model, parts.plan, parts.predictors, progress=progress)
+def _apply(
+    model: nn.Module,
+    parts: Optimized,
+    progress: bool,
+    config: Config | None = None,
+    data: list[Batch] | None = None,
+) -> nn.Module:
+    config = config or Config()
+    if config.weights == "float":
+        rewrite(model, parts.plan, parts.predictors, progress=progress)
+    else:
+        _apply_quantised(model, parts, progress, config, data)
     # A plain attribute: nn.Module would refuse nothing here, but state_dict and parameters() must not see it.
     object.__setattr__(model, "torch_pi2", parts)
     return model
+
+
+def _apply_quantised(
+    model: nn.Module, parts: Optimized, progress: bool, config: Config, data: list[Batch] | None
+) -> None:
+    sites = [layer.site for layer in parts.plan.layers]
+    weighted = config.quantization == "weighted"
+    if weighted and not data:
+        raise CalibrationError(
+            "optimize(quantization='weighted')",
+            expected="calibration data",
+            found="none",
+            fix="Pass calibration=..., or leave quantization out.",
+        )
+    linears, _ = find_linears(model, sites, data[0] if data else None)
+    check_linears(linears, config.weights)
+    inputs: dict[str, InputStats] = {}
+    if data:
+        some = data if weighted else data[:1]  # the first batch is enough to measure errors of outputs
+        inputs = gather_inputs(model, some, sites, linears, progress=progress)
+    storage = Storage(config.weights, config.activations == "int8", inputs, weighted)
+    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage)
+    for layer in sparse_layers(model):
+        parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
+    parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
 
 
 def parts_of(model: nn.Module) -> Optimized:
@@ -329,7 +391,11 @@ def parts_of(model: nn.Module) -> Optimized:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give the original modules and weights back, bit for bit; returns ``model``. A dense model is left alone."""
+    """Give the original modules and weights back, bit for bit; returns ``model``. A dense model is left alone.
+
+    Raises:
+        ConfigError: weights are quantised, which cannot be undone.
+    """
     restore_modules(model)
     if isinstance(getattr(model, "torch_pi2", None), Optimized):
         object.__delattr__(model, "torch_pi2")

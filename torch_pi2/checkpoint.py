@@ -1,11 +1,13 @@
 """``save`` and ``load``: an optimised model on disk is an ordinary dense checkpoint plus a ``pi2/`` folder.
 
 ``pi2/`` holds plan.json, plan.safetensors, predictors.safetensors and stats.safetensors. The rest is what
-``save_pretrained`` writes (or ``model.safetensors`` for other modules), so every other tool still reads it.
+``save_pretrained`` writes (or ``model.safetensors`` for other modules), so every other tool still reads it. A model
+with quantised weights has them in ``pi2/weights.safetensors``, and only its configuration and tokenizer outside.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -16,11 +18,14 @@ import torch
 from torch import nn
 
 from torch_pi2.api import Optimized, _apply, parts_of
-from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.size import PREDICTORS_FILE, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.profile.stats import STATS_FILE, ActivationStats
+from torch_pi2.store.dense import load_dense as quantized_as_dense
+from torch_pi2.store.sparse import load_sparse, save_weights, weights_of
+from torch_pi2.store.weights import WEIGHTS_FILE
 
 PI2_FOLDER = "pi2"
 _WEIGHTS = "model.safetensors"
@@ -39,7 +44,13 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        if hasattr(model, "save_pretrained"):
+        if weights_of(model) != "float":
+            save_weights(model, parts.plan, staging / PI2_FOLDER)
+            # configuration and modelling code, with a file of no weights
+            model.save_pretrained(staging, state_dict={})  # type: ignore[operator]
+            for path in staging.glob("model*.safetensors*"):
+                path.unlink()
+        elif hasattr(model, "save_pretrained"):
             model.save_pretrained(staging)  # type: ignore[operator]
         else:
             from safetensors.torch import save_model
@@ -51,7 +62,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         save_predictors(staging / PI2_FOLDER, parts.predictors, parts.plan.model_hash)
         if parts.stats is not None:
             parts.stats.save(staging / PI2_FOLDER)
-        _swap(staging, folder)
+        swap_in(staging, folder)
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise ArtifactError(
@@ -88,10 +99,12 @@ def _parts_of_these_weights(model: nn.Module) -> Optimized:
         StaleArtifactError: predictors or thresholds were fitted to other weights.
     """
     parts = parts_of(model)
+    if weights_of(model) != "float":
+        return parts  # rows cannot be changed any more; the hash stays that of the float weights
     found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
     if found == parts.plan.model_hash:
         return parts
-    fitted = sorted({layer.method for layer in parts.plan.layers} & {"lowrank", "threshold"})
+    fitted = sorted({layer.method for layer in parts.plan.layers} & {"lowrank", "signbit", "threshold"})
     if fitted:
         raise StaleArtifactError(
             f"plan with {' and '.join(fitted)} layers",
@@ -117,7 +130,7 @@ def check_replaceable(folder: Path) -> None:
         )
 
 
-def _swap(staging: Path, folder: Path) -> None:
+def swap_in(staging: Path, folder: Path) -> None:
     """Put ``staging`` in the place of ``folder``; the old content goes last."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     if folder.exists():
@@ -137,18 +150,24 @@ def load(
     model: nn.Module | None = None,
     trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,
+    activations: str = "float",
     progress: bool = False,
 ) -> nn.Module:
-    """Read what :func:`save` wrote and return the optimised model, in evaluation mode.
+    """Read what :func:`save`, :func:`torch_pi2.quantize` or :func:`torch_pi2.synthetic` wrote: the optimised model.
+
+    It is in evaluation mode. Quantised weights are read once, into the memory that they are computed from.
 
     Args:
         folder: a Hugging Face checkpoint with a ``pi2/`` folder in it. Nothing is downloaded.
-        model: an instance to load into, for models that transformers cannot build.
+        model: an instance to load into, for models that transformers cannot build (float weights only).
         trust_remote_code: passed to transformers, for checkpoints with modelling code of their own.
-        dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError.
+        dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. Of a
+            quantised folder: that of what is float in it, and of the hidden states.
+        activations: with quantised weights ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
+        UnsupportedModelError: a quantised mixture of experts. ConfigError: a setting that this folder cannot have.
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
@@ -157,6 +176,21 @@ def load(
     if (pi2 / PREDICTORS_FILE).exists():
         predictors = load_predictors(pi2, model_hash=plan.model_hash)
     stats = ActivationStats.load(pi2, model_hash=plan.model_hash) if (pi2 / STATS_FILE).exists() else None
+    if (pi2 / WEIGHTS_FILE).exists():
+        _check_settings(folder, model, activations)
+        quantized = load_sparse(
+            folder,
+            pi2,
+            plan,
+            predictors,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            int8_activations=activations == "int8",
+            progress=progress,
+        )
+        object.__setattr__(quantized, "torch_pi2", Optimized(plan, predictors, stats))
+        return quantized
+    _check_float(folder, activations)
     if model is None:
         model = _from_pretrained(folder, trust_remote_code, dtype)
     else:
@@ -164,6 +198,77 @@ def load(
         if dtype is not None:
             model = model.to(dtype)
     return _apply(model.eval(), Optimized(plan, predictors, stats), progress)
+
+
+def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> None:
+    """Raises ConfigError or UnsupportedModelError for what a quantised folder cannot be loaded with."""
+    _refuse_experts(folder)
+    if model is not None:
+        raise ConfigError(
+            f"load({folder}, model=...)",
+            expected="no model: a quantised one is built from its configuration",
+            found=f"a {type(model).__name__}",
+            fix="Leave model out, or use load_dense for the float weights.",
+        )
+    if activations not in ("float", "int8"):
+        raise ConfigError("load(activations=...)", expected="float or int8", found=repr(activations), fix="Correct it.")
+
+
+def _check_float(folder: Path, activations: str) -> None:
+    if activations != "float":
+        raise ConfigError(
+            f"load({folder}, activations=...)",
+            expected="float, as the weights are float",
+            found=repr(activations),
+            fix="Quantise the folder first (torch_pi2.quantize).",
+        )
+
+
+def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The dense equivalent of a folder of ours: the ordinary model, in evaluation mode, without anything sparse.
+
+    Of a quantised folder these are the numbers that its rows stand for (in float32 exactly, in bfloat16 rounded); of
+    any other folder the model that transformers loads.
+
+    Args:
+        dtype: of all weights (default: as the configuration says).
+
+    Raises:
+        ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
+    """
+    folder = Path(folder)
+    pi2 = folder / PI2_FOLDER
+    if not (pi2 / WEIGHTS_FILE).exists():
+        return _from_pretrained(folder, trust_remote_code, dtype).eval()
+    _refuse_experts(folder)
+    return quantized_as_dense(folder, pi2, Plan.load(pi2), dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def _refuse_experts(folder: Path) -> None:
+    """Raises UnsupportedModelError for a quantised mixture of experts, which can be written and not yet run."""
+    experts = read_config(folder).get("num_local_experts")
+    if experts:
+        raise UnsupportedModelError(
+            str(folder),
+            expected="a dense decoder",
+            found=f"a mixture of {experts} experts",
+            fix="Loading quantised experts is not supported yet; the folder itself is complete.",
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises ArtifactError if it is missing or damaged."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}")
+    except (OSError, ValueError) as error:
+        reason = "nothing" if isinstance(error, FileNotFoundError) else f"damage ({error})"
+        raise ArtifactError(
+            str(path), expected="a model's configuration", found=reason, fix="Check the folder's name."
+        ) from error
+    return found
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.match import Match, Projection, match_ffns
+from torch_pi2.graph.merge import merge_linears
 from torch_pi2.graph.rewrite import predictor_tensors
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops import load
@@ -64,15 +65,17 @@ def backend(
     """
     plan, predictors = _read_options(options)
     sparse: list[_Sparse] = []
+    merged: list[torch.Tensor] = []
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
         _warn_once("a graph that needs gradients is compiled densely; call the model under torch.no_grad()")
     else:
         changed = _copy(gm)
         sparse = _make_sparse(changed, example_inputs, plan, predictors)
-        gm = changed if sparse else gm
+        merged = merge_linears(changed, _weights(changed, example_inputs))
+        gm = changed if sparse or merged else gm
     placeholders = gm.graph.find_nodes(op="placeholder")
     ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
-    return _with_bundles(_inductor(gm, [*example_inputs, *ours], mode), sparse)
+    return _with_bundles(_inductor(gm, [*example_inputs, *ours], mode), sparse, merged)
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
@@ -172,11 +175,13 @@ class _Sparse:
     extra: list[torch.Tensor]
 
 
-def _with_bundles(compiled: Callable[..., Any], sparse: Sequence[_Sparse]) -> Callable[..., Any]:
-    """Call compiled code with the bundles as further inputs, up to date."""
-    if not sparse:
+def _with_bundles(
+    compiled: Callable[..., Any], sparse: Sequence[_Sparse], merged: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
+    """Call compiled code with the bundles, up to date, and merged linears as further inputs."""
+    if not sparse and not merged:
         return compiled
-    extra = [tensor for layer in sparse for tensor in layer.extra]
+    extra = [tensor for layer in sparse for tensor in layer.extra] + [*merged]
 
     def run(*args: Any) -> Any:
         for layer in sparse:
@@ -187,6 +192,17 @@ def _with_bundles(compiled: Callable[..., Any], sparse: Sequence[_Sparse]) -> Ca
 
 
 # --- the graph ---
+
+
+def _weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:
+    """Placeholders that are parameters or buffers of the model, with their tensors."""
+    found = {}
+    for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
+        source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+        name = source() if callable(source) else str(source)
+        if isinstance(tensor, torch.Tensor) and ("_parameters" in name or "_buffers" in name):
+            found[node] = tensor
+    return found
 
 
 def _make_sparse(
@@ -357,9 +373,8 @@ def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx
     with gm.graph.inserting_before(match.down.nodes[0]):
         active = None
         if ffn.has_predictor:
-            active = gm.graph.call_function(
-                torch.ops.pi2.predict_lowrank.default, (x, *predictor, ffn.predictor_threshold)
-            )
+            predict, settings = ffn.predictor_call()
+            active = gm.graph.call_function(predict, (x, *predictor, *settings))
         settings = (site.activation, site.activation_on_up, ffn.n_hot, ffn.threshold)
         node = gm.graph.call_function(torch.ops.pi2.sparse_ffn.default, (x, *tensors, active, *settings))
     node.meta = dict(result.meta)

@@ -12,6 +12,8 @@ float load_float(const void* data, DType dtype, std::int64_t index) {
     case DType::kBF16: return BF16::widen(static_cast<const std::uint16_t*>(data)[index]);
     case DType::kF16: return F16::widen(static_cast<const std::uint16_t*>(data)[index]);
     case DType::kI8: return I8::widen(static_cast<const std::int8_t*>(data)[index]);
+    case DType::kQ4:
+    case DType::kQ8: break;  // groups, not numbers
   }
   return 0;
 }

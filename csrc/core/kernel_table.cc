@@ -5,39 +5,56 @@
 
 #include "pi2/kernels.h"
 
+#if defined(PI2_HAVE_NEON) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#ifndef HWCAP2_I8MM  // headers older than Linux 5.10
+#define HWCAP2_I8MM (1 << 13)
+#endif
+#endif
+
 namespace pi2 {
 namespace {
 
-// kernels/list.inc is grouped by instruction set; each include below keeps one group by its name.
 constexpr int index_of(const char* dtype) {
   return dtype[0] == 'b'   ? static_cast<int>(DType::kBF16)
          : dtype[0] == 'i' ? static_cast<int>(DType::kI8)
+         : dtype[0] == 'q' ? static_cast<int>(dtype[1] == '4' ? DType::kQ4 : DType::kQ8)
          : dtype[1] == '3' ? static_cast<int>(DType::kF32)
                            : static_cast<int>(DType::kF16);
 }
 
-KernelTable build(const char* isa) {
-  KernelTable table{isa, {}, {}, nullptr};
-#define PI2_DOT(name, dtype) \
-  if (std::strcmp(isa, #name) == 0) table.dot[index_of(#dtype)] = dot_##dtype##__##name;
-#define PI2_AXPY(name, dtype) \
-  if (std::strcmp(isa, #name) == 0) table.axpy[index_of(#dtype)] = axpy_##dtype##__##name;
-#define PI2_READ(name) \
-  if (std::strcmp(isa, #name) == 0) table.read = read__##name;
+// `table` with everything that kernels/list.inc has for `isa` put over it.
+KernelTable extended(KernelTable table, const char* isa) {
+  table.isa = isa;
+#define PI2_ENTRY(name, member, value) \
+  if (std::strcmp(isa, #name) == 0) table.member = value;
+#define PI2_DOT(name, dtype) PI2_ENTRY(name, dot[index_of(#dtype)], dot_##dtype##__##name)
+#define PI2_DOT_A8(name, dtype) PI2_ENTRY(name, dot_a8[index_of(#dtype)], dot_a8_##dtype##__##name)
+#define PI2_AXPY(name, dtype) PI2_ENTRY(name, axpy[index_of(#dtype)], axpy_##dtype##__##name)
+#define PI2_PREPARE(name, dtype) PI2_ENTRY(name, prepare[index_of(#dtype)], prepare_##dtype##__##name)
+#define PI2_PREPARE_A8(name, dtype) PI2_ENTRY(name, prepare_a8[index_of(#dtype)], prepare_a8_##dtype##__##name)
+#define PI2_RESTORE(name, dtype) PI2_ENTRY(name, restore[index_of(#dtype)], restore_##dtype##__##name)
+#define PI2_PREPARE_GEMM(name, dtype) PI2_ENTRY(name, prepare_gemm[index_of(#dtype)], prepare_gemm_##dtype##__##name)
+#define PI2_PANEL(name, dtype) PI2_ENTRY(name, panel[index_of(#dtype)], panel_##dtype##__##name)
+#define PI2_GEMM(name) PI2_ENTRY(name, gemm, gemm__##name)
+#define PI2_READ(name) PI2_ENTRY(name, read, read__##name)
+#define PI2_SIGNS(name) PI2_ENTRY(name, count_signs, count_signs__##name)
 #include "kernels/list.inc"
-#undef PI2_DOT
-#undef PI2_AXPY
-#undef PI2_READ
+#include "kernels/list_end.inc"
+#undef PI2_ENTRY
   return table;
 }
 
 struct Available {
-  KernelTable tables[3];
-  const KernelTable* pointers[3];
+  static constexpr int kMost = 8;
+  KernelTable tables[kMost];
+  const KernelTable* pointers[kMost];
   int count = 0;
 
-  void add(const char* isa) {
-    tables[count] = build(isa);
+  // Adds `isa`, which has what `parent` has where it lists nothing itself.
+  void add(const char* isa, const char* parent = nullptr) {
+    tables[count] = extended(parent == nullptr ? KernelTable{} : *find(parent), isa);
     pointers[count] = &tables[count];
     ++count;
   }
@@ -46,10 +63,19 @@ struct Available {
     add("scalar");
 #if defined(PI2_HAVE_X86)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) add("avx2");
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      add("avx2", "scalar");
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
-      add("avx512");
+      add("avx512", "avx2");
+    if (find("avx512") != nullptr && __builtin_cpu_supports("avx512vnni")) add("avx512vnni", "avx512");
+#endif
+#if defined(PI2_HAVE_NEON)
+    add("neon", "scalar");  // part of every 64-bit ARM CPU
+#if defined(__linux__)
+    if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0) add("neon_dotprod", "neon");
+    if (find("neon_dotprod") != nullptr && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0) add("neon_i8mm", "neon_dotprod");
+#endif
 #endif
   }
 

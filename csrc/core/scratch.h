@@ -6,7 +6,7 @@
 
 namespace pi2 {
 
-enum class Scratch { kInput, kPartials, kIds, kCount };
+enum class Scratch { kInput, kPartials, kIds, kMask, kCount };
 
 // A 64-byte aligned buffer of at least `count` floats; contents are undefined. Valid until the same thread asks for
 // the same slot again.

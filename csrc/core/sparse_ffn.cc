@@ -15,7 +15,10 @@
 #include "core/activation.h"
 #include "core/convert.h"
 #include "core/counters.h"
+#include "core/down_queue.h"
+#include "core/prompt.h"
 #include "core/scratch.h"
+#include "core/timings.h"
 #include "pi2/ffn.h"
 #include "pi2/kernels.h"
 
@@ -24,35 +27,41 @@ namespace {
 
 constexpr std::int64_t kTokenTile = 64;  // tokens per pass over the weights: bounds the scratch of partial sums
 constexpr std::int64_t kTinyMacs = 1 << 20;
-constexpr std::int64_t kScan = 1024;  // neurons whose masks are combined at a time
-constexpr std::int64_t kBlock = 16;   // neurons per block
+constexpr std::int64_t kScan = 1024;        // neurons whose masks are combined at a time
+constexpr std::int64_t kBlock = 16;         // neurons per block
+constexpr std::int64_t kBlockOfOne = 4;     // of one token: little waits between being read and being used
+constexpr std::int64_t kAheadBytes = 20480;  // how far ahead reads are asked for: memory answers after 200 ns and more
 
 // The tokens of a pass that a neuron is computed for: sparsity is per token, not per batch.
 struct Tokens {
   std::int64_t n = 0;
   std::int64_t id[kTokenTile];
-  const float* x[kTokenTile];
+  const void* x[kTokenTile];
 
-  void add(std::int64_t token, const float* x_TH, std::int64_t hidden) {
+  void add(std::int64_t token, const float* x_TW, std::int64_t width) {
     id[n] = token;
-    x[n++] = x_TH + token * hidden;
+    x[n++] = x_TW + token * width;
   }
 };
 
-// One pass: at most kTokenTile tokens, inputs already float.
+// One pass: at most kTokenTile tokens, inputs as the kernels want them.
 struct Pass {
   const FfnArgs& args;
   const KernelTable& table;
-  const float* x_TH;
+  std::int64_t width;          // floats of an input or partial sum: hidden, or padded(hidden) for quantised weights
+  const float* x_TW;           // prepared
   const std::uint8_t* active;  // of the first token of the pass, or null
   std::int64_t tokens;
-  float* partials;     // [chunks, tokens, hidden]
+  float* partials;     // [chunks, tokens, width], in the order of the axpy kernel
   std::uint8_t* used;  // [chunks]
-  float* y_TH;
+  float* y_TW;
   std::int64_t* ids;  // [neurons]; a chunk lists its neurons in its own part
   std::int64_t chunk_size, chunks;
 
-  std::int64_t row_bytes() const { return args.hidden * dtype_bytes(args.w_dtype); }
+  std::int64_t row_bytes() const { return pi2::row_bytes(args.w_dtype, args.hidden); }
+
+  // Neurons between the one that is computed and the one whose `bytes` are asked for.
+  std::int64_t ahead(std::int64_t bytes) const { return std::max<std::int64_t>(1, kAheadBytes / bytes); }
 
   const char* bundle(std::int64_t neuron) const {
     return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes();
@@ -64,11 +73,11 @@ struct Pass {
     const std::int64_t cold = args.neurons - args.n_hot;
     const bool all = neuron < args.n_hot || active == nullptr;
     for (std::int64_t t = 0; t < tokens; ++t)
-      if (all || active[t * cold + neuron - args.n_hot]) tokens_out->add(t, x_TH, args.hidden);
+      if (all || active[t * cold + neuron - args.n_hot]) tokens_out->add(t, x_TW, width);
   }
 
   float bias(const void* values, std::int64_t neuron) const {
-    return values == nullptr ? 0.0f : load_float(values, args.w_dtype, neuron);
+    return values == nullptr ? 0.0f : load_float(values, args.bias_dtype(), neuron);
   }
 
   // Row `first` of the neuron (0 gate, or up of a plain layer; 1 up) and the count - 1 rows after it, for `who`; the
@@ -77,12 +86,11 @@ struct Pass {
            const char* next, std::int64_t next_bytes) const {
     const char* row = bundle(neuron) + first * row_bytes();
     const void* rows[kDotRows] = {row, row + row_bytes()};
-    table.dot[static_cast<int>(args.w_dtype)](rows, count, who.x, who.n, args.hidden, out_RT, next, next_bytes);
+    const DotFn* dots = args.int8_activations ? table.dot_a8 : table.dot;
+    dots[static_cast<int>(args.w_dtype)](rows, count, who.x, who.n, args.hidden, out_RT, next, next_bytes);
   }
 
-  void axpy(float* y, const void* const* rows, const float* h, std::int64_t count) const {
-    table.axpy[static_cast<int>(args.w_dtype)](y, rows, h, count, args.hidden);
-  }
+  AxpyFn axpy() const { return table.axpy[static_cast<int>(args.w_dtype)]; }
 };
 
 // Ids of the chunk's neurons that some token wants, ascending; returns how many.
@@ -142,7 +150,7 @@ void gate_values(const Pass& pass, std::int64_t neuron, const Tokens& who, const
     const float value = activate(args.activation, gate[i] + bias);
     if (std::fabs(value) <= threshold) continue;  // written so that NaN fires
     h_T[who.id[i]] = value;
-    fired->add(who.id[i], pass.x_TH, args.hidden);
+    fired->add(who.id[i], pass.x_TW, pass.width);
   }
 }
 
@@ -159,40 +167,32 @@ void multiply_up(const Pass& pass, std::int64_t neuron, const Tokens& who, const
   }
 }
 
-// Adds the block's contributions to y_TH, neurons in ascending order for every token.
-void add_down(const Pass& pass, const std::int64_t* ids, std::int64_t n, const Values& h_NT, float* y_TH,
-              Counters* done) {
+// Adds the block's contributions to y_TW, neurons in ascending order for every token.
+void add_down(const Pass& pass, const std::int64_t* ids, std::int64_t n, const Values& h_NT, float* y_TW,
+              DownQueue* queue_T, Counters* done) {
   const FfnArgs& args = pass.args;
   for (std::int64_t t = 0; t < pass.tokens; ++t) {
-    const void* rows[kAxpyRows];
-    float h[kAxpyRows];
-    std::int64_t filled = 0;
     for (std::int64_t j = 0; j < n; ++j) {
       if (h_NT[j][t] == 0.0f) continue;
       ++done->down_rows;
-      rows[filled] = pass.bundle(ids[j]) + (args.rows - 1) * pass.row_bytes();
-      h[filled] = h_NT[j][t];
-      if (++filled == kAxpyRows) {
-        pass.axpy(y_TH + t * args.hidden, rows, h, filled);
-        filled = 0;
-      }
+      const char* row = pass.bundle(ids[j]) + (args.rows - 1) * pass.row_bytes();
+      queue_T[t].add(pass.axpy(), args.hidden, row, h_NT[j][t], y_TW + t * pass.width);
     }
-    if (filled > 0) pass.axpy(y_TH + t * args.hidden, rows, h, filled);
   }
 }
 
-// Neurons that are hot or predicted: most of what is read is used, so the next neuron's gate and up rows are
-// fetched ahead; the down row behind them the hardware finds by itself (measured: asking for it too gains nothing).
-void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, const std::int64_t* after, Values& h_NT,
+// Neurons that are hot or predicted: most of what is read is used, so gate and up rows are fetched ahead.
+void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
                    Counters* done) {
   const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
+  const std::int64_t ahead = pass.ahead(fetched_bytes);
   float out_NRT[kBlock][kDotRows * kTokenTile];
   Tokens who_N[kBlock], fired;
   for (std::int64_t j = 0; j < n; ++j) {
-    const std::int64_t* next = j + 1 < n ? &ids[j + 1] : after;
+    const bool more = j + ahead < n + following;
     pass.asking(ids[j], &who_N[j]);
-    pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], next ? pass.bundle(*next) : nullptr,
-             next ? fetched_bytes : 0);
+    pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], more ? pass.bundle(ids[j + ahead]) : nullptr,
+             more ? fetched_bytes : 0);
   }
   for (std::int64_t j = 0; j < n; ++j) {
     const Tokens& who = who_N[j];
@@ -202,15 +202,15 @@ void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, co
 }
 
 // The exact gate: gate rows of all, the rest of a bundle only where the gate fired.
-void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, const std::int64_t* after, Values& h_NT,
+void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
                 Counters* done) {
-  const std::int64_t row_bytes = pass.row_bytes(), rest_bytes = (pass.args.rows - 1) * row_bytes;
+  const std::int64_t row_bytes = pass.row_bytes(), ahead = pass.ahead(row_bytes);
   float out_NT[kBlock][kTokenTile];
   Tokens everyone, fired_N[kBlock];
   pass.asking(ids[0], &everyone);
   for (std::int64_t j = 0; j < n; ++j) {
-    const std::int64_t* next = j + 1 < n ? &ids[j + 1] : after;
-    pass.dot(ids[j], 0, 1, everyone, out_NT[j], next ? pass.bundle(*next) : nullptr, next ? row_bytes : 0);
+    const bool more = j + ahead < n + following;
+    pass.dot(ids[j], 0, 1, everyone, out_NT[j], more ? pass.bundle(ids[j + ahead]) : nullptr, more ? row_bytes : 0);
   }
   std::int64_t fired[kBlock], count = 0;
   for (std::int64_t j = 0; j < n; ++j) {
@@ -220,7 +220,7 @@ void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, const
   if (pass.args.rows == 2) return;
   for (std::int64_t f = 0; f < count; ++f) {
     const char* next = f + 1 < count ? pass.bundle(ids[fired[f + 1]]) + row_bytes : nullptr;
-    pass.dot(ids[fired[f]], 1, 1, fired_N[fired[f]], out_NT[f], next, next ? rest_bytes : 0);
+    pass.dot(ids[fired[f]], 1, 1, fired_N[fired[f]], out_NT[f], next, next ? row_bytes : 0);
   }
   for (std::int64_t f = 0; f < count; ++f)
     multiply_up(pass, ids[fired[f]], fired_N[fired[f]], out_NT[f], h_NT[fired[f]], done);
@@ -234,53 +234,30 @@ void run_chunk(const Pass& pass, std::int64_t chunk) {
   const std::int64_t n = gather(pass, begin, end, ids);
   pass.used[chunk] = n > 0;
   if (n == 0) return;
-  float* y_TH = pass.partials + chunk * pass.tokens * args.hidden;
-  std::memset(y_TH, 0, static_cast<std::size_t>(pass.tokens * args.hidden) * sizeof(float));
+  float* y_TW = pass.partials + chunk * pass.tokens * pass.width;
+  std::memset(y_TW, 0, static_cast<std::size_t>(pass.tokens * pass.width) * sizeof(float));
   Counters done;
-  for (std::int64_t start = 0; start < n; start += kBlock) {
-    const std::int64_t block = std::min(kBlock, n - start);
-    const std::int64_t* after = start + block < n ? &ids[start + block] : nullptr;
+  DownQueue queue_T[kTokenTile];
+  const std::int64_t most = pass.tokens == 1 ? kBlockOfOne : kBlock;
+  for (std::int64_t start = 0; start < n; start += most) {
+    const std::int64_t block = std::min(most, n - start);
     Values h_NT;
     const bool predicted = pass.active != nullptr || ids[start + block - 1] < args.n_hot;
-    (predicted ? whole_bundles : gate_first)(pass, ids + start, block, after, h_NT, &done);
-    add_down(pass, ids + start, block, h_NT, y_TH, &done);
+    (predicted ? whole_bundles : gate_first)(pass, ids + start, block, n - start - block, h_NT, &done);
+    add_down(pass, ids + start, block, h_NT, y_TW, queue_T, &done);
   }
+  for (std::int64_t t = 0; t < pass.tokens; ++t) queue_T[t].flush(pass.axpy(), args.hidden, y_TW + t * pass.width);
   count(done);
 }
 
-// Hands out indices [0, n) one by one, so that dense chunks and nearly empty ones balance; the result does not depend
-// on who took what.
-struct Dynamic {
-  std::atomic<std::int64_t> next{0};
-  std::int64_t n;
-  void (*body)(void* context, std::int64_t index);
-  void* context;
-
-  static void run(const ParallelFor& parallel, std::int64_t n, void (*body)(void*, std::int64_t), void* context) {
-    Dynamic work;
-    work.n = n;
-    work.body = body;
-    work.context = context;
-    const std::int64_t workers = std::min<std::int64_t>(std::max(1, parallel.threads), n);
-    parallel.run(
-        parallel.host, workers,
-        [](void* self, std::int64_t) {
-          auto* w = static_cast<Dynamic*>(self);
-          for (std::int64_t i = w->next.fetch_add(1); i < w->n; i = w->next.fetch_add(1)) w->body(w->context, i);
-        },
-        &work);
-  }
-};
-
 constexpr std::int64_t kReduceColumns = 1024;
 
-// y[:, block of columns] = sum of partial sums in chunk order + bias.
+// y[:, block of columns] = sum of partial sums in chunk order.
 void reduce_columns(const Pass& pass, std::int64_t block) {
-  const std::int64_t hidden = pass.args.hidden;
   const AxpyFn add = pass.table.axpy[static_cast<int>(DType::kF32)];
-  const std::int64_t begin = block * kReduceColumns, width = std::min(kReduceColumns, hidden - begin);
+  const std::int64_t begin = block * kReduceColumns, width = std::min(kReduceColumns, pass.width - begin);
   for (std::int64_t t = 0; t < pass.tokens; ++t) {
-    float* y = pass.y_TH + t * hidden + begin;
+    float* y = pass.y_TW + t * pass.width + begin;
     std::memset(y, 0, static_cast<std::size_t>(width) * sizeof(float));
     // y += 1 * part is exact, so the axpy kernel adds four partial sums per pass over y.
     const float ones[kAxpyRows] = {1, 1, 1, 1};
@@ -288,15 +265,13 @@ void reduce_columns(const Pass& pass, std::int64_t block) {
     std::int64_t filled = 0;
     for (std::int64_t c = 0; c < pass.chunks; ++c) {
       if (!pass.used[c]) continue;
-      parts[filled] = pass.partials + (c * pass.tokens + t) * hidden + begin;
+      parts[filled] = pass.partials + (c * pass.tokens + t) * pass.width + begin;
       if (++filled == kAxpyRows) {
-        add(y, parts, ones, filled, width);
+        add(y, parts, ones, filled, width, nullptr);
         filled = 0;
       }
     }
-    if (filled > 0) add(y, parts, ones, filled, width);
-    if (pass.args.bias_down != nullptr)
-      for (std::int64_t k = 0; k < width; ++k) y[k] += load_float(pass.args.bias_down, pass.args.w_dtype, begin + k);
+    if (filled > 0) add(y, parts, ones, filled, width, nullptr);
   }
 }
 
@@ -321,115 +296,54 @@ struct Work {
 }  // namespace
 
 void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
+  const Timed timed(Timed::kFfn, args.neurons, args.hidden);
+  const KernelTable& table = kernels();
+  const std::int64_t pairs = args.tokens * args.neurons;
+  count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
+  if (args.active == nullptr && takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
+    return ffn_prompt(args, table, parallel);
+  const int w = static_cast<int>(args.w_dtype);
+  const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
+  const RestoreFn restore = table.restore[w];
+  const std::int64_t width = is_quantized(args.w_dtype) ? padded(args.hidden) : args.hidden;
   const std::int64_t chunk_size = chunk_neurons(args.neurons);
   const std::int64_t chunks = (args.neurons + chunk_size - 1) / chunk_size;
   const std::int64_t tile = std::min(kTokenTile, args.tokens);
-  float* x_TH = scratch(Scratch::kInput, 2 * tile * args.hidden);
-  float* y_TH = x_TH + tile * args.hidden;
-  float* partials = scratch(Scratch::kPartials, chunks * tile * args.hidden + chunks);
-  auto* used = reinterpret_cast<std::uint8_t*>(partials + chunks * tile * args.hidden);
+  float* x_TW = scratch(Scratch::kInput, 2 * tile * width + args.hidden);
+  float* y_TW = x_TW + tile * width;
+  float* plain_H = y_TW + tile * width;  // one token in plain order, on its way in or out
+  float* partials = scratch(Scratch::kPartials, chunks * tile * width + chunks);
+  auto* used = reinterpret_cast<std::uint8_t*>(partials + chunks * tile * width);
   // All memory is taken here, on the calling thread: a worker that failed to get some would leave others waiting.
   static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
   auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * args.neurons));
-  const std::int64_t x_bytes = args.hidden * dtype_bytes(args.x_dtype);
+  const std::int64_t x_bytes = row_bytes(args.x_dtype, args.hidden);
 
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
-    widen(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, x_TH, tokens * args.hidden);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      const char* x = static_cast<const char*>(args.x) + (start + t) * x_bytes;
+      widen(x, args.x_dtype, prepare == nullptr ? x_TW + t * width : plain_H, args.hidden);
+      if (prepare != nullptr) prepare(plain_H, args.hidden, x_TW + t * width);
+    }
     const std::uint8_t* active = args.active == nullptr ? nullptr : args.active + start * (args.neurons - args.n_hot);
-    const Pass pass{args, kernels(), x_TH, active, tokens, partials, used, y_TH, ids, chunk_size, chunks};
-    Work work{pass, (args.hidden + kReduceColumns - 1) / kReduceColumns};
+    const Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, chunk_size, chunks};
+    Work work{pass, (width + kReduceColumns - 1) / kReduceColumns};
     // Waking a thread costs a few microseconds: not for less arithmetic than that.
     const bool tiny = tokens * args.neurons * args.rows * args.hidden < kTinyMacs;
     const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), chunks);
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
-    narrow(y_TH, static_cast<char*>(args.y) + start * x_bytes, args.x_dtype, tokens * args.hidden);
-  }
-  const std::int64_t pairs = args.tokens * args.neurons;
-  count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
-}
-
-void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
-  const KernelTable& table = kernels();
-  const DotFn dot = table.dot[static_cast<int>(DType::kI8)];
-  const std::int64_t tile = std::min(kTokenTile, args.tokens);
-  float* x_TH = scratch(Scratch::kInput, tile * (args.hidden + args.rank));
-  float* z_Tr = x_TH + tile * args.hidden;
-  const std::int64_t x_bytes = args.hidden * dtype_bytes(args.x_dtype);
-
-  struct Step {
-    const LowrankArgs& args;
-    DotFn dot;
-    float* z_Tr;
-    const float* const* x_T;
-    const float* const* z_T;
-    std::uint8_t* active;
-    std::int64_t tokens;
-  };
-  const float* x_T[kTokenTile];
-  const float* z_T[kTokenTile];
-  for (std::int64_t t = 0; t < tile; ++t) {
-    x_T[t] = x_TH + t * args.hidden;
-    z_T[t] = z_Tr + t * args.rank;
-  }
-  constexpr std::int64_t kRows = 512;
-  for (std::int64_t start = 0; start < args.tokens; start += tile) {
-    const std::int64_t tokens = std::min(tile, args.tokens - start);
-    widen(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, x_TH, tokens * args.hidden);
-    Step step{args, dot, z_Tr, x_T, z_T, args.active + start * args.cold, tokens};
-    constexpr std::int64_t kRanks = 64;
-    const std::int64_t rank_blocks = (args.rank + kRanks - 1) / kRanks;
-    auto project = [](void* context, std::int64_t block) {
-      const Step& s = *static_cast<Step*>(context);
-      float out[kTokenTile];
-      for (std::int64_t r = block * kRanks; r < std::min(s.args.rank, (block + 1) * kRanks); ++r) {
-        const void* row = s.args.a + r * s.args.hidden;
-        s.dot(&row, 1, s.x_T, s.tokens, s.args.hidden, out, nullptr, 0);
-        for (std::int64_t t = 0; t < s.tokens; ++t)
-          s.z_Tr[t * s.args.rank + r] = activate(Activation::kRelu, out[t] * s.args.a_scale[r]);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      float* y = y_TW + t * width;
+      if (restore != nullptr) {
+        restore(y, args.hidden, plain_H);
+        y = plain_H;
       }
-    };
-    Dynamic::run(args.rank * args.hidden > 65536 ? parallel : serial(), rank_blocks, project, &step);
-    auto score = [](void* context, std::int64_t block) {
-      const Step& s = *static_cast<Step*>(context);
-      float out[kTokenTile];
-      for (std::int64_t c = block * kRows; c < std::min(s.args.cold, (block + 1) * kRows); ++c) {
-        const void* row = s.args.b + c * s.args.rank;
-        s.dot(&row, 1, s.z_T, s.tokens, s.args.rank, out, nullptr, 0);
-        const float bias = s.args.b_bias == nullptr ? 0.0f : s.args.b_bias[c];
-        for (std::int64_t t = 0; t < s.tokens; ++t)
-          s.active[t * s.args.cold + c] = !(out[t] * s.args.b_scale[c] + bias < s.args.threshold);
-      }
-    };
-    const std::int64_t blocks = (args.cold + kRows - 1) / kRows;
-    Dynamic::run(args.rank * args.cold > 65536 ? parallel : serial(), blocks, score, &step);
-  }
-}
-
-std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::int64_t count,
-                           const std::int64_t* index, const ParallelFor& parallel) {
-  struct Step {
-    const char* base;
-    std::int64_t bytes, count;
-    const std::int64_t* index;
-    ReadFn read;
-    std::atomic<std::uint64_t> sum{0};
-  };
-  Step step{static_cast<const char*>(bundles), bundle_bytes, count, index, kernels().read, {}};
-  constexpr std::int64_t kBundles = 16;
-  auto some = [](void* context, std::int64_t block) {
-    Step& s = *static_cast<Step*>(context);
-    std::uint64_t sum = 0;
-    const std::int64_t begin = block * kBundles, end = std::min(s.count, begin + kBundles);
-    if (s.index == nullptr) {
-      sum = s.read(s.base + begin * s.bytes, (end - begin) * s.bytes);
-    } else {
-      for (std::int64_t i = begin; i < end; ++i) sum += s.read(s.base + s.index[i] * s.bytes, s.bytes);
+      if (args.bias_down != nullptr)
+        for (std::int64_t k = 0; k < args.hidden; ++k) y[k] += load_float(args.bias_down, args.bias_dtype(), k);
+      narrow(y, static_cast<char*>(args.y) + (start + t) * x_bytes, args.x_dtype, args.hidden);
     }
-    s.sum.fetch_add(sum, std::memory_order_relaxed);
-  };
-  Dynamic::run(parallel, (count + kBundles - 1) / kBundles, some, &step);
-  return step.sum.load();
+  }
 }
 
 }  // namespace pi2

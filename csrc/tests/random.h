@@ -21,7 +21,7 @@ inline std::vector<float> floats(std::mt19937& rng, std::int64_t n) {
 
 // `n` stored numbers; one in 17 is a subnormal of its format, and fp16 and bf16 are rounded to nearest even.
 inline std::vector<char> stored(std::mt19937& rng, pi2::DType dtype, std::int64_t n, float scale = 1) {
-  const std::int64_t bytes = pi2::dtype_bytes(dtype);
+  const std::int64_t bytes = pi2::row_bytes(dtype, 1);
   std::vector<char> out(static_cast<std::size_t>(n * bytes));
   for (std::int64_t i = 0; i < n; ++i) {
     const float value = normal(rng) * scale * (i % 17 == 16 ? 1e-39f : 1.0f);
@@ -31,6 +31,44 @@ inline std::vector<char> stored(std::mt19937& rng, pi2::DType dtype, std::int64_
                        : dtype == pi2::DType::kI8 ? static_cast<const void*>(&byte)
                                                   : static_cast<const void*>(&half);
     std::memcpy(&out[static_cast<std::size_t>(i * bytes)], from, static_cast<std::size_t>(bytes));
+  }
+  return out;
+}
+
+// A quantised row: any values, also the most negative, and scales of which one in four is a subnormal half, one in
+// eight zero and some negative. What pads the last group is zero, as the format says.
+inline std::vector<char> quantized_row(std::mt19937& rng, pi2::DType dtype, std::int64_t n) {
+  std::vector<char> out(static_cast<std::size_t>(pi2::row_bytes(dtype, n)));
+  for (char& byte : out) byte = static_cast<char>(rng() % 256);
+  for (std::int64_t k = n; k < pi2::groups(n) * pi2::kGroup; ++k) {
+    const std::int64_t g = k / pi2::kGroup, i = k % pi2::kGroup;
+    if (dtype == pi2::DType::kQ8) out[k] = 0;
+    if (dtype == pi2::DType::kQ4) {
+      char& byte = out[g * 16 + i % 16];
+      byte = static_cast<char>(i < 16 ? (byte & 0xf0) | 8 : (byte & 0x0f) | 0x80);
+    }
+  }
+  char* scales = out.data() + out.size() - 2 * pi2::groups(n);
+  for (std::int64_t g = 0; g < pi2::groups(n); ++g) {
+    const unsigned kind = rng() % 8;
+    const float scale = kind == 0 ? 0.0f : kind <= 2 ? normal(rng) * 1e-5f : normal(rng) * 0.05f;
+    const std::uint16_t half = pi2::narrow_f16(scale);
+    std::memcpy(scales + 2 * g, &half, sizeof(half));
+  }
+  return out;
+}
+
+// Its weights as types.h defines them.
+inline std::vector<double> weights_of(const std::vector<char>& row, pi2::DType dtype, std::int64_t n) {
+  std::vector<double> out;
+  const char* scales = row.data() + row.size() - 2 * pi2::groups(n);
+  for (std::int64_t k = 0; k < n; ++k) {
+    const std::int64_t g = k / 32, i = k % 32;
+    std::uint16_t half;
+    std::memcpy(&half, scales + 2 * g, sizeof(half));
+    const auto byte = static_cast<std::uint8_t>(dtype == pi2::DType::kQ4 ? row[g * 16 + i % 16] : row[g * 32 + i]);
+    const int value = dtype == pi2::DType::kQ4 ? (i < 16 ? byte % 16 : byte / 16) - 8 : static_cast<std::int8_t>(byte);
+    out.push_back(static_cast<double>(pi2::F16::widen(half)) * value);
   }
   return out;
 }

@@ -2,10 +2,12 @@
 // a new kernel is tested without touching this file. Also: the bits of a token do not depend on its company.
 #include <cmath>
 #include <cstring>
+#include <string>
 
 #include "core/convert.h"
 #include "pi2/kernels.h"
 #include "tests/check.h"
+#include "tests/guarded.h"
 #include "tests/random.h"
 
 namespace {
@@ -24,12 +26,12 @@ long check_dot(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
   for (const std::int64_t n : kSizes) {
     for (const std::int64_t tokens : {1, 2, 3, 4, 5, 9}) {
       for (const std::int64_t count : {1, 2}) {
-        const std::int64_t ldx = n + 3, bytes = pi2::dtype_bytes(dtype);
-        // One stored number of offset: rows that are not aligned to anything.
-        const std::vector<char> weights = stored(rng, dtype, 2 * n + 1);
+        const std::int64_t ldx = n + 3, bytes = pi2::row_bytes(dtype, 1);
+        const std::vector<char> weights = stored(rng, dtype, 2 * n);
+        const Guarded first(weights.data(), n * bytes), second(weights.data() + n * bytes, n * bytes);
         const std::vector<float> x = floats(rng, tokens * ldx);
-        const void* rows[2] = {weights.data() + bytes, weights.data() + (n + 1) * bytes};
-        std::vector<const float*> x_T;
+        const void* rows[2] = {first.data(), second.data()};  // aligned to nothing unless n is
+        std::vector<const void*> x_T;
         for (std::int64_t t = 0; t < tokens; ++t) x_T.push_back(x.data() + t * ldx);
         std::vector<float> out(static_cast<std::size_t>(count * tokens), NAN);
         dot(rows, count, x_T.data(), tokens, n, out.data(), weights.data(), n * bytes);
@@ -65,7 +67,7 @@ long check_axpy(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
   if (axpy == nullptr) return 0;
   for (const std::int64_t n : kSizes) {
     for (std::int64_t count = 1; count <= pi2::kAxpyRows; ++count) {
-      const std::int64_t bytes = pi2::dtype_bytes(dtype);
+      const std::int64_t bytes = pi2::row_bytes(dtype, 1);
       const std::vector<char> weights = stored(rng, dtype, pi2::kAxpyRows * n + 1);
       const std::vector<float> h = floats(rng, pi2::kAxpyRows);
       const void* rows[pi2::kAxpyRows];
@@ -73,8 +75,8 @@ long check_axpy(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
       std::vector<float> start = floats(rng, n + 1);
       start[n] = 42;  // must not be touched
       std::vector<float> together = start, one_by_one = start;
-      axpy(together.data(), rows, h.data(), count, n);
-      for (std::int64_t r = 0; r < count; ++r) axpy(one_by_one.data(), rows + r, h.data() + r, 1, n);
+      axpy(together.data(), rows, h.data(), count, n, rows);
+      for (std::int64_t r = 0; r < count; ++r) axpy(one_by_one.data(), rows + r, h.data() + r, 1, n, nullptr);
       PI2_CHECK(std::memcmp(together.data(), one_by_one.data(), static_cast<std::size_t>(n) * sizeof(float)) == 0,
                 "%s dtype %d n %ld count %ld: rows together differ from one by one", table.isa, static_cast<int>(dtype),
                 static_cast<long>(n), static_cast<long>(count));
@@ -109,6 +111,39 @@ long check_read(const pi2::KernelTable& table, std::mt19937& rng) {
   return cases;
 }
 
+long check_signs(const pi2::KernelTable& table, std::mt19937& rng) {
+  long cases = 0;
+  PI2_CHECK(table.count_signs != nullptr, "%s has no count_signs", table.isa);
+  for (const std::int64_t words : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 64, 65}) {
+    constexpr std::int64_t kRows = 3;
+    const Guarded rows(stored(rng, DType::kI8, kRows * words * 8).data(), kRows * words * 8);
+    const Guarded x(stored(rng, DType::kI8, words * 8).data(), words * 8);
+    const Guarded out(kRows * 4);
+    std::memset(rows.data(), 0xff, static_cast<std::size_t>(words * 8));  // and a row that differs everywhere from zero
+    for (const bool zero : {false, true}) {
+      if (zero) std::memset(x.data(), 0, static_cast<std::size_t>(words * 8));
+      table.count_signs(rows.data(), kRows, x.data(), words, out.as<std::int32_t>());
+      for (std::int64_t r = 0; r < kRows; ++r) {
+        std::int32_t wanted = 0;
+        for (std::int64_t bit = 0; bit < words * 64; ++bit)
+          wanted += ((rows.data()[r * words * 8 + bit / 8] ^ x.data()[bit / 8]) >> (bit % 8)) & 1;
+        PI2_CHECK(out.as<std::int32_t>()[r] == wanted, "%s %ld words: %d signs differ, wanted %d", table.isa,
+                  static_cast<long>(words), out.as<std::int32_t>()[r], wanted);
+      }
+      ++cases;
+    }
+  }
+  return cases;
+}
+
+// PI2_TEST_ISAS names what this CPU must be found to have, in order: where the CPU is known, as in an emulator.
+void check_available(const pi2::KernelTable* const* tables, int count) {
+  std::string found;
+  for (int i = 0; i < count; ++i) found += (i == 0 ? "" : ",") + std::string(tables[i]->isa);
+  const char* wanted = std::getenv("PI2_TEST_ISAS");
+  PI2_CHECK(wanted == nullptr || found == wanted, "found %s, wanted %s", found.c_str(), wanted);
+}
+
 long check_convert() {
   long cases = 0;
   for (std::uint32_t bits = 0; bits < 65536; ++bits) {
@@ -131,12 +166,13 @@ int main() {
   long cases = check_convert();
   int count = 0;
   const pi2::KernelTable* const* tables = pi2::available_kernels(&count);
+  check_available(tables, count);
   for (int i = 0; i < count; ++i) {
     for (const DType dtype : kTypes) {
       cases += check_dot(*tables[i], dtype, rng);
       if (dtype != DType::kI8) cases += check_axpy(*tables[i], dtype, rng);
     }
-    cases += check_read(*tables[i], rng);
+    cases += check_read(*tables[i], rng) + check_signs(*tables[i], rng);
     std::printf("tested %s\n", tables[i]->isa);
   }
   return finish("test_kernels", cases);

@@ -1,28 +1,106 @@
-"""Time the operators on this machine: `bench ffn` is one feed-forward layer, dense against sparse."""
+"""Time things on this machine: `ffn` and `layer` are one feed-forward layer, `decode` is a whole model."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
 
-EXAMPLE = "torch-pi2 bench ffn --hidden 4096 --intermediate 14336 --active 0.1 --dtype bf16 --threads 2 --json"
+EXAMPLE = "torch-pi2 bench decode --shape mistral-7b --weights int4 --threads 2 --prompt 128 --tokens 32 --json"
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A comma-separated list, for argparse."""
+
+    def parse(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+
+    parse.__name__ = f"comma-separated list of {kind.__name__}"
+    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["ffn"], help="ffn: one gated layer with random weights")
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for name, help_line, add in (
+        ("ffn", "one gated layer with float weights, dense against sparse", _add_ffn),
+        ("layer", "one gated layer over shares of active neurons, against the memory roofline", _add_layer),
+        ("decode", "a whole synthetic model, prompt and answer, optionally against other engines", _add_decode),
+    ):
+        kind = kinds.add_parser(name, help=help_line, description=help_line)
+        add(kind)
+        common.add_every(kind)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=common.positive, default=4096, metavar="H")
     parser.add_argument("--intermediate", type=common.positive, default=14336, metavar="I", help="neurons")
-    parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="share of neurons computed, 0..1")
-    parser.add_argument("--dtype", default="bf16", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--tokens", type=common.positive, default=1, metavar="T")
-    parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 16)")
     parser.add_argument("--rounds", type=common.positive, default=15, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
 
 
+def _add_ffn(parser: argparse.ArgumentParser) -> None:
+    _add_sizes(parser)
+    parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="share of neurons computed, 0..1")
+    parser.add_argument("--dtype", default="bf16", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 16)")
+
+
+def _add_layer(parser: argparse.ArgumentParser) -> None:
+    _add_sizes(parser)
+    parser.add_argument(
+        "--active",
+        type=_list_of(float),
+        default=[0.02, 0.05, 0.1, 0.2, 0.5, 1.0],
+        metavar="SHARES",
+        help="shares of neurons computed, comma-separated (default: 0.02,0.05,0.1,0.2,0.5,1.0)",
+    )
+    parser.add_argument("--weights", default="int4", choices=["int4", "int8", "bf16", "fp32"])
+    _add_activations(parser)
+    parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 8)")
+
+
+def _add_activations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--activations", default="float", choices=["float", "int8"], help="int8 is lossy")
+
+
+def _add_decode(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--shape", default="mistral-7b", help="as `torch-pi2 synthetic --shape`")
+    add("--weights", default="int4", choices=["int4", "int8"])
+    _add_activations(parser)
+    add("--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire, 0..1")
+    add("--prompt", type=common.positive, default=128, metavar="T", help="tokens of the prompt")
+    add("--tokens", type=common.positive, default=32, metavar="N", help="tokens of the answer")
+    add("--rounds", type=common.positive, default=5, metavar="N", help="alternating rounds, per peer")
+    add(
+        "--batch",
+        type=_list_of(common.positive),
+        default=[1],
+        metavar="B,...",
+        help="sequences decoded together, comma-separated; the first is what the main figures are of",
+    )
+    add("--folder", type=Path, metavar="DIR", help="model folder; made if it is not there (default: in work/bench)")
+    add("--eager", action="store_true", help="do not compile the decoding step")
+    add("--cpp-wrapper", action="store_true", help="compile what lies between kernels in C++ too (takes minutes)")
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        choices=["llama.cpp", "torch"],
+        help="another engine on the same shape, in alternation: llama.cpp (Q4_0) or torch (dense, bfloat16, compiled)",
+    )
+    add("--seed", type=int, default=0)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    return {"what": args.what} | {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode}[args.what](args)
+
+
+def _run_ffn(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.bench import ffn
 
     return ffn.run(
@@ -37,7 +115,47 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _run_layer(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.bench import layer
+
+    return layer.run(
+        args.hidden,
+        args.intermediate,
+        args.weights,
+        args.active,
+        activations=args.activations,
+        rank=args.rank,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        seed=args.seed,
+    )
+
+
+def _run_decode(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.bench import decode
+
+    return decode.run(
+        args.shape,
+        args.weights,
+        activations=args.activations,
+        active=args.active,
+        prompt=args.prompt,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        batch=args.batch,
+        folder=args.folder,
+        compiled=not args.eager,
+        cpp_wrapper=args.cpp_wrapper,
+        peers=dict.fromkeys(args.peer),
+        seed=args.seed,
+    )
+
+
 def render(result: dict[str, Any]) -> str:
+    return {"ffn": _render_ffn, "layer": _render_layer, "decode": _render_decode}[result["what"]](result)
+
+
+def _render_ffn(result: dict[str, Any]) -> str:
     rows = [
         ("torch, F.linear on all neurons", "torch_ms", None),
         ("dense, our core on all neurons", "dense_ms", "dense_gb_per_s"),
@@ -55,3 +173,58 @@ def render(result: dict[str, Any]) -> str:
         f"sparse takes {result['sparse_over_dense']:.3f} of dense, {result['sparse_over_torch']:.3f} of torch; "
         f"touched / gathered bandwidth {result['touched_over_gather']:.2f}\n({result['synthetic']})"
     )
+
+
+def _render_layer(result: dict[str, Any]) -> str:
+    header = ("active", "ms", "GB/s", "gathered ms", "streamed ms", "bound ms", "of bound")
+    rows = [
+        (
+            common.percent(s["active"]),
+            f"{s['ms']:.3f}",
+            f"{s['touched_gb_per_s']:.1f}",
+            f"{s['gather_ms']:.3f}",
+            f"{result['stream_ms']:.3f}",
+            f"{s['bound_ms']:.3f}",
+            f"{s['of_bound']:.2f}",
+        )
+        for s in result["shares"]
+    ]
+    text = (
+        f"FFN {result['hidden']} x {result['intermediate']} {result['weights']}, {result['activations']} activations, "
+        f"{result['tokens']} token(s), {result['threads']} threads, {result['machine']['kernels']} kernels, "
+        f"streaming read {result['read_gb_per_s']:.1f} GB/s\n{common.table(header, rows)}\n"
+    )
+    if "linear" in result:
+        linear = result["linear"]
+        text += (
+            f"dense linear {linear['gb_per_s']:.1f} GB/s, {common.percent(linear['of_read'])} of its streaming read; "
+            f"predictor of rank {result['rank']} {result['predictor_ms']:.3f} ms\n"
+        )
+    return text + f"({result['synthetic']})"
+
+
+def _render_decode(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
+        f"{result['machine']['kernels']} kernels, prompt {result['prompt']}, answer {result['tokens']}",
+        f"{result['tokens_per_s']:.2f} tokens/s, prompt {result['prompt_tokens_per_s']:.1f} tokens/s, "
+        f"{common.percent(result['active_share'])} of FFN rows read, at most {common.size(result['peak_rss_bytes'])}",
+    ]
+    if "bytes_per_token" in result:
+        parts = [(name, f"{ms:.2f}") for name, ms in result["ms_per_token"].items()]
+        lines += [
+            f"{common.size(result['bytes_per_token'])} a token: {result['gb_per_s']:.1f} GB/s, "
+            f"{common.percent(result['of_read'])} of a streaming read ({result['read_gb_per_s']:.1f}; "
+            f"gathered {result['gather_gb_per_s']:.1f})",
+            common.table(("part", "ms/token"), parts),
+        ]
+    if result["batches"]:
+        rows = [(b["batch"], f"{b['tokens_per_s']:.2f}", f"{b['prompt_tokens_per_s']:.1f}") for b in result["batches"]]
+        lines.append(common.table(("batch", "tokens/s", "prompt tokens/s"), rows))
+    for name, peer in result["peers"].items():
+        low, high = peer["spread"]["ratio"]
+        lines.append(
+            f"{name}: {peer['tokens_per_s']:.2f} tokens/s, prompt {peer['prompt_tokens_per_s']:.1f}; "
+            f"ours is {peer['ratio']:.2f} times as fast ({low:.2f} to {high:.2f}), prompt {peer['prompt_ratio']:.2f}"
+        )
+    return "\n".join([*lines, f"(synthetic: {result['synthetic']})"])

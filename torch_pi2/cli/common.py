@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.config import METHODS, Config
+from torch_pi2.config import ACTIVATIONS, METHODS, QUANTIZATIONS, WEIGHTS, Config
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def add_text(parser: argparse.ArgumentParser, default: str = "stdlib") -> None:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """The fields of :class:`torch_pi2.config.Config`; what is not given keeps the default of that class."""
-    group = parser.add_argument_group("settings (lossless: exact, hot-frequency; lossy: lowrank, threshold)")
+    group = parser.add_argument_group(
+        "settings (lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations)"
+    )
     add = group.add_argument
     add("--method", choices=METHODS, help="how cold neurons are chosen")
     add("--hot-frequency", type=float, metavar="F", help="neurons that fire more often than this are always computed")
@@ -76,6 +78,15 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add("--sparsity", type=float, metavar="S", help="share of neurons that the threshold method skips")
     add("--tokens", type=positive, dest="calibration_tokens", metavar="N", help="calibration tokens")
     add("--seed", type=int)
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """The fields of Config that say how weights are stored; only ``optimize`` changes them."""
+    group = parser.add_argument_group("quantised weights (lossy)")
+    add = group.add_argument
+    add("--weights", choices=WEIGHTS, help="of FFNs and other large linear layers (default: float, as they are)")
+    add("--activations", choices=ACTIVATIONS, help="int8: also round the inputs of quantised layers (default: float)")
+    add("--quantization", choices=QUANTIZATIONS, help="weighted: errors count as much as inputs on --text are large")
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -7,11 +7,12 @@ torch_pi2.load() use its sparse form.
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.cli.profile import render
+from torch_pi2.cli.profile import render as render_profile
 from torch_pi2.errors import ConfigError
 
 __all__ = ["EXAMPLE", "add_arguments", "render", "run"]
@@ -28,10 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_text(parser)
     common.add_config(parser)
+    common.add_storage(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
+    from torch_pi2.api import parts_of
     from torch_pi2.checkpoint import check_replaceable
     from torch_pi2.cli.inspect import describe
 
@@ -53,4 +56,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         model, text, config, tokenizer=tokenizer, stats=stats, predictors=predictors, progress=True
     )
     torch_pi2.save(model, args.out, tokenizer=tokenizer)
-    return {"out": str(args.out), **describe(args.out)}
+    errors = {name: asdict(error) for name, error in parts_of(model).quantization.items()}
+    return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
+
+
+def render(result: dict[str, Any]) -> str:
+    errors = result["quantization"]
+    if not errors:
+        return render_profile(result)
+    rows = [
+        [name, f"{e['weight']:.4f}", "-" if e["output"] is None else f"{e['output']:.4f}"] for name, e in errors.items()
+    ]
+    shown = common.table([f"in {result['weights']}", "error of weights", "error of outputs"], rows)
+    return f"{shown}\n{render_profile(result)}"

@@ -14,6 +14,7 @@ from torch import nn
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.runtime.modes import evaluating
+from torch_pi2.runtime.prompt import sparse_only
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
 
 def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[float, int]:
     total, count = 0.0, 0
-    with evaluating(model):
+    # a loss over windows must show what decoding token by token would drop
+    with evaluating(model), sparse_only():
         for ids_BT in batches:
             logits_BTV = logits_of(model, ids_BT[:, :-1])
             # Row by row: a whole batch of float32 logits over a large vocabulary would be gigabytes.

@@ -53,13 +53,17 @@ class Work:
 def work() -> Iterator[Work]:
     """Counts what the operators do inside the block; the result is complete when the block ends.
 
-    The counters are process-wide, so nothing else may run sparse layers meanwhile. They are not reset.
+    Inside, layers work sparsely however many tokens there are, as in decoding, so that there is something to count
+    (:func:`torch_pi2.runtime.prompt.sparse_only`). The counters are process-wide, so nothing else may run sparse layers
+    meanwhile. They are not reset.
     """
     from torch_pi2.runtime import counters
+    from torch_pi2.runtime.prompt import sparse_only
 
     done = Work()
     before = counters.read()
-    yield done
+    with sparse_only():
+        yield done
     after = counters.read()
     for name in asdict(done):
         setattr(done, name, after[name] - before[name])

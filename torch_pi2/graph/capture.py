@@ -50,19 +50,26 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     return inputs
 
 
-def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[CapturedGraph]:
+def capture(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, on_meta: bool = False
+) -> list[CapturedGraph]:
     """Graphs of one forward call (several where Dynamo breaks the graph), in order of execution.
 
     The model runs in eval mode without gradients; its mode, the random state and compiled code of the user
     stay as they were. Only if the graph was broken is ``torch._dynamo.reset()`` called, to drop what the
     capture left on code objects that are not ours.
 
+    Args:
+        on_meta: the model is on ``meta`` as a whole; only shapes are computed. Caches are left out, which
+            transformers cannot make there.
+
     Raises:
-        DeviceError: parameters on ``meta``.
+        DeviceError: parameters on ``meta``, without ``on_meta``.
         CalibrationError: no inputs given and none can be guessed, or the model refuses those given.
         UnsupportedModelError: Dynamo cannot capture the model; the message has its reason.
     """
-    _refuse_meta(model)
+    if not on_meta:
+        _refuse_meta(model)
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise UnsupportedModelError(
             "model",
@@ -73,6 +80,10 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     if not args and not kwargs:
         kwargs = example_inputs(model)
     kwargs = dict(kwargs or {})
+    if on_meta:
+        kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        if hasattr(getattr(model, "config", None), "use_cache"):
+            kwargs.setdefault("use_cache", False)
     graphs: list[CapturedGraph] = []
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -159,7 +159,7 @@ class NeuronClusterMode(TorchDispatchMode):
 
     Args:
         plan: bound to the model by ``plan.bind(model)``.
-        predictors: site key -> predictor, for layers planned as ``"lowrank"``.
+        predictors: site key -> predictor, for layers planned as ``"lowrank"`` or ``"signbit"``.
 
     Raises:
         ConfigError: the plan is not bound, or a layer's predictor is missing.
@@ -175,16 +175,17 @@ class NeuronClusterMode(TorchDispatchMode):
             if layer.method == "dense" or layer.n_cold == 0:
                 continue
             key = layer.site.key
-            if layer.method == "lowrank" and key not in predictors:
+            predicted = layer.method in ("lowrank", "signbit")
+            if predicted and key not in predictors:
                 raise ConfigError(
                     f"predictor of {key}",
-                    expected="one for every layer planned as 'lowrank'",
+                    expected=f"one for every layer planned as '{layer.method}'",
                     found=f"predictors for {', '.join(list(predictors)[:4]) or 'no layer'}",
                     fix="Pass predictors=torch_pi2.fit(...) or load_predictors(folder).",
                 )
             hot_I = torch.zeros(layer.site.intermediate, dtype=torch.bool)
             hot_I[layer.order[: layer.n_hot].long()] = True
-            scorer = predictors[key] if layer.method == "lowrank" else None
+            scorer = predictors[key] if predicted else None
             self._layers[key] = _Layer(layer.site, hot_I, layer.threshold, scorer)
         sites = [y.site for y in self._layers.values()]
         self._index = MatmulIndex(sites, {name: self._params[name] for name in parameter_names(sites)})

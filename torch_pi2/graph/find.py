@@ -24,7 +24,12 @@ Names = Mapping[int, Sequence[str]]
 
 
 def find_sites(
-    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, strict: bool = True
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    on_meta: bool = False,
 ) -> list[FFNSite]:
     """The model's feed-forward layers in order of execution, whatever its modules are called.
 
@@ -35,6 +40,7 @@ def find_sites(
         strict: refuse a model in which a layer looks like an FFN but has an activation that the kernels do not
             know. With False such layers are named in a warning of the ``torch_pi2`` logger and left out, as
             long as others were found.
+        on_meta: the model is on ``meta`` as a whole (weights of any size are not needed to find their layers).
 
     Raises:
         NoFFNFoundError: nothing matched; the message lists what was seen.
@@ -58,7 +64,7 @@ def find_sites(
     known: set[tuple[int, ...]] = set()
     all_seen: list[Seen] = []
     unknown: list[str] = []
-    for graph in capture(model, args, kwargs):
+    for graph in capture(model, args, kwargs, on_meta=on_meta):
         graph.tensors = {node: t for node, t in graph.tensors.items() if id(t) in names}
         matches, seen = match_ffns(graph.gm, graph.tensors)
         all_seen.append(seen)

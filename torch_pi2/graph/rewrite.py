@@ -22,10 +22,14 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.activation import Formula, apply_formula
-from torch_pi2.graph.sites import FFNSite
+from torch_pi2.graph.sites import FFNSite, FFNWeights, check_weights
+from torch_pi2.ops import reference
+from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.quant.linears import Storage, relative
 from torch_pi2.runtime.ffn import SparseFFN, dense_reference
 from torch_pi2.runtime.lazy import LazyDown, LazySource
+from torch_pi2.runtime.linear import QuantLinear
 from torch_pi2.runtime.modes import evaluating
 from torch_pi2.runtime.standin import Absorbed, StandIn
 
@@ -60,6 +64,7 @@ def rewrite(
     *,
     check_hash: bool = True,
     progress: bool = False,
+    storage: Storage | None = None,
 ) -> nn.Module:
     """Replace every FFN of ``plan`` in ``model`` by its sparse form, in place; returns ``model``.
 
@@ -71,6 +76,9 @@ def rewrite(
             layers whose method is ``lowrank``.
         check_hash: verify that the plan was made from these weights (reads them all once).
         progress: a progress bar on standard error if it is a terminal.
+        storage: how the weights are to be stored (None: float). Quantised layers cannot be restored; what can be
+            refused is refused before the first of them is made. Should one fail all the same, the model is put
+            together again from what its rows stand for, and the error says so.
 
     Raises:
         StaleArtifactError: the plan is for other weights. ConfigError: already rewritten, or predictors missing.
@@ -89,21 +97,47 @@ def rewrite(
     _check_names(model, plan)
     if check_hash:
         plan.check_model(model)
+    storage = storage or Storage()
+    if storage.quantised:
+        for layer in plan.layers:
+            _check_layer(model, layer, (predictors or {}).get(layer.site.key), storage)
     try:
         for layer in tqdm(plan.layers, "rewrite", disable=not (progress and sys.stderr.isatty())):
             predictor = (predictors or {}).get(layer.site.key)
-            _rewrite_layer(model, layer, predictor)
-    except BaseException:
-        restore(model)
+            _rewrite_layer(model, layer, predictor, storage)
+    except BaseException as error:
+        if any(layer.weights != "float" for layer in sparse_layers(model)):
+            error.add_note("Layers quantised before have their dequantised weights now: load the checkpoint again.")
+        _put_back(model, lossy=True)
         raise
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Put the original modules and parameters back, bit for bit; the same objects. Returns ``model``."""
+    """Put the original modules and parameters back, bit for bit; the same objects. Returns ``model``.
+
+    Raises:
+        ConfigError: something is quantised, which cannot be undone; nothing is changed then.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            raise ConfigError(
+                f"restoring {type(model).__name__}",
+                expected="float weights",
+                found=f"{module.weights} in {name}, which is lossy: the original numbers are gone",
+                fix="Load the checkpoint again (from_pretrained, or torch_pi2.load) instead.",
+            )
+    return _put_back(model)
+
+
+def _put_back(model: nn.Module, lossy: bool = False) -> nn.Module:
+    """:func:`restore`; if ``lossy``, quantised layers get the numbers that their rows stand for."""
     places = list(_stand_ins(model))
-    for stand_in in dict.fromkeys(s for _, _, s in places):
-        stand_in.refill()
+    stand_ins = dict.fromkeys(s for _, _, s in places)
+    for stand_in in () if lossy else stand_ins:
+        stand_in.check_refill()
+    for stand_in in stand_ins:
+        stand_in.refill(lossy=lossy)
     for parent, name, stand_in in places:
         parent._modules[name] = stand_in.original
     return model
@@ -156,28 +190,75 @@ def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None
     return predictor.tensors(), float(predictor.threshold)
 
 
-def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any) -> None:
+def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> None:
     site = layer.site
     weights = site.weights(model)
     lowrank, threshold = predictor_tensors(predictor)
-    ffn = SparseFFN(site, weights, layer, lowrank, threshold)
-    generator = torch.Generator().manual_seed(site.layer)
+    ffn = SparseFFN(
+        site,
+        weights,
+        layer,
+        lowrank,
+        threshold,
+        kind=storage.weights,
+        int8_activations=storage.int8_activations,
+        importance=storage.importance(site.key),
+    )
     with torch.no_grad():
-        probes: list[Probe] = []
-        for shape in _PROBE_SHAPES:
-            x_BTH = torch.randn((*shape, site.hidden), generator=generator).to(weights.up.dtype)
-            probes.append((x_BTH, dense_reference(site, weights, x_BTH)))
-        if not all(_same(ffn.forward_dense(x), y) for x, y in probes):
+        probes = _probes(site, weights)
+        if storage.quantised:
+            _check_quantised(ffn, probes[0][0])
+            x_TH = storage.sample(site.key)
+            ffn.output_error = (
+                None if x_TH is None else relative(ffn.forward_dense(x_TH), dense_reference(site, weights, x_TH))
+            )
+        elif not all(_same(ffn.forward_dense(x), y) for x, y in probes):
             raise _no_way(site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
-        reasons: list[str] = []
-        for way in (_owner_way, _chain_way, _lazy_way):
-            swaps = way(model, site, ffn, probes)
-            if isinstance(swaps, str):
-                reasons.append(swaps)
-            else:
-                _install(model, site, ffn, swaps)
-                return
+        _install(model, site, ffn, _find_way(model, site, ffn, probes))
+
+
+def _find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap]:
+    reasons: list[str] = []
+    for way in (_owner_way, _chain_way, _lazy_way):
+        swaps = way(model, site, ffn, probes)
+        if not isinstance(swaps, str):
+            return swaps
+        reasons.append(swaps)
     raise _no_way(site, reasons)
+
+
+def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> None:
+    """Refuse what :func:`_rewrite_layer` would refuse, without changing anything."""
+    site = layer.site
+    weights = site.weights(model)
+    check_weights(site, weights)
+    for ref, w in ((site.gate, weights.gate), (site.up, weights.up), (site.down, weights.down)):
+        if ref is not None and w is not None:
+            check_quantizable(f"{ref.weight} of {site.key}", w, storage.weights)
+    lowrank, threshold = predictor_tensors(predictor)
+    ffn = SparseFFN.empty(site, layer, storage.weights, lowrank, threshold)
+    with torch.no_grad():
+        _find_way(model, site, ffn, _probes(site, weights))
+
+
+def _check_quantised(ffn: SparseFFN, x: torch.Tensor) -> None:
+    """The operator against its reference on some neurons: that the rows are near the weights is measured elsewhere."""
+    some = slice(0, 64)
+    biases = [None if b is None else b[some] for b in (ffn.bias_gate, ffn.bias_up)]
+    settings = (None, ffn.site.activation, ffn.site.activation_on_up, 0, 0.0, ffn.weights, ffn.int8_activations)
+    args: Any = (x.float(), ffn.bundles[some].contiguous(), *biases, ffn.bias_down, *settings)
+    if not _same(torch.ops.pi2.sparse_ffn(*args), reference.sparse_ffn(*args)):
+        raise _no_way(ffn.site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
+
+
+def _probes(site: FFNSite, weights: FFNWeights) -> list[Probe]:
+    """Random inputs of a layer and what it makes of them."""
+    generator = torch.Generator().manual_seed(site.layer)
+    probes: list[Probe] = []
+    for shape in _PROBE_SHAPES:
+        x_BTH = torch.randn((*shape, site.hidden), generator=generator).to(weights.up.dtype)
+        probes.append((x_BTH, dense_reference(site, weights, x_BTH)))
+    return probes
 
 
 def _no_way(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:

@@ -2,9 +2,13 @@
 
 Operators, all under ``torch.ops.pi2``:
 
-* ``sparse_ffn`` (functional and ``.out``) and ``predict_lowrank``: see :mod:`torch_pi2.ops.reference`.
+* ``sparse_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q``, ``predict_signbit`` and
+  ``predicted_ffn``: see :mod:`torch_pi2.ops.reference`.
+* ``linear``, ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
 * ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
+* ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
+  clock, since the last reset; at most 256 sizes, further ones together as kind 3.
 * ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 
@@ -18,7 +22,8 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError, ShapeError
+from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
+from torch_pi2.ops import fakes_ffn, fakes_predict, fakes_quant
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
@@ -81,11 +86,9 @@ def _check_instruction_set() -> None:
 
 def _register_python_parts() -> torch.library.Library:
     fragment = torch.library.Library("pi2", "FRAGMENT")
-    for name in ("sparse_ffn", "sparse_ffn.out", "predict_lowrank"):
+    for name, fake in {**fakes_ffn.FAKES, **fakes_predict.FAKES, **fakes_quant.FAKES}.items():
         fragment.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
-    torch.library.register_fake("pi2::sparse_ffn", _fake_sparse_ffn, lib=fragment)
-    torch.library.register_fake("pi2::sparse_ffn.out", _fake_sparse_ffn_out, lib=fragment)
-    torch.library.register_fake("pi2::predict_lowrank", _fake_predict_lowrank, lib=fragment)
+        torch.library.register_fake(f"pi2::{name}", fake, lib=fragment)
     return fragment
 
 
@@ -108,56 +111,3 @@ def _refusing_gradients(name: str) -> Any:
         return op.redispatch(keyset & after_autograd, *args, **kwargs)
 
     return kernel
-
-
-def _fake_sparse_ffn(
-    x: torch.Tensor,
-    bundles: torch.Tensor,
-    bias_gate: torch.Tensor | None,
-    bias_up: torch.Tensor | None,
-    bias_down: torch.Tensor | None,
-    active: torch.Tensor | None,
-    activation: str,
-    activation_on_up: bool,
-    n_hot: int,
-    threshold: float,
-) -> torch.Tensor:
-    if bundles.dim() != 3 or bundles.shape[1] not in (2, 3):
-        raise ShapeError(
-            "bundles",
-            expected="[neurons, 3 or 2, hidden]",
-            found=str(tuple(bundles.shape)),
-            fix="Build them with torch_pi2.runtime.ffn.",
-        )
-    if x.shape[-1] != bundles.shape[2]:
-        raise ShapeError(
-            "hidden size of x",
-            expected=f"{bundles.shape[2]} (the layer's)",
-            found=str(x.shape[-1]),
-            fix="Pass hidden states of this model.",
-        )
-    return x.new_empty(x.shape)
-
-
-def _fake_sparse_ffn_out(*args: Any, out: torch.Tensor) -> torch.Tensor:
-    _fake_sparse_ffn(*args)
-    return out
-
-
-def _fake_predict_lowrank(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    b_bias: torch.Tensor | None,
-    threshold: float,
-) -> torch.Tensor:
-    if x.shape[-1] != a.shape[1]:
-        raise ShapeError(
-            "hidden size of x",
-            expected=f"{a.shape[1]} (the predictor's)",
-            found=str(x.shape[-1]),
-            fix="Pass hidden states of this model.",
-        )
-    return x.new_empty((*x.shape[:-1], b.shape[0]), dtype=torch.bool)

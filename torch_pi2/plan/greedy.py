@@ -17,10 +17,10 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
-from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
 
 if TYPE_CHECKING:
-    from torch_pi2.predict.lowrank import LowRank
+    from torch_pi2.predict.size import AnyPredictor
     from torch_pi2.profile.stats import ActivationStats
 
 _log = logging.getLogger("torch_pi2")
@@ -50,7 +50,7 @@ def hot_cut(site: FFNSite, config: Config) -> float:
 
 
 def plan_layer(
-    site: FFNSite, all_stats: ActivationStats, predictor: LowRank | None, config: Config, weight_bytes: int
+    site: FFNSite, all_stats: ActivationStats, predictor: AnyPredictor | None, config: Config, weight_bytes: int
 ) -> LayerPlan:
     """Plan one FFN from its statistics.
 
@@ -85,10 +85,10 @@ def plan_layer(
     else:
         gated = LayerPlan(site, gate, n_hot, order, 0.0, 1.0)
     if predictor is None or predictor.card is None:
-        if config.method == "lowrank":
+        if config.method in PREDICTED:
             raise ConfigError(
                 f"method of {site.key}",
-                expected="a fitted predictor for 'lowrank'",
+                expected=f"a fitted predictor for '{config.method}'",
                 found="none",
                 fix="Call torch_pi2.fit first, or choose method='auto'.",
             )
@@ -98,8 +98,16 @@ def plan_layer(
     predicted_bytes = n_hot * bundle_bytes + predictor.card.bytes
     predicted_bytes += int(predictor.card.predicted_active * n_cold * bundle_bytes)
     gated_bytes = site.intermediate * gate_share(site, active) * bundle_bytes
-    if config.method == "lowrank" or (config.method == "auto" and predicted_bytes < gated_bytes):
-        return LayerPlan(site, "lowrank", n_hot, order, 0.0, predictor.card.predicted_active)
+    kind = getattr(predictor, "kind", "lowrank")
+    if config.method in PREDICTED and config.method != kind:
+        raise ConfigError(
+            f"predictor of {site.key}",
+            expected=f"one for method '{config.method}'",
+            found=f"one for '{kind}'",
+            fix="Fit again with this config (torch_pi2.fit(..., config=config)).",
+        )
+    if config.method == kind or (config.method == "auto" and predicted_bytes < gated_bytes):
+        return LayerPlan(site, kind, n_hot, order, 0.0, predictor.card.predicted_active)
     return gated
 
 
@@ -117,7 +125,7 @@ def _check_threshold(site: FFNSite, all_stats: ActivationStats, config: Config) 
 def greedy_plan(
     sites: Sequence[FFNSite],
     stats: ActivationStats,
-    predictors: Mapping[str, LowRank] | None,
+    predictors: Mapping[str, AnyPredictor] | None,
     config: Config,
     weight_bytes: int = 2,
 ) -> Plan:

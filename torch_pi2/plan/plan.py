@@ -23,8 +23,11 @@ from torch_pi2.runtime.files import atomic_folder_files, read_json, read_tensors
 PLAN_VERSION = 1
 
 #: How a layer's cold neurons are chosen: every neuron dense; the gate is computed and zeros (or, with a
-#: threshold, small values) are skipped; a low-rank predictor says which to compute at all.
-METHODS = ("dense", "exact", "threshold", "lowrank")
+#: threshold, small values) are skipped; a low-rank or a sign-bit predictor says which to compute at all.
+METHODS = ("dense", "exact", "threshold", "lowrank", "signbit")
+
+#: Those whose layers need a predictor.
+PREDICTED = ("lowrank", "signbit")
 
 
 @dataclass

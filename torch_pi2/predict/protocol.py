@@ -38,8 +38,10 @@ class PredictorCard:
 class Predictor(Protocol):
     """Scores neurons of one FFN in *original* neuron order."""
 
-    threshold: float
     card: PredictorCard | None
+
+    @property
+    def threshold(self) -> float: ...
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` float32 logits; a neuron is predicted active iff its score >= ``threshold``."""

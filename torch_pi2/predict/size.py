@@ -33,7 +33,9 @@ from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.plan.plan import weights_hash
 from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.protocol import PredictorCard
+from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit
 from torch_pi2.predict.train import calibrate, measure, train_lowrank
 from torch_pi2.profile.data import Batch, batches
 from torch_pi2.profile.recorder import check_sites
@@ -49,6 +51,9 @@ PREDICTORS_FILE = "predictors.safetensors"
 LossFn = Callable[[nn.Module, Batch], tuple[float, int]]
 #: ``predictors -> context`` inside which the model skips what they do not predict.
 ApplyFn = Callable[[Mapping[str, LowRank]], AbstractContextManager[Any]]
+
+#: What a folder of predictors may hold.
+AnyPredictor = LowRank | SignBit
 
 _log = logging.getLogger("torch_pi2")
 _HIGHEST_RECALL = 0.999
@@ -81,7 +86,7 @@ class FitReport:
         return asdict(self)
 
 
-class FittedPredictors(dict[str, LowRank]):
+class FittedPredictors(dict[str, AnyPredictor]):
     """Site key -> predictor; sites without cold neurons have none.
 
     ``report`` tells how they were sized, ``model_hash`` to which weights they belong ("" if unknown).
@@ -487,12 +492,12 @@ def _check_settings(
             raise ConfigError(name, expected=expected, found=str(found), fix="Leave it out for the default.")
 
 
-def _card(predictor: LowRank) -> PredictorCard:
+def _card(predictor: AnyPredictor) -> PredictorCard:
     assert predictor.card is not None
     return predictor.card
 
 
-def save_predictors(folder: str | Path, predictors: Mapping[str, LowRank], model_hash: str) -> Path:
+def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], model_hash: str) -> Path:
     """Write ``predictors.safetensors`` into ``folder`` by atomic rename.
 
     Args:
@@ -512,7 +517,10 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, LowRank], model
                 found="one that was not calibrated",
                 fix="Call torch_pi2.predict.calibrate on held-back samples first.",
             )
-        entries[key] = {"kind": "lowrank", "threshold": p.threshold, "card": p.card.to_json()}
+        kind = getattr(p, "kind", "lowrank")
+        entries[key] = {"kind": kind, "threshold": p.threshold, "card": p.card.to_json()}
+        if isinstance(p, LowRankRows):
+            entries[key] |= {"weights": p.weights, "hidden": p.hidden}
         tensors.update({f"{key}.{name}": t for name, t in p.tensors().items()})
     report = getattr(predictors, "report", None)
     meta = {
@@ -543,10 +551,15 @@ def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> Fit
         report = json.loads(meta["report"])
         result.report = None if report is None else FitReport(**report)
         for key, entry in entries.items():
-            mine = {
-                n: tensors[f"{key}.{n}"] for n in ("a", "a_scale", "b", "b_scale", "bias") if f"{key}.{n}" in tensors
-            }
-            result[key] = LowRank.from_tensors(mine, entry["threshold"], PredictorCard(**entry["card"]))
+            names = SIGNBIT_TENSORS if entry["kind"] == "signbit" else ("a", "a_scale", "b", "b_scale", "bias")
+            mine = {n: tensors[f"{key}.{n}"] for n in names if f"{key}.{n}" in tensors}
+            threshold, card = entry["threshold"], PredictorCard(**entry["card"])
+            if entry["kind"] == "signbit":
+                result[key] = SignBit.from_tensors(mine, card)
+            elif "weights" in entry:
+                result[key] = LowRankRows.from_rows(mine, entry["weights"], int(entry["hidden"]), threshold, card)
+            else:
+                result[key] = LowRank.from_tensors(mine, threshold, card)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ArtifactError(
             str(path), expected="predictors with thresholds and cards", found=f"damage ({error})", fix="Fit them again."

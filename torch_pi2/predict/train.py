@@ -167,8 +167,7 @@ def measure(
     both = float((active_NC & fired_NC).sum())
     fired, active = float(fired_NC.sum()), float(active_NC.sum())
     dense_macs = site.rows_per_neuron * site.hidden * site.intermediate
-    rank = predictor.rank if isinstance(predictor, (LowRank, ExactGate)) else 0
-    macs = predictor.macs if isinstance(predictor, (LowRank, ExactGate)) else 0
+    rank, macs = getattr(predictor, "rank", 0), getattr(predictor, "macs", 0)
     mass: float | None = None
     if weights is not None:
         mass_NC = _mass(site, weights, held_back.x_NH)[:, index]

@@ -11,8 +11,15 @@ import torch.nn.functional as F
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
 from torch_pi2.graph.sites import FFNSite, FFNWeights, LinearRef, check_weights
 from torch_pi2.ops import load
+from torch_pi2.ops.quantized import KINDS, check_kind
+from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import METHODS, LayerPlan
+from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
+from torch_pi2.runtime.bundles import bundle_rows, make_bundles, make_quantized_bundles
+from torch_pi2.runtime.prompt import prompt_ffn, takes_prompt_path
 from torch_pi2.runtime.standin import StandIn
+
+__all__ = ["PREDICTOR_TENSORS", "SparseFFN", "dense_reference", "make_bundles", "result_dtype"]
 
 #: Tensors of a low-rank predictor, in the order in which ``torch.ops.pi2.predict_lowrank`` takes them.
 PREDICTOR_TENSORS = ("a", "a_scale", "b", "b_scale", "bias")
@@ -25,9 +32,13 @@ class SparseFFN(StandIn):
         site: the FFN.
         weights: its tensors; copied into bundles, not kept.
         layer_plan: neuron order, number of hot neurons and method.
-        lowrank: for method ``lowrank`` the predictor in *original* neuron order: ``a [r, H]`` int8, ``a_scale
-            [r]``, ``b [I, r]`` int8, ``b_scale [I]`` and, if it has one, ``bias [I]`` float32.
+        lowrank: for method ``signbit`` the tensors of a ``SignBit``; for method ``lowrank`` the predictor in
+            *original* neuron order: ``a [r, H]`` int8, ``a_scale [r]``, ``b [I, r]`` int8, ``b_scale [I]`` and, if it
+            has one, ``bias [I]`` float32; or as quantised rows ``a [r, row_bytes(H)]``, ``b [I, row_bytes(r)]`` uint8.
         threshold: for method ``lowrank``, cut on the predictor's logit.
+        kind: how bundles are stored: ``float``, ``int4`` or ``int8`` (lossy).
+        int8_activations: with quantised bundles, gate and up see ``x`` rounded to int8 (lossy, faster).
+        importance: ``[H]``, how much errors of gate's and up's columns count in quantising; None: all the same.
 
     Raises:
         DeviceError, DtypeError, NonFiniteError: weights that the kernels cannot use.
@@ -36,6 +47,12 @@ class SparseFFN(StandIn):
 
     Buffers (none of them in ``state_dict``): ``bundles [I, R, H]`` contiguous in plan order, ``bias_gate``,
     ``bias_up [I]`` in plan order, ``bias_down [H]``, and the predictor's rows of cold neurons in plan order.
+    Quantised: ``bundles [I, R, row_bytes(H)]`` uint8 and float32 biases. What was rounded away is gone, so the original
+    cannot be restored, ``state_dict`` has the numbers that the rows stand for, and other weights cannot be loaded.
+
+    Attributes:
+        weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
+            the weights, and to the output on calibration tokens (relative, Frobenius norms; None if not measured).
     """
 
     bundles: torch.Tensor
@@ -44,7 +61,12 @@ class SparseFFN(StandIn):
     bias_gate: torch.Tensor | None
     bias_up: torch.Tensor | None
     bias_down: torch.Tensor | None
+    error: float
+    output_error: float | None = None
     predictor_a: torch.Tensor | None
+    predictor_b: torch.Tensor | None
+    predictor_bias: torch.Tensor | None
+    predictor_signs: torch.Tensor | None
 
     def __init__(
         self,
@@ -53,32 +75,100 @@ class SparseFFN(StandIn):
         layer_plan: LayerPlan,
         lowrank: Mapping[str, torch.Tensor] | None = None,
         threshold: float = 0.0,
+        *,
+        kind: str = "float",
+        int8_activations: bool = False,
+        importance: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         load()
         check_weights(site, weights)
         _check_plan(site, weights, layer_plan)
+        self._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
+        self._dtype = weights.up.dtype
+        if kind == "float":
+            bundles, self.error = make_bundles(weights, self.order), 0.0
+        else:
+            bundles, self.error = make_quantized_bundles(site, weights, self.order, kind, importance)
+        self._hold(bundles, _permuted(weights.bias_gate, self.order), _permuted(weights.bias_up, self.order))
+        if weights.bias_down is not None:
+            self.bias_down = (
+                weights.bias_down.detach().clone() if kind == "float" else weights.bias_down.detach().float()
+            )
+
+    @classmethod
+    def empty(
+        cls,
+        site: FFNSite,
+        layer_plan: LayerPlan,
+        kind: str,
+        lowrank: Mapping[str, torch.Tensor] | None = None,
+        threshold: float = 0.0,
+        *,
+        int8_activations: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> SparseFFN:
+        """A layer over quantised bundles that are on ``meta``, for loading: assign ``bundles`` and biases afterwards.
+
+        Args: see the class; ``dtype`` is that of the float parameters it stands for.
+        """
+        check_kind(kind)
+        load()
+        layer = cls.__new__(cls)
+        StandIn.__init__(layer)
+        _check_plan(site, None, layer_plan)
+        layer._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
+        layer._dtype, layer.error = dtype, 0.0
+        shape = (site.intermediate, site.rows_per_neuron, row_bytes(kind, site.hidden))
+        has = {role: ref.bias is not None for ref, role in layer._parts()}
+        biases = {
+            role: torch.empty(site.intermediate, device="meta") if has.get(role) else None for role in ("gate", "up")
+        }
+        layer._hold(torch.empty(shape, dtype=torch.uint8, device="meta"), biases["gate"], biases["up"])
+        layer.bias_down = torch.empty(site.hidden, device="meta") if has["down"] else None
+        return layer.eval()
+
+    def _hold(self, bundles: torch.Tensor, bias_gate: torch.Tensor | None, bias_up: torch.Tensor | None) -> None:
+        self.register_buffer("bundles", bundles, persistent=False)
+        for name, bias in (("bias_gate", bias_gate), ("bias_up", bias_up), ("bias_down", None)):
+            quantised = bias is not None and self.weights != "float"
+            self.register_buffer(name, bias.float() if quantised and bias is not None else bias, persistent=False)
+
+    def _set_up(
+        self,
+        site: FFNSite,
+        layer_plan: LayerPlan,
+        lowrank: Mapping[str, torch.Tensor] | None,
+        threshold: float,
+        kind: str,
+        int8_activations: bool,
+    ) -> None:
+        """Everything but the weights."""
+        if kind != "float":
+            check_kind(kind)
+        self.weights, self.int8_activations = kind, int8_activations and kind != "float"
         self.site = site
         self.method = layer_plan.method
         # A dense layer is one whose neurons are all hot.
         self.n_hot = site.intermediate if self.method == "dense" else layer_plan.n_hot
         self.threshold = layer_plan.threshold if self.method == "threshold" else 0.0
         self.predictor_threshold = threshold
+        self.predictor_weights = ""  # "int4" or "int8": a low-rank predictor in quantised rows
+        cold_share = layer_plan.expected_active * layer_plan.n_cold / max(1, site.intermediate)
+        self.expected_share = min(1.0, layer_plan.n_hot / max(1, site.intermediate) + cold_share)
         order = layer_plan.order.to(torch.int64)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("inverse", torch.argsort(order), persistent=False)
-        self.register_buffer("bundles", make_bundles(weights, order), persistent=False)
-        self.register_buffer("bias_gate", _permuted(weights.bias_gate, order), persistent=False)
-        self.register_buffer("bias_up", _permuted(weights.bias_up, order), persistent=False)
-        bias_down = None if weights.bias_down is None else weights.bias_down.detach().clone()
-        self.register_buffer("bias_down", bias_down, persistent=False)
         for name, tensor in self._cold_predictor(lowrank).items():
             self.register_buffer(f"predictor_{name}", tensor, persistent=False)
+        self._add_signs(lowrank)
 
     def _cold_predictor(self, lowrank: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor | None]:
         if self.method != "lowrank" or self.n_hot == self.site.intermediate:
             return dict.fromkeys(PREDICTOR_TENSORS)
         site = self.site
+        if lowrank is not None and "a" in lowrank and lowrank["a"].dtype == torch.uint8:
+            return self._cold_rows(lowrank)
         missing = [name for name in PREDICTOR_TENSORS[:4] if lowrank is None or name not in lowrank]
         if lowrank is None or missing:
             raise ConfigError(
@@ -112,6 +202,45 @@ class SparseFFN(StandIn):
             tensors[name] = tensor
         return tensors
 
+    def _cold_rows(self, lowrank: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        """As :meth:`_cold_predictor` for a predictor in quantised rows, whose format their length tells."""
+        a, b, site = lowrank["a"], lowrank["b"], self.site
+        kinds = [k for k in KINDS if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
+        if not kinds:
+            wanted = " or ".join(f"[r, {row_bytes(k, site.hidden)}]" for k in KINDS)
+            raise ShapeError(
+                f"predictor a of {site.key}",
+                expected=f"uint8 {wanted}",
+                found=str(list(a.shape)),
+                fix="It was made for another layer.",
+            )
+        self.predictor_weights = kinds[0]
+        _check_shape(f"predictor b of {site.key}", b, (site.intermediate, row_bytes(kinds[0], len(a))))
+        cold = self.order[self.n_hot :]
+        bias = lowrank.get("bias")
+        if bias is not None:
+            _check_shape(f"predictor bias of {site.key}", bias, (site.intermediate,))
+        found = {"a": a.clone(), "b": b[cold].contiguous(), "bias": None if bias is None else bias[cold]}
+        return {name: found.get(name) for name in PREDICTOR_TENSORS}
+
+    def _add_signs(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Buffer ``predictor_signs``: for method ``signbit`` the rows of cold neurons in plan order, else None."""
+        signs = None
+        if self.method == "signbit" and self.n_hot < self.site.intermediate:
+            if tensors is None or not set(SIGNBIT_TENSORS) <= set(tensors):
+                raise ConfigError(
+                    f"predictor of {self.site.key}",
+                    expected=f"tensors {', '.join(SIGNBIT_TENSORS)}, as its plan says 'signbit'",
+                    found="none" if tensors is None else ", ".join(sorted(tensors)) or "none",
+                    fix="Fit predictors (torch_pi2.fit with method='signbit') and pass them, or plan without them.",
+                )
+            whole = SignBit.from_tensors(tensors, None)
+            wanted = (self.site.intermediate, sign_bytes(self.site.hidden))
+            _check_shape(f"predictor signs of {self.site.key}", whole.signs, wanted)
+            signs = whole.signs[self.order[self.n_hot :]].contiguous()
+            self.predictor_threshold = whole.margin
+        self.register_buffer("predictor_signs", signs, persistent=False)
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
 
@@ -124,19 +253,55 @@ class SparseFFN(StandIn):
         """
         x = self.only_input(args, kwargs)
         self.check_input(x)
-        active = None
-        if self.has_predictor:
-            active = torch.ops.pi2.predict_lowrank(x, *self.predictor(), self.predictor_threshold)
-        return self._compute(x, active, self.n_hot, self.threshold).to(result_dtype(x))
+        if takes_prompt_path(self, x):
+            return prompt_ffn(self, x).to(result_dtype(x))
+        y = self._predicted(x) if self.has_predictor else self._compute(x, None, self.n_hot, self.threshold)
+        return y.to(result_dtype(x))
+
+    def _predicted(self, x: torch.Tensor) -> torch.Tensor:
+        """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
+        signs = self.predictor_signs is not None
+        y: torch.Tensor = torch.ops.pi2.predicted_ffn(
+            x,
+            self.bundles,
+            self.bias_gate,
+            self.bias_up,
+            self.bias_down,
+            [tensor for tensor in self.predictor() if tensor is not None],
+            "signbit" if signs else "lowrank_q" if self.predictor_weights else "lowrank",
+            self.predictor_threshold,
+            self.predictor_weights,
+            self.int8_activations and bool(self.predictor_weights),
+            self.site.activation,
+            self.site.activation_on_up,
+            self.n_hot,
+            self.threshold,
+            self.weights,
+            self.int8_activations,
+        )
+        return y
 
     @property
     def has_predictor(self) -> bool:
-        """Whether cold neurons are predicted (false for ``lowrank`` too if every neuron is hot)."""
-        return self.predictor_a is not None
+        """Whether cold neurons are predicted (false for ``lowrank`` and ``signbit`` too if every neuron is hot)."""
+        return self.predictor_a is not None or self.predictor_signs is not None
 
     def predictor(self) -> tuple[torch.Tensor | None, ...]:
-        """The predictor's tensors for cold neurons in plan order, as ``predict_lowrank`` takes them."""
+        """The predictor's tensors for cold neurons in plan order, as the operator of ``predictor_call`` takes them."""
+        if self.predictor_signs is not None:
+            return (self.predictor_signs,)
+        if self.predictor_weights:
+            return (self.predictor_a, self.predictor_b, self.predictor_bias)
         return tuple(getattr(self, f"predictor_{name}") for name in PREDICTOR_TENSORS)
+
+    def predictor_call(self) -> tuple[Any, tuple[Any, ...]]:
+        """``(op, settings)`` such that ``op(x, *predictor(), *settings)`` is the mask of cold neurons."""
+        if self.predictor_signs is not None:
+            return torch.ops.pi2.predict_signbit.default, (self.site.hidden, self.predictor_threshold)
+        if self.predictor_weights:
+            settings = (self.predictor_weights, self.int8_activations, self.predictor_threshold)
+            return torch.ops.pi2.predict_lowrank_q.default, settings
+        return torch.ops.pi2.predict_lowrank.default, (self.predictor_threshold,)
 
     def forward_dense(self, x: torch.Tensor) -> torch.Tensor:
         """The same FFN with every neuron computed, from the same bundles."""
@@ -154,8 +319,15 @@ class SparseFFN(StandIn):
             self.site.activation_on_up,
             n_hot,
             threshold,
+            self.weights,
+            self.int8_activations,
         )
         return y
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float parameters that the layer has or stands for."""
+        return self.bundles.dtype if self.weights == "float" else self._dtype
 
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
@@ -183,13 +355,18 @@ class SparseFFN(StandIn):
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
+        row = {"gate": 0, "up": self.bundles.shape[1] - 2, "down": self.bundles.shape[1] - 1}[role]
+        w_IH = bundle_rows(self.bundles, row, self.weights, self.site.hidden, self.dtype).index_select(0, self.inverse)
         if role == "down":
-            return self.bundles[:, -1].index_select(0, self.inverse).T.contiguous(), self.bias_down
-        row, bias = (0, self.bias_gate) if role == "gate" else (self.bundles.shape[1] - 2, self.bias_up)
-        return self.bundles[:, row].index_select(0, self.inverse), _permuted(bias, self.inverse)
+            return w_IH.T.contiguous(), None if self.bias_down is None else self.bias_down.to(self.dtype)
+        bias = _permuted(self.bias_gate if role == "gate" else self.bias_up, self.inverse)
+        return w_IH, None if bias is None else bias.to(self.dtype)
 
     def dense_values(self) -> dict[str, torch.Tensor]:
-        """Copies of the site's parameters by fully-qualified name, bit-identical to the originals."""
+        """Copies of the site's parameters by fully-qualified name.
+
+        Bit-identical to the originals; of a quantised layer the numbers that its rows stand for.
+        """
         parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for ref, role in self._parts():
             weight, bias = self.projection(role)
@@ -204,7 +381,12 @@ class SparseFFN(StandIn):
         return values
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` of the site, in its original shape, into the bundles; whether it was new."""
+        """Write parameter ``name`` of the site, in its original shape, into the bundles; whether it was new.
+
+        Raises:
+            ConfigError: the bundles are quantised.
+        """
+        self.check_float(f"other weights for {self.site.key}")
         changed = False
         for ref, role in self._parts():
             if name not in (ref.weight, ref.bias):
@@ -234,11 +416,24 @@ class SparseFFN(StandIn):
         rows = self.site.hidden if down else self.site.intermediate * len(parts)
         columns = self.site.intermediate if down else self.site.hidden
         shape = (rows, columns) if name == parts[0][0].weight else (rows,)
-        return torch.empty(shape, dtype=self.bundles.dtype, device="meta")
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def check_float(self, what: str) -> None:
+        """Raise ConfigError if the layer is quantised, which cannot be undone; ``what`` was asked for."""
+        if self.weights != "float":
+            raise ConfigError(
+                what,
+                expected="a layer with float weights",
+                found=f"{self.weights}, which is lossy: the original numbers are gone",
+                fix="Load the checkpoint again (from_pretrained, or torch_pi2.load) instead.",
+            )
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
         """``model.to(dtype)`` converts the bundles; scales and biases of the predictor stay float32."""
         names = [f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")]
+        if self.weights != "float":
+            names += ["bias_gate", "bias_up", "bias_down"]
+            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.bundles.device)).dtype
         exact = {name: tensor for name in names if (tensor := self._buffers[name]) is not None}
         super()._apply(fn, recurse)
         for name, tensor in exact.items():
@@ -250,12 +445,13 @@ class SparseFFN(StandIn):
 
     def extra_repr(self) -> str:
         s = self.site
+        stored = "" if self.weights == "float" else f", {self.weights}{' x int8' if self.int8_activations else ''}"
         form = (
             f"{s.activation}(gate) * {f'{s.activation}(up)' if s.activation_on_up else 'up'}"
             if s.gated
             else f"{s.activation}(up)"
         )
-        return f"{s.hidden} -> {s.intermediate} -> {s.hidden}, {form}, {self.method}, {self.n_hot} hot"
+        return f"{s.hidden} -> {s.intermediate} -> {s.hidden}, {form}, {self.method}, {self.n_hot} hot{stored}"
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
@@ -264,17 +460,6 @@ def result_dtype(x: torch.Tensor) -> torch.dtype:
     if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype
-
-
-def make_bundles(weights: FFNWeights, order: torch.Tensor) -> torch.Tensor:
-    """``[I, R, H]`` contiguous: gate row, up row and down column of each neuron, in ``order`` (``[I]`` int64)."""
-    rows = [w for w in (weights.gate, weights.up, weights.down.T) if w is not None]
-    bundles_IRH = torch.empty((len(order), len(rows), weights.up.shape[1]), dtype=weights.up.dtype)
-    load()
-    torch.ops.pi2.advise_huge_pages(bundles_IRH)
-    for r, row_IH in enumerate(rows):  # one matrix at a time keeps the peak at one copy
-        bundles_IRH[:, r] = row_IH.detach()[order]
-    return bundles_IRH
 
 
 def dense_reference(site: FFNSite, weights: FFNWeights, x: torch.Tensor) -> torch.Tensor:
@@ -298,12 +483,12 @@ def _check_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> Non
         )
 
 
-def _check_plan(site: FFNSite, weights: FFNWeights, layer_plan: LayerPlan) -> None:
+def _check_plan(site: FFNSite, weights: FFNWeights | None, layer_plan: LayerPlan) -> None:
     hidden, intermediate = site.hidden, site.intermediate
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("gate", "up"), (intermediate, hidden))
     shapes["down"] = (hidden, intermediate)
     shapes |= {"bias_gate": (intermediate,), "bias_up": (intermediate,), "bias_down": (hidden,)}
-    for name, tensor in weights._asdict().items():
+    for name, tensor in ({} if weights is None else weights._asdict()).items():
         if tensor is not None:
             _check_shape(f"{name} of {site.key}", tensor, shapes[name])
     _check_shape(f"neuron order of {site.key}", layer_plan.order, (intermediate,))

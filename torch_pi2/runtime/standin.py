@@ -79,8 +79,19 @@ class StandIn(nn.Module):
             parameter = self.original.get_parameter(name)
             parameter.data = torch.empty(0, dtype=parameter.dtype)
 
-    def refill(self) -> None:
-        """Undo :meth:`release`, bit for bit."""
+    def check_refill(self) -> None:
+        """Raise ConfigError if the values were quantised, and the original's memory is gone."""
+        if self._released:
+            self._home[0].check_float(f"the original weights of {self._home[0].site.key}")
+
+    def refill(self, *, lossy: bool = False) -> None:
+        """Undo :meth:`release`, bit for bit; if ``lossy``, quantised values as they are now.
+
+        Raises:
+            ConfigError: see :meth:`check_refill`.
+        """
+        if not lossy:
+            self.check_refill()
         values = self._home[0].dense_values() if self._released else {}
         for name in self._released:
             self.original.get_parameter(name).data = values[self._names[name]]
@@ -98,7 +109,7 @@ class StandIn(nn.Module):
             changed = False
             for name, site_name in self._names.items():
                 changed |= home.assign(site_name, self.original.get_parameter(name).detach())
-            if changed and home.method in ("lowrank", "threshold"):
+            if changed and home.method in ("lowrank", "signbit", "threshold"):
                 _log.warning(
                     "%s got other weights, but keeps a %s plan made from the old ones: optimise the model again",
                     home.site.key,

@@ -1,4 +1,4 @@
-// The sparse feed-forward layer over neuron bundles, and the low-rank activation predictor.
+// The sparse feed-forward layer over neuron bundles.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +24,14 @@ struct FfnArgs {
   DType x_dtype = DType::kF32;
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;
-  const void* bundles = nullptr;  // [neurons, rows, hidden], w_dtype; rows: 3 = gate, up, down; 2 = up, down
+  // [neurons, rows] rows of hidden numbers (row_bytes), w_dtype; rows: 3 = gate, up, down; 2 = up, down
+  const void* bundles = nullptr;
   DType w_dtype = DType::kF32;
   std::int64_t neurons = 0;
   std::int64_t rows = 3;
-  const void* bias_gate = nullptr;  // [neurons] or null, w_dtype
+  // Quantised weights: dots take x as int8 with a scale per 32 instead of float (lossy, faster); down rows do not.
+  bool int8_activations = false;
+  const void* bias_gate = nullptr;  // [neurons] or null, bias_dtype()
   const void* bias_up = nullptr;    // [neurons] or null
   const void* bias_down = nullptr;  // [hidden] or null
   const std::uint8_t* active = nullptr;
@@ -36,28 +39,11 @@ struct FfnArgs {
   Activation activation = Activation::kRelu;
   bool activation_on_up = false;
   float threshold = 0;
+
+  DType bias_dtype() const { return is_quantized(w_dtype) ? DType::kF32 : w_dtype; }
 };
 
 void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel);
-
-// active[t, c] = !(b[c] . relu(a x[t]) * b_scale[c] + b_bias[c] < threshold), a and b int8 with a scale per row.
-struct LowrankArgs {
-  const void* x = nullptr;  // [tokens, hidden], x_dtype
-  DType x_dtype = DType::kF32;
-  std::int64_t tokens = 0;
-  std::int64_t hidden = 0;
-  const std::int8_t* a = nullptr;  // [rank, hidden]
-  const float* a_scale = nullptr;  // [rank]
-  std::int64_t rank = 0;
-  const std::int8_t* b = nullptr;  // [cold, rank]
-  const float* b_scale = nullptr;  // [cold]
-  const float* b_bias = nullptr;   // [cold] or null
-  std::int64_t cold = 0;
-  float threshold = 0;
-  std::uint8_t* active = nullptr;  // [tokens, cold]
-};
-
-void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel);
 
 // Reads the given bundles (index null: all of them, in order) and does nothing with them: the roofline.
 std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::int64_t count,

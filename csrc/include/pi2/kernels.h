@@ -11,37 +11,91 @@
 
 namespace pi2 {
 
+// Kernels of quantised rows read their inputs "prepared": in an order (and, for int8 activations, a precision) private
+// to the instruction set, so that weights need no shuffling. Every prepared vector, and every y of an axpy over
+// quantised rows, has room for padded(n) floats. Plain dtypes (f32, bf16, f16, i8) use plain float vectors of n.
+constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
+
 // out_RT[r * tokens + t] = sum_k rows[r][k] * x_T[t][k], for r in [0, count <= kDotRows), t in [0, tokens).
+// x_T[t]: float[n] for plain dtypes; what prepare (dot) or prepare_a8 (dot_a8) wrote for quantised ones.
 // The order of each sum depends on n alone, never on count or tokens: a token gives the same bits alone and in a batch.
-// [next, next + next_bytes) is what will be read after these rows (a prefetch hint); next_bytes 0 for none.
-#define PI2_DOT_ARGS                                                                                         \
-  const void *const *rows, std::int64_t count, const float *const *x_T, std::int64_t tokens, std::int64_t n, \
+// [next, next + next_bytes) is what will be read some time after these rows: a prefetch hint, spread over the loop,
+// since a burst of prefetches would stall; next_bytes 0 for none.
+#define PI2_DOT_ARGS                                                                                        \
+  const void *const *rows, std::int64_t count, const void *const *x_T, std::int64_t tokens, std::int64_t n, \
       float *out_RT, const void *next, std::int64_t next_bytes
 // y[k] += h[0] * rows[0][k], then h[1] * rows[1][k], ... for count rows (1..kAxpyRows), in that order.
-#define PI2_AXPY_ARGS float *y, const void *const *rows, const float *h, std::int64_t count, std::int64_t n
+// y: float[n] for plain dtypes; for quantised ones padded(n) floats in the order that restore undoes (all zero at
+// first).
+// next: null, or `count` rows that a later call will add: fetched at the pace at which these are read.
+#define PI2_AXPY_ARGS \
+  float *y, const void *const *rows, const float *h, std::int64_t count, std::int64_t n, const void *const *next
+// out (padded(n) floats of room, 64-byte aligned) = x[0, n) as the dot of this dtype wants it.
+#define PI2_PREPARE_ARGS const float *x, std::int64_t n, void *out
+// out[0, n) = what an axpy of this dtype accumulated in y, in plain order.
+#define PI2_RESTORE_ARGS const float *y, std::int64_t n, float *out
+// Prompts, where an instruction set has it (null elsewhere: dots serve): kPanelRows rows times many tokens, int8
+// activations. `panel` receives panel_bytes(n): the rows unpacked, row by row within every group of four columns.
+#define PI2_PANEL_ARGS const void *const *rows, std::int64_t n, void *panel
+// out[t * ldo + r] = sum_k row r of panel p [k] * x_T[t][k], p = r / kPanelRows < panels <= kGemmPanels; x_T[t] as
+// prepare_gemm wrote it. The order of each sum depends on n alone.
+#define PI2_GEMM_ARGS                                                                                               \
+  const void *const *panels, std::int64_t panel_count, const void *const *x_T, std::int64_t tokens, std::int64_t n, \
+      float *out, std::int64_t ldo
 // Reads `bytes` and returns a checksum: what memory can deliver when nothing is computed.
 #define PI2_READ_ARGS const void *data, std::int64_t bytes
+// out[r] = number of bits in which row r differs from x, for `count` rows of `words` 64-bit words, one after another.
+#define PI2_SIGNS_ARGS const void *rows, std::int64_t count, const void *x, std::int64_t words, std::int32_t *out
 
 constexpr std::int64_t kDotRows = 2;
 constexpr std::int64_t kAxpyRows = 4;
+constexpr std::int64_t kPanelRows = 16;
+constexpr std::int64_t kGemmPanels = 2;
+// Unpacked bytes (padded to whole steps of 128 columns), then a float scale per row and group.
+constexpr std::int64_t panel_bytes(std::int64_t n) {
+  return kPanelRows * padded(n) + kPanelRows * 4 * (padded(n) / kGroup);
+}
 
 using DotFn = void (*)(PI2_DOT_ARGS);
 using AxpyFn = void (*)(PI2_AXPY_ARGS);
+using PrepareFn = void (*)(PI2_PREPARE_ARGS);
+using RestoreFn = void (*)(PI2_RESTORE_ARGS);
+using PanelFn = void (*)(PI2_PANEL_ARGS);
+using GemmFn = void (*)(PI2_GEMM_ARGS);
 using ReadFn = std::uint64_t (*)(PI2_READ_ARGS);
+using SignsFn = void (*)(PI2_SIGNS_ARGS);
 
 #define PI2_DOT(isa, dtype) void dot_##dtype##__##isa(PI2_DOT_ARGS);
+#define PI2_DOT_A8(isa, dtype) void dot_a8_##dtype##__##isa(PI2_DOT_ARGS);
 #define PI2_AXPY(isa, dtype) void axpy_##dtype##__##isa(PI2_AXPY_ARGS);
+#define PI2_PREPARE(isa, dtype) void prepare_##dtype##__##isa(PI2_PREPARE_ARGS);
+#define PI2_PREPARE_A8(isa, dtype) void prepare_a8_##dtype##__##isa(PI2_PREPARE_ARGS);
+#define PI2_RESTORE(isa, dtype) void restore_##dtype##__##isa(PI2_RESTORE_ARGS);
+#define PI2_PREPARE_GEMM(isa, dtype) void prepare_gemm_##dtype##__##isa(PI2_PREPARE_ARGS);
+#define PI2_PANEL(isa, dtype) void panel_##dtype##__##isa(PI2_PANEL_ARGS);
+#define PI2_GEMM(isa) void gemm__##isa(PI2_GEMM_ARGS);
 #define PI2_READ(isa) std::uint64_t read__##isa(PI2_READ_ARGS);
+#define PI2_SIGNS(isa) void count_signs__##isa(PI2_SIGNS_ARGS);
 #include "kernels/list.inc"
-#undef PI2_DOT
-#undef PI2_AXPY
-#undef PI2_READ
+#include "kernels/list_end.inc"
 
+// Every entry that a dtype has is filled; the others are null:
+//   dot        all dtypes                  axpy       all but i8
+//   prepare    q4, q8 (float activations)  restore    q4, q8
+//   dot_a8, prepare_a8                     q4, q8 (activations as int8 with a float scale per group of 32)
 struct KernelTable {
-  const char* isa;       // "scalar", "avx2", "avx512"
-  DotFn dot[kDTypes];    // by DType
-  AxpyFn axpy[kDTypes];  // by DType; null for int8
+  const char* isa;  // as in kernels/list.inc
+  DotFn dot[kDTypes];
+  DotFn dot_a8[kDTypes];
+  AxpyFn axpy[kDTypes];
+  PrepareFn prepare[kDTypes];
+  PrepareFn prepare_a8[kDTypes];
+  RestoreFn restore[kDTypes];
+  PrepareFn prepare_gemm[kDTypes];  // q4, q8 or null, with panel and gemm
+  PanelFn panel[kDTypes];
+  GemmFn gemm;
   ReadFn read;
+  SignsFn count_signs;
 };
 
 // The best table this CPU can run, or the one named by PI2_CPU_CAPABILITY (for tests).

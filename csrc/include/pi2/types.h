@@ -5,10 +5,32 @@
 
 namespace pi2 {
 
-enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI8 = 3 };
-constexpr int kDTypes = 4;
+// How a row of numbers is stored. kQ4 and kQ8 are weights in groups of 32 with a scale each: see row_bytes().
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI8 = 3, kQ4 = 4, kQ8 = 5 };
+constexpr int kDTypes = 6;
 
-constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kF32 ? 4 : dtype == DType::kI8 ? 1 : 2; }
+constexpr bool is_quantized(DType dtype) { return dtype == DType::kQ4 || dtype == DType::kQ8; }
+
+// Weights per group of a quantised row; the last group of a row is padded with zeros.
+constexpr int64_t kGroup = 32;
+constexpr int64_t groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
+
+// Bytes of a row of n numbers. A quantised row is its groups' values, then a binary16 scale per group; the value of
+// a weight is its stored integer times its group's scale.
+//   kQ4  16 bytes a group: byte k holds weight k in its low and weight k + 16 in its high half, each plus 8 (0..15)
+//   kQ8  32 bytes a group: weight k in byte k, signed
+// Row-local: a neuron's gate row, up row and down column are contiguous in a bundle, scales included.
+constexpr int64_t row_bytes(DType dtype, int64_t n) {
+  switch (dtype) {
+    case DType::kF32: return 4 * n;
+    case DType::kBF16:
+    case DType::kF16: return 2 * n;
+    case DType::kI8: return n;
+    case DType::kQ4: return groups(n) * (kGroup / 2 + 2);
+    case DType::kQ8: return groups(n) * (kGroup + 2);
+  }
+  return 0;
+}
 
 // Order of torch_pi2.ops.ACTIVATIONS.
 enum class Activation : int32_t { kRelu = 0, kRelu2, kSilu, kGelu, kGeluTanh, kIdentity };

@@ -13,7 +13,7 @@ inline void dot(PI2_DOT_ARGS) {
   for (std::int64_t r = 0; r < count; ++r) {
     const auto* w = static_cast<const typename Format::Storage*>(rows[r]);
     for (std::int64_t t = 0; t < tokens; ++t) {
-      const float* x = x_T[t];
+      const float* x = static_cast<const float*>(x_T[t]);
       float sum[4] = {0, 0, 0, 0};  // four chains: the accuracy of the vector kernels, and some of their speed
       std::int64_t k = 0;
       for (; k + 4 <= n; k += 4) {
@@ -27,6 +27,7 @@ inline void dot(PI2_DOT_ARGS) {
 
 template <class Format>
 inline void axpy(PI2_AXPY_ARGS) {
+  (void)next;
   for (std::int64_t r = 0; r < count; ++r) {
     const auto* w = static_cast<const typename Format::Storage*>(rows[r]);
     for (std::int64_t k = 0; k < n; ++k) y[k] += h[r] * Format::widen(w[k]);

@@ -1,0 +1,120 @@
+// What every operator of torch.ops.pi2 needs: torch's threads, checks of tensors and names. Checks and translation
+// only; the LibTorch stable ABI, so that the wheel survives torch upgrades.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "pi2/types.h"
+
+namespace pi2::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+// Compute threads are torch's own (design D9), honouring torch.set_num_threads.
+inline ParallelFor torch_threads() {
+  ParallelFor parallel;
+  parallel.threads = static_cast<int>(torch::stable::get_num_threads());
+  parallel.run = [](void*, int64_t n, ParallelFor::Body body, void* context) {
+    torch::stable::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) body(context, i);
+    });
+  };
+  return parallel;
+}
+
+// The float type of a tensor of activations.
+inline DType float_dtype(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return DType::kF32;
+    case ScalarType::BFloat16: return DType::kBF16;
+    case ScalarType::Half: return DType::kF16;
+    default: break;
+  }
+  STD_TORCH_CHECK(false, "pi2: dtype of ", name,
+                  ": expected float32, bfloat16 or float16, found another. Convert it first.");
+  return DType::kF32;
+}
+
+// "int4" and "int8" alone.
+inline DType quantized_dtype(const std::string& weights) {
+  if (weights == "int4") return DType::kQ4;
+  if (weights == "int8") return DType::kQ8;
+  STD_TORCH_CHECK(false, "pi2: weights: expected int4 or int8, found '", weights,
+                  "'. See torch_pi2.Config(weights=...).");
+  return DType::kQ4;
+}
+
+// How `tensor` stores weights: quantised rows (uint8) for "int4" and "int8", the tensor's own type for "float".
+inline DType weights_dtype(const std::string& weights, const Tensor& tensor, const char* name) {
+  if (weights == "float") {
+    STD_TORCH_CHECK(tensor.scalar_type() != ScalarType::Byte, "pi2: dtype of ", name,
+                    ": expected float32, bfloat16 or float16 with weights 'float', found uint8. Pass weights='int4' or "
+                    "'int8', as it was quantised.");
+    return float_dtype(tensor, name);
+  }
+  STD_TORCH_CHECK(weights == "int4" || weights == "int8", "pi2: weights: expected float, int4 or int8, found '",
+                  weights, "'. See torch_pi2.Config(weights=...).");
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte, "pi2: dtype of ", name, ": expected uint8 with weights '",
+                  weights, "', found another. Quantise it with torch.ops.pi2.quantize.");
+  return quantized_dtype(weights);
+}
+
+inline const char* name_of(DType dtype) {
+  static const char* const names[kDTypes] = {"float32", "bfloat16", "float16", "int8 rows", "int4", "int8"};
+  return names[static_cast<int>(dtype)];
+}
+
+inline void check_plain(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cpu(), "pi2: device of ", name, ": expected cpu, found another. Move it with .cpu().");
+}
+
+inline Tensor dense(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// The last size of x is the layer's.
+inline void check_hidden(const Tensor& x, int64_t hidden) {
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == hidden, "pi2: hidden size of x: expected ", hidden,
+                  " (the layer's), found ", x.dim() >= 1 ? x.size(x.dim() - 1) : 0,
+                  ". Pass hidden states of this model.");
+}
+
+// Data of a contiguous `tensor` of uint8 [count, row_bytes(columns)].
+inline const void* quantized_rows(const Tensor& tensor, const char* name, DType dtype, int64_t count, int64_t columns) {
+  check_plain(tensor, name);
+  const int64_t bytes = row_bytes(dtype, columns);
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous() && tensor.dim() == 2 &&
+                      tensor.size(0) == count && tensor.size(1) == bytes,
+                  "pi2: ", name, ": expected contiguous uint8 ", count, " x ", bytes, " (rows of ", columns, " ",
+                  name_of(dtype), " numbers), found ", tensor.dim(), " dimensions of ", tensor.numel(),
+                  " elements in all or another dtype. Quantise it again.");
+  return tensor.const_data_ptr();
+}
+
+// A bias of `length` numbers of dtype `like`; returns its data pointer or null.
+inline const void* bias_data(const MaybeTensor& bias, const char* name, int64_t length, ScalarType like,
+                             const char* wanted) {
+  if (!bias) return nullptr;
+  check_plain(*bias, name);
+  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == length, "pi2: shape of ", name, ": expected [", length,
+                  "], found ", bias->dim(), " dimensions of ", bias->numel(),
+                  " elements in all. Check the layer's size.");
+  STD_TORCH_CHECK(bias->scalar_type() == like, "pi2: dtype of ", name, ": expected ", wanted,
+                  ", found another. Convert weights and biases together.");
+  STD_TORCH_CHECK(bias->is_contiguous(), "pi2: layout of ", name,
+                  ": expected contiguous, found strided. Call .contiguous().");
+  return bias->const_data_ptr();
+}
+
+}  // namespace pi2::binding

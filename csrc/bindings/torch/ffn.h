@@ -1,0 +1,14 @@
+// The checks of a sparse feed-forward layer, for the operators that have one.
+#pragma once
+
+#include "bindings/torch/common.h"
+#include "pi2/ffn.h"
+
+namespace pi2::binding {
+
+// The arguments of sparse_ffn but for x's and out's data and `active`. The tensors must outlive what is returned.
+FfnArgs ffn_args(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
+                 const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
+                 double threshold, const std::string& weights, bool int8_activations);
+
+}  // namespace pi2::binding

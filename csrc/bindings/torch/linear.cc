@@ -1,0 +1,79 @@
+// torch.ops.pi2.linear, quantize, dequantize.
+#include "pi2/linear.h"
+
+#include "bindings/torch/common.h"
+
+namespace pi2::binding {
+namespace {
+
+Tensor linear(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std::string weights,
+              bool int8_activations) {
+  check_plain(x, "x");
+  LinearArgs args;
+  args.w_dtype = quantized_dtype(weights);
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "pi2: x: expected [..., columns], found ", x.dim(),
+                  " dimensions of ", x.numel(), " elements in all. Pass the input of a linear layer.");
+  STD_TORCH_CHECK(rows.dim() == 2, "pi2: rows: expected uint8 [rows, bytes], found ", rows.dim(),
+                  " dimensions. Quantise the weight with torch.ops.pi2.quantize.");
+  args.columns = x.size(x.dim() - 1);
+  args.rows = rows.size(0);
+  args.weights = quantized_rows(rows, "rows", args.w_dtype, args.rows, args.columns);
+  args.bias = static_cast<const float*>(bias_data(bias, "bias", args.rows, ScalarType::Float, "float32"));
+  args.x_dtype = float_dtype(x, "x");
+  args.tokens = x.numel() / args.columns;
+  args.int8_activations = int8_activations;
+  std::vector<int64_t> shape;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) shape.push_back(x.size(d));
+  shape.push_back(args.rows);
+  Tensor y = torch::stable::new_empty(x, shape);
+  const Tensor x_dense = dense(x);
+  args.x = x_dense.const_data_ptr();
+  args.y = y.mutable_data_ptr();
+  if (args.tokens > 0 && args.rows > 0) pi2::linear(args, torch_threads());
+  return y;
+}
+
+Tensor quantize(const Tensor& w, std::string weights, const MaybeTensor& importance) {
+  check_plain(w, "w");
+  const DType to = quantized_dtype(weights);
+  STD_TORCH_CHECK(w.dim() == 2 && w.size(1) > 0, "pi2: w: expected [rows, columns], found ", w.dim(), " dimensions of ",
+                  w.numel(), " elements in all. Pass the weight of a linear layer.");
+  const int64_t count = w.size(0), columns = w.size(1);
+  const void* important = bias_data(importance, "importance", columns, ScalarType::Float, "float32");
+  Tensor rows = torch::stable::new_empty(w, {count, row_bytes(to, columns)}, ScalarType::Byte);
+  const Tensor w_dense = dense(w);
+  pi2::quantize(w_dense.const_data_ptr(), float_dtype(w, "w"), count, columns, static_cast<const float*>(important), to,
+                rows.mutable_data_ptr(), torch_threads());
+  return rows;
+}
+
+Tensor dequantize(const Tensor& rows, std::string weights, int64_t columns, ScalarType dtype) {
+  check_plain(rows, "rows");
+  const DType from = quantized_dtype(weights);
+  STD_TORCH_CHECK(columns > 0 && rows.dim() == 2 && rows.scalar_type() == ScalarType::Byte &&
+                      rows.size(1) == row_bytes(from, columns) &&
+                      (rows.size(0) < 2 || rows.stride(0) >= rows.size(1)) && rows.stride(1) == 1,
+                  "pi2: rows: expected uint8 [rows, ", columns > 0 ? row_bytes(from, columns) : 0, "] for ", columns,
+                  " columns of ", weights, ", found ", rows.dim(), " dimensions of ", rows.numel(),
+                  " elements in all or another dtype. Pass the columns and the format it was quantised with.");
+  Tensor out = torch::stable::new_empty(rows, {rows.size(0), columns}, dtype);
+  pi2::dequantize(rows.const_data_ptr(), from, rows.size(0), columns, rows.stride(0), out.mutable_data_ptr(),
+                  float_dtype(out, "dtype"), torch_threads());
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
+  m.def("linear(Tensor x, Tensor rows, Tensor? bias, str weights, bool int8_activations=False) -> Tensor");
+  m.def("quantize(Tensor w, str weights, Tensor? importance=None) -> Tensor");
+  m.def("dequantize(Tensor rows, str weights, int columns, ScalarType dtype) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
+}
+
+}  // namespace pi2::binding

@@ -1,0 +1,178 @@
+// torch.ops.pi2.predict_*: which cold neurons to compute; predicted_ffn: that and the layer in one call.
+#include "pi2/predict.h"
+
+#include "bindings/torch/ffn.h"
+
+namespace pi2::binding {
+namespace {
+
+const void* typed_data(const Tensor& tensor, const char* name, ScalarType dtype, int64_t rows, int64_t columns) {
+  check_plain(tensor, name);
+  const int64_t found = tensor.dim() == 2 ? tensor.size(1) : 0;
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.dim() == (columns > 0 ? 2 : 1) &&
+                      tensor.size(0) == rows && (columns == 0 || found == columns),
+                  "pi2: predictor tensor ", name, ": expected contiguous ", columns > 0 ? "int8 " : "float32 ", rows,
+                  " x ", columns > 0 ? columns : 1, ", found ", tensor.numel(),
+                  " elements of another shape or dtype. Fit the predictor again.");
+  return tensor.const_data_ptr();
+}
+
+void check_matrices(const Tensor& a, const Tensor& b) {
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "pi2: predictor tensors a and b: expected 2 dimensions each, found ",
+                  a.dim(), " and ", b.dim(), ". Fit the predictor again.");
+  STD_TORCH_CHECK(a.size(0) > 0,
+                  "pi2: predictor tensor a: expected a row at least, found none. Fit the predictor "
+                  "again.");
+}
+
+// int8 with a scale per row.
+LowrankArgs lowrank_args(const Tensor& x, const Tensor& a, const Tensor& a_scale, const Tensor& b,
+                         const Tensor& b_scale, const MaybeTensor& b_bias, double threshold) {
+  check_matrices(a, b);
+  LowrankArgs args;
+  args.rank = a.size(0);
+  args.hidden = a.size(1);
+  args.cold = b.size(0);
+  check_hidden(x, args.hidden);
+  args.a = typed_data(a, "a", ScalarType::Char, args.rank, args.hidden);
+  args.a_scale = static_cast<const float*>(typed_data(a_scale, "a_scale", ScalarType::Float, args.rank, 0));
+  args.b = typed_data(b, "b", ScalarType::Char, args.cold, args.rank);
+  args.b_scale = static_cast<const float*>(typed_data(b_scale, "b_scale", ScalarType::Float, args.cold, 0));
+  if (b_bias) args.b_bias = static_cast<const float*>(typed_data(*b_bias, "b_bias", ScalarType::Float, args.cold, 0));
+  args.threshold = static_cast<float>(threshold);
+  return args;
+}
+
+// Rows quantised in groups.
+LowrankArgs lowrank_q_args(const Tensor& x, const Tensor& a, const Tensor& b, const MaybeTensor& b_bias,
+                           const std::string& weights, bool int8_activations, double threshold) {
+  check_matrices(a, b);
+  LowrankArgs args;
+  args.dtype = quantized_dtype(weights);
+  args.rank = a.size(0);
+  args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
+  args.cold = b.size(0);
+  STD_TORCH_CHECK(args.hidden > 0, "pi2: x: expected [..., hidden], found ", x.dim(), " dimensions of ", x.numel(),
+                  " elements in all. Pass hidden states of this model.");
+  args.a = quantized_rows(a, "predictor tensor a", args.dtype, args.rank, args.hidden);
+  args.b = quantized_rows(b, "predictor tensor b", args.dtype, args.cold, args.rank);
+  if (b_bias) args.b_bias = static_cast<const float*>(typed_data(*b_bias, "b_bias", ScalarType::Float, args.cold, 0));
+  args.int8_activations = int8_activations;
+  args.threshold = static_cast<float>(threshold);
+  return args;
+}
+
+SignbitArgs signbit_args(const Tensor& x, const Tensor& signs, int64_t columns, double margin) {
+  STD_TORCH_CHECK(columns > 0, "pi2: columns: expected 1 or more, found ", columns, ". It is the layer's hidden size.");
+  check_hidden(x, columns);
+  check_plain(signs, "signs");
+  STD_TORCH_CHECK(signs.scalar_type() == ScalarType::Byte && signs.dim() == 2 && signs.is_contiguous() &&
+                      signs.size(1) == sign_bytes(columns),
+                  "pi2: signs: expected contiguous uint8 [neurons, ", sign_bytes(columns), "] for hidden size ",
+                  columns, ", found ", signs.dim(), " dimensions of ", signs.numel(),
+                  " elements in all or another dtype. Pack them with torch_pi2.predict.pack_signs.");
+  STD_TORCH_CHECK(margin >= 0, "pi2: margin: expected 0 or more, found ", margin,
+                  ". Calibrate it with torch_pi2.predict.SignBit.calibrate.");
+  SignbitArgs args;
+  args.columns = columns;
+  args.signs = signs.const_data_ptr();
+  args.cold = signs.size(0);
+  args.margin = margin;
+  return args;
+}
+
+template <class Args>
+Tensor predicted(const Tensor& x, Args args, int64_t hidden, void (*predict)(const Args&, const ParallelFor&)) {
+  check_plain(x, "x");
+  args.x_dtype = float_dtype(x, "x");
+  args.tokens = x.numel() / hidden;
+  std::vector<int64_t> shape;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) shape.push_back(x.size(d));
+  shape.push_back(args.cold);
+  Tensor active = torch::stable::new_empty(x, shape, ScalarType::Bool);
+  const Tensor x_dense = dense(x);
+  args.x = x_dense.const_data_ptr();
+  args.active = static_cast<uint8_t*>(active.mutable_data_ptr());
+  if (args.tokens > 0 && args.cold > 0) predict(args, torch_threads());
+  return active;
+}
+
+Tensor predict_lowrank(const Tensor& x, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+                       const MaybeTensor& b_bias, double threshold) {
+  const LowrankArgs args = lowrank_args(x, a, a_scale, b, b_scale, b_bias, threshold);
+  return predicted(x, args, args.hidden, &pi2::predict_lowrank);
+}
+
+Tensor predict_lowrank_q(const Tensor& x, const Tensor& a, const Tensor& b, const MaybeTensor& b_bias,
+                         std::string weights, bool int8_activations, double threshold) {
+  const LowrankArgs args = lowrank_q_args(x, a, b, b_bias, weights, int8_activations, threshold);
+  return predicted(x, args, args.hidden, &pi2::predict_lowrank);
+}
+
+Tensor predict_signbit(const Tensor& x, const Tensor& signs, int64_t columns, double margin) {
+  return predicted(x, signbit_args(x, signs, columns, margin), columns, &pi2::predict_signbit);
+}
+
+Tensor predicted_ffn(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
+                     const MaybeTensor& bias_down, std::vector<Tensor> predictor, std::string kind, double cut,
+                     std::string predictor_weights, bool predictor_int8_activations, std::string activation,
+                     bool activation_on_up, int64_t n_hot, double threshold, std::string weights,
+                     bool int8_activations) {
+  FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
+                          weights, int8_activations);
+  const size_t least = kind == "lowrank" ? 4 : kind == "lowrank_q" ? 2 : kind == "signbit" ? 1 : 0;
+  STD_TORCH_CHECK(least > 0, "pi2: kind: expected lowrank, lowrank_q or signbit, found '", kind,
+                  "'. See torch_pi2.ops.reference.predicted_ffn.");
+  const size_t most = kind == "signbit" ? least : least + 1;  // low-rank ones may have a bias
+  STD_TORCH_CHECK(predictor.size() == least || predictor.size() == most, "pi2: predictor: expected ", least,
+                  most > least ? " tensors (and a bias)" : " tensor", " for kind ", kind, ", found ", predictor.size(),
+                  ". See torch_pi2.ops.reference.predicted_ffn.");
+  const auto check_cold = [&](int64_t found) {
+    STD_TORCH_CHECK(found == args.neurons - n_hot, "pi2: predictor: expected ", args.neurons - n_hot, " cold neurons (",
+                    args.neurons, " less ", n_hot, " hot), found ", found,
+                    ". Its rows are those of cold neurons in plan order.");
+  };
+  const Tensor x_dense = dense(x);
+  Tensor out = torch::stable::new_empty(x, x.sizes());
+  args.x = x_dense.const_data_ptr();
+  args.y = out.mutable_data_ptr();
+  if (kind == "signbit") {
+    const SignbitArgs signbit = signbit_args(x, predictor[0], args.hidden, cut);
+    check_cold(signbit.cold);
+    if (args.tokens > 0) pi2::predicted_ffn(signbit, args, torch_threads());
+    return out;
+  }
+  const MaybeTensor bias = predictor.size() > least ? MaybeTensor(predictor[least]) : std::nullopt;
+  const LowrankArgs lowrank =
+      kind == "lowrank"
+          ? lowrank_args(x, predictor[0], predictor[1], predictor[2], predictor[3], bias, cut)
+          : lowrank_q_args(x, predictor[0], predictor[1], bias, predictor_weights, predictor_int8_activations, cut);
+  check_cold(lowrank.cold);
+  if (args.tokens > 0) pi2::predicted_ffn(lowrank, args, torch_threads());
+  return out;
+}
+
+}  // namespace
+}  // namespace pi2::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
+  m.def(
+      "predict_lowrank(Tensor x, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? b_bias, float threshold) "
+      "-> Tensor");
+  m.def(
+      "predict_lowrank_q(Tensor x, Tensor a, Tensor b, Tensor? b_bias, str weights, bool int8_activations, "
+      "float threshold) -> Tensor");
+  m.def("predict_signbit(Tensor x, Tensor signs, int columns, float margin) -> Tensor");
+  m.def(
+      "predicted_ffn(Tensor x, Tensor bundles, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
+      "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
+      "str activation, bool activation_on_up, int n_hot, float threshold, str weights=\"float\", "
+      "bool int8_activations=False) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
+  m.impl("predict_lowrank", TORCH_BOX(&pi2::binding::predict_lowrank));
+  m.impl("predict_lowrank_q", TORCH_BOX(&pi2::binding::predict_lowrank_q));
+  m.impl("predict_signbit", TORCH_BOX(&pi2::binding::predict_signbit));
+  m.impl("predicted_ffn", TORCH_BOX(&pi2::binding::predicted_ffn));
+}

@@ -1,0 +1,36 @@
+// Down rows on their way into a token's sum.
+#pragma once
+
+#include <algorithm>
+
+#include "pi2/kernels.h"
+
+namespace pi2 {
+
+// Adds rows in the order in which they come, kAxpyRows at a time. One group waits while the next is found, so that its
+// rows are fetched while the group before is added: only those that fire are ever asked for.
+class DownQueue {
+ public:
+  void add(AxpyFn axpy, std::int64_t n, const void* row, float h, float* y) {
+    rows_[filled_] = row;
+    h_[filled_++] = h;
+    if (filled_ < 2 * kAxpyRows) return;
+    axpy(y, rows_, h_, kAxpyRows, n, rows_ + kAxpyRows);
+    std::copy(rows_ + kAxpyRows, rows_ + filled_, rows_);
+    std::copy(h_ + kAxpyRows, h_ + filled_, h_);
+    filled_ -= kAxpyRows;
+  }
+
+  void flush(AxpyFn axpy, std::int64_t n, float* y) {
+    for (std::int64_t first = 0; first < filled_; first += kAxpyRows)
+      axpy(y, rows_ + first, h_ + first, std::min(kAxpyRows, filled_ - first), n, nullptr);
+    filled_ = 0;
+  }
+
+ private:
+  const void* rows_[2 * kAxpyRows];
+  float h_[2 * kAxpyRows];
+  std::int64_t filled_ = 0;
+};
+
+}  // namespace pi2

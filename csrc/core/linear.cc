@@ -1,0 +1,82 @@
+// Matrix times few vectors: bound by reading the matrix once.
+#include "pi2/linear.h"
+
+#include <algorithm>
+
+#include "core/convert.h"
+#include "core/dynamic.h"
+#include "core/prompt.h"
+#include "core/scratch.h"
+#include "core/timings.h"
+#include "pi2/kernels.h"
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kTokenTile = 64;
+constexpr std::int64_t kAheadBytes = 12288;  // how far ahead rows are asked for: memory answers after some 200 ns
+constexpr std::int64_t kTinyWeights = 1 << 18;
+
+struct Pass {
+  const LinearArgs& args;
+  DotFn dot;
+  std::int64_t tokens, row_bytes;
+  std::int64_t block_rows;  // per work item: long enough to stream, short enough to balance
+  const void* x_T[kTokenTile];
+  char* y;  // of the first token of the pass
+
+  void rows(std::int64_t block) const {
+    const std::int64_t begin = block * block_rows, end = std::min(args.rows, begin + block_rows);
+    const std::int64_t ahead = (kAheadBytes / (kDotRows * row_bytes) + 1) * kDotRows;
+    const char* row = static_cast<const char*>(args.weights) + begin * row_bytes;
+    float out_RT[kDotRows * kTokenTile];
+    const std::int64_t y_bytes = pi2::row_bytes(args.x_dtype, 1);
+    for (std::int64_t r = begin; r < end; r += kDotRows) {
+      const std::int64_t count = std::min(kDotRows, end - r);
+      const void* pair[kDotRows] = {row, row + row_bytes};
+      const std::int64_t following = std::max<std::int64_t>(0, std::min(kDotRows, args.rows - r - ahead));
+      dot(pair, count, x_T, tokens, args.columns, out_RT, row + ahead * row_bytes, following * row_bytes);
+      row += count * row_bytes;
+      for (std::int64_t k = 0; k < count; ++k) {
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const float value = out_RT[k * tokens + t] + (args.bias == nullptr ? 0.0f : args.bias[r + k]);
+          narrow(&value, y + (t * args.rows + r + k) * y_bytes, args.x_dtype, 1);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+void linear(const LinearArgs& args, const ParallelFor& parallel) {
+  const Timed timed(Timed::kLinear, args.rows, args.columns);
+  const KernelTable& table = kernels();
+  if (takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
+    return linear_prompt(args, table, parallel);
+  const int w = static_cast<int>(args.w_dtype);
+  const std::int64_t width = padded(args.columns), tile = std::min(kTokenTile, args.tokens);
+  float* x_TW = scratch(Scratch::kInput, (tile + 1) * width);
+  float* plain = x_TW + tile * width;
+  const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
+  const DotFn dot = args.int8_activations ? table.dot_a8[w] : table.dot[w];
+  const std::int64_t x_bytes = row_bytes(args.x_dtype, args.columns), y_bytes = row_bytes(args.x_dtype, args.rows);
+  const std::int64_t share = args.rows / (4 * std::max(1, parallel.threads));
+  const std::int64_t block_rows = std::max<std::int64_t>(32, std::min<std::int64_t>(512, share / 2 * 2));
+  for (std::int64_t start = 0; start < args.tokens; start += tile) {
+    Pass pass{args, dot,    std::min(tile, args.tokens - start), row_bytes(args.w_dtype, args.columns), block_rows,
+              {},   nullptr};
+    pass.y = static_cast<char*>(args.y) + start * y_bytes;
+    for (std::int64_t t = 0; t < pass.tokens; ++t) {
+      widen(static_cast<const char*>(args.x) + (start + t) * x_bytes, args.x_dtype, plain, args.columns);
+      prepare(plain, args.columns, x_TW + t * width);
+      pass.x_T[t] = x_TW + t * width;
+    }
+    const bool tiny = pass.tokens * args.rows * args.columns < kTinyWeights;
+    Dynamic::run(
+        tiny ? serial() : parallel, (args.rows + block_rows - 1) / block_rows,
+        [](void* p, std::int64_t block) { static_cast<const Pass*>(p)->rows(block); }, &pass);
+  }
+}
+
+}  // namespace pi2

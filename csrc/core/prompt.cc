@@ -1,0 +1,231 @@
+#include "core/prompt.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "core/activation.h"
+#include "core/convert.h"
+#include "core/counters.h"
+#include "core/down_queue.h"
+#include "core/scratch.h"
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kTokenTile = 128;      // tokens per pass: their inputs share the second-level cache with panels
+constexpr std::int64_t kChunkNeurons = 1024;  // whose h is held at a time
+constexpr std::int64_t kPair = kGemmPanels * kPanelRows;
+
+// Bytes of an input prepared for gemm: values, and eight bytes per group.
+std::int64_t input_bytes(std::int64_t n) { return (padded(n) + 8 * (padded(n) / kGroup) + 63) / 64 * 64; }
+
+// What one thread needs for itself.
+struct Bench {
+  char* panels[kGemmPanels];
+  float* out;  // [tokens, kPair]
+};
+
+// The scratch of a pass and the threads that work on it.
+class Workshop {
+ public:
+  Workshop(const ParallelFor& parallel, std::int64_t columns, std::int64_t tile)
+      : parallel_(parallel), workers_(std::max(1, parallel.threads)), columns_(columns) {
+    const std::int64_t panel_floats = panel_bytes(columns) / 4,
+                       bench_floats = kGemmPanels * panel_floats + tile * kPair;
+    const std::int64_t inputs_floats = tile * input_bytes(columns) / 4;
+    float* at = scratch(Scratch::kInput, inputs_floats + workers_ * (bench_floats + padded(columns)));
+    inputs_ = reinterpret_cast<char*>(at);
+    at += inputs_floats;
+    for (std::int64_t w = 0; w < std::min<std::int64_t>(workers_, kMostWorkers); ++w, at += bench_floats) {
+      for (std::int64_t p = 0; p < kGemmPanels; ++p)
+        benches_[w].panels[p] = reinterpret_cast<char*>(at + p * panel_floats);
+      benches_[w].out = at + kGemmPanels * panel_floats;
+      plain_[w] = at + bench_floats;
+      at += padded(columns);
+    }
+    workers_ = std::min<std::int64_t>(workers_, kMostWorkers);
+  }
+
+  // work(worker, index) for every index, on all threads.
+  template <class Body>
+  void each(std::int64_t n, const Body& work) {
+    struct Shared {
+      const Body& work;
+      std::int64_t n;
+      std::atomic<std::int64_t> next{0};
+    } shared{work, n, {}};
+    parallel_.run(
+        parallel_.host, std::min(workers_, n),
+        [](void* context, std::int64_t worker) {
+          auto& s = *static_cast<Shared*>(context);
+          for (std::int64_t i = s.next.fetch_add(1); i < s.n; i = s.next.fetch_add(1)) s.work(worker, i);
+        },
+        &shared);
+  }
+
+  // x [tokens, columns] as gemm wants it.
+  void prepare(const char* x, DType x_dtype, std::int64_t tokens, PrepareFn prepare) {
+    each(tokens, [&](std::int64_t worker, std::int64_t t) {
+      widen(x + t * row_bytes(x_dtype, columns_), x_dtype, plain_[worker], columns_);
+      prepare(plain_[worker], columns_, inputs_ + t * input_bytes(columns_));
+    });
+    for (std::int64_t t = 0; t < tokens; ++t) x_T_[t] = inputs_ + t * input_bytes(columns_);
+  }
+
+  const void* const* x_T() const { return x_T_; }
+  Bench& bench(std::int64_t worker) { return benches_[worker]; }
+  float* plain(std::int64_t worker) { return plain_[worker]; }
+
+ private:
+  static constexpr std::int64_t kMostWorkers = 64;
+  const ParallelFor& parallel_;
+  std::int64_t workers_, columns_;
+  char* inputs_;
+  Bench benches_[kMostWorkers];
+  float* plain_[kMostWorkers];
+  const void* x_T_[kTokenTile];
+};
+
+// Unpacks the kPanelRows rows at `first`, `stride` bytes apart, of which `count` exist (the last stands for the rest).
+void unpack(PanelFn panel, const char* first, std::int64_t stride, std::int64_t count, std::int64_t n, char* out) {
+  const void* rows[kPanelRows];
+  for (std::int64_t r = 0; r < kPanelRows; ++r) rows[r] = first + std::min(r, count - 1) * stride;
+  panel(rows, n, out);
+}
+
+}  // namespace
+
+bool takes_panels(const KernelTable& table, DType w_dtype, bool int8_activations, std::int64_t tokens) {
+  return int8_activations && tokens >= kGemmTokens && table.panel[static_cast<int>(w_dtype)] != nullptr;
+}
+
+void linear_prompt(const LinearArgs& args, const KernelTable& table, const ParallelFor& parallel) {
+  const int w = static_cast<int>(args.w_dtype);
+  const std::int64_t tile = std::min(kTokenTile, args.tokens), w_bytes = row_bytes(args.w_dtype, args.columns);
+  const std::int64_t x_bytes = row_bytes(args.x_dtype, args.columns), y_bytes = row_bytes(args.x_dtype, 1);
+  Workshop shop(parallel, args.columns, tile);
+  for (std::int64_t start = 0; start < args.tokens; start += tile) {
+    const std::int64_t tokens = std::min(tile, args.tokens - start);
+    shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens, table.prepare_gemm[w]);
+    shop.each((args.rows + kPair - 1) / kPair, [&](std::int64_t worker, std::int64_t pair) {
+      Bench& bench = shop.bench(worker);
+      const std::int64_t first = pair * kPair, count = std::min(kPair, args.rows - first);
+      const std::int64_t panels = (count + kPanelRows - 1) / kPanelRows;
+      for (std::int64_t p = 0; p < panels; ++p)
+        unpack(table.panel[w], static_cast<const char*>(args.weights) + (first + p * kPanelRows) * w_bytes, w_bytes,
+               std::min(kPanelRows, count - p * kPanelRows), args.columns, bench.panels[p]);
+      const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
+      table.gemm(unpacked, panels, shop.x_T(), tokens, args.columns, bench.out, kPair);
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        float* out = bench.out + t * kPair;
+        if (args.bias != nullptr)
+          for (std::int64_t r = 0; r < count; ++r) out[r] += args.bias[first + r];
+        narrow(out, static_cast<char*>(args.y) + ((start + t) * args.rows + first) * y_bytes, args.x_dtype, count);
+      }
+    });
+  }
+}
+
+namespace {
+
+// One pass over the layer for up to kTokenTile tokens.
+struct PromptPass {
+  const FfnArgs& args;
+  const KernelTable& table;
+  Workshop& shop;
+  std::int64_t tokens, width;
+  float* h_TC;  // [tokens, kChunkNeurons] of the chunk at hand
+  float* y_TW;  // [tokens, width]
+
+  const char* bundle(std::int64_t neuron) const {
+    return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes(args.w_dtype, args.hidden);
+  }
+
+  float bias(const void* values, std::int64_t neuron) const {
+    return values == nullptr ? 0.0f : static_cast<const float*>(values)[neuron];
+  }
+
+  // h of kPanelRows neurons for every token: 0 where one does not fire.
+  void gate_and_up(std::int64_t worker, std::int64_t begin, std::int64_t block, Counters* done) const {
+    Bench& bench = shop.bench(worker);
+    const int w = static_cast<int>(args.w_dtype);
+    const std::int64_t first = begin + block * kPanelRows, count = std::min(kPanelRows, args.neurons - first);
+    const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden), panels = args.rows - 1;
+    for (std::int64_t p = 0; p < panels; ++p)
+      unpack(table.panel[w], bundle(first) + p * w_bytes, args.rows * w_bytes, count, args.hidden, bench.panels[p]);
+    const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
+    table.gemm(unpacked, panels, shop.x_T(), tokens, args.hidden, bench.out, kPair);
+    for (std::int64_t r = 0; r < count; ++r) {
+      const std::int64_t neuron = first + r;
+      const float bias_first = bias(panels == 2 ? args.bias_gate : args.bias_up, neuron);
+      const float bias_up = panels == 2 ? bias(args.bias_up, neuron) : 0.0f;
+      const float threshold = neuron < args.n_hot ? 0.0f : args.threshold;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const float* out = bench.out + t * kPair;
+        float h = activate(args.activation, out[r] + bias_first);
+        if (std::fabs(h) <= threshold) {  // written so that NaN fires
+          h = 0;
+        } else if (panels == 2) {
+          const float up = out[kPanelRows + r] + bias_up;
+          h *= args.activation_on_up ? activate(args.activation, up) : up;
+        }
+        h_TC[t * kChunkNeurons + (first - begin) + r] = h;
+        done->down_rows += h != 0.0f;
+      }
+    }
+    done->gate_rows += count * tokens;
+    if (panels == 2) done->up_rows += count * tokens;
+  }
+
+  void add_down(std::int64_t t, std::int64_t begin, std::int64_t count) const {
+    const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden);
+    const AxpyFn axpy = table.axpy[static_cast<int>(args.w_dtype)];
+    const float* h = h_TC + t * kChunkNeurons;
+    float* y = y_TW + t * width;
+    DownQueue queue;
+    for (std::int64_t i = 0; i < count; ++i)
+      if (h[i] != 0.0f) queue.add(axpy, args.hidden, bundle(begin + i) + (args.rows - 1) * w_bytes, h[i], y);
+    queue.flush(axpy, args.hidden, y);
+  }
+
+  void finish(std::int64_t worker, std::int64_t t, char* y) const {
+    float* plain = shop.plain(worker);
+    table.restore[static_cast<int>(args.w_dtype)](y_TW + t * width, args.hidden, plain);
+    if (args.bias_down != nullptr)
+      for (std::int64_t k = 0; k < args.hidden; ++k) plain[k] += static_cast<const float*>(args.bias_down)[k];
+    narrow(plain, y + t * row_bytes(args.x_dtype, args.hidden), args.x_dtype, args.hidden);
+  }
+};
+
+}  // namespace
+
+void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor& parallel) {
+  const std::int64_t tile = std::min(kTokenTile, args.tokens), width = padded(args.hidden);
+  const std::int64_t x_bytes = row_bytes(args.x_dtype, args.hidden);
+  Workshop shop(parallel, args.hidden, tile);
+  float* h_TC = scratch(Scratch::kPartials, tile * (kChunkNeurons + width));
+  float* y_TW = h_TC + tile * kChunkNeurons;
+  for (std::int64_t start = 0; start < args.tokens; start += tile) {
+    const std::int64_t tokens = std::min(tile, args.tokens - start);
+    const PromptPass pass{args, table, shop, tokens, width, h_TC, y_TW};
+    shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
+                 table.prepare_gemm[static_cast<int>(args.w_dtype)]);
+    std::memset(y_TW, 0, static_cast<std::size_t>(tokens * width) * sizeof(float));
+    for (std::int64_t begin = 0; begin < args.neurons; begin += kChunkNeurons) {
+      const std::int64_t chunk = std::min(kChunkNeurons, args.neurons - begin);
+      shop.each((chunk + kPanelRows - 1) / kPanelRows, [&](std::int64_t worker, std::int64_t block) {
+        Counters done;
+        pass.gate_and_up(worker, begin, block, &done);
+        count(done);
+      });
+      shop.each(tokens, [&](std::int64_t, std::int64_t t) { pass.add_down(t, begin, chunk); });
+    }
+    shop.each(tokens, [&](std::int64_t worker, std::int64_t t) {
+      pass.finish(worker, t, static_cast<char*>(args.y) + start * x_bytes);
+    });
+  }
+}
+
+}  // namespace pi2

@@ -1,0 +1,40 @@
+// Linear layers over quantised rows, and the conversions between float and quantised rows.
+#pragma once
+
+#include <cstdint>
+
+#include "pi2/types.h"
+
+namespace pi2 {
+
+// From so many tokens on, int8 activations go through unpacked panels (core/prompt.h), whose sums have another order.
+constexpr std::int64_t kGemmTokens = 12;
+
+// y[t] = rows x[t] + bias. Each weight row is read once for up to 64 tokens. A token's bits do not depend on its
+// company as long as there are fewer than kGemmTokens of them, or at least as many.
+struct LinearArgs {
+  const void* x = nullptr;  // [tokens, columns], x_dtype
+  void* y = nullptr;        // [tokens, rows], x_dtype
+  DType x_dtype = DType::kF32;
+  std::int64_t tokens = 0;
+  std::int64_t columns = 0;
+  const void* weights = nullptr;  // [rows] rows of `columns` numbers (row_bytes), w_dtype kQ4 or kQ8
+  DType w_dtype = DType::kQ4;
+  std::int64_t rows = 0;
+  const float* bias = nullptr;  // [rows] or null
+  bool int8_activations = false;
+};
+
+void linear(const LinearArgs& args, const ParallelFor& parallel);
+
+// rows[i] = quantised w[i]: round to nearest with the scale, out of a few, that has the smallest error, where column
+// k's squared error counts importance[k] times (null: 1). torch_pi2/ops/reference_quant.py is the reference, bit for
+// bit.
+void quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance, DType to,
+              void* rows, const ParallelFor& parallel);
+
+// out[i] = the values of row i; rows are `stride_bytes` apart (a bundle's rows are not next to each other).
+void dequantize(const void* rows, DType from, std::int64_t count, std::int64_t columns, std::int64_t stride_bytes,
+                void* out, DType to, const ParallelFor& parallel);
+
+}  // namespace pi2

@@ -1,0 +1,57 @@
+// Predictors: which cold neurons to compute, before computing them. Alone, or in one call with the layer.
+#pragma once
+
+#include <cstdint>
+
+#include "pi2/ffn.h"
+#include "pi2/types.h"
+
+namespace pi2 {
+
+// active[t, c] = !(b[c] . relu(a x[t]) + b_bias[c] < threshold): NaN counts as active, so that it is seen.
+struct LowrankArgs {
+  const void* x = nullptr;  // [tokens, hidden], x_dtype
+  DType x_dtype = DType::kF32;
+  std::int64_t tokens = 0;
+  std::int64_t hidden = 0;
+  DType dtype = DType::kI8;        // of a and b: kI8 with the scales below, or kQ4, kQ8 without
+  const void* a = nullptr;         // [rank] rows of hidden numbers
+  const float* a_scale = nullptr;  // [rank], kI8 only
+  std::int64_t rank = 0;
+  const void* b = nullptr;         // [cold] rows of rank numbers
+  const float* b_scale = nullptr;  // [cold], kI8 only
+  const float* b_bias = nullptr;   // [cold] or null
+  std::int64_t cold = 0;
+  bool int8_activations = false;  // kQ4, kQ8: x and relu(a x) as int8 with a scale per 32
+  float threshold = 0;
+  std::uint8_t* active = nullptr;  // [tokens, cold]
+};
+
+void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel);
+
+// Bytes of the signs of `columns` numbers: bit k % 8 of byte k / 8 is 1 where number k is below zero; the rest is 0.
+constexpr std::int64_t sign_bytes(std::int64_t columns) { return (columns + 63) / 64 * 8; }
+
+// SparseInfer (arXiv 2411.12692): of the products w[c][k] x[t][k], `differing` are taken to be negative because the
+// signs differ, and `agreeing` = columns - differing to be positive. active[t, c] = agreeing >= margin * differing,
+// the paper's rule with margin = 1 / alpha: smaller is more careful, 0 computes everything. A token with a NaN asks for
+// every neuron. Zeros, negative ones too, count as positive.
+struct SignbitArgs {
+  const void* x = nullptr;  // [tokens, columns], x_dtype
+  DType x_dtype = DType::kF32;
+  std::int64_t tokens = 0;
+  std::int64_t columns = 0;
+  const void* signs = nullptr;  // [cold, sign_bytes(columns)]
+  std::int64_t cold = 0;
+  double margin = 1;
+  std::uint8_t* active = nullptr;  // [tokens, cold]
+};
+
+void predict_signbit(const SignbitArgs& args, const ParallelFor& parallel);
+
+// A prediction and the layer it is for, one after the other: the bits of predict_* followed by sparse_ffn. The
+// predictor's x, x_dtype, tokens, cold neurons and mask are taken from the layer; hidden sizes must agree.
+void predicted_ffn(const LowrankArgs& predictor, const FfnArgs& args, const ParallelFor& parallel);
+void predicted_ffn(const SignbitArgs& predictor, const FfnArgs& args, const ParallelFor& parallel);
+
+}  // namespace pi2

@@ -1,0 +1,177 @@
+// Prompts: 16 rows to a vector, one lane each, so that no sum is ever taken across lanes.
+//
+// A panel is, for every group of 32 columns, 8 vectors (columns 4 s..4 s + 3 of 16 rows, unsigned) and, behind all of
+// them, 16 scales per group. A prepared x is its int8 values in plain order, then a scale and a start (minus the
+// weights' offset times the sum of the group's values) per group.
+#pragma once
+
+#include "kernels/avx512vnni/impl.h"
+
+namespace pi2::avx512vnni {
+
+constexpr std::int64_t kStepsOfGroup = kGroup / 4;
+
+// Lane j of vector i becomes lane i of vector j.
+inline void transpose(__m512i v[16]) {
+  __m512i a[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  // v[4 q + c]: column 4 lane + c of rows 4 q..4 q + 3, in 128-bit lane `lane`.
+  for (int q = 0; q < 4; ++q) {
+    v[4 * q] = _mm512_unpacklo_epi64(a[4 * q], a[4 * q + 2]);
+    v[4 * q + 1] = _mm512_unpackhi_epi64(a[4 * q], a[4 * q + 2]);
+    v[4 * q + 2] = _mm512_unpacklo_epi64(a[4 * q + 1], a[4 * q + 3]);
+    v[4 * q + 3] = _mm512_unpackhi_epi64(a[4 * q + 1], a[4 * q + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512i low = _mm512_shuffle_i32x4(v[c], v[4 + c], 0x44), high = _mm512_shuffle_i32x4(v[c], v[4 + c], 0xee);
+    const __m512i low2 = _mm512_shuffle_i32x4(v[8 + c], v[12 + c], 0x44);
+    const __m512i high2 = _mm512_shuffle_i32x4(v[8 + c], v[12 + c], 0xee);
+    a[c] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    a[4 + c] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+    a[8 + c] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    a[12 + c] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+  }
+  for (int i = 0; i < 16; ++i) v[i] = a[i];
+}
+
+inline void panel_scales(const void* const* rows, std::int64_t values_bytes, std::int64_t n, float* scales) {
+  const std::int64_t n_groups = groups(n), all = padded(n) / kGroup;
+  for (std::int64_t g = 0; g < all; g += 16) {
+    const std::int64_t left = std::max<std::int64_t>(0, std::min<std::int64_t>(16, n_groups - g));
+    const __mmask16 m = static_cast<__mmask16>((1u << left) - 1u);
+    __m512i v[16];
+    for (int r = 0; r < 16; ++r)
+      v[r] = _mm512_castps_si512(
+          _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, static_cast<const char*>(rows[r]) + values_bytes + 2 * g)));
+    transpose(v);
+    for (std::int64_t j = 0; j < std::min<std::int64_t>(16, all - g); ++j)
+      _mm512_storeu_ps(scales + 16 * (g + j), _mm512_castsi512_ps(v[j]));
+  }
+}
+
+inline void panel_q4(PI2_PANEL_ARGS) {
+  auto* out = static_cast<char*>(panel);
+  const __m512i low_half = _mm512_set1_epi8(15);
+  for (std::int64_t g = 0; g < groups(n); g += 4) {
+    __m512i v[16];
+    for (int r = 0; r < 16; ++r)
+      v[r] = avx512::nibbles_of_4(static_cast<const char*>(rows[r]) + g * (kGroup / 2), groups(n) - g);
+    transpose(v);  // v[4 i + d]: bytes 4 d..4 d + 3 of group g + i
+    for (int i = 0; i < 4; ++i) {
+      for (int d = 0; d < 4; ++d) {
+        const __m512i nibbles = v[4 * i + d];
+        char* to = out + ((g + i) * kStepsOfGroup + d) * 64;
+        _mm512_storeu_si512(to, _mm512_and_si512(nibbles, low_half));
+        _mm512_storeu_si512(to + 4 * 64, _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), low_half));
+      }
+    }
+  }
+  panel_scales(rows, groups(n) * (kGroup / 2), n, reinterpret_cast<float*>(out + kPanelRows * padded(n)));
+}
+
+inline void panel_q8(PI2_PANEL_ARGS) {
+  auto* out = static_cast<char*>(panel);
+  const __m512i offset = _mm512_set1_epi8(-128);
+  for (std::int64_t g = 0; g < groups(n); g += 2) {
+    const __mmask64 m = groups(n) - g >= 2 ? ~std::uint64_t{0} : 0xffffffffu;
+    __m512i v[16];
+    for (int r = 0; r < 16; ++r) v[r] = _mm512_maskz_loadu_epi8(m, static_cast<const char*>(rows[r]) + g * kGroup);
+    transpose(v);
+    for (int s = 0; s < 16; ++s)
+      _mm512_storeu_si512(out + (g * kStepsOfGroup + s) * 64, _mm512_xor_si512(v[s], offset));
+  }
+  panel_scales(rows, groups(n) * kGroup, n, reinterpret_cast<float*>(out + kPanelRows * padded(n)));
+}
+
+// Parts of a prepared x.
+struct GemmInput {
+  const std::int8_t* values;  // [padded(n)]
+  const float* scale;         // [padded(n) / 32]
+  const std::int32_t* start;  // [padded(n) / 32]
+
+  GemmInput(const void* x, std::int64_t n)
+      : values(static_cast<const std::int8_t*>(x)),
+        scale(reinterpret_cast<const float*>(values + padded(n))),
+        start(reinterpret_cast<const std::int32_t*>(scale + padded(n) / kGroup)) {}
+};
+
+inline void prepare_gemm(const float* x, std::int64_t n, void* out, std::int32_t offset) {
+  auto* values = static_cast<std::int8_t*>(out);
+  auto* scale = reinterpret_cast<float*>(values + padded(n));
+  auto* start = reinterpret_cast<std::int32_t*>(scale + padded(n) / kGroup);
+  for (std::int64_t g = 0; g < padded(n) / kGroup; ++g) {
+    const std::int64_t left = n - g * kGroup;
+    std::int8_t* to = values + g * kGroup;
+    if (left <= 0) std::memset(to, 0, kGroup);
+    scale[g] = left > 0 ? quantize_group(x + g * kGroup, std::min(left, kGroup), to) : 0.0f;
+    std::int32_t sum = 0;
+    for (std::int64_t k = 0; k < kGroup; ++k) sum += to[k];
+    start[g] = -offset * sum;
+  }
+}
+
+inline std::int32_t four_values(const std::int8_t* p) {
+  std::int32_t four;
+  std::memcpy(&four, p, sizeof(four));
+  return four;
+}
+
+template <int kPanels, int kTokens>
+inline void gemm_tile(const void* const* panels, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo) {
+  const char* w[kPanels];
+  const float* w_scale[kPanels];
+  const std::int8_t* x[kTokens];
+  const float* x_scale[kTokens];
+  const std::int32_t* start[kTokens];
+  __m512 sum[kPanels][kTokens];
+  for (int p = 0; p < kPanels; ++p) {
+    w[p] = static_cast<const char*>(panels[p]);
+    w_scale[p] = reinterpret_cast<const float*>(w[p] + kPanelRows * padded(n));
+    for (int t = 0; t < kTokens; ++t) sum[p][t] = _mm512_setzero_ps();
+  }
+  for (int t = 0; t < kTokens; ++t) {
+    const GemmInput input(x_T[t], n);
+    x[t] = input.values;
+    x_scale[t] = input.scale;
+    start[t] = input.start;
+  }
+  for (std::int64_t g = 0; g < groups(n); ++g) {
+    __m512i acc[kPanels][kTokens];
+    for (int t = 0; t < kTokens; ++t)
+      for (int p = 0; p < kPanels; ++p) acc[p][t] = _mm512_set1_epi32(start[t][g]);
+    for (std::int64_t s = 0; s < kStepsOfGroup; ++s) {
+      __m512i v[kPanels];
+      for (int p = 0; p < kPanels; ++p) v[p] = _mm512_loadu_si512(w[p] + (g * kStepsOfGroup + s) * 64);
+      for (int t = 0; t < kTokens; ++t) {
+        const __m512i four = _mm512_set1_epi32(four_values(x[t] + g * kGroup + 4 * s));
+        for (int p = 0; p < kPanels; ++p) acc[p][t] = _mm512_dpbusd_epi32(acc[p][t], v[p], four);
+      }
+    }
+    for (int p = 0; p < kPanels; ++p) {
+      const __m512 scale = _mm512_loadu_ps(w_scale[p] + 16 * g);
+      for (int t = 0; t < kTokens; ++t)
+        sum[p][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[p][t]), _mm512_mul_ps(scale, _mm512_set1_ps(x_scale[t][g])),
+                                    sum[p][t]);
+    }
+  }
+  for (int p = 0; p < kPanels; ++p)
+    for (int t = 0; t < kTokens; ++t) _mm512_storeu_ps(out + t * ldo + p * kPanelRows, sum[p][t]);
+}
+
+template <int kPanels, int kTile>
+inline void gemm_panels(PI2_GEMM_ARGS) {
+  (void)panel_count;
+  std::int64_t t = 0;
+  for (; t + kTile <= tokens; t += kTile) gemm_tile<kPanels, kTile>(panels, x_T + t, n, out + t * ldo, ldo);
+  for (; t < tokens; ++t) gemm_tile<kPanels, 1>(panels, x_T + t, n, out + t * ldo, ldo);
+}
+
+inline void gemm(PI2_GEMM_ARGS) {
+  if (panel_count == 1) return gemm_panels<1, 8>(panels, panel_count, x_T, tokens, n, out, ldo);
+  return gemm_panels<2, 6>(panels, panel_count, x_T, tokens, n, out, ldo);
+}
+
+}  // namespace pi2::avx512vnni

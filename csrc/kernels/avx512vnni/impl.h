@@ -1,0 +1,189 @@
+// AVX-512 VNNI kernels: int8 activations with a float scale per group of 32, integer sums exact.
+//
+// VPDPBUSD multiplies unsigned by signed bytes, so stored weights go in with an offset (8 for int4, 128 for int8) and
+// every accumulator starts at minus the offset times the x it will meet. A prepared x is a row of steps:
+//   int4, 128 weights: 64 bytes of x for the low nibbles, 64 for the high ones, 16 starts, 16 scales (by lane)
+//   int8,  64 weights: 64 bytes of x, 16 starts, 16 scales
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/avx512/quantized.h"
+
+namespace pi2::avx512vnni {
+
+using avx512::kStep;
+
+struct alignas(64) StepQ4 {
+  std::int8_t low[64], high[64];
+  std::int32_t start[16];
+  float scale[16];
+};
+
+struct alignas(64) StepQ8 {
+  std::int8_t values[64];
+  std::int32_t start[16];
+  float scale[16];
+};
+
+// One group as int8 (room for 32); returns its scale. The policy is that of scalar::prepare_a8.
+inline float quantize_group(const float* x, std::int64_t count, std::int8_t* out) {
+  const __mmask16 m0 = count >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << count) - 1u);
+  const __mmask16 m1 = count >= 32   ? static_cast<__mmask16>(0xffff)
+                       : count <= 16 ? static_cast<__mmask16>(0)
+                                     : static_cast<__mmask16>((1u << (count - 16)) - 1u);
+  const __m512 x0 = _mm512_maskz_loadu_ps(m0, x), x1 = _mm512_maskz_loadu_ps(m1, x + 16);
+  const __m512 a0 = _mm512_abs_ps(x0), a1 = _mm512_abs_ps(x1);
+  const float largest = _mm512_reduce_max_ps(_mm512_max_ps(a0, a1));
+  const __m512 infinity = _mm512_set1_ps(std::numeric_limits<float>::infinity());
+  // NLT: true for infinities and NaN.
+  const bool finite =
+      (_mm512_cmp_ps_mask(a0, infinity, _CMP_NLT_UQ) | _mm512_cmp_ps_mask(a1, infinity, _CMP_NLT_UQ)) == 0;
+  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  __m512i q0 = _mm512_setzero_si512(), q1 = _mm512_setzero_si512();
+  if (finite && std::isfinite(inverse)) {
+    const __m512 by = _mm512_set1_ps(inverse);
+    q0 = _mm512_cvtps_epi32(_mm512_mul_ps(x0, by));
+    q1 = _mm512_cvtps_epi32(_mm512_mul_ps(x1, by));
+  }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(q0));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16), _mm512_cvtepi32_epi8(q1));
+  return finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+}
+
+inline __m512i sums_of_4(__m512i bytes) {  // of signed bytes, by lane of 32 bits
+  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+}
+
+inline void prepare_a8_q4(PI2_PREPARE_ARGS) {
+  auto* step = static_cast<StepQ4*>(out);
+  for (std::int64_t begin = 0; begin < n; begin += kStep, ++step) {
+    for (std::int64_t g = 0; g < 4; ++g) {
+      const std::int64_t left = n - begin - g * kGroup;
+      std::int8_t values[kGroup] = {};
+      const float scale = left > 0 ? quantize_group(x + begin + g * kGroup, std::min(left, kGroup), values) : 0.0f;
+      std::memcpy(step->low + 16 * g, values, 16);
+      std::memcpy(step->high + 16 * g, values + 16, 16);
+      for (std::int64_t l = 0; l < 4; ++l) step->scale[4 * g + l] = scale;
+    }
+    const __m512i sums =
+        _mm512_add_epi32(sums_of_4(_mm512_load_si512(step->low)), sums_of_4(_mm512_load_si512(step->high)));
+    _mm512_store_si512(step->start, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-8)));
+  }
+}
+
+template <int kRows, int kTokens>
+inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
+                           std::int64_t ldo, const char* next, std::int64_t lines) {
+  const std::int64_t n_groups = groups(n);
+  const __m512i low_half = _mm512_set1_epi8(15);
+  const char* w[kRows];
+  const char* s[kRows];
+  __m512 acc[kRows][kTokens];
+  for (int r = 0; r < kRows; ++r) {
+    w[r] = static_cast<const char*>(rows[r]);
+    s[r] = w[r] + n_groups * (kGroup / 2);
+    for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
+  }
+  for (std::int64_t g = 0; g < n_groups; g += 4) {
+    for (std::int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T0);
+    __m512i low[kRows], high[kRows];
+    __m512 scale[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i nibbles = avx512::nibbles_of_4(w[r] + g * (kGroup / 2), n_groups - g);
+      low[r] = _mm512_and_si512(nibbles, low_half);
+      high[r] = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), low_half);
+      scale[r] = avx512::scales_of_4(s[r] + 2 * g, n_groups - g);
+    }
+    for (int t = 0; t < kTokens; ++t) {
+      const StepQ4& x = static_cast<const StepQ4*>(x_T[t])[g / 4];
+      const __m512i x_low = _mm512_load_si512(x.low), x_high = _mm512_load_si512(x.high);
+      const __m512i start = _mm512_load_si512(x.start);
+      const __m512 x_scale = _mm512_load_ps(x.scale);
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(start, low[r], x_low), high[r], x_high);
+        acc[r][t] = _mm512_fmadd_ps(_mm512_mul_ps(scale[r], x_scale), _mm512_cvtepi32_ps(sum), acc[r][t]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTokens; ++t) out[r * ldo + t] = _mm512_reduce_add_ps(acc[r][t]);
+}
+
+inline void dot_a8_q4(PI2_DOT_ARGS) {
+  const std::int64_t steps = (n + kStep - 1) / kStep;
+  if (count == 1)
+    return over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 1>>(rows, count, x_T, tokens, n, out_RT, next,
+                                                                      next_bytes, steps);
+  return over_tokens<4, dot_a8_q4_tile<2, 4>, dot_a8_q4_tile<2, 1>>(rows, count, x_T, tokens, n, out_RT, next,
+                                                                    next_bytes, steps);
+}
+
+inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
+  auto* step = static_cast<StepQ8*>(out);
+  for (std::int64_t begin = 0; begin < n; begin += 64, ++step) {
+    for (std::int64_t g = 0; g < 2; ++g) {
+      const std::int64_t left = n - begin - g * kGroup;
+      float scale = 0;
+      if (left > 0)
+        scale = quantize_group(x + begin + g * kGroup, std::min(left, kGroup), step->values + g * kGroup);
+      else
+        std::memset(step->values + g * kGroup, 0, kGroup);
+      for (std::int64_t l = 0; l < 8; ++l) step->scale[8 * g + l] = scale;
+    }
+    _mm512_store_si512(step->start,
+                       _mm512_mullo_epi32(sums_of_4(_mm512_load_si512(step->values)), _mm512_set1_epi32(-128)));
+  }
+}
+
+template <int kRows, int kTokens>
+inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
+                           std::int64_t ldo, const char* next, std::int64_t lines) {
+  const std::int64_t n_groups = groups(n);
+  const __m512i offset = _mm512_set1_epi8(-128);
+  const __m512i spread = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+  const char* w[kRows];
+  __m512 acc[kRows][kTokens];
+  for (int r = 0; r < kRows; ++r) {
+    w[r] = static_cast<const char*>(rows[r]);
+    for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
+  }
+  for (std::int64_t g = 0; g < n_groups; g += 2) {
+    for (std::int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T0);
+    const bool both = n_groups - g >= 2;
+    const __mmask64 m = both ? ~std::uint64_t{0} : 0xffffffffu;
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i values = _mm512_xor_si512(_mm512_maskz_loadu_epi8(m, w[r] + g * kGroup), offset);
+      std::int32_t halves = 0;
+      if (both)  // a branch, so that the copy is one instruction
+        std::memcpy(&halves, w[r] + n_groups * kGroup + 2 * g, 4);
+      else
+        std::memcpy(&halves, w[r] + n_groups * kGroup + 2 * g, 2);
+      const __m512 scale =
+          _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128(halves))));
+      for (int t = 0; t < kTokens; ++t) {
+        const StepQ8& x = static_cast<const StepQ8*>(x_T[t])[g / 2];
+        const __m512i sum = _mm512_dpbusd_epi32(_mm512_load_si512(x.start), values, _mm512_load_si512(x.values));
+        acc[r][t] = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_load_ps(x.scale)), _mm512_cvtepi32_ps(sum), acc[r][t]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTokens; ++t) out[r * ldo + t] = _mm512_reduce_add_ps(acc[r][t]);
+}
+
+inline void dot_a8_q8(PI2_DOT_ARGS) {
+  const std::int64_t steps = (n + 63) / 64;
+  if (count == 1)
+    return over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 1>>(rows, count, x_T, tokens, n, out_RT, next,
+                                                                      next_bytes, steps);
+  return over_tokens<4, dot_a8_q8_tile<2, 4>, dot_a8_q8_tile<2, 1>>(rows, count, x_T, tokens, n, out_RT, next,
+                                                                    next_bytes, steps);
+}
+
+}  // namespace pi2::avx512vnni

@@ -1,0 +1,102 @@
+// dot and axpy over rows of plain numbers (f32, bf16, f16, i8), once for all vector instruction sets.
+//
+// `Format` is a dtype on an instruction set: its kBytes, load(p) of kLanes stored numbers as floats and load(p, left)
+// of the first `left` <= kLanes, zeros after them; by inheritance also what the instruction set has for all dtypes
+// (Float, kLanes, zero, set1, add, fma, reduce, load_floats, store_floats).
+#pragma once
+
+#include "kernels/over_tokens.h"
+#include "pi2/kernels.h"
+
+namespace pi2 {
+
+// Four accumulators per row and token whatever the tile, so that the order of a sum depends on n alone.
+// The hint is spread over the loop: `lines` cache lines of it per step of 4 kLanes elements.
+template <class Format, int kRows, int kTokens>
+inline void dot_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
+                     const char* next, std::int64_t lines) {
+  using Float = typename Format::Float;
+  constexpr std::int64_t kLanes = Format::kLanes;
+  const char* w[kRows];
+  const float* x[kTokens];
+  for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const float*>(x_T[t]);
+  Float acc[kRows][kTokens][4];
+  for (int r = 0; r < kRows; ++r) {
+    w[r] = static_cast<const char*>(rows[r]);
+    for (int t = 0; t < kTokens; ++t)
+      for (int j = 0; j < 4; ++j) acc[r][t][j] = Format::zero();
+  }
+  std::int64_t k = 0;
+  for (; k + 4 * kLanes <= n; k += 4 * kLanes) {
+    for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next);
+    for (int j = 0; j < 4; ++j) {
+      Float v[kRows];
+      for (int r = 0; r < kRows; ++r) v[r] = Format::load(w[r] + (k + j * kLanes) * Format::kBytes);
+      for (int t = 0; t < kTokens; ++t) {
+        const Float xv = Format::load_floats(x[t] + k + j * kLanes);
+        for (int r = 0; r < kRows; ++r) acc[r][t][j] = Format::fma(v[r], xv, acc[r][t][j]);
+      }
+    }
+  }
+  for (int j = 0; k < n; k += kLanes, ++j) {
+    const std::int64_t left = n - k < kLanes ? n - k : kLanes;
+    for (int r = 0; r < kRows; ++r) {
+      const Float v = Format::load(w[r] + k * Format::kBytes, left);
+      for (int t = 0; t < kTokens; ++t)
+        acc[r][t][j] = Format::fma(v, Format::load_floats(x[t] + k, left), acc[r][t][j]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTokens; ++t)
+      out[r * ldo + t] =
+          Format::reduce(Format::add(Format::add(acc[r][t][0], acc[r][t][1]), Format::add(acc[r][t][2], acc[r][t][3])));
+}
+
+// kTile1 tokens at a time with one row, kTile2 with two: what the registers hold.
+template <class Format, int kTile1, int kTile2>
+inline void dot_plain(PI2_DOT_ARGS) {
+  const std::int64_t steps = n / (4 * Format::kLanes);
+  if (count == 1)
+    return over_tokens<kTile1, dot_tile<Format, 1, kTile1>, dot_tile<Format, 1, 1>>(rows, count, x_T, tokens, n, out_RT,
+                                                                                    next, next_bytes, steps);
+  return over_tokens<kTile2, dot_tile<Format, 2, kTile2>, dot_tile<Format, 2, 1>>(rows, count, x_T, tokens, n, out_RT,
+                                                                                  next, next_bytes, steps);
+}
+
+template <class Format, int kRows>
+inline void axpy_rows(float* y, const void* const* rows, const float* h, std::int64_t n, const void* const* next) {
+  using Float = typename Format::Float;
+  constexpr std::int64_t kLanes = Format::kLanes;
+  Float scale[kRows];
+  const char* w[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    scale[r] = Format::set1(h[r]);
+    w[r] = static_cast<const char*>(rows[r]);
+  }
+  constexpr std::int64_t kLine = 64 / Format::kBytes;  // numbers in a cache line
+  std::int64_t k = 0;
+  for (; k + kLanes <= n; k += kLanes) {
+    if (next != nullptr && k % kLine == 0)
+      for (int r = 0; r < kRows; ++r) __builtin_prefetch(static_cast<const char*>(next[r]) + k * Format::kBytes);
+    Float sum = Format::load_floats(y + k);
+    for (int r = 0; r < kRows; ++r) sum = Format::fma(scale[r], Format::load(w[r] + k * Format::kBytes), sum);
+    Format::store_floats(y + k, sum);
+  }
+  if (k < n) {
+    Float sum = Format::load_floats(y + k, n - k);
+    for (int r = 0; r < kRows; ++r) sum = Format::fma(scale[r], Format::load(w[r] + k * Format::kBytes, n - k), sum);
+    Format::store_floats(y + k, sum, n - k);
+  }
+}
+
+template <class Format>
+inline void axpy_plain(PI2_AXPY_ARGS) {
+  switch (count) {
+    case 1: return axpy_rows<Format, 1>(y, rows, h, n, next);
+    case 2: return axpy_rows<Format, 2>(y, rows, h, n, next);
+    case 3: return axpy_rows<Format, 3>(y, rows, h, n, next);
+    default: return axpy_rows<Format, 4>(y, rows, h, n, next);
+  }
+}
+
+}  // namespace pi2

@@ -1,0 +1,3 @@
+#include "kernels/scalar/quantized.h"
+
+void pi2::restore_q4__scalar(PI2_RESTORE_ARGS) { scalar::restore(y, n, out); }

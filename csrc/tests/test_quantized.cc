@@ -1,0 +1,282 @@
+// Every kernel over quantised rows of every instruction set this CPU has, against sums in double over the format as
+// types.h documents it. All buffers end at an inaccessible page (guarded.h): nothing may be touched past a row, past n
+// inputs, past padded(n) floats.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "pi2/kernels.h"
+#include "tests/check.h"
+#include "tests/guarded.h"
+#include "tests/random.h"
+
+namespace {
+
+using namespace pi2;
+using namespace pi2_test;
+
+constexpr std::int64_t kSizes[] = {1, 7, 15, 17, 31, 32, 33, 63, 64, 65, 111, 127, 128, 129, 160, 257, 989, 1024};
+constexpr std::int64_t kTokens = 9;
+
+struct Kernels {  // of one dtype, with float or int8 activations
+  const KernelTable& table;
+  DType dtype;
+  bool a8;
+  DotFn dot;
+  PrepareFn prepare;
+
+  Kernels(const KernelTable& table, DType dtype, bool a8)
+      : table(table),
+        dtype(dtype),
+        a8(a8),
+        dot((a8 ? table.dot_a8 : table.dot)[static_cast<int>(dtype)]),
+        prepare((a8 ? table.prepare_a8 : table.prepare)[static_cast<int>(dtype)]) {
+    PI2_CHECK(dot != nullptr && prepare != nullptr, "%s", name());
+  }
+  bool missing() const { return dot == nullptr || prepare == nullptr; }
+  const char* name() const {
+    static char text[64];
+    std::snprintf(text, sizeof(text), "%s %s%s", table.isa, dtype == DType::kQ4 ? "q4" : "q8", a8 ? " int8" : "");
+    return text;
+  }
+  Guarded prepared(const std::vector<float>& x) const {
+    const auto n = static_cast<std::int64_t>(x.size());
+    const Guarded input(x.data(), n * 4);  // unaligned unless n is a multiple of 16
+    Guarded out(padded(n) * 4);
+    std::memset(out.data(), 0xff, static_cast<std::size_t>(out.size()));  // NaN: what was there must not matter
+    prepare(input.as<float>(), n, out.data());
+    return out;
+  }
+};
+
+// x as dots see it: with int8 activations rounded by the policy in scalar/quantized.h.
+std::vector<double> seen(const std::vector<float>& x, bool a8) {
+  std::vector<double> out(x.begin(), x.end());
+  for (std::size_t begin = 0; a8 && begin < x.size(); begin += kGroup) {
+    const std::size_t end = std::min(x.size(), begin + kGroup);
+    float largest = 0;
+    for (std::size_t k = begin; k < end; ++k) largest = std::fmax(largest, std::fabs(x[k]));
+    const float inverse = 127 / largest;  // infinite for zeros and the smallest numbers, which count as zero
+    for (std::size_t k = begin; k < end; ++k)
+      out[k] = std::isfinite(inverse) ? static_cast<double>(std::nearbyint(x[k] * inverse)) * (largest / 127) : 0.0;
+  }
+  return out;
+}
+
+// The n-th kind of input: normal, with subnormals in between, all subnormal, all zero.
+std::vector<float> inputs(std::mt19937& rng, std::int64_t n, std::int64_t kind) {
+  std::vector<float> x = floats(rng, n);
+  for (std::int64_t k = 0; k < n; ++k) {
+    if (kind % 4 == 1 && k % 3 == 0) x[k] *= 1e-39f;
+    if (kind % 4 == 2) x[k] *= 1e-39f;
+    if (kind % 4 == 3) x[k] = 0;
+  }
+  return x;
+}
+
+long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
+  long cases = 0;
+  std::vector<std::vector<double>> weights, x;
+  std::vector<Guarded> rows_R, x_T;
+  const void* rows[2];
+  const void* inputs_T[kTokens];
+  for (int r = 0; r < 2; ++r) {
+    const std::vector<char> row = quantized_row(rng, kernels.dtype, n);
+    weights.push_back(weights_of(row, kernels.dtype, n));
+    rows_R.emplace_back(row.data(), static_cast<std::int64_t>(row.size()));
+    rows[r] = rows_R.back().data();
+  }
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    const std::vector<float> values = inputs(rng, n, t);
+    x.push_back(seen(values, kernels.a8));
+    x_T.push_back(kernels.prepared(values));
+    inputs_T[t] = x_T.back().data();
+  }
+  float alone[2][kTokens];
+  for (int r = 0; r < 2; ++r) {
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      kernels.dot(&rows[r], 1, &inputs_T[t], 1, n, &alone[r][t], nullptr, 0);
+      double sum = 0, magnitude = 0;
+      for (std::int64_t k = 0; k < n; ++k) {
+        sum += weights[r][k] * x[t][k];
+        magnitude += std::fabs(weights[r][k] * x[t][k]);
+      }
+      // The second term: one subnormal rounding a product.
+      PI2_CHECK(std::fabs(alone[r][t] - sum) <= 1e-6 * magnitude + 1e-44 * static_cast<double>(n),
+                "%s n %ld token %ld: %g, wanted %g of %g", kernels.name(), static_cast<long>(n), static_cast<long>(t),
+                alone[r][t], sum, magnitude);
+      ++cases;
+    }
+  }
+  for (const std::int64_t tokens : {1, 2, 3, 4, 5, 9}) {
+    for (const std::int64_t count : {1, 2}) {
+      const Guarded out(count * tokens * 4);
+      kernels.dot(rows, count, inputs_T, tokens, n, out.as<float>(), rows[0], rows_R[0].size());
+      for (std::int64_t r = 0; r < count; ++r)
+        PI2_CHECK(std::memcmp(out.as<float>() + r * tokens, alone[r], static_cast<std::size_t>(tokens) * 4) == 0,
+                  "%s n %ld, %ld rows, %ld tokens: bits differ from a token alone", kernels.name(),
+                  static_cast<long>(n), static_cast<long>(count), static_cast<long>(tokens));
+      ++cases;
+    }
+  }
+  return cases;
+}
+
+// What is broken in one token shows in that token and in no other.
+long check_broken(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
+  const std::vector<char> row = quantized_row(rng, kernels.dtype, n);
+  const void* rows[2] = {row.data(), row.data()};
+  for (const float broken : {NAN, INFINITY, -INFINITY}) {
+    std::vector<float> values = floats(rng, n);
+    const Guarded sound = kernels.prepared(values);
+    values[rng() % static_cast<unsigned>(n)] = broken;
+    const Guarded hurt = kernels.prepared(values);
+    const void* x_T[5] = {sound.data(), sound.data(), hurt.data(), sound.data(), sound.data()};
+    float out[10];
+    kernels.dot(rows, 2, x_T, 5, n, out, nullptr, 0);
+    for (int i = 0; i < 10; ++i)
+      PI2_CHECK(std::isfinite(out[i]) == (i % 5 != 2), "%s n %ld: %g in one token gives %g in token %d", kernels.name(),
+                static_cast<long>(n), broken, out[i], i % 5);
+  }
+  return 3;
+}
+
+// Panels of kPanelRows rows times many tokens, where an instruction set has them.
+long check_gemm(const KernelTable& table, DType dtype, std::int64_t n, std::mt19937& rng) {
+  const int d = static_cast<int>(dtype);
+  PI2_CHECK((table.panel[d] == nullptr) == (table.gemm == nullptr) &&
+                (table.prepare_gemm[d] == nullptr) == (table.gemm == nullptr),
+            "%s has a part of gemm for dtype %d", table.isa, d);
+  if (table.panel[d] == nullptr || table.prepare_gemm[d] == nullptr || table.gemm == nullptr) return 0;
+  constexpr std::int64_t kRows = kGemmPanels * kPanelRows, kMost = 17, kBroken = 5;
+  std::vector<std::vector<double>> weights, x;
+  std::vector<Guarded> rows_R, panels_P, x_T;
+  const void* rows[kRows];
+  const void* panels[kGemmPanels];
+  const void* inputs_T[kMost];
+  for (std::int64_t r = 0; r < kRows; ++r) {
+    const std::vector<char> row = quantized_row(rng, dtype, n);
+    weights.push_back(weights_of(row, dtype, n));
+    rows_R.emplace_back(row.data(), static_cast<std::int64_t>(row.size()));
+    rows[r] = rows_R.back().data();
+  }
+  for (std::int64_t p = 0; p < kGemmPanels; ++p) {
+    panels_P.emplace_back(panel_bytes(n));
+    panels[p] = panels_P.back().data();
+    std::memset(panels_P.back().data(), 0xff, static_cast<std::size_t>(panel_bytes(n)));
+    table.panel[d](rows + p * kPanelRows, n, panels_P.back().data());
+  }
+  for (std::int64_t t = 0; t < kMost; ++t) {
+    std::vector<float> values = inputs(rng, n, t);
+    x.push_back(seen(values, true));
+    if (t == kBroken) values[n / 2] = NAN;
+    const Guarded input(values.data(), n * 4);
+    x_T.emplace_back(padded(n) * 4);
+    std::memset(x_T.back().data(), 0xff, static_cast<std::size_t>(x_T.back().size()));
+    table.prepare_gemm[d](input.as<float>(), n, x_T.back().data());
+    inputs_T[t] = x_T.back().data();
+  }
+  std::vector<float> alone(kMost * kRows);
+  for (std::int64_t t = 0; t < kMost; ++t) {
+    for (std::int64_t p = 0; p < kGemmPanels; ++p)
+      table.gemm(panels + p, 1, inputs_T + t, 1, n, &alone[t * kRows + p * kPanelRows], 0);
+    for (std::int64_t r = 0; r < kRows; ++r) {
+      double sum = 0, magnitude = 0;
+      for (std::int64_t k = 0; k < n; ++k) {
+        sum += weights[r][k] * x[t][k];
+        magnitude += std::fabs(weights[r][k] * x[t][k]);
+      }
+      const float found = alone[t * kRows + r];
+      PI2_CHECK(t == kBroken ? std::isnan(found)
+                             : std::fabs(found - sum) <= 1e-6 * magnitude + 1e-44 * static_cast<double>(n),
+                "%s dtype %d n %ld gemm row %ld token %ld: %g, wanted %g of %g", table.isa, d, static_cast<long>(n),
+                static_cast<long>(r), static_cast<long>(t), found, sum, magnitude);
+    }
+  }
+  for (const std::int64_t tokens : {1, 2, 3, 6, 7, 8, 9, 17}) {
+    for (std::int64_t count = 1; count <= kGemmPanels; ++count) {
+      const std::int64_t width = count * kPanelRows, ldo = width + 3;
+      const Guarded out(((tokens - 1) * ldo + width) * 4);
+      std::memset(out.data(), 0, static_cast<std::size_t>(out.size()));
+      table.gemm(panels, count, inputs_T, tokens, n, out.as<float>(), ldo);
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const float* row = out.as<float>() + t * ldo;
+        PI2_CHECK(std::memcmp(row, &alone[t * kRows], static_cast<std::size_t>(width) * 4) == 0,
+                  "%s dtype %d n %ld gemm, %ld panels, %ld tokens: bits of token %ld differ from it alone", table.isa,
+                  d, static_cast<long>(n), static_cast<long>(count), static_cast<long>(tokens), static_cast<long>(t));
+        PI2_CHECK(t + 1 == tokens || (row[width] == 0 && row[width + 1] == 0 && row[width + 2] == 0),
+                  "%s gemm wrote between rows of out", table.isa);
+      }
+    }
+  }
+  return kMost + 16;
+}
+
+long check_axpy(const KernelTable& table, DType dtype, std::int64_t n, std::mt19937& rng) {
+  const AxpyFn axpy = table.axpy[static_cast<int>(dtype)];
+  const RestoreFn restore = table.restore[static_cast<int>(dtype)];
+  PI2_CHECK(axpy != nullptr && restore != nullptr, "%s dtype %d", table.isa, static_cast<int>(dtype));
+  if (axpy == nullptr || restore == nullptr) return 0;
+  std::vector<std::vector<double>> weights;
+  std::vector<Guarded> rows_R;
+  const void* rows[kAxpyRows];
+  for (std::int64_t r = 0; r < kAxpyRows; ++r) {
+    const std::vector<char> row = quantized_row(rng, dtype, n);
+    weights.push_back(weights_of(row, dtype, n));
+    rows_R.emplace_back(row.data(), static_cast<std::int64_t>(row.size()));
+    rows[r] = rows_R.back().data();
+  }
+  for (std::int64_t count = 1; count <= kAxpyRows; ++count) {
+    std::vector<float> h = floats(rng, kAxpyRows);
+    if (count == 2) h[1] = 1e-39f;
+    if (count == 3) h[0] = 0;
+    const Guarded together(padded(n) * 4), one_by_one(padded(n) * 4), out(n * 4);  // fresh pages are zero
+    for (int twice = 0; twice < 2; ++twice) {
+      axpy(together.as<float>(), rows, h.data(), count, n, rows);
+      for (std::int64_t r = 0; r < count; ++r) axpy(one_by_one.as<float>(), rows + r, h.data() + r, 1, n, nullptr);
+    }
+    PI2_CHECK(std::memcmp(together.data(), one_by_one.data(), static_cast<std::size_t>(together.size())) == 0,
+              "%s dtype %d n %ld count %ld: rows together differ from one by one", table.isa, static_cast<int>(dtype),
+              static_cast<long>(n), static_cast<long>(count));
+    restore(together.as<float>(), n, out.as<float>());
+    for (std::int64_t k = 0; k < n; ++k) {
+      double sum = 0, magnitude = 0;
+      for (std::int64_t r = 0; r < count; ++r) {
+        sum += 2 * h[r] * weights[r][k];
+        magnitude += 2 * std::fabs(h[r] * weights[r][k]);
+      }
+      // The second term: h times a scale is rounded to a subnormal and then multiplied by up to 128.
+      PI2_CHECK(std::fabs(out.as<float>()[k] - sum) <= 1e-6 * magnitude + 1e-42, "%s dtype %d n %ld: %g, wanted %g",
+                table.isa, static_cast<int>(dtype), static_cast<long>(n), out.as<float>()[k], sum);
+    }
+    h[0] = NAN;
+    axpy(together.as<float>(), rows, h.data(), 1, n, nullptr);
+    restore(together.as<float>(), n, out.as<float>());
+    PI2_CHECK(std::all_of(out.as<float>(), out.as<float>() + n, [](float v) { return std::isnan(v); }),
+              "%s dtype %d n %ld: NaN is lost", table.isa, static_cast<int>(dtype), static_cast<long>(n));
+  }
+  return kAxpyRows;
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 rng(3);
+  long cases = 0;
+  int count = 0;
+  const KernelTable* const* tables = available_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    for (const DType dtype : {DType::kQ4, DType::kQ8}) {
+      for (const std::int64_t n : kSizes) {
+        for (const bool a8 : {false, true}) {
+          const Kernels kernels(*tables[i], dtype, a8);
+          if (kernels.missing()) continue;
+          cases += check_dot(kernels, n, rng) + check_broken(kernels, n, rng);
+        }
+        cases += check_axpy(*tables[i], dtype, n, rng) + check_gemm(*tables[i], dtype, n, rng);
+      }
+    }
+    std::printf("tested %s\n", tables[i]->isa);
+  }
+  return finish("test_quantized", cases);
+}

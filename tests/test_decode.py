@@ -1,0 +1,138 @@
+"""``Decoder``: the same tokens as Hugging Face's own loop; q, k and v become one call over one piece of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import VOCAB, tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.errors import ConfigError, ShapeError, UnsupportedModelError
+from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.runtime.attention import packed_attention, packed_sdpa
+from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.linear import QuantLinear
+
+PROMPT_BT = torch.randint(VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
+NEW = 6
+
+
+def quantised(name: str) -> nn.Module:
+    """A tiny model with our dense FFNs and every other linear in int4."""
+    model = torch_pi2.optimize(tiny(name), config=torch_pi2.Config(method="dense"))
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, QuantLinear.from_linear(module, "int4"))
+    return model.eval()
+
+
+@torch.inference_mode()
+def expected(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Greedy tokens ``[B, NEW]`` without any cache."""
+    for _ in range(NEW):
+        ids_BT = torch.cat((ids_BT, model(ids_BT).logits[:, -1:].argmax(-1)), 1)
+    return ids_BT[:, -NEW:]
+
+
+def decoded(decoder: Decoder, ids_BT: torch.Tensor) -> torch.Tensor:
+    tokens = [decoder.prompt(ids_BT)]
+    while len(tokens) < NEW:
+        tokens.append(decoder.step(tokens[-1]))
+    return torch.cat(tokens, 1)
+
+
+def calls(decoder: Decoder, name: str) -> int:
+    """How often an operator runs in one step."""
+    token = decoder.prompt(PROMPT_BT)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        decoder.step(token)
+    return sum(e.count for e in profiler.key_averages() if e.key == name)
+
+
+@pytest.mark.parametrize("name", ["llama-relu", "gemma"])
+def test_eager_decoding_is_that_of_the_model_and_starts_anew_with_each_prompt(name):
+    model = tiny(name)
+    decoder = Decoder(model, max_tokens=16, compiled=False)
+    other_BT = PROMPT_BT.flip(1)
+    for ids_BT in (PROMPT_BT, other_BT, PROMPT_BT):
+        assert torch.equal(decoded(decoder, ids_BT), expected(model, ids_BT))
+
+
+def test_compiled_decoding_merges_linears_of_one_input_and_moves_their_rows_once():
+    model = quantised("qwen2")  # q, k and v have biases
+    want = expected(model, PROMPT_BT)
+    decoder = Decoder(model, max_tokens=16)
+    assert torch.equal(decoded(decoder, PROMPT_BT), want)
+    layers = len(model.model.layers)
+    assert calls(Decoder(model, max_tokens=16, compiled=False), "pi2::linear") == 4 * layers + 1
+    assert calls(decoder, "pi2::linear") == 2 * layers + 1
+    attention = model.model.layers[0].self_attn
+    rows = [attention.q_proj.rows, attention.k_proj.rows, attention.v_proj.rows]
+    assert rows[0].data_ptr() + rows[0].nbytes == rows[1].data_ptr()
+    assert rows[1].data_ptr() + rows[1].nbytes == rows[2].data_ptr()
+    # A second decoder finds them in place, and has its own code: the first one's cache is not touched.
+    places = [r.data_ptr() for r in rows]
+    pair = Decoder(model, max_tokens=12, batch=2)
+    both = torch.cat((PROMPT_BT, PROMPT_BT.flip(1)))
+    assert torch.equal(decoded(pair, both), expected(model, both))
+    assert [r.data_ptr() for r in rows] == places
+    assert torch.equal(decoded(decoder, PROMPT_BT), want)
+    assert torch.equal(expected(model, PROMPT_BT), want)
+
+
+def test_compiled_decoders_of_two_models_do_not_share_code():
+    first, second = (Decoder(tiny("llama-relu", seed=seed), max_tokens=16) for seed in (0, 1))
+    assert torch.equal(decoded(first, PROMPT_BT), expected(first.model, PROMPT_BT))
+    assert torch.equal(decoded(second, PROMPT_BT), expected(second.model, PROMPT_BT))
+    assert not sparse_layers(first.model)  # the backend's own rewriting left the model alone
+    assert first.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_packed_attention_is_attention(tokens: int):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, n, t, 8, generator=generator) for n, t in ((6, tokens), (2, 9), (2, 9)))
+    mask = torch.ones(2, 1, tokens, 9, dtype=torch.bool)
+    mask[0, :, :, 5:] = mask[1, :, :, :2] = False
+    module = nn.Module()
+    module.num_key_value_groups = 3
+    got, weights = packed_sdpa(module, query, key, value, mask, scaling=0.2)
+    repeated = (t.repeat_interleave(3, 1) for t in (key, value))
+    want = F.scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.2).transpose(1, 2)
+    assert weights is None
+    assert got.shape == want.shape
+    assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_a_model_with_another_attention_keeps_it():
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    with packed_attention(model):
+        assert model.config._attn_implementation == "eager"
+
+
+def test_window_that_is_never_filled_is_no_window():
+    model = tiny("mistral")
+    model.config.sliding_window = 16
+    decoder = Decoder(model, max_tokens=16, compiled=False)
+    assert torch.equal(decoded(decoder, PROMPT_BT), expected(model, PROMPT_BT))
+    with pytest.raises(UnsupportedModelError, match="window of at least 17 tokens, found a sliding window of 16"):
+        Decoder(model, max_tokens=17)
+
+
+def test_wrong_sizes():
+    model = tiny("llama")
+    with pytest.raises(ConfigError, match="max_tokens, batch: expected at least 2 and 1, found 1, 1"):
+        Decoder(model, max_tokens=1)
+    decoder = Decoder(model, max_tokens=8, compiled=False)
+    with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 7\], found \[1, 8\]"):
+        decoder.prompt(torch.zeros(1, 8, dtype=torch.long))
+    token = decoder.step(decoder.prompt(PROMPT_BT))
+    with pytest.raises(ShapeError, match=r"decoding step: .* found \[1, 1\] after 8 tokens"):
+        decoder.step(token)
+    decoder.prompt(PROMPT_BT)
+    with pytest.raises(ShapeError, match=r"found \[2, 1\] after 7 tokens"):
+        decoder.step(token.repeat(2, 1))

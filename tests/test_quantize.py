@@ -1,0 +1,364 @@
+"""Float checkpoints to quantised folders and back: names, errors, memory, and the same numbers on every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import BUILDERS, tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.checkpoint import load_dense
+from torch_pi2.cli import main
+from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, StaleArtifactError
+from torch_pi2.graph.find import find_sites
+from torch_pi2.ops import load as load_library
+from torch_pi2.plan.plan import Plan
+from torch_pi2.predict import load_predictors
+from torch_pi2.profile.text import stdlib_text
+from torch_pi2.store.skeleton import skeleton
+
+TRAINED = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
+NAMES = ["llama-relu", "llama", "qwen2", "phi3", "opt", "llama-bias", "gemma"]
+
+
+def rounded(w: torch.Tensor, weights: str) -> torch.Tensor:
+    load_library()
+    rows = torch.ops.pi2.quantize(w, weights)
+    return torch.ops.pi2.dequantize(rows, weights, w.shape[1], torch.float32)
+
+
+def rounded_model(name: str, weights: str) -> nn.Module:
+    """The tiny model with every linear rounded as a quantised one; the down projections column by column."""
+    model = tiny(name)
+    downs = {site.down.weight for site in find_sites(model)}
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            w = module.weight.detach()
+            down = f"{module_name}.weight" in downs
+            value = rounded(w.T.contiguous(), weights).T if down else rounded(w, weights)
+            module.weight = nn.Parameter(value)
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(3, 19)[None].view(2, 8)).logits.float()
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "int4"
+    torch_pi2.quantize(TRAINED, folder, trust_remote_code=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_quantised_folder_holds_the_rounded_model(tmp_path: Path, name: str, weights: str) -> None:
+    tiny(name).save_pretrained(tmp_path / "float")
+    report = torch_pi2.quantize(tmp_path / "float", tmp_path / "out", weights)
+    wanted = logits(rounded_model(name, weights))
+    assert distance(logits(load_dense(tmp_path / "out")), wanted) < 1e-5
+    sparse = torch_pi2.load(tmp_path / "out")
+    assert distance(logits(sparse), wanted) < 1e-4
+    assert not [n for n, t in (*sparse.named_parameters(), *sparse.named_buffers()) if t.is_meta]
+    assert not any(isinstance(m, nn.Linear) for m in sparse.modules())
+    low, high = (0.05, 0.12) if weights == "int4" else (0.002, 0.01)
+    assert all(low < error < high for error in report.errors.values())
+    assert len(report.errors) == 2 + sum(
+        isinstance(m, nn.Linear) and f"{n}.weight" not in site_weights(name) for n, m in tiny(name).named_modules()
+    )
+
+
+def site_weights(name: str) -> set[str]:
+    sites = find_sites(tiny(name))
+    return {ref.weight for site in sites for ref in (site.gate, site.up, site.down) if ref is not None}
+
+
+def test_shards_and_large_matrices_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama-relu")
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    torch_pi2.quantize(tmp_path / "one", tmp_path / "a")
+    monkeypatch.setattr("torch_pi2.store.quantize._CHUNK", 700)
+    monkeypatch.setattr("torch_pi2.store.dense._CHUNK", 5)
+    torch_pi2.quantize(tmp_path / "many", tmp_path / "b")
+    files = [load_file(str(tmp_path / name / "pi2" / "weights.safetensors")) for name in "ab"]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert torch.equal(logits(load_dense(tmp_path / "a")), logits(load_dense(tmp_path / "b")))
+    assert not (tmp_path / "b" / "model.safetensors.index.json").exists()
+
+
+def test_optimised_folder_keeps_its_order_and_predictors(tmp_path: Path) -> None:
+    model = tiny("llama-relu")
+    ids_BT = torch.randint(3, 64, (16, 32), generator=torch.Generator().manual_seed(0))
+    config = torch_pi2.Config(method="lowrank", calibration_tokens=512, seq_len=32, tolerance=1.0)
+    torch_pi2.save(torch_pi2.optimize(model, ids_BT, config), tmp_path / "sparse")
+    torch_pi2.quantize(tmp_path / "sparse", tmp_path / "out")
+    before, after = Plan.load(tmp_path / "sparse" / "pi2"), Plan.load(tmp_path / "out" / "pi2")
+    assert before.model_hash == after.model_hash
+    assert all(torch.equal(a.order, b.order) for a, b in zip(before.layers, after.layers, strict=True))
+    assert load_predictors(tmp_path / "out" / "pi2", model_hash=after.model_hash).keys() == after.by_key().keys()
+    assert distance(logits(load_dense(tmp_path / "out")), logits(rounded_model("llama-relu", "int4"))) < 1e-5
+    assert torch_pi2.load(tmp_path / "out").torch_pi2.plan.layers[0].method == "lowrank"
+    shutil.copy(tmp_path / "sparse" / "model.safetensors", tmp_path / "copy")
+    tensors = load_file(str(tmp_path / "copy"))
+    tensors["model.layers.0.mlp.up_proj.weight"] += 1
+    save_file(tensors, str(tmp_path / "sparse" / "model.safetensors"), {"format": "pt"})
+    with pytest.raises(StaleArtifactError, match="The weights were changed or converted since"):
+        torch_pi2.quantize(tmp_path / "sparse", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_saved_after_optimize_generates_the_same(tmp_path: Path) -> None:
+    """The trained model, int4 in memory: greedy tokens before save and after load are equal."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TRAINED)
+    dense = AutoModelForCausalLM.from_pretrained(TRAINED, trust_remote_code=True, dtype=torch.float32).eval()
+    sparse = torch_pi2.optimize(dense, config=torch_pi2.Config(method="exact", weights="int4"))
+    inputs = tokenizer("def main(argv):\n    ", return_tensors="pt")
+    wanted = sparse.generate(**inputs, max_new_tokens=24, do_sample=False)
+    torch_pi2.save(sparse, tmp_path / "m", tokenizer=tokenizer)
+    names = sorted(str(p.relative_to(tmp_path / "m")) for p in (tmp_path / "m").rglob("*") if p.is_file())
+    assert "pi2/weights.safetensors" in names
+    assert not [n for n in names if n.startswith("model.") and "safetensors" in n]
+    assert (tmp_path / "m" / "pi2" / "weights.safetensors").stat().st_size < 5.5e6
+    again = torch_pi2.load(tmp_path / "m", trust_remote_code=True, dtype=torch.float32)
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "m")("def main(argv):\n    ", return_tensors="pt")
+    assert torch.equal(again.generate(**tokens, max_new_tokens=24, do_sample=False), wanted)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, sparse(**inputs).logits)
+    torch_pi2.save(again, tmp_path / "twice")
+    first, second = (load_file(str(tmp_path / n / "pi2" / "weights.safetensors")) for n in ("m", "twice"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_trained_model_streamed_is_the_one_quantised_in_memory(trained: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dense = AutoModelForCausalLM.from_pretrained(TRAINED, trust_remote_code=True).eval()
+    torch_pi2.save(torch_pi2.optimize(dense, config=torch_pi2.Config(method="exact", weights="int4")), tmp_path / "m")
+    streamed = load_file(str(trained / "pi2" / "weights.safetensors"))
+    in_memory = load_file(str(tmp_path / "m" / "pi2" / "weights.safetensors"))
+    assert streamed.keys() == in_memory.keys()
+    assert all(torch.equal(streamed[name], in_memory[name]) for name in streamed)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    text = tokenizer(stdlib_text("heldout", max_bytes=2000), return_tensors="pt")["input_ids"]
+    sparse = torch_pi2.load(trained, trust_remote_code=True, dtype=torch.float32)
+    equal = load_dense(trained, trust_remote_code=True, dtype=torch.float32)
+    with torch.no_grad():
+        assert distance(sparse(text).logits, equal(text).logits) < 1e-4
+    assert not equal.config.tie_word_embeddings  # int4 rows for the output, float for the embedding
+    assert equal.lm_head.weight is not equal.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_is_that_of_what_is_float(trained: Path, dtype: torch.dtype) -> None:
+    sparse = torch_pi2.load(trained, trust_remote_code=True, dtype=dtype)
+    assert {p.dtype for p in sparse.parameters()} == {dtype}
+    with torch.no_grad():
+        assert sparse(torch.arange(8)[None]).logits.dtype == dtype
+    assert {p.dtype for p in load_dense(trained, trust_remote_code=True, dtype=dtype).parameters()} == {dtype}
+
+
+def test_int8_activations_are_near(trained: Path) -> None:
+    ids_BT = torch.arange(64)[None]
+    exact = torch_pi2.load(trained, trust_remote_code=True, dtype=torch.float32)
+    rough = torch_pi2.load(trained, trust_remote_code=True, dtype=torch.float32, activations="int8")
+    with torch.no_grad():
+        wanted, found = exact(ids_BT).logits, rough(ids_BT).logits
+    assert 0 < distance(found, wanted) < 0.05
+
+
+def test_float_folders_load_densely_too(tmp_path: Path) -> None:
+    model = tiny("llama-relu")
+    wanted = logits(model)
+    torch_pi2.save(torch_pi2.optimize(model), tmp_path / "m")
+    assert torch.equal(logits(load_dense(tmp_path / "m")), wanted)
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_skeleton_computes_its_buffers(tmp_path: Path, name: str) -> None:
+    """Rotary frequencies and the like are there without weights, and equal those of the loaded model."""
+    if name == "drelu":
+        pytest.skip("its modelling code is not in the folder; the trained model covers it")
+    tiny(name).save_pretrained(tmp_path)
+    wanted = dict(tiny(name).named_buffers())
+    found = dict(skeleton(tmp_path).named_buffers())
+    assert found.keys() == wanted.keys()
+    for buffer, value in wanted.items():
+        assert torch.equal(found[buffer], value)
+
+
+def break_file(folder: Path, change: str) -> None:
+    path = folder / "pi2" / "weights.safetensors"
+    tensors = load_file(str(path))
+    from torch_pi2.store.tensorfile import TensorReader
+
+    with TensorReader(path) as reader:
+        meta = dict(reader.metadata)
+    if change == "truncated":
+        path.write_bytes(path.read_bytes()[:-5])
+        return
+    if change == "missing float":
+        del tensors["model.norm.weight"]
+    if change == "missing bundles":
+        del tensors["model.layers.1.mlp.bundles"]
+    if change == "missing linear":
+        del tensors["model.layers.0.self_attn.q_proj.weight"]
+    if change == "wrong shape":
+        tensors["model.layers.1.mlp.bundles"] = tensors["model.layers.1.mlp.bundles"][:-1].contiguous()
+    if change == "wrong rows":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
+    if change == "other linears":
+        meta["linears"] = json.dumps({"model.norm": 32})
+    if change == "other hash":
+        meta["model_hash"] = "ef" * 32
+    save_file(tensors, str(path), meta)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("truncated", ArtifactError, "found damage"),
+        ("missing float", ArtifactError, r"found none for model\.norm\.weight"),
+        ("missing bundles", ArtifactError, r"expected a tensor model\.layers\.1\.mlp\.bundles"),
+        (
+            "missing linear",
+            ArtifactError,
+            r"model\.layers\.0\.self_attn\.q_proj",
+        ),
+        ("wrong shape", ArtifactError, r"bundles as uint8 \[48, 3, 18\], found uint8 \[47, 3, 18\]"),
+        ("other hash", StaleArtifactError, "found efefefefefef"),
+    ],
+)
+def test_damaged_weights_are_refused(tmp_path: Path, change: str, error: type[Exception], message: str) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "out")
+    break_file(tmp_path / "out", change)
+    for load in (torch_pi2.load, load_dense):
+        with pytest.raises(error, match=message):
+            load(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("wrong rows", r"lm_head\.weight as uint8"), ("other linears", "expected linear layers of the model, model.norm")],
+)
+def test_linears_must_be_the_models(tmp_path: Path, change: str, message: str) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "out")
+    break_file(tmp_path / "out", change)
+    with pytest.raises(ArtifactError, match=message):
+        torch_pi2.load(tmp_path / "out")
+
+
+def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama-relu")
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"quantize\(weights=\.\.\.\): expected int4 or int8, found 'int2'"):
+        torch_pi2.quantize(tmp_path / "m", tmp_path / "out", "int2")
+    with pytest.raises(ConfigError, match="quantize's folders: expected two separate ones"):
+        torch_pi2.quantize(tmp_path / "m", tmp_path / "m" / "out")
+    (tmp_path / "empty").mkdir()
+    shutil.copy(tmp_path / "m" / "config.json", tmp_path / "empty")
+    with pytest.raises(ArtifactError, match="found neither"):
+        torch_pi2.quantize(tmp_path / "empty", tmp_path / "out")
+    tensors = load_file(str(tmp_path / "m" / "model.safetensors"))
+    broken = {
+        "nan": (tensors["lm_head.weight"] * float("nan"), NonFiniteError, "values of lm_head.weight"),
+        "whole": (torch.ones((64, 32), dtype=torch.int8), DtypeError, "found int8"),
+        "missing": (None, ArtifactError, "expected a tensor lm_head.weight, found"),
+    }
+    for value, error, message in broken.values():
+        changed = tensors | {"lm_head.weight": value} if value is not None else dict(tensors)
+        if value is None:
+            del changed["lm_head.weight"]
+        save_file(changed, str(tmp_path / "m" / "model.safetensors"), {"format": "pt"})
+        with pytest.raises(error, match=message):
+            torch_pi2.quantize(tmp_path / "m", tmp_path / "out")
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "model.safetensors.index.json")
+    with pytest.raises(ArtifactError, match="expected an index of shards, found damage"):
+        torch_pi2.quantize(tmp_path / "m", tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "empty"}
+
+
+def test_what_cannot_be_loaded(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected no model: a quantised one is built from its configuration"):
+        torch_pi2.load(trained, model=nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="expected float or int8, found 'int4'"):
+        torch_pi2.load(trained, activations="int4")
+    with pytest.raises(ArtifactError, match="Pass trust_remote_code=True"):
+        torch_pi2.load(trained)
+    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "float")
+    with pytest.raises(ConfigError, match="expected float, as the weights are float"):
+        torch_pi2.load(tmp_path / "float", activations="int8")
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(TRAINED), str(tmp_path / "q"), "--weights", "int8", "--trust-remote-code"]
+    assert main(["quantize", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "model.layers.4.mlp" in text
+    assert "10.9 MB -> 6.8 MB int8" in text
+    assert main(["quantize", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["weights"] == "int8"
+    assert found["bytes_out"] == (tmp_path / "q" / "pi2" / "weights.safetensors").stat().st_size
+    assert main(["synthetic", str(tmp_path / "s"), "--shape", "tiny", "--active", "0.2", "--rank", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["shape"], found["active"], found["rank"]) == ("tiny", 0.2, 16)
+    assert main(["synthetic", str(tmp_path / "s"), "--shape", "tiny", "--rank", "16"]) == 0
+    assert "tiny, int4, 10.0 % active" in capsys.readouterr().out
+
+
+_MEMORY = """
+import re, sys, torch, torch_pi2
+def read(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+torch.set_num_threads(1)
+torch_pi2.quantize(sys.argv[1], sys.argv[3])  # everything imported and compiled once
+open("/proc/self/clear_refs", "w").write("5")
+before = read("VmRSS")
+torch_pi2.quantize(sys.argv[2], sys.argv[4])
+print(read("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+def test_memory_is_bounded_by_a_layer(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "vocab_size": 4096}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes))
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(0.5)
+    model.save_pretrained(tmp_path / "big", max_shard_size="100MB")
+    del model
+    tiny("llama").save_pretrained(tmp_path / "small")
+    layer = 4 * (3 * 1024 * 4096 + 4 * 1024 * 1024)
+    folders = [str(tmp_path / name) for name in ("small", "big", "a", "b")]
+    # what is held is measured, not what malloc keeps of freed blocks below 32 MB (those of real models are larger)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}
+    done = subprocess.run([sys.executable, "-c", _MEMORY, *folders], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2 * layer

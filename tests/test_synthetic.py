@@ -1,0 +1,231 @@
+"""Synthetic models: what they promise is measured by running them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torch_pi2
+from torch_pi2.checkpoint import load_dense
+from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
+from torch_pi2.ops import load as load_library
+from torch_pi2.ops.rows import values
+from torch_pi2.plan.plan import Plan
+from torch_pi2.predict import LowRankRows, SignBit, load_predictors
+from torch_pi2.store.firing import power_law, random_rows
+from torch_pi2.store.shapes import SHAPES
+from torch_pi2.store.tensorfile import TensorReader
+
+ACTIVE, LAYERS = 0.1, 4
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 80,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("synthetic") / "tiny"
+    torch_pi2.synthetic(path, "tiny", active=ACTIVE, rank=64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path) -> nn.Module:
+    return load_dense(folder, dtype=torch.float32)
+
+
+class Firing:
+    """Records, per layer, the share of tokens for which each neuron fires."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.fired: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
+        for recorded, layer in zip(self.fired, model.model.layers, strict=True):
+            layer.mlp.act_fn.register_forward_hook(lambda m, i, out, r=recorded: r.append((out > 0).flatten(0, -2)))
+
+    def shares(self) -> list[torch.Tensor]:
+        shares = [torch.cat(recorded).double().mean(0) for recorded in self.fired]
+        for recorded in self.fired:
+            recorded.clear()
+        return shares
+
+
+@pytest.mark.parametrize("active", [0.03, 0.1, 0.3, 0.6])
+def test_law_has_the_mean_and_the_hot_share(active: float) -> None:
+    p = power_law(4096, active)
+    assert float(p.mean()) == pytest.approx(active, rel=1e-3)
+    assert bool((p.diff() <= 0).all())
+    assert float(p.max()) <= 0.95
+    assert float(p.min()) > 0
+    if active < 0.4:
+        assert float(p[: int(0.43 * 4096)].sum() / p.sum()) == pytest.approx(0.8, abs=0.01)
+
+
+def test_neurons_fire_as_the_law_says_in_every_layer(dense: nn.Module) -> None:
+    wanted = power_law(1024, ACTIVE)
+    firing = Firing(dense)
+    with torch.no_grad():
+        ids_BT = torch.randint(0, 1024, (8, 64), generator=torch.Generator().manual_seed(0))
+        logits = dense(ids_BT).logits
+    assert bool(logits.isfinite().all())
+    assert 0.3 < float(logits.std()) < 3
+    for share in firing.shares():
+        assert float(share.mean()) == pytest.approx(ACTIVE, rel=0.15)
+        hot = wanted >= 0.4
+        assert float(share[hot].mean()) == pytest.approx(float(wanted[hot].mean()), rel=0.15)
+        assert float(torch.corrcoef(torch.stack([share, wanted]))[0, 1]) > 0.97
+        assert float((share - wanted).abs().max()) < 0.25
+
+
+def test_it_stays_so_while_text_is_generated(dense: nn.Module) -> None:
+    firing = Firing(dense)
+    torch.manual_seed(0)
+    settings = {"max_new_tokens": 48, "min_new_tokens": 48}
+    text = dense.generate(torch.arange(4)[None], do_sample=True, **settings)
+    for share in firing.shares():
+        assert float(share.mean()) == pytest.approx(ACTIVE, rel=0.15)
+    assert len(set(text[0].tolist())) > 20
+    dense.generate(torch.arange(4)[None], do_sample=False, **settings)
+    for share in firing.shares():  # fewer different tokens, so farther from the mean
+        assert float(share.mean()) == pytest.approx(ACTIVE, rel=0.3)
+
+
+def test_predictor_finds_what_fires(folder: Path, dense: nn.Module) -> None:
+    """On the running model, not on the numbers by which it was made."""
+    plan, predictors = Plan.load(folder / "pi2"), load_predictors(folder / "pi2")
+    inputs: list[torch.Tensor] = []
+    for layer in dense.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda m, args: inputs.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        dense(torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1)))
+        for layer, x_TH in zip(plan.layers, inputs, strict=True):
+            predictor = predictors[layer.site.key]
+            assert isinstance(predictor, LowRankRows)
+            assert predictor.rank == 64
+            cold = layer.order[layer.n_hot :].long()
+            said = predictor.active(x_TH)[:, cold]
+            fires = (x_TH @ dense.get_parameter(layer.site.gate.weight).T > 0)[:, cold]
+            recall = int((said & fires).sum()) / int(fires.sum())
+            precision = int((said & fires).sum()) / int(said.sum())
+            assert recall > 0.93
+            assert precision > 0.65
+            assert recall == pytest.approx(predictor.card.recall, abs=0.04)
+            assert precision == pytest.approx(predictor.card.precision, abs=0.08)
+            assert predictor.card.recall >= 0.95
+
+
+def test_sparse_model_computes_what_the_dense_equivalent_does(folder: Path, dense: nn.Module, tmp_path: Path) -> None:
+    torch_pi2.synthetic(tmp_path / "exact", "tiny", active=ACTIVE, predictor=None)
+    sparse = torch_pi2.load(tmp_path / "exact", dtype=torch.float32)
+    same = load_dense(tmp_path / "exact", dtype=torch.float32)
+    ids_BT = torch.randint(0, 1024, (2, 20), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        wanted, found = same(ids_BT).logits, sparse(ids_BT).logits
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+        predicted = torch_pi2.load(folder, dtype=torch.float32)(ids_BT).logits
+        assert float((predicted - dense(ids_BT).logits).norm() / wanted.norm()) < 0.05
+        rounded = torch_pi2.load(folder)(ids_BT).logits
+        assert rounded.dtype == torch.bfloat16
+        assert float((rounded.float() - predicted).norm() / wanted.norm()) < 0.1
+
+
+def test_folder_says_that_it_is_synthetic(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert config["torch_pi2_synthetic"]["active"] == ACTIVE
+    assert config["hidden_act"] == "relu"
+    plan = Plan.load(folder / "pi2")
+    assert plan.made_by["planner"] == "synthetic"
+    assert plan.layers[0].n_hot == int((power_law(1024, ACTIVE) >= torch_pi2.Config().hot_frequency).sum()) > 0
+    with TensorReader(folder / "pi2" / "weights.safetensors") as weights:
+        assert json.loads(weights.metadata["synthetic"])["shape"] == "tiny"
+        assert weights.specs["model.layers.3.mlp.bundles"].shape == (1024, 3, 8 * 18)
+
+
+def test_sites_are_those_that_are_found(folder: Path, dense: nn.Module) -> None:
+    found = torch_pi2.find_sites(load_dense(folder, dtype=torch.float32))
+    planned = [layer.site for layer in Plan.load(folder / "pi2").layers]
+    assert found == planned
+    assert [site.owner_class for site in found] == [site.owner_class for site in planned]
+
+
+def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        torch_pi2.synthetic(tmp_path / name, SMALL, active=0.2, rank=16, seed=seed)
+    a, b, c = ((tmp_path / name / "pi2" / "weights.safetensors").read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_other_architectures_run(tmp_path: Path, kind: str, weights: str) -> None:
+    torch_pi2.synthetic(tmp_path / "m", SMALL | {"model_type": kind}, weights=weights, rank=16, layers=1)
+    model = torch_pi2.load(tmp_path / "m", dtype=torch.float32)
+    dense = load_dense(tmp_path / "m", dtype=torch.float32)
+    assert len(model.model.layers) == 1
+    with torch.no_grad():
+        wanted, found = dense(torch.arange(12)[None]).logits, model(torch.arange(12)[None]).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_experts_can_be_written_and_are_refused_by_name(tmp_path: Path) -> None:
+    shape = SMALL | {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+    torch_pi2.synthetic(tmp_path / "m", shape, rank=16)
+    with TensorReader(tmp_path / "m" / "pi2" / "weights.safetensors") as weights:
+        assert weights.specs["model.layers.1.mlp.experts.2.bundles"].shape == (96, 3, 36)
+        assert weights.specs["model.layers.0.mlp.gate.weight"].shape == (3, 64)
+    for load in (torch_pi2.load, load_dense):
+        with pytest.raises(UnsupportedModelError, match=r"found a mixture of 3 experts\. Loading quantised"):
+            load(tmp_path / "m")
+
+
+def test_sign_bits_as_predictor(tmp_path: Path) -> None:
+    torch_pi2.synthetic(tmp_path / "m", SMALL, predictor="signbit")
+    predictors = load_predictors(tmp_path / "m" / "pi2")
+    assert all(isinstance(p, SignBit) and p.card.recall > 0.8 for p in predictors.values())
+    assert {layer.method for layer in Plan.load(tmp_path / "m" / "pi2").layers} == {"signbit"}
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_random_rows_have_their_deviation_and_zeros_past_the_end(weights: str) -> None:
+    load_library()
+    rows = random_rows(64, 77, weights, 0.5, torch.Generator().manual_seed(0))
+    padded = values(rows, weights, 96)
+    assert float(padded[:, :77].std()) == pytest.approx(0.5, rel=0.05)
+    assert abs(float(padded[:, :77].mean())) < 0.1
+    assert not padded[:, 77:].any()
+    assert torch.equal(torch.ops.pi2.dequantize(rows, weights, 77, torch.float32), padded[:, :77])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shape": "mistral-8b"}, r"expected mistral-7b, llama-1b, .* found 'mistral-8b'"),
+        ({"shape": {"model_type": "opt"}}, r"shape's model_type: expected llama, mistral, qwen2, mixtral, found 'opt'"),
+        ({"active": 0.0}, r"synthetic\(active=...\): expected more than 0, at most 0.9, found 0.0"),
+        ({"weights": "int3"}, r"synthetic\(weights=...\): expected int4 or int8, found 'int3'"),
+        ({"hidden_act": "silu"}, r"expected relu \(ReGLU, which has exact zeros\), found 'silu'"),
+        ({"predictor": "guess"}, r"expected lowrank, signbit or None, found 'guess'"),
+        ({"rank": 0}, r"synthetic\(rank=...\): expected at least 1, found 0"),
+        ({"predictor_weights": "float"}, r"expected int4 or int8, found 'float'"),
+    ],
+)
+def test_settings_that_make_no_sense(tmp_path: Path, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        torch_pi2.synthetic(tmp_path / "m", **({"shape": SMALL} | settings))
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_folders_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(ArtifactError, match="found a folder with other files in it"):
+        torch_pi2.synthetic(tmp_path, SMALL)
+    assert SHAPES["mistral-7b"]["intermediate_size"] == 14336

@@ -1,0 +1,251 @@
+"""Streaming safetensors files: what the library itself reads, whole or not at all, and damage that is always named."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.store.tensorfile import DTYPES, Spec, TensorReader, TensorWriter
+from torch_pi2.store.weights import QuantizedWeights, metadata
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        "a": torch.randn((7, 5), generator=g),
+        "b": torch.randint(0, 256, (64, 128), generator=g, dtype=torch.uint8),
+        "c": torch.randn((3,), generator=g).to(torch.bfloat16),
+        "scalar": torch.tensor(3.5),
+        "none": torch.empty((0, 4)),
+        "half": torch.randn((2, 3, 4), generator=g).to(torch.float16),
+        "ids": torch.arange(9),
+        "flags": torch.tensor([True, False, True]),
+    }
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], meta: dict[str, str] | None = None) -> None:
+    specs = {name: Spec.of(t) for name, t in tensors.items()}
+    with TensorWriter(path, specs, meta or {}) as out:
+        for name in reversed(tensors):
+            out.write(name, tensors[name])
+
+
+def test_the_library_reads_what_we_write_and_we_what_it_writes(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    write(tmp_path / "ours", tensors, {"key": "ü"})
+    save_file(tensors, str(tmp_path / "theirs"), {"key": "ü"})
+    for path in (tmp_path / "ours", tmp_path / "theirs"):
+        found = load_file(str(path))
+        with TensorReader(path) as reader:
+            assert reader.metadata == {"key": "ü"}
+            assert found.keys() == reader.specs.keys() == tensors.keys()
+            for name, wanted in tensors.items():
+                assert torch.equal(found[name], wanted)
+                got = reader.read(name)
+                assert got.dtype == wanted.dtype
+                assert torch.equal(got, wanted)
+            assert torch.equal(reader.read("b", (5, 9)), tensors["b"][5:9])
+    assert sorted(os.listdir(tmp_path)) == ["ours", "theirs"]
+
+
+def test_large_tensors_begin_on_a_page(tmp_path: Path) -> None:
+    tensors = {f"odd{i}": torch.ones(3 + i) for i in range(4)} | {"matrix": torch.zeros((64, 64))}
+    write(tmp_path / "f", tensors)
+    with TensorReader(tmp_path / "f") as reader:
+        assert reader._start["matrix"] % 4096 == 0
+
+
+def test_rows_in_any_order_and_metadata_known_late(tmp_path: Path) -> None:
+    wanted = torch.randn((10, 6))
+    with TensorWriter(tmp_path / "f", {"w": Spec.of(wanted)}, {"hash": "0" * 8}) as out:
+        out.write("w", wanted[4:], row=4)
+        out.write("w", wanted[:4])
+        out.set_metadata("hash", "abcdefgh")
+        assert not (tmp_path / "f").exists()  # nothing half-written under its name
+    assert torch.equal(load_file(str(tmp_path / "f"))["w"], wanted)
+    with TensorReader(tmp_path / "f") as reader:
+        assert reader.metadata == {"hash": "abcdefgh"}
+        assert out.file_bytes == (tmp_path / "f").stat().st_size
+
+
+def test_nothing_is_left_when_writing_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), TensorWriter(tmp_path / "f", {"w": Spec((2,), torch.float32)}, {}):
+        raise ZeroDivisionError
+    with (
+        pytest.raises(ConfigError, match=r"expected all 2 .* found 1 not or not wholly written, e\.g\. v\."),
+        TensorWriter(tmp_path / "f", {n: Spec((2,), torch.float32) for n in "wv"}, {}) as out,
+    ):
+        out.write("w", torch.zeros(2))
+    with pytest.raises(ArtifactError, match="expected a folder that can be written"):
+        write(Path("/proc/none/f"), {"w": torch.zeros(1)})
+    assert not os.listdir(tmp_path)
+
+
+def test_what_is_written_must_be_as_declared(tmp_path: Path) -> None:
+    wrong = (torch.zeros((2, 3)), torch.zeros((2, 2), dtype=torch.float16), torch.zeros(4))
+    for tensor in wrong:
+        with (
+            pytest.raises(ConfigError, match=r"expected float32 \[2, 2\], as declared, once"),
+            TensorWriter(tmp_path / "f", {"w": Spec((2, 2), torch.float32)}, {}) as out,
+        ):
+            out.write("w", tensor)
+
+    def write_too_much() -> None:
+        with TensorWriter(tmp_path / "f", {"w": Spec((2, 2), torch.float32)}, {}) as out:
+            out.write("w", torch.zeros((2, 2)))
+            out.write("w", torch.zeros((1, 2)))
+
+    with pytest.raises(ConfigError, match="with 0 bytes left to write"):
+        write_too_much()
+    assert not os.listdir(tmp_path)
+
+
+def test_reading_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="found nothing"):
+        TensorReader(tmp_path / "missing")
+    write(tmp_path / "f", {"w": torch.zeros((4, 2))})
+    with TensorReader(tmp_path / "f") as reader:
+        with pytest.raises(ArtifactError, match="expected a tensor v, found 1 others"):
+            reader.read("v")
+        with pytest.raises(ConfigError, match=r"memory for w: expected contiguous, float32 \[4, 2\]"):
+            reader.read_into("w", torch.zeros((4, 3)))
+        os.truncate(tmp_path / "f", (tmp_path / "f").stat().st_size - 8)  # shrinks while it is open
+        with pytest.raises(ArtifactError, match=r"damage \(w ends after 24 of 32 bytes\)"):
+            reader.read("w")
+
+
+def header_file(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+DAMAGE: dict[str, bytes] = {
+    "empty": b"",
+    "short": b"\1\0\0",
+    "length beyond the file": (1 << 40).to_bytes(8, "little") + b"{}",
+    "not JSON": header_file(b"{not json"),
+    "not UTF-8": header_file(b'{"\xff": 1}'),
+    "a list": header_file([1, 2]),
+    "a name twice": header_file(
+        b'{"w":' + json.dumps(GOOD).encode() + b',"w":' + json.dumps(GOOD).encode() + b"}", b"0" * 8
+    ),
+    "an entry that is text": header_file({"w": "x"}),
+    "no shape": header_file({"w": {"dtype": "F32", "data_offsets": [0, 8]}}, b"0" * 8),
+    "unknown dtype": header_file({"w": GOOD | {"dtype": "F13"}}, b"0" * 8),
+    "negative size": header_file({"w": GOOD | {"shape": [-2]}}, b"0" * 8),
+    "a size that is no number": header_file({"w": GOOD | {"shape": [True]}}, b"0" * 8),
+    "wrong shape": header_file({"w": GOOD | {"shape": [3]}}, b"0" * 8),
+    "three offsets": header_file({"w": GOOD | {"data_offsets": [0, 8, 8]}}, b"0" * 8),
+    "a gap": header_file({"w": GOOD | {"data_offsets": [8, 16]}}, b"0" * 16),
+    "an overlap": header_file({"w": GOOD, "v": GOOD | {"data_offsets": [4, 12]}}, b"0" * 12),
+    "truncated data": header_file({"w": GOOD}, b"0" * 7),
+    "data too long": header_file({"w": GOOD}, b"0" * 9),
+    "metadata that is no text": header_file({"__metadata__": {"a": 1}, "w": GOOD}, b"0" * 8),
+    "metadata that is a list": header_file({"__metadata__": [1], "w": GOOD}, b"0" * 8),
+    "deep nesting": header_file(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "f").write_bytes(DAMAGE[kind])
+    with pytest.raises(ArtifactError, match="expected a whole safetensors file, found damage"):
+        TensorReader(tmp_path / "f")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.text(max_size=8), st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3), st.integers()
+        ),
+        max_size=6,
+        unique_by=lambda item: item[0],
+    ).filter(lambda items: all(name != "__metadata__" for name, *_ in items)),
+    st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2),
+)
+def test_any_names_shapes_and_dtypes_come_back(tmp_path: Path, items: list, meta: dict[str, str]) -> None:
+    tensors = {
+        name: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed % 1000)).to(DTYPES[dtype])
+        for name, dtype, shape, seed in items
+    }
+    write(tmp_path / "f", tensors, meta)
+    with TensorReader(tmp_path / "f") as reader:
+        assert reader.metadata == meta
+        assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
+        assert reader.specs.keys() == tensors.keys()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 4095), st.integers(0, 255), st.booleans())
+def test_random_damage_gives_an_error_or_tensors_of_the_declared_sizes(
+    tmp_path: Path, place: int, value: int, cut: bool
+) -> None:
+    write(tmp_path / "f", some_tensors(), {"a": "b"})
+    data = bytearray((tmp_path / "f").read_bytes())
+    place %= len(data)
+    if cut:
+        del data[place:]
+    else:
+        data[place] = value
+    (tmp_path / "f").write_bytes(data)
+    try:
+        with TensorReader(tmp_path / "f") as reader:
+            for name, spec in reader.specs.items():
+                assert Spec.of(reader.read(name)) == spec
+    except ArtifactError as error:
+        named = "damage" in str(error)
+        assert named
+        return
+    assert not cut
+
+
+def weights_file(path: Path, **changes: str | None) -> Path:
+    meta = metadata("int4", "ab" * 32, {"lm_head": 64}, {"layers.0": "owner"})
+    write(
+        path,
+        {"lm_head.weight": torch.zeros((8, 36), dtype=torch.uint8)},
+        {key: value for key, value in (meta | changes).items() if value is not None},
+    )
+    return path
+
+
+def test_weights_files_say_what_they_are(tmp_path: Path) -> None:
+    with QuantizedWeights(weights_file(tmp_path / "f")) as weights:
+        assert (weights.kind, weights.linears, weights.ways) == ("int4", {"lm_head": 64}, {"layers.0": "owner"})
+        weights.check_hash("ab" * 32)
+        with pytest.raises(
+            StaleArtifactError, match=r"expected weights cdcdcdcdcdcd as in plan\.json, found abababababab"
+        ):
+            weights.check_hash("cd" * 32)
+        assert weights.take("lm_head.weight", Spec((8, 36), torch.uint8)).shape == (8, 36)
+        with pytest.raises(ArtifactError, match=r"expected lm_head.weight as uint8 \[9, 36\], found uint8 \[8, 36\]"):
+            weights.take("lm_head.weight", Spec((9, 36), torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pi2_version": "2"}, r"expected torch_pi2.weights version 1, found torch_pi2.weights version 2"),
+        ({"pi2_format": None}, r"expected torch_pi2.weights version 1, found None version 1"),
+        ({"weights": "int3"}, r"expected weights int4 or int8, found 'int3'"),
+        ({"linears": "{"}, r"found damage \(JSONDecodeError"),
+        ({"linears": None}, r"found damage \(KeyError"),
+        ({"linears": '{"a": 0}'}, r"found damage \(ValueError: 0 inputs of a"),
+        ({"linears": '{"a": "b"}'}, r"found damage \(ValueError: 'b' inputs of a"),
+        ({"sites": '{"a": "magic"}'}, r"found damage \(ValueError: ways \['magic'\]"),
+        ({"sites": "3"}, r"found damage \(TypeError"),
+    ],
+)
+def test_other_weights_files_are_refused(tmp_path: Path, changes: dict[str, str | None], message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        QuantizedWeights(weights_file(tmp_path / "f", **changes))

@@ -1,0 +1,336 @@
+"""A whole model, prompt and answer, beside the memory roofline and beside other engines.
+
+Everything alternates round by round in one run: the streaming read, the gathered read, our decoding at each batch size,
+and a peer in a process of its own. Medians and their spread. The model is synthetic: the figures speak of speed only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.bench import machine, traffic
+from torch_pi2.bench.gguf import write_gguf
+from torch_pi2.bench.memory import BYTES, Memory
+from torch_pi2.bench.peer import Peer
+from torch_pi2.errors import ConfigError
+from torch_pi2.ops import load as load_library
+from torch_pi2.runtime import counters
+from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.ffn import SparseFFN
+
+PEERS = ("llama.cpp", "torch")
+#: Tokens that are decoded once more under torch's profiler, to see what attention itself takes.
+_PROFILED = 4
+#: Kinds in ``torch.ops.pi2.timings``.
+_LINEAR, _PREDICTOR, _FFN = 0, 1, 2
+
+StartPeer = Callable[[int], Peer]
+
+
+def run(
+    shape: str = "mistral-7b",
+    weights: str = "int4",
+    *,
+    activations: str = "float",
+    active: float = 0.1,
+    prompt: int = 128,
+    tokens: int = 32,
+    rounds: int = 5,
+    batch: Sequence[int] = (1,),
+    folder: str | Path | None = None,
+    compiled: bool = True,
+    cpp_wrapper: bool = False,
+    peers: Iterable[str] = (),
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Make (or take) a synthetic model, load it, and :func:`measure` it on torch's current number of threads.
+
+    Args:
+        shape, weights, active, seed: as :func:`torch_pi2.synthetic`; unused where ``folder`` is there already.
+        activations: ``float``, or ``int8`` (lossy).
+        folder: where the model is or shall be (default ``work/bench/<shape>-<weights>-<active>``); llama.cpp's file is
+            written beside it.
+        peers: names in ``PEERS``.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+        Pi2Error: what :func:`torch_pi2.synthetic`, :func:`torch_pi2.load`, :class:`Decoder` and :class:`Peer` raise.
+    """
+    import torch_pi2
+
+    peers, batch = list(peers), list(batch)
+    _check(prompt, tokens, rounds, batch, peers)
+    folder = Path(folder or Path("work") / "bench" / f"{shape}-{weights}-{active:g}")
+    if not (folder / "pi2").is_dir():
+        torch_pi2.synthetic(folder, shape, active=active, weights=weights, seed=seed)
+    machine.reset_peak()
+    model: Any = torch_pi2.load(folder)
+    for module in model.modules():
+        if hasattr(module, "int8_activations"):
+            module.int8_activations = activations == "int8"
+    start: dict[str, StartPeer] = {}
+    if "llama.cpp" in peers:
+        gguf = write_gguf(folder.parent / f"{shape}.q4_0.gguf", model.config, seed=seed)
+        start["llama.cpp"] = lambda context: Peer(
+            "torch_pi2.bench.peer_llama",
+            {"gguf": str(gguf), "threads": torch.get_num_threads(), "context": context},
+        )
+    if "torch" in peers:
+        start["torch"] = lambda context: Peer(
+            "torch_pi2.bench.peer_torch",
+            {"folder": str(folder), "threads": torch.get_num_threads(), "context": context},
+        )
+    measured = measure(
+        model,
+        prompt=prompt,
+        tokens=tokens,
+        rounds=rounds,
+        batch=batch,
+        compiled=compiled,
+        cpp_wrapper=cpp_wrapper,
+        peers={name: start[name] for name in peers},
+        seed=seed,
+    )
+    label = getattr(model.config, "torch_pi2_synthetic", None)
+    return {"shape": shape, "weights": weights, "activations": activations, "synthetic": label or True, **measured}
+
+
+def _check(prompt: int, tokens: int, rounds: int, batch: Sequence[int], peers: Sequence[str]) -> None:
+    for name, value in {
+        "prompt": prompt,
+        "tokens": tokens,
+        "rounds": rounds,
+        "batch": min(batch, default=0),
+    }.items():
+        if value < 1:
+            raise ConfigError(name, expected="1 or more", found=str(value), fix="Choose a larger number.")
+    for peer in peers:
+        if peer not in PEERS:
+            raise ConfigError("peer", expected=" or ".join(PEERS), found=peer, fix="Choose one of them.")
+
+
+def measure(
+    model: nn.Module,
+    *,
+    prompt: int = 128,
+    tokens: int = 32,
+    rounds: int = 5,
+    batch: Sequence[int] = (1,),
+    compiled: bool = True,
+    cpp_wrapper: bool = False,
+    peers: Mapping[str, StartPeer] | None = None,
+    memory_size: int = BYTES,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Time a Hugging Face causal model, dense or optimised.
+
+    Args:
+        prompt, tokens: lengths of prompt and answer, for us and for peers.
+        rounds: alternating rounds per peer (or in all, without peers); one more before is warm-up.
+        batch: sequences decoded together; the first is what the main figures are of (the work split and the bytes
+            only if it is 1, since in a batch several tokens share one read).
+        peers: name -> function of the context length that starts it; one after another, each alternating with us.
+        memory_size: bytes of the buffer for the plain reads.
+
+    Returns:
+        ``tokens_per_s``, ``prompt_tokens_per_s``, ``bytes_per_token`` (with ``bytes_by_part``), ``gb_per_s``,
+        ``read_gb_per_s``, ``gather_gb_per_s``, ``of_read`` (gb_per_s over read_gb_per_s), ``ms_per_token`` by part,
+        ``peak_rss_bytes`` (loading, compiling, one prompt and answer), ``active_share`` (of the FFN's rows that were
+        read), ``firing_share`` (of down columns), ``batches``, ``peers``, machine, versions and spreads.
+    """
+    load_library()
+    _check(prompt, tokens, rounds, batch, [])
+    context = prompt + tokens + _PROFILED
+    ours = [
+        _Ours(model, Decoder(model, max_tokens=context, batch=b, compiled=compiled, cpp_wrapper=cpp_wrapper), seed)
+        for b in batch
+    ]
+    for engine in ours:
+        engine.round(prompt, tokens)
+    peak = machine.peak_rss_bytes()
+    sites = [layer for layer in model.modules() if isinstance(layer, SparseFFN)]
+    bundle_bytes = sites[0].bundles[0].nbytes if sites else 1 << 14
+    memory = Memory(bundle_bytes, ours[0].active_share() or 0.1, size=memory_size, seed=seed)
+    plain: dict[str, list[float]] = {"read_gb_per_s": [], "gather_gb_per_s": []}
+
+    def our_round(engines: Sequence[_Ours]) -> None:
+        plain["read_gb_per_s"].append(memory.read_gb_per_s())
+        plain["gather_gb_per_s"].append(memory.gather_gb_per_s())
+        for engine in engines:
+            engine.keep(engine.round(prompt, tokens))
+
+    if not peers or len(ours) > 1:
+        for _ in range(rounds):
+            our_round(ours)
+    against = {}
+    for name, start in (peers or {}).items():
+        against[name] = _alternate(start(prompt + tokens), lambda: our_round(ours[:1]), ours[0], prompt, tokens, rounds)
+    split = ours[0].split()
+    main = ours[0].summary()
+    result: dict[str, Any] = {
+        "prompt": prompt,
+        "tokens": tokens,
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+        "compiled": compiled,
+        "cpp_wrapper": cpp_wrapper,
+        **main,
+        **{name: round(statistics.median(values), 2) for name, values in plain.items()},
+        "peak_rss_bytes": peak,
+        "batches": [engine.summary() for engine in ours] if len(ours) > 1 else [],
+        "peers": against,
+        **machine.describe(),
+    }
+    result["spread"] |= {name: _spread(values) for name, values in plain.items()}
+    if ours[0].batch == 1:
+        parts = ours[0].bytes_by_part()
+        total = sum(parts.values())
+        gb_per_s = total * main["tokens_per_s"] / 1e9
+        result |= {
+            "bytes_per_token": total,
+            "bytes_by_part": parts,
+            "gb_per_s": round(gb_per_s, 2),
+            "of_read": round(gb_per_s / result["read_gb_per_s"], 3),
+            "ms_per_token": split,
+        }
+    return result
+
+
+class _Ours:
+    """Our engine at one batch size, and what its kept rounds gave."""
+
+    def __init__(self, model: nn.Module, decoder: Decoder, seed: int) -> None:
+        self.model, self.decoder, self.batch = model, decoder, decoder.batch
+        self._generator = torch.Generator().manual_seed(seed)
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        self.kept: list[dict[str, Any]] = []
+        self._last: dict[str, Any] = {}
+
+    def round(self, prompt: int, tokens: int) -> dict[str, Any]:
+        """Another random prompt and its answer; only decoding is split and counted."""
+        ids_BT = torch.randint(self._vocabulary, (self.batch, prompt), generator=self._generator)
+        started = time.perf_counter()
+        next_B1 = self.decoder.prompt(ids_BT)
+        prompt_s = time.perf_counter() - started
+        counters.reset()
+        torch.ops.pi2.timings(True)
+        started = time.perf_counter()
+        for _ in range(tokens):
+            next_B1 = self.decoder.step(next_B1)
+        decode_s = time.perf_counter() - started
+        self._last = {
+            "prompt_s": prompt_s,
+            "decode_s": decode_s,
+            "prompt": prompt,
+            "tokens": tokens,
+            "counters": counters.read(reset=True),
+            "timings": torch.ops.pi2.timings(True).tolist(),
+            "next": next_B1,
+        }
+        return self._last
+
+    def keep(self, measured: dict[str, Any]) -> None:
+        self.kept.append(measured)
+
+    def _median(self, of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(map(of, self.kept))
+
+    def rates(self) -> dict[str, list[float]]:
+        """Tokens of all sequences per second, by round."""
+        return {
+            "tokens_per_s": [self.batch * r["tokens"] / r["decode_s"] for r in self.kept],
+            "prompt_tokens_per_s": [self.batch * r["prompt"] / r["prompt_s"] for r in self.kept],
+        }
+
+    def active_share(self) -> float:
+        """Of the rows a dense FFN would read, the share that was read; 0 without sparse layers."""
+        total = self._last["counters"]
+        return float(traffic.ffn_rows(total) / total["dense_rows"]) if total["dense_rows"] else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        rates, total = self.rates(), self._last["counters"]
+        return {
+            "batch": self.batch,
+            **{name: round(statistics.median(values), 3) for name, values in rates.items()},
+            "active_share": round(self.active_share(), 4),
+            "firing_share": round(total["down_rows"] / total["neurons"], 4) if total["neurons"] else 0.0,
+            "spread": {name: _spread(values) for name, values in rates.items()},
+        }
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes one token of a batch of one reads."""
+        row = traffic.ffn_row_bytes(self.model)
+        ffn = self._median(lambda r: traffic.ffn_rows(r["counters"]) / r["tokens"]) * row
+        cache = traffic.cache_bytes(self.decoder.cache)
+        return {**traffic.fixed_bytes(self.model, self._head), "ffn": round(ffn), "cache": cache}
+
+    def split(self) -> dict[str, float]:
+        """Milliseconds per token by part; ``python`` is the rest: norms, rotary embedding, and Python around it all."""
+        sdpa = self._attention_ms()
+        head = self._vocabulary
+
+        def of_kind(measured: dict[str, Any], kind: int, is_head: bool | None = None) -> float:
+            rows = [t for t in measured["timings"] if t[0] == kind and is_head in (None, t[1] == head)]
+            return sum(int(t[4]) for t in rows) / 1e6 / int(measured["tokens"])
+
+        parts = {
+            "linears": self._median(lambda r: of_kind(r, _LINEAR, False)),
+            "sdpa": sdpa,
+            "predictor": self._median(lambda r: of_kind(r, _PREDICTOR)),
+            "ffn": self._median(lambda r: of_kind(r, _FFN)),
+            "head": self._median(lambda r: of_kind(r, _LINEAR, True)),
+        }
+        total = self._median(lambda r: r["decode_s"] / r["tokens"] * 1e3)
+        parts = {"total": total, "attention": parts["linears"] + sdpa, **parts}
+        parts["python"] = total - parts["attention"] - parts["predictor"] - parts["ffn"] - parts["head"]
+        return {name: round(ms, 4) for name, ms in parts.items()}
+
+    def _attention_ms(self) -> float:
+        """What attention itself takes per token, under the profiler, at the length of the end of a round."""
+        next_B1 = self._last["next"]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            for _ in range(_PROFILED):
+                next_B1 = self.decoder.step(next_B1)
+        flash = [e for e in profiler.key_averages() if e.key == "aten::_scaled_dot_product_flash_attention_for_cpu"]
+        events = flash or [e for e in profiler.key_averages() if e.key == "aten::scaled_dot_product_attention"]
+        return float(sum(e.cpu_time_total for e in events)) / 1e3 / _PROFILED
+
+
+def _alternate(
+    peer: Peer, our_round: Callable[[], None], ours: _Ours, prompt: int, tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Our round, the peer's, and so on; ratios (ours over theirs) are of neighbours."""
+    try:
+        peer.round(prompt, tokens)
+        first, theirs = len(ours.kept), []
+        for _ in range(rounds):
+            our_round()
+            theirs.append(peer.round(prompt, tokens))
+    finally:
+        peer.close()
+    measured = {
+        "tokens_per_s": [tokens / r["decode_s"] for r in theirs],
+        "prompt_tokens_per_s": [prompt / r["prompt_s"] for r in theirs],
+    }
+    for name, ours_by_round in ours.rates().items():
+        ratio = "ratio" if name == "tokens_per_s" else "prompt_ratio"
+        measured[ratio] = [a / b for a, b in zip(ours_by_round[first:], measured[name])]
+    return {
+        **{name: round(statistics.median(values), 3) for name, values in measured.items()},
+        "peak_rss_bytes": max(r["peak_rss_bytes"] for r in theirs),
+        "major_faults": sum(r.get("major_faults", 0) for r in theirs),
+        "about": peer.about,
+        "spread": {name: _spread(values) for name, values in measured.items()},
+    }
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [round(min(values), 3), round(max(values), 3)]

@@ -1,0 +1,163 @@
+"""A GGUF file of a model's shape with random Q4_0 blocks, for llama.cpp as a peer. Speed only: it says nothing else.
+
+Block layout and tensor names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and the ``gguf`` package, which
+writes the header. A Q4_0 block is a float16 scale and 32 4-bit values: 18 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, UnsupportedModelError
+
+#: Hugging Face model types and llama.cpp's name for the same computation.
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}
+_BLOCK, _BLOCK_BYTES = 32, 18
+#: Rows made at a time: bounds memory.
+_CHUNK_BYTES = 1 << 26
+
+
+def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes (rows first) in file order. One-dimensional ones and routers are float32, the rest Q4_0."""
+    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or hidden // heads
+    kv = config.num_key_value_heads * width
+    experts = getattr(config, "num_local_experts", 0)
+    yield "token_embd.weight", (vocab, hidden)
+    for i in range(config.num_hidden_layers):
+        block = f"blk.{i}"
+        yield f"{block}.attn_norm.weight", (hidden,)
+        for name, rows in (("q", heads * width), ("k", kv), ("v", kv)):
+            yield f"{block}.attn_{name}.weight", (rows, hidden)
+            if config.model_type == "qwen2":
+                yield f"{block}.attn_{name}.bias", (rows,)
+        yield f"{block}.attn_output.weight", (hidden, heads * width)
+        yield f"{block}.ffn_norm.weight", (hidden,)
+        if experts:
+            yield f"{block}.ffn_gate_inp.weight", (experts, hidden)
+        suffix, first = ("_exps", (experts,)) if experts else ("", ())
+        yield f"{block}.ffn_gate{suffix}.weight", (*first, inner, hidden)
+        yield f"{block}.ffn_up{suffix}.weight", (*first, inner, hidden)
+        yield f"{block}.ffn_down{suffix}.weight", (*first, hidden, inner)
+    yield "output_norm.weight", (hidden,)
+    if not config.tie_word_embeddings:
+        yield "output.weight", (vocab, hidden)
+
+
+def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and "ffn_gate_inp" not in name
+
+
+def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
+    """Write the file, streaming and atomically; one that is there is kept.
+
+    Args:
+        config: a Hugging Face configuration of type llama, mistral, mixtral or qwen2.
+
+    Returns:
+        ``path``. Every matrix is Q4_0, the head too (llama.cpp's own tool gives it 6 bits): fewer bytes to read.
+
+    Raises:
+        LibraryMissingError: no package ``gguf``. UnsupportedModelError: another model type.
+        ConfigError: sizes that are no multiple of 32. ArtifactError: the file cannot be written.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    try:
+        import gguf
+    except ImportError as error:
+        raise LibraryMissingError(
+            "gguf", expected="an installed gguf", found=str(error), fix="pip install 'torch-pi2[bench]'"
+        ) from error
+    if config.model_type not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"model type {config.model_type}",
+            expected=", ".join(_ARCHITECTURES),
+            found=config.model_type,
+            fix="Bench without --peer llama.cpp.",
+        )
+    bad = [f"{n} {s}" for n, s in _tensors(config) if _is_quantised(n, s) and s[-1] % _BLOCK]
+    if bad:
+        raise ConfigError("shape for Q4_0", expected="rows of a multiple of 32", found=bad[0], fix="Change the shape.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(gguf, temporary, config, np.random.Generator(np.random.SFC64(seed)))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ArtifactError(
+            f"writing {path}",
+            expected="a folder that can be written, with room",
+            found=error.strerror or str(error),
+            fix="Choose another folder with --folder.",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _write(gguf: Any, path: Path, config: Any, generator: np.random.Generator) -> None:
+    writer = gguf.GGUFWriter(path, _ARCHITECTURES[config.model_type])
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    writer.add_name("synthetic")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    if getattr(config, "num_local_experts", 0):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    q4 = gguf.GGMLQuantizationType.Q4_0
+    tensors = list(_tensors(config))
+    for name, shape in tensors:
+        if _is_quantised(name, shape):
+            stored = (*shape[:-1], shape[-1] // _BLOCK * _BLOCK_BYTES)
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), q4)
+        else:
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        file = writer.fout[0]
+        for name, shape in tensors:
+            writer.write_padding(file, file.tell())
+            for part in _data(name, shape, generator):
+                part.tofile(file)
+            writer.write_padding(file, file.tell())
+    finally:
+        writer.close()
+
+
+def _data(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> Iterator[np.ndarray]:
+    if not _is_quantised(name, shape):
+        norm = name.endswith("norm.weight")
+        yield np.ones(shape, np.float32) if norm else generator.normal(0, 0.02, shape).astype(np.float32)
+        return
+    blocks = int(np.prod(shape)) // _BLOCK
+    scale = np.array([shape[-1] ** -0.5 / 4.6], np.float16).view(np.uint8)  # values of -8..7 have a deviation of 4.6
+    for start in range(0, blocks, _CHUNK_BYTES // _BLOCK_BYTES):
+        count = min(blocks - start, _CHUNK_BYTES // _BLOCK_BYTES)
+        words = generator.integers(0, 1 << 63, -(-count * _BLOCK_BYTES // 8), dtype=np.int64)
+        part = words.view(np.uint8)[: count * _BLOCK_BYTES].reshape(count, _BLOCK_BYTES)
+        part[:, :2] = scale
+        yield part

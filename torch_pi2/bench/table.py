@@ -1,0 +1,193 @@
+"""``bench/results/*.json`` as a page of tables with roofline columns: ``python -m torch_pi2.bench.table FOLDER``.
+
+Each file is what ``torch-pi2 bench decode --json`` or ``bench layer --json`` printed; nothing is computed here but
+ratios of figures of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.errors import ArtifactError
+from torch_pi2.runtime.files import atomic_write
+
+_HEAD = """# Measured results
+
+Written by `make bench`. Every row is one run: its cases alternate, figures are medians. *read* is a plain streaming
+read of 1 GiB or more in the same run, *gathered* a plain read of random bundles as large as the model's. Models are
+synthetic: random weights that fire as often as real ones. They speak of speed only.
+"""
+
+
+def _number(value: Any, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _decode_row(name: str, result: Mapping[str, Any]) -> list[str]:
+    gb = result.get("bytes_per_token", 0) / 1e9
+    peers = ", ".join(
+        f"{peer} {_number(p['ratio'])} ({_number(p['spread']['ratio'][0])}-{_number(p['spread']['ratio'][1])})"
+        for peer, p in result["peers"].items()
+    )
+    return [
+        f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations",
+        str(result["threads"]),
+        _number(result["tokens_per_s"]),
+        _number(result["prompt_tokens_per_s"], 1),
+        f"{100 * result['active_share']:.1f} %",
+        _number(gb or None),
+        _number(result.get("gb_per_s"), 1),
+        _number(result["read_gb_per_s"], 1),
+        _number(result["gather_gb_per_s"], 1),
+        f"{100 * result['of_read']:.0f} %" if "of_read" in result else "",
+        _number(gb / result["read_gb_per_s"] * 1e3 if gb else None, 1),
+        _number(result["ms_per_token"]["total"] if gb else None, 1),
+        _number(result["peak_rss_bytes"] / 1e9, 1),
+        peers,
+    ]
+
+
+def _part_row(name: str, result: Mapping[str, Any]) -> list[str]:
+    ms = result["ms_per_token"]
+    parts = ("linears", "sdpa", "predictor", "ffn", "head", "python", "total")
+    return [name, *(_number(ms[part]) for part in parts), f"{100 * ms['python'] / ms['total']:.1f} %"]
+
+
+def _batch_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [name, str(b["batch"]), _number(b["tokens_per_s"]), _number(b["prompt_tokens_per_s"], 1)]
+        for b in result["batches"]
+    ]
+
+
+def _peer_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            name,
+            str(p["about"]["engine"]),
+            _number(p["tokens_per_s"]),
+            _number(p["prompt_tokens_per_s"], 1),
+            _number(p["ratio"]),
+            _number(p["prompt_ratio"]),
+            str(p["major_faults"]),
+        ]
+        for p in result["peers"].values()
+    ]
+
+
+def _layer_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            f"{name}: {result['hidden']} x {result['intermediate']} {result['weights']}, {result['activations']}",
+            f"{100 * share['active']:.1f} %",
+            _number(share["ms"], 3),
+            _number(share["touched_gb_per_s"], 1),
+            _number(share["gather_ms"], 3),
+            _number(result["stream_ms"], 3),
+            _number(share["bound_ms"], 3),
+            _number(share["of_bound"]),
+        ]
+        for share in result["shares"]
+    ]
+
+
+def _linear_row(name: str, result: Mapping[str, Any]) -> list[str]:
+    linear = result["linear"]
+    return [
+        f"{name}: {linear['rows']} x {result['hidden']} {result['weights']}, {result['activations']}",
+        _number(linear["ms"], 3),
+        _number(linear["gb_per_s"], 1),
+        _number(linear["read_gb_per_s"], 1),
+        f"{100 * linear['of_read']:.0f} %",
+        str(result["rank"]),
+        _number(result["predictor_ms"], 3),
+    ]
+
+
+_DECODE = (
+    "run", "threads", "tokens/s", "prompt tokens/s", "FFN read", "GB/token", "GB/s", "read GB/s", "gathered GB/s",
+    "of read", "ms at read speed", "ms", "peak GB", "times as fast as",
+)  # fmt: skip
+_PARTS = ("run", "linears", "attention", "predictor", "FFN", "head", "rest", "total", "rest of total")
+_PEERS = ("run", "engine", "tokens/s", "prompt tokens/s", "ours / its", "prompt, ours / its", "major faults")
+_BATCHES = ("run", "batch", "tokens/s", "prompt tokens/s")
+_LAYERS = ("layer", "active", "ms", "GB/s", "gathered ms", "all streamed ms", "bound ms", "of bound")
+_LINEARS = ("dense linear", "ms", "GB/s", "read GB/s", "of read", "predictor rank", "predictor ms")
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown of results by name (file name without ``.json``)."""
+    decodes = {name: r for name, r in results.items() if r["what"] == "decode"}
+    layers = {name: r for name, r in results.items() if r["what"] == "layer"}
+    sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
+        ("## Whole models", _DECODE, [_decode_row(n, r) for n, r in decodes.items()]),
+        ("### Milliseconds per token", _PARTS, [_part_row(n, r) for n, r in decodes.items() if "ms_per_token" in r]),
+        ("### Other engines, in alternation", _PEERS, [row for n, r in decodes.items() for row in _peer_rows(n, r)]),
+        ("### Batches", _BATCHES, [row for n, r in decodes.items() for row in _batch_rows(n, r)]),
+        ("## One feed-forward layer", _LAYERS, [row for n, r in layers.items() for row in _layer_rows(n, r)]),
+        ("## Dense linears and predictors", _LINEARS, [_linear_row(n, r) for n, r in layers.items() if "linear" in r]),
+    ]
+    parts = [_HEAD, *map(_machine, list(results.values())[:1])]
+    for title, header, rows in sections:
+        if rows:
+            parts.append(f"{title}\n\n{_table(header, rows)}\n")
+    return "\n".join(parts)
+
+
+def _machine(result: Mapping[str, Any]) -> str:
+    machine = result["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{machine['kernels']} kernels; {versions}.\n"
+    )
+
+
+def write(folder: str | Path) -> Path:
+    """Read ``folder/*.json`` and write ``folder/README.md``; returns its path.
+
+    Raises:
+        ArtifactError: a file is not a result of ``torch-pi2 bench decode`` or ``bench layer``.
+    """
+    folder = Path(folder)
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = json.loads(path.read_text())
+            what = result["what"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _not_a_result(path, f"{type(error).__name__}: {error}") from error
+        if what not in ("decode", "layer"):
+            raise _not_a_result(path, f"a result of bench {what}")
+        results[path.stem] = result
+    target = folder / "README.md"
+    atomic_write(target, page(results))
+    return target
+
+
+def _not_a_result(path: Path, found: str) -> ArtifactError:
+    return ArtifactError(
+        str(path),
+        expected="what `torch-pi2 bench decode --json` or `bench layer --json` printed",
+        found=found,
+        fix="Remove the file, or run `make bench` again.",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    write(parser.parse_args(argv).folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Bytes of weights and cache that one decoded token really reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.runtime.ffn import SparseFFN
+
+#: Buffers of a SparseFFN that a forward pass does not read.
+_UNREAD = ("order", "inverse")
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def fixed_bytes(model: nn.Module, head: nn.Module | None) -> dict[str, int]:
+    """Bytes that every token reads: ``attention`` (all linears but ``head``), ``head``, ``predictor``, ``embedding``.
+
+    Norms and biases count where they are; of an embedding one row.
+    """
+    parts = dict.fromkeys(("attention", "head", "predictor", "embedding"), 0)
+    for module in model.modules():
+        tensors = _tensors(module)
+        if isinstance(module, SparseFFN):
+            parts["predictor"] += sum(t.nbytes for name, t in tensors.items() if name.startswith("predictor_"))
+        elif isinstance(module, nn.Embedding):
+            parts["embedding"] += module.weight[0].nbytes
+        else:
+            parts["head" if module is head else "attention"] += sum(t.nbytes for t in tensors.values())
+    return parts
+
+
+def ffn_row_bytes(model: nn.Module) -> float:
+    """Mean bytes of one gate row, up row or down column over the sparse layers, weighted by their neurons."""
+    layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
+    rows = sum(layer.bundles.shape[0] * layer.bundles.shape[1] for layer in layers)
+    return sum(layer.bundles.nbytes for layer in layers) / rows if rows else 0.0
+
+
+def ffn_rows(counters: Mapping[str, int]) -> int:
+    """Matrix rows and columns that the counters saw used."""
+    return counters["gate_rows"] + counters["up_rows"] + counters["down_rows"]
+
+
+def cache_bytes(cache: Any) -> int:
+    """Keys and values of a static cache, all of which attention reads."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -1,0 +1,45 @@
+"""Quantise a float checkpoint to 4 or 8 bits a weight, one matrix in memory at a time. Lossy.
+
+IN is a Hugging Face folder with safetensors, or one written by `torch-pi2 optimize`, whose plan and predictors are
+kept. The error printed is |w' - w| / |w| over all weights of a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+
+EXAMPLE = "torch-pi2 quantize my-sparse-model my-int4-model --weights int4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="IN", help="folder with float safetensors")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("--weights", choices=["int4", "int8"], default="int4", help="groups of 32 with a 16-bit scale")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch_pi2
+
+    common.check_out(args.out)
+    report = torch_pi2.quantize(
+        args.source, args.out, args.weights, trust_remote_code=args.trust_remote_code, progress=True
+    )
+    return {"out": str(args.out), **report.to_json()}
+
+
+def render(result: dict[str, Any]) -> str:
+    errors = result["errors"]
+    rows = [(name, common.percent(error, 2)) for name, error in errors.items()]
+    if len(rows) > 40:
+        rows = sorted(rows, key=lambda row: -errors[row[0]])[:40]
+    left = f"\n(the {len(rows)} largest of {len(errors)})" if len(rows) < len(errors) else ""
+    return (
+        f"{common.table(('layer', 'relative error'), rows)}{left}\n"
+        f"{result['out']}: {common.size(result['bytes_in'])} -> {common.size(result['bytes_out'])} {result['weights']} "
+        f"in {result['seconds']:.1f} s"
+    )

@@ -1,0 +1,54 @@
+"""Write a quantised model with random weights in a real model's sizes, whose neurons fire as often as real ones.
+
+For measuring speed: nothing it says means anything, and it is labelled synthetic wherever it is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+
+EXAMPLE = "torch-pi2 synthetic m7b --shape mistral-7b --active 0.1 --weights int4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("--shape", default="mistral-7b", help="mistral-7b, llama-1b, qwen2-7b, mixtral-8x7b or tiny")
+    parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire")
+    parser.add_argument("--weights", choices=["int4", "int8"], default="int4")
+    parser.add_argument("--predictor", choices=["lowrank", "signbit", "none"], default="lowrank")
+    parser.add_argument("--rank", type=common.positive, default=512, metavar="R", help="of the low-rank predictor")
+    parser.add_argument("--predictor-weights", choices=["int4", "int8"], default="int4")
+    parser.add_argument("--layers", type=common.positive, metavar="N", help="another number of layers")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch_pi2
+
+    start = time.perf_counter()
+    label = torch_pi2.synthetic(
+        args.out,
+        args.shape,
+        active=args.active,
+        weights=args.weights,
+        predictor=None if args.predictor == "none" else args.predictor,
+        rank=args.rank,
+        predictor_weights=args.predictor_weights,
+        layers=args.layers,
+        seed=args.seed,
+        progress=True,
+    )
+    size = sum(p.stat().st_size for p in args.out.rglob("*") if p.is_file())
+    return {"out": str(args.out), "bytes": size, "seconds": time.perf_counter() - start, **label}
+
+
+def render(result: dict[str, Any]) -> str:
+    return (
+        f"{result['out']}: {result['shape']}, {result['weights']}, {common.percent(result['active'])} active, "
+        f"{common.size(result['bytes'])} in {result['seconds']:.0f} s\n({result['synthetic']})"
+    )

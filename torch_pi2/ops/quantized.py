@@ -1,0 +1,89 @@
+"""Quantising weights with the checks that an operator cannot make: it knows no names."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_pi2.errors import ConfigError, DtypeError, NonFiniteError, ShapeError
+from torch_pi2.ops import load
+from torch_pi2.ops.rows import GROUP, VALUE_BYTES
+
+#: What ``weights`` may be where it is not "float".
+KINDS = tuple(VALUE_BYTES)
+#: Magnitude of a weight from which even the largest float16 scale is too small.
+_LARGEST = {"int4": 65504.0 * 8, "int8": 65504.0 * 127}
+
+
+def check_kind(weights: str) -> None:
+    """Raise ConfigError unless ``weights`` is a quantised format."""
+    if weights not in KINDS:
+        raise ConfigError(
+            "weights", expected=" or ".join(KINDS), found=repr(weights), fix="See torch_pi2.Config(weights=...)."
+        )
+
+
+def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
+    """Raise on a weight that cannot be quantised; ``what`` is its name for the message.
+
+    Raises:
+        DtypeError: not float32, bfloat16 or float16. ShapeError: not a matrix with columns.
+        NonFiniteError: NaN or infinity, or so large that float16 cannot hold a scale.
+    """
+    check_kind(weights)
+    if w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise DtypeError(
+            f"dtype of {what}",
+            expected="float32, bfloat16 or float16",
+            found=str(w.dtype).removeprefix("torch."),
+            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
+        )
+    if w.dim() != 2 or not w.shape[1]:
+        raise ShapeError(
+            what, expected="[rows, columns]", found=str(tuple(w.shape)), fix="Pass the weight of a linear layer."
+        )
+    if not w.numel():
+        return
+    low, high = (float(v) for v in w.detach().aminmax())
+    largest = max(-low, high)
+    if not largest <= _LARGEST[weights]:  # a NaN compares false
+        broken = int((~torch.isfinite(w)).sum())
+        raise NonFiniteError(
+            f"values of {what}",
+            expected=f"finite numbers of at most {_LARGEST[weights]:.6g}, for {weights} with float16 scales",
+            found=f"{broken} NaN or infinite of {w.numel()}" if broken else f"{largest:.6g}",
+            fix="Check the checkpoint; quantised weights would hide the fault.",
+        )
+
+
+def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`torch_pi2.ops.reference_quant.quantize` in C++, of a weight that was checked. ``what``: its name.
+
+    Raises:
+        NonFiniteError, DtypeError, ShapeError, ConfigError: see :func:`check_quantizable`; or an ``importance`` that is
+            not ``[K]`` numbers of at least 0.
+    """
+    load()
+    check_quantizable(what, w, weights)
+    if importance is not None:
+        if tuple(importance.shape) != (w.shape[1],):
+            raise ShapeError(
+                f"importance for {what}",
+                expected=f"[{w.shape[1]}], one number per column",
+                found=str(tuple(importance.shape)),
+                fix="It was measured on another layer.",
+            )
+        if not bool(((importance >= 0) & importance.isfinite()).all()):
+            raise NonFiniteError(
+                f"importance for {what}",
+                expected="finite numbers of at least 0",
+                found="negative, NaN or infinite ones",
+                fix="Measure it on inputs without NaN.",
+            )
+        importance = importance.float().contiguous()
+    rows: torch.Tensor = torch.ops.pi2.quantize(w.detach(), weights, importance)
+    return rows
+
+
+def bits_per_weight(weights: str) -> float:
+    """Bits that a weight takes, its share of the scale included: 4.5 and 8.5."""
+    return 8 * (VALUE_BYTES[weights] + 2) / GROUP

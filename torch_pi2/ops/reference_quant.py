@@ -1,0 +1,99 @@
+"""What the operators over quantised rows compute, in plain torch; :mod:`torch_pi2.ops.rows` says what the bytes mean.
+
+``quantize`` is mirrored by the C++ core bit for bit: every step is one rounding in float32 (sums: in float64, in
+order of the columns).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from torch_pi2.ops.rows import GROUP, rounded_activations, values
+
+#: Smallest and largest stored integer.
+INTEGERS = {"int4": (-8, 7), "int8": (-127, 127)}
+
+#: int4: where the value of largest magnitude may come to lie. -8 is llama.cpp's Q4_0; the others give a finer step
+#: and clip, or use the other end. On normal numbers the best of these has a 4 % smaller error than -8 alone.
+INT4_ENDS = (-8.0, -8.5, -9.0, -9.5, -7.5, 7.0, 7.5, 8.0)
+
+
+def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows of floats as quantised rows: round to nearest, with a scale per group of 32 columns.
+
+    A group's scale is fixed by its value of largest magnitude v (the first of several): v / 127 without sign for
+    ``int8``; for ``int4`` that of v / end, end in :data:`INT4_ENDS`, for which the sum of importance * (w - q *
+    scale)^2 over the group is smallest (the first of equals). It is rounded to float16 before the integers are
+    computed. A scale that float16 cannot tell from zero makes the group zero.
+
+    Args:
+        w: ``[N, K]`` float32, bfloat16 or float16, finite.
+        weights: ``int4`` or ``int8``.
+        importance: ``[K]`` float32, not negative, or None for all equal; ``int8`` does not use it.
+
+    Returns:
+        uint8 ``[N, row_bytes(K)]``.
+    """
+    pad = (0, -w.shape[1] % GROUP)
+    w_NGk = F.pad(w.float(), pad).unflatten(1, (-1, GROUP))
+    extreme_NG1 = w_NGk.gather(2, w_NGk.abs().argmax(2, keepdim=True)) + 0.0  # -0.0 becomes 0.0
+    if weights == "int8":
+        return pack(w_NGk, _half(extreme_NG1.abs() / 127), weights)
+    importance_K = torch.ones(w.shape[1]) if importance is None else importance
+    importance_Gk = F.pad(importance_K.double(), pad).unflatten(0, (-1, GROUP))
+    best_NG1 = torch.zeros_like(extreme_NG1)
+    least_NG1 = torch.full_like(extreme_NG1, torch.inf, dtype=torch.float64)
+    for end in INT4_ENDS:
+        scale_NG1 = _half(extreme_NG1 / end)
+        off_NGk = w_NGk - scale_NG1 * integers(w_NGk, scale_NG1, weights)
+        error_NG1 = torch.zeros_like(least_NG1)
+        for k in range(GROUP):  # not .sum(): its order of summation is nobody's promise
+            error_NG1 += (importance_Gk[:, k] * (off_NGk[..., k] * off_NGk[..., k]).double())[..., None]
+        better = error_NG1 < least_NG1
+        best_NG1 = torch.where(better, scale_NG1, best_NG1)
+        least_NG1 = torch.where(better, error_NG1, least_NG1)
+    return pack(w_NGk, best_NG1, weights)
+
+
+def integers(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
+    """The stored integers of ``w [..., 32]`` under its groups' scales, as float32; all 0 where a scale is 0."""
+    nearest = torch.round(w_NGk / scale_NG1).clamp(*INTEGERS[weights])
+    return torch.where(scale_NG1 == 0, torch.zeros_like(nearest), nearest)
+
+
+def pack(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
+    """Quantised rows ``[N, row_bytes]`` of groups ``[N, G, 32]`` with the given scales, which float16 can hold."""
+    stored = integers(w_NGk, scale_NG1, weights).to(torch.int8)
+    if weights == "int4":
+        low, high = (stored + 8).view(torch.uint8).chunk(2, -1)
+        stored_bytes = low | high << 4
+    else:
+        stored_bytes = stored.view(torch.uint8)
+    scale_bytes = scale_NG1.squeeze(-1).half().contiguous().view(torch.uint8)
+    return torch.cat((stored_bytes.flatten(1), scale_bytes), 1)
+
+
+def _half(scale: torch.Tensor) -> torch.Tensor:
+    return scale.half().float()
+
+
+def dequantize(rows: torch.Tensor, weights: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of quantised rows: uint8 ``[N, row_bytes(columns)]`` -> ``[N, columns]`` in ``dtype``."""
+    return values(rows, weights, columns).to(dtype)
+
+
+def linear(
+    x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, weights: str, int8_activations: bool = False
+) -> torch.Tensor:
+    """``x W^T + bias`` over quantised rows: ``[..., K] -> [..., N]`` in ``x``'s dtype; sums are taken in float32.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16.
+        rows: uint8 ``[N, row_bytes(K)]``; bias: ``[N]`` float32 or None.
+        weights: ``int4`` or ``int8``.
+        int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy).
+    """
+    seen = rounded_activations(x) if int8_activations else x.float()
+    y = seen @ values(rows, weights, x.shape[-1]).T
+    return (y if bias is None else y + bias).to(x.dtype)

@@ -1,0 +1,51 @@
+"""Quantised rows in plain torch: what the bytes mean (``csrc/include/pi2/types.h``). For references and checks.
+
+A row of n numbers is stored in groups of 32 (the last one padded with zeros): the values of all groups, then a
+float16 scale per group; a number is its stored integer times its group's scale.
+
+* ``int4``: 16 bytes a group; byte k holds number k in its low and number k + 16 in its high half, each plus 8.
+* ``int8``: 32 bytes a group, signed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+GROUP = 32
+
+#: Bytes of a group's values, by name of the format.
+VALUE_BYTES = {"int4": 16, "int8": 32}
+
+
+def row_bytes(weights: str, columns: int) -> int:
+    """Bytes of a quantised row of ``columns`` numbers; ``weights`` is ``int4`` or ``int8``."""
+    return -(-columns // GROUP) * (VALUE_BYTES[weights] + 2)
+
+
+def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
+    """The numbers of quantised rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; exact."""
+    groups = -(-columns // GROUP)
+    split = groups * VALUE_BYTES[weights]
+    stored = rows[..., :split].contiguous()
+    scale_G = rows[..., split:].contiguous().view(torch.float16).float()
+    if weights == "int4":
+        stored = stored.unflatten(-1, (groups, VALUE_BYTES[weights]))
+        integers = torch.cat((stored & 15, stored >> 4), -1).float() - 8
+    else:
+        integers = stored.view(torch.int8).unflatten(-1, (groups, GROUP)).float()
+    return (integers * scale_G[..., None]).flatten(-2)[..., :columns]
+
+
+def rounded_activations(x: torch.Tensor) -> torch.Tensor:
+    """``x [..., n]`` as int8 activations see it: rounded to 255 steps per group of 32; float32.
+
+    A group's scale is its largest magnitude / 127. A group with a NaN or an infinity is all NaN.
+    """
+    n = x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, -n % GROUP)).unflatten(-1, (-1, GROUP))
+    largest = padded.abs().amax(-1, keepdim=True)
+    inverse = torch.tensor(127.0) / largest  # 127 / tensor would be a reciprocal times 127: two roundings
+    usable = inverse.isfinite() & largest.isfinite()
+    steps = torch.where(usable, torch.round(padded * inverse), 0.0)
+    scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    return (steps * scale).flatten(-2)[..., :n]

@@ -1,0 +1,64 @@
+"""The low-rank predictor with its matrices in quantised rows (int4 or int8, a scale per group of 32)."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_pi2.errors import ArtifactError
+from torch_pi2.ops.rows import VALUE_BYTES, row_bytes, values
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.protocol import PredictorCard
+
+
+class LowRankRows(LowRank):
+    """As :class:`LowRank`, ``b relu(a x) + bias >= threshold``, at half the bytes when ``int4``.
+
+    Attributes:
+        a: uint8 ``[r, row_bytes(H)]``, b: uint8 ``[I, row_bytes(r)]``, bias: float32 ``[I]``.
+        weights: ``int4`` or ``int8``. hidden: H. (``a_scale`` and ``b_scale`` are empty: rows carry their scales.)
+    """
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor,
+        weights: str,
+        hidden: int,
+        threshold: float = 0.0,
+        card: PredictorCard | None = None,
+    ) -> None:
+        super().__init__(a, torch.empty(0), b, torch.empty(0), bias, threshold, card)
+        self.weights, self.hidden = weights, hidden
+
+    @property
+    def macs(self) -> int:
+        return self.rank * (self.hidden + len(self.b))
+
+    def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
+        z_Tr = torch.relu(x_TH.float() @ values(self.a, self.weights, self.hidden).T)
+        return z_Tr @ values(self.b, self.weights, self.rank).T + self.bias
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"a": self.a, "b": self.b, "bias": self.bias}
+
+    @staticmethod
+    def from_rows(
+        tensors: dict[str, torch.Tensor], weights: str, hidden: int, threshold: float, card: PredictorCard | None
+    ) -> LowRankRows:
+        """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
+        found = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        rank, neurons = (found.get(name, ((0,), None))[0][0] for name in ("a", "b"))
+        fits = weights in VALUE_BYTES and found == {
+            "a": ((rank, row_bytes(weights, hidden)), torch.uint8),
+            "b": ((neurons, row_bytes(weights, rank)), torch.uint8),
+            "bias": ((neurons,), torch.float32),
+        }
+        if not fits:
+            raise ArtifactError(
+                "shapes of a low-rank predictor in rows",
+                expected=f"uint8 a [r, row_bytes({hidden})] and b [I, row_bytes(r)], float32 bias [I], of int4 or int8",
+                found=f"{weights}: " + ", ".join(f"{name} {list(shape)}" for name, (shape, _) in found.items()),
+                fix="The file is damaged; fit the predictors again.",
+            )
+        return LowRankRows(tensors["a"], tensors["b"], tensors["bias"], weights, hidden, threshold, card)

@@ -1,0 +1,171 @@
+"""The sign-bit predictor of SparseInfer (arXiv 2411.12692): no training, one bit per gate weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, ShapeError
+from torch_pi2.graph.sites import FFNSite, FFNWeights
+from torch_pi2.ops.reference import predict_signbit
+from torch_pi2.predict.protocol import PredictorCard
+from torch_pi2.predict.train import measure
+from torch_pi2.profile.samples import Samples
+
+#: What a sign-bit predictor is stored as.
+SIGNBIT_TENSORS = ("signs", "hidden", "margin")
+
+
+def sign_bytes(hidden: int) -> int:
+    """Bytes of a row of signs: whole words of 64 bits."""
+    return -(-hidden // 64) * 8
+
+
+def pack_signs(w: torch.Tensor) -> torch.Tensor:
+    """``[I, H]`` of any float dtype -> uint8 ``[I, ceil(H / 64) * 8]``.
+
+    Bit k % 8 of byte k // 8 is 1 where weight k is below zero (negative zeros are not); bits past H are 0.
+    """
+    bits = torch.nn.functional.pad((w < 0).to(torch.uint8), (0, -w.shape[-1] % 64)).unflatten(-1, (-1, 8))
+    packed: torch.Tensor = (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return packed
+
+
+class SignBit:
+    """Which neurons fire, guessed from the signs of the gate's weights and of the input.
+
+    A product whose factors' signs agree is taken as positive. A neuron is predicted active iff
+    ``agreeing >= margin * differing``: the paper's rule with ``margin = 1 / alpha``, so that a smaller margin is
+    more careful. Its conservative ``alpha`` is one number for early layers; here each layer's margin is calibrated.
+
+    Attributes:
+        signs: uint8 ``[I, ceil(H / 64) * 8]`` (:func:`pack_signs`), original neuron order; hidden: H.
+        margin: 0 or more; set by :meth:`calibrate`.
+        threshold: the same on :meth:`scores`.
+        card: measured quality, or None before calibration.
+    """
+
+    kind = "signbit"  # the method of layers planned with it
+    rank = 0
+
+    def __init__(
+        self, signs: torch.Tensor, hidden: int, margin: float = 1.0, card: PredictorCard | None = None
+    ) -> None:
+        if signs.dim() != 2 or signs.dtype != torch.uint8 or signs.shape[1] != sign_bytes(hidden):
+            raise ShapeError(
+                "signs of a sign-bit predictor",
+                expected=f"uint8 [neurons, {sign_bytes(hidden)}] for hidden size {hidden}",
+                found=f"{signs.dtype} {list(signs.shape)}",
+                fix="Make it with SignBit.from_weights.",
+            )
+        if not (margin >= 0 and math.isfinite(margin)):
+            raise ConfigError(
+                "margin of a sign-bit predictor",
+                expected="a finite number, 0 or more",
+                found=str(margin),
+                fix="Calibrate it with SignBit.calibrate.",
+            )
+        self.signs, self.hidden, self.margin, self.card = signs, hidden, margin, card
+
+    @staticmethod
+    def from_weights(gate: torch.Tensor) -> SignBit:
+        """From the gate of a gated FFN, or the up matrix of a plain one, ``[I, H]``. Margin 1: the majority decides."""
+        return SignBit(pack_signs(gate.detach()), gate.shape[1])
+
+    @property
+    def threshold(self) -> float:
+        """``agreeing >= margin * (H - agreeing)`` as a cut on ``agreeing``, never a whole number apart from it."""
+        return self.margin / (1 + self.margin) * self.hidden - 1e-3
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of the same memory traffic as 16-bit weights: a sixteenth of the gate's."""
+        return self.hidden * len(self.signs) // 16
+
+    def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """``[T, I]`` float32: number of products whose signs agree."""
+        bits_IH = (
+            (self.signs[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)[:, : self.hidden].float()
+        )
+        signs_IH, signs_TH = 1 - 2 * bits_IH, 1 - 2 * (x_TH < 0).float()
+        return (signs_TH @ signs_IH.T + self.hidden) / 2
+
+    def active(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """``[T, I]`` bool."""
+        return predict_signbit(x_TH, self.signs, self.hidden, self.margin)
+
+    def calibrate(
+        self,
+        held_back: Samples,
+        site: FFNSite,
+        *,
+        target_recall: float = 0.95,
+        neurons: torch.Tensor | None = None,
+        weights: FFNWeights | None = None,
+    ) -> SignBit:
+        """A copy with the largest margin that reaches ``target_recall`` on ``held_back``, and its card.
+
+        Args:
+            neurons: those that are predicted (the cold ones); None: all.
+            weights: with them the card has ``mass_recall``.
+
+        Raises:
+            ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
+        """
+        if not 0 < target_recall <= 1:
+            raise ConfigError(
+                "target_recall",
+                expected="more than 0, at most 1",
+                found=str(target_recall),
+                fix="0.95 is a good start.",
+            )
+        if not len(held_back):
+            raise CalibrationError(
+                "held-back samples", expected="at least one token", found="none", fix="Collect more tokens."
+            )
+        index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
+        # A histogram over 0..H instead of all scores: exact, and small for any number of tokens.
+        count_H = torch.zeros(self.hidden + 1, dtype=torch.int64)
+        rows = torch.arange(len(held_back)).split(1024)
+        for some in rows:
+            agree = self.scores(held_back.x_NH[some].float())[:, index]
+            hit = agree[held_back.fired(some)[:, index]].round().long()
+            count_H += torch.bincount(hit, minlength=self.hidden + 1)
+        total = int(count_H.sum())
+        at_least_H = count_H.flip(0).cumsum(0).flip(0)  # pairs that fire and agree in so many places or more
+        enough = torch.nonzero(at_least_H >= math.ceil(target_recall * total)).flatten()
+        # Without a single firing neuron nothing need be predicted.
+        needed = int(enough[-1]) if total else self.hidden
+        # Half a place below the count that must still pass, so that rounding cannot exclude it.
+        margin = max(0.0, (needed - 0.5) / (self.hidden - needed + 0.5))
+        new = SignBit(self.signs, self.hidden, margin)
+        new.card = measure(new, held_back, site, neurons=neurons, weights=weights)
+        return new
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is stored: the signs, H (bits past it are padding) and the margin."""
+        margin = torch.tensor([self.margin], dtype=torch.float64)
+        return {"signs": self.signs, "hidden": torch.tensor([self.hidden]), "margin": margin}
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, torch.Tensor], card: PredictorCard | None) -> SignBit:
+        """Inverse of :meth:`tensors`. Raises ArtifactError if they do not fit together."""
+        signs, hidden, margin = (tensors.get(name) for name in SIGNBIT_TENSORS)
+        if signs is None or hidden is None or margin is None or hidden.numel() != 1 or margin.numel() != 1:
+            raise ArtifactError(
+                "sign-bit predictor",
+                expected="tensors signs, hidden [1] and margin [1]",
+                found=", ".join(sorted(tensors)) or "none",
+                fix="The file is damaged; calibrate the predictors again.",
+            )
+        try:
+            return SignBit(signs, int(hidden), float(margin), card)
+        except (ShapeError, ConfigError) as error:
+            raise ArtifactError(
+                "sign-bit predictor",
+                expected=error.expected,
+                found=error.found,
+                fix="The file is damaged; calibrate the predictors again.",
+            ) from error

@@ -1,0 +1,167 @@
+"""Replacing the linear layers outside the FFNs (attention, output layer) by quantised ones, one at a time."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_pi2.graph.capture import example_inputs
+from torch_pi2.graph.sites import FFNSite
+from torch_pi2.ops.quantized import check_quantizable
+from torch_pi2.profile.data import Batch
+from torch_pi2.quant.inputs import InputStats
+from torch_pi2.runtime.linear import QuantLinear
+from torch_pi2.runtime.modes import evaluating
+
+_log = logging.getLogger("torch_pi2")
+
+#: A group has 32 columns: fewer inputs than that are not worth a scale.
+MIN_INPUTS = 32
+#: Smaller ones are routers of mixtures of experts and classifiers: few bytes, and errors there are expensive.
+MIN_OUTPUTS = 64
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What quantisation did to one layer.
+
+    Attributes:
+        weight: ``|W' - W| / |W|`` over all its weights (Frobenius norms).
+        output: the same of its output on calibration tokens, rounded activations included; None without calibration.
+    """
+
+    weight: float
+    output: float | None = None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How weights are to be stored.
+
+    Attributes:
+        weights: ``float``, ``int4`` or ``int8``. int8_activations: see :class:`torch_pi2.config.Config`.
+        inputs: name of a linear or key of a site -> its inputs on calibration text.
+        weighted: whether ``inputs`` say how much an error counts, or only how large it is.
+    """
+
+    weights: str = "float"
+    int8_activations: bool = False
+    inputs: Mapping[str, InputStats] = field(default_factory=dict)
+    weighted: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        return self.weights != "float"
+
+    def importance(self, name: str) -> torch.Tensor | None:
+        """``[K]`` for a linear or site, or None: all columns count the same."""
+        stats = self.inputs.get(name)
+        return stats.importance if stats is not None and self.weighted else None
+
+    def sample(self, name: str) -> torch.Tensor | None:
+        """``[T, K]`` inputs of a linear or site, or None."""
+        stats = self.inputs.get(name)
+        return None if stats is None else stats.sample_TK
+
+
+def find_linears(
+    model: nn.Module, sites: Sequence[FFNSite], example: Batch | None = None
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Linear layers of the dense ``model`` to quantise beside its FFNs, and those left out with the reason.
+
+    ``example`` is run once, to see which are called: the weight of one that is not may be read by other code.
+    """
+    refs = [ref for s in sites for ref in (s.gate, s.up, s.down) if ref is not None]
+    of_sites = {id(model.get_parameter(ref.weight)) for ref in refs}
+    linears: dict[str, nn.Linear] = {}
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or id(module.weight) in of_sites:
+            continue
+        if type(module) is not nn.Linear:
+            skipped[name] = f"a {type(module).__name__}"
+        elif module.in_features < MIN_INPUTS or module.out_features < MIN_OUTPUTS:
+            skipped[name] = f"small ({module.in_features} -> {module.out_features})"
+        else:
+            linears[name] = module
+    called: set[str] = set()
+    hooks = [m.register_forward_hook(lambda *_, n=name: called.add(n)) for name, m in linears.items()]
+    try:
+        with evaluating(model):
+            example.call(model) if example is not None else model(**example_inputs(model))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in [name for name in linears if name not in called]:
+        skipped[name] = "not called as a module"
+        del linears[name]
+    for name, reason in skipped.items():
+        _log.info("%s stays float: %s", name, reason)
+    return linears, skipped
+
+
+def check_linears(linears: Mapping[str, nn.Linear], weights: str) -> None:
+    """Raise on a weight that cannot be quantised, before anything is changed (see ``check_quantizable``)."""
+    for name, linear in linears.items():
+        check_quantizable(f"{name}.weight", linear.weight.detach(), weights)
+
+
+def quantize_linears(
+    model: nn.Module, linears: dict[str, nn.Linear], storage: Storage, *, progress: bool = False
+) -> dict[str, LayerError]:
+    """Replace ``linears`` (emptied) in ``model``, giving back the memory of each before the next; their errors.
+
+    An output layer tied to the embedding gets rows of its own, the embedding stays float, and the model's configuration
+    says that the two are not tied any more.
+    """
+    from tqdm import tqdm
+
+    errors: dict[str, LayerError] = {}
+    for name in tqdm(list(linears), "quantise linear layers", disable=not (progress and sys.stderr.isatty())):
+        linear = linears.pop(name)
+        made = QuantLinear.from_linear(
+            linear, storage.weights, storage.int8_activations, storage.importance(name), name=name
+        )
+        errors[name] = LayerError(made.relative_error(linear.weight), _output_error(linear, made, storage.sample(name)))
+        _log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
+        tied = sum(p is linear.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1
+        for attribute in _HOOKS:
+            object.__setattr__(made, attribute, getattr(linear, attribute))
+        for parent in list(model.modules()):
+            for local, child in parent._modules.items():
+                if child is linear:
+                    parent._modules[local] = made
+        if not tied:  # a captured graph or a variable of the caller may keep the parameter, but not its memory
+            linear.weight.data = torch.empty(0, dtype=linear.weight.dtype)
+        elif getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        del linear
+    return errors
+
+
+def _output_error(linear: nn.Linear, made: QuantLinear, x_TK: torch.Tensor | None) -> float | None:
+    if x_TK is None:
+        return None
+    with torch.no_grad():
+        wanted = F.linear(x_TK, linear.weight, linear.bias).float()
+        return relative(torch.ops.pi2.linear(x_TK, made.rows, made.bias, made.weights, made.int8_activations), wanted)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """``|found - wanted| / |wanted|``, 0 where ``wanted`` is 0."""
+    size = float(wanted.float().norm())
+    return float((found.float() - wanted.float()).norm()) / size if size else 0.0

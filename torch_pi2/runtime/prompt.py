@@ -1,0 +1,96 @@
+"""Many tokens at once: the feed-forward layer as matrix products over slices of its bundles.
+
+A long prompt's tokens together want nearly every neuron, and a matrix product uses a weight for all tokens at once;
+the sparse operator, made for few tokens, reads it for each. What is skipped there is multiplied by zero here, so the
+result is the same but for its last bits (another order of summation, and rounding between the products as PyTorch's
+own layers do).
+
+Measured on 4096 x 14336, 2 threads, 128 tokens: bfloat16 61 ms against 240 for the exact gate, and 36 for a predicted
+tenth of the neurons, which therefore stays with the sparse operator; int4 with float activations 132.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from torch_pi2.ops import ACTIVATIONS
+from torch_pi2.runtime.bundles import bundle_rows
+
+if TYPE_CHECKING:
+    from torch_pi2.runtime.ffn import SparseFFN
+
+#: Tokens from which on matrix products are used.
+PROMPT_TOKENS = 32
+#: Share of neurons computed, up to which a predicted layer is faster sparsely however many tokens there are.
+PREDICTED_SHARE = 0.15
+#: Neurons per slice: their activations stay in the cache, and only so many weights are dequantised at a time.
+_SLICE = 1024
+
+_off = threading.local()
+
+
+@contextmanager
+def sparse_only() -> Iterator[None]:
+    """Within it layers work as in decoding, whatever the number of tokens: for measuring loss and sparsity.
+
+    Of this thread. What a predictor misses shows in no loss that was taken over prompts computed densely.
+    """
+    before = getattr(_off, "on", False)
+    _off.on = True
+    try:
+        yield
+    finally:
+        _off.on = before
+
+
+def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
+    """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
+    if x.numel() < PROMPT_TOKENS * layer.site.hidden or x.dtype not in _DTYPES:
+        return False
+    if not torch.compiler.is_compiling() and getattr(_off, "on", False):
+        return False
+    if layer.has_predictor:
+        return layer.expected_share > PREDICTED_SHARE
+    return not layer.int8_activations  # the operator has tiles for those
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
+    """Every neuron of ``layer`` on ``x [..., H]``, in ``x``'s dtype; sums over slices in float32.
+
+    Method ``threshold`` drops the neurons whose gate is below its cut, as the sparse operator does.
+    """
+    site, kind = layer.site, layer.weights
+    x_TH = x.reshape(-1, site.hidden)
+    act = ACTIVATIONS[site.activation]
+    y_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
+    for start in range(0, site.intermediate, _SLICE):
+        part = slice(start, min(start + _SLICE, site.intermediate))
+        bundles = layer.bundles[part]
+
+        def project(row: int, bias: torch.Tensor | None) -> torch.Tensor:
+            w_SH = bundle_rows(bundles, row, kind, site.hidden, x.dtype)  # noqa: B023 (used within the round)
+            return F.linear(x_TH, w_SH, None if bias is None else bias[part].to(x.dtype))  # noqa: B023
+
+        up_row = bundles.shape[1] - 2
+        h_TS = act(project(0, layer.bias_gate if site.gated else layer.bias_up))
+        gate_TS = h_TS
+        if site.gated:
+            up_TS = project(up_row, layer.bias_up)
+            h_TS = h_TS * (act(up_TS) if site.activation_on_up else up_TS)
+        if layer.threshold > 0:
+            neuron_S = torch.arange(part.start, part.stop)
+            dropped_TS = (gate_TS.abs() <= layer.threshold) & (neuron_S >= layer.n_hot)
+            h_TS = torch.where(dropped_TS, torch.zeros_like(h_TS), h_TS)
+        y_TH += h_TS @ bundle_rows(bundles, up_row + 1, kind, site.hidden, x.dtype)
+    if layer.bias_down is not None:
+        y_TH += layer.bias_down
+    return y_TH.to(x.dtype).reshape(x.shape)

@@ -1,0 +1,98 @@
+"""The dense equivalent of a quantised folder: the ordinary model, with the numbers that the rows stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.graph.sites import LinearRef
+from torch_pi2.ops import load as load_library
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.store.skeleton import check_filled, fill, places, skeleton
+from torch_pi2.store.tensorfile import new_tensor
+from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs
+
+#: Rows dequantised at a time.
+_CHUNK = 4096
+
+
+def load_dense(
+    folder: str | Path, pi2: Path, plan: Plan, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> nn.Module:
+    """Dense model of the quantised weights in ``pi2``; see :func:`torch_pi2.checkpoint.load_dense`."""
+    load_library()
+    with QuantizedWeights(pi2 / WEIGHTS_FILE) as weights:
+        weights.check_hash(plan.model_hash)
+        model = skeleton(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        kind = next(model.parameters()).dtype
+        reader = _Reader(weights, plan, kind)
+        fill(model, places(model), reader.read, pi2 / WEIGHTS_FILE)
+    check_filled(model, pi2 / WEIGHTS_FILE)
+    untie(model, set(weights.linears))
+    return model
+
+
+def untie(model: nn.Module, linears: set[str]) -> None:
+    """Say in the configuration that an output layer with weights of its own is not tied to the embedding any more."""
+    hf: Any = model
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False) and any(
+        model.get_submodule(name) is hf.get_output_embeddings() for name in linears
+    ):
+        hf.config.tie_word_embeddings = False
+
+
+class _Reader:
+    """Float values by parameter name, from the file's rows and bundles."""
+
+    def __init__(self, weights: QuantizedWeights, plan: Plan, dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._parts: dict[str, list[tuple[LayerPlan, LinearRef, str]]] = {}
+        for layer in plan.layers:
+            site = layer.site
+            for role, ref in (("gate", site.gate), ("up", site.up), ("down", site.down)):
+                for name in () if ref is None else (ref.weight, ref.bias):
+                    if ref is not None and name is not None:
+                        self._parts.setdefault(name, []).append((layer, ref, role))
+
+    def read(self, name: str) -> torch.Tensor | None:
+        if name in self._parts:
+            pieces = sorted(self._parts[name], key=lambda part: part[1].rows or (0, 0))
+            values = [self._projection(layer, role, name == ref.bias) for layer, ref, role in pieces]
+            return values[0] if len(values) == 1 else torch.cat(values)
+        if name not in self._weights.specs:
+            return None
+        module, _, local = name.rpartition(".")
+        if local == "weight" and module in self._weights.linears:
+            columns = self._weights.linears[module]
+            value: torch.Tensor = torch.ops.pi2.dequantize(
+                self._weights.read(name), self._weights.kind, columns, self._dtype
+            )
+            return value
+        value = self._weights.read(name)
+        return value.to(self._dtype) if value.is_floating_point() else value
+
+    def _projection(self, layer: LayerPlan, role: str, bias: bool) -> torch.Tensor:
+        """A matrix or bias in the model's own shape and neuron order."""
+        site, order = layer.site, layer.order.long()
+        specs = bundle_specs(site, self._weights.kind)
+        if bias:
+            value = self._weights.take(f"{site.key}.bias_{role}", specs[f"{site.key}.bias_{role}"]).to(self._dtype)
+            return value if role == "down" else value[torch.argsort(order)]
+        name = f"{site.key}.bundles"
+        if self._weights.spec(name) != specs[name]:
+            self._weights.take(name, specs[name])  # raises
+        row = {"gate": 0, "up": site.rows_per_neuron - 2, "down": site.rows_per_neuron - 1}[role]
+        shape = (site.intermediate, site.hidden)
+        out = new_tensor(tuple(reversed(shape)) if role == "down" else shape, self._dtype)
+        for start in range(0, site.intermediate, _CHUNK):
+            stop = min(start + _CHUNK, site.intermediate)
+            bundles = self._weights.read(name, (start, stop))
+            values_IH = torch.ops.pi2.dequantize(bundles[:, row], self._weights.kind, site.hidden, self._dtype)
+            if role == "down":
+                out[:, order[start:stop]] = values_IH.T
+            else:
+                out[order[start:stop]] = values_IH
+        return out

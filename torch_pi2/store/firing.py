@@ -1,0 +1,211 @@
+"""How often the neurons of a synthetic layer fire, and gate rows that make them fire so.
+
+**The law.** The share of tokens for which the neuron of rank u in (0, 1] fires is ``p(u) = min(0.95, c u^-s)``: a few
+hot neurons and a long tail. ``c`` sets the mean, ``s`` is chosen so that 43 % of the neurons make 80 % of the
+activations, as measured in one ReGLU block of LLaMA2-70B (PowerInfer, arXiv 2312.12456).
+
+**The mechanism.** A token's normalised input is ``x = (d + n) / sqrt(2)``: d a fixed vector of +-1, n standard normal
+and different for every token. A gate row is ``w = beta d / H + g`` with ``|g| = 1`` orthogonal to d, so that
+``sqrt(2) w x`` is normal with mean beta and deviation 1, and ``beta = Phi^-1(p)`` makes it positive for a share p of
+tokens.
+
+**The predictor.** ``g = sqrt(1 - rho^2) U V + rho e``: V ``[r, H]`` is shared by the layer's neurons, e is what no
+predictor of rank r can know. The predictor has a relu after its first matrix, which its rows therefore pass with a
+constant 3 deviations above zero, taken off again in the bias.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.predict.protocol import PredictorCard
+from torch_pi2.predict.signbit import SignBit
+
+#: Share of a block's neurons that makes ``_ACTIVATIONS`` of its activations.
+_NEURONS, _ACTIVATIONS = 0.43, 0.80
+#: The hottest neurons fire for at most this share of tokens.
+_MOST = 0.95
+#: Part of a gate row that is random to the predictor, besides rounding.
+RESIDUAL = 0.1
+#: Deviations by which the predictor's hidden values are lifted over the relu.
+_LIFT = 3.0
+#: Recall at which the predictor's threshold is set.
+_RECALL = 0.96
+#: Tokens by which the threshold is set, and as many others by which the predictor is measured.
+_TOKENS = 192
+
+
+def power_law(neurons: int, active: float) -> torch.Tensor:
+    """``[neurons]`` float64 shares of tokens, falling, with mean ``active`` (0 < active < 0.95)."""
+    u = (torch.arange(neurons, dtype=torch.float64) + 0.5) / neurons
+
+    def law(s: float) -> torch.Tensor:
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            c = (low + high) / 2
+            low, high = (c, high) if float((c * u**-s).clamp_max(_MOST).mean()) < active else (low, c)
+        return (low * u**-s).clamp_max(_MOST)
+
+    # where many fire, no law reaches 80 %: then nearly what can be reached
+    most = min(1.0, _NEURONS * _MOST / active)
+    wanted = min(_ACTIVATIONS, 0.9 * most + 0.1 * _NEURONS)
+    low, high = 0.0, 8.0
+    for _ in range(30):
+        s = (low + high) / 2
+        p = law(s)
+        low, high = (s, high) if float(p[: int(_NEURONS * neurons)].sum() / p.sum()) < wanted else (low, s)
+    return law(low)
+
+
+def direction(hidden: int, generator: torch.Generator) -> torch.Tensor:
+    """``d [H]``: +1 or -1."""
+    return torch.randint(0, 2, (hidden,), generator=generator).float() * 2 - 1
+
+
+class GateMaker:
+    """Gate rows of one layer and, if ``rank``, their predictor.
+
+    Args:
+        d: the direction ``[H]``. p: shares of tokens ``[I]``.
+        weights: format of the gate rows. predictor_weights: of the predictor's.
+        predictor: ``lowrank``, ``signbit`` or None. rank: of a low-rank one; without, rows vary in all directions.
+    """
+
+    def __init__(
+        self,
+        d: torch.Tensor,
+        p: torch.Tensor,
+        weights: str,
+        generator: torch.Generator,
+        *,
+        predictor: str | None = "lowrank",
+        rank: int = 512,
+        predictor_weights: str = "int4",
+    ) -> None:
+        self.d, self.weights, self.predictor_weights = d, weights, predictor_weights
+        self._generator = generator
+        self.beta = torch.special.ndtri(p).float()
+        hidden, self.kind = len(d), predictor
+        self.rank = min(rank, hidden - 1) if predictor == "lowrank" else 0
+        self._scores: list[torch.Tensor] = []
+        self._fires: list[torch.Tensor] = []
+        self._signs: list[torch.Tensor] = []
+        if predictor is not None:
+            # 2 T tokens as the layers will see them
+            n = torch.randn((2 * _TOKENS, hidden), generator=generator)
+            self._x = (d + n - (n @ d)[:, None] * (d / hidden)) / math.sqrt(2)
+        if self.rank:
+            v = torch.randn((self.rank, hidden), generator=generator) / math.sqrt(hidden)
+            v -= (v @ d)[:, None] * (d / hidden)
+            rows = torch.ops.pi2.quantize(v + _LIFT * d / hidden, predictor_weights)
+            self._v, self._a = v, rows
+            self._z = torch.relu(self._x @ self._float(rows, hidden, predictor_weights).T)
+            self._mean_z = self._float(rows, hidden, predictor_weights) @ d / math.sqrt(2)
+            self._b: list[torch.Tensor] = []
+            self._bias: list[torch.Tensor] = []
+
+    @staticmethod
+    def _float(rows: torch.Tensor, columns: int, weights: str) -> torch.Tensor:
+        values: torch.Tensor = torch.ops.pi2.dequantize(rows, weights, columns, torch.float32)
+        return values
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Quantised gate rows of neurons ``[start, stop)``, to be asked for in order."""
+        hidden, count = len(self.d), stop - start
+        offset = self.beta[start:stop, None] * (self.d / hidden)
+        if not self.rank:
+            g = torch.randn((count, hidden), generator=self._generator)
+        else:
+            u = torch.randn((count, self.rank), generator=self._generator)
+            u /= u.norm(dim=1, keepdim=True)
+            g = torch.randn((count, hidden), generator=self._generator).mul_(RESIDUAL / math.sqrt(hidden))
+            g.addmm_(u, self._v, alpha=math.sqrt(1 - RESIDUAL**2))
+        g -= (g @ self.d)[:, None] * (self.d / hidden)
+        g /= g.norm(dim=1, keepdim=True)
+        rows: torch.Tensor = torch.ops.pi2.quantize(g.add_(offset), self.weights)
+        if self.kind is not None:
+            gate = self._float(rows, hidden, self.weights)
+            self._fires.append(self._x @ gate.T > 0)
+            if self.rank:
+                self._predict(u, gate)
+            else:
+                self._predict_signs(gate)
+        return rows
+
+    def _predict(self, u: torch.Tensor, gate: torch.Tensor) -> None:
+        """The predictor's rows of these neurons, and how it does on tokens it is measured by."""
+        rows = torch.ops.pi2.quantize(u, self.predictor_weights)
+        b = self._float(rows, self.rank, self.predictor_weights)
+        # from the rounded rows on both sides, so that rounding shifts no neuron's threshold
+        bias = gate @ self.d / math.sqrt(2) - b @ self._mean_z
+        self._b.append(rows)
+        self._bias.append(bias)
+        self._scores.append(torch.addmm(bias, self._z, b.T).to(torch.float16))
+
+    def _predict_signs(self, gate: torch.Tensor) -> None:
+        signs = SignBit.from_weights(gate)
+        self._signs.append(signs.signs)
+        self._scores.append(signs.scores(self._x).to(torch.float16))
+
+    def predictor(self, first_cold: int) -> LowRankRows | SignBit:
+        """The predictor, once all rows are made; measured on neurons from ``first_cold`` on."""
+        scores = torch.cat(self._scores, 1)[:, first_cold:].float()
+        fires = torch.cat(self._fires, 1)[:, first_cold:]
+        firing = scores[:_TOKENS][fires[:_TOKENS]].sort().values
+        threshold = float(firing[int((1 - _RECALL) * len(firing))]) if len(firing) else 0.0
+        said, fires = scores[_TOKENS:] >= threshold, fires[_TOKENS:]
+        hits = int((said & fires).sum())
+        made: LowRankRows | SignBit
+        hidden, neurons = len(self.d), len(self.beta)
+        if self.rank:
+            b, bias = torch.cat(self._b), torch.cat(self._bias)
+            made = LowRankRows(self._a, b, bias, self.predictor_weights, hidden, threshold)
+        else:  # half a place lower, so that rounding excludes none
+            made = SignBit(torch.cat(self._signs), hidden, (threshold - 0.5) / (hidden - threshold + 0.5))
+        made.card = PredictorCard(
+            recall=hits / max(1, int(fires.sum())),
+            precision=hits / max(1, int(said.sum())),
+            predicted_active=float(said.float().mean()) if said.numel() else 0.0,
+            bytes=sum(t.nbytes for t in made.tensors().values()),
+            cost_share=made.macs / (3 * hidden * neurons),
+            rank=self.rank,
+        )
+        return made
+
+
+def random_rows(count: int, columns: int, weights: str, deviation: float, generator: torch.Generator) -> torch.Tensor:
+    """``count`` quantised rows of independent uniform numbers with mean nearly 0 and standard ``deviation``.
+
+    Cheap: random bytes and one scale. Numbers are -8..7 (int4) or -128..127 (int8) times the scale; a row's last group
+    is padded with zeros, as :func:`torch.ops.pi2.quantize` does.
+    """
+    groups = -(-columns // 32)
+    total = row_bytes(weights, columns)
+    values = total - 2 * groups
+    words = torch.randint(-(2**63), 2**63 - 1, (count, -(-values // 8)), generator=generator, dtype=torch.int64)
+    rows = torch.empty((count, total), dtype=torch.uint8)
+    rows[:, :values] = words.view(torch.uint8)[:, :values]
+    spread = math.sqrt((16**2 - 1) / 12) if weights == "int4" else math.sqrt((256**2 - 1) / 12)
+    rows[:, values:].view(torch.float16).fill_(deviation / spread)
+    if columns % 32:
+        rows[:, :values] = _without_padding(rows[:, :values], columns, weights)
+    return rows
+
+
+def _without_padding(values: torch.Tensor, columns: int, weights: str) -> torch.Tensor:
+    """The last group's numbers beyond ``columns`` set to zero."""
+    k = torch.arange(32)
+    outside = k >= columns % 32
+    values = values.clone()
+    if weights == "int8":
+        values[:, -32:][:, outside] = 0
+        return values
+    last = values[:, -16:]
+    low = torch.where(outside[:16], 8, last & 15)
+    high = torch.where(outside[16:], 8, last >> 4)
+    values[:, -16:] = (low | (high << 4)).to(torch.uint8)
+    return values

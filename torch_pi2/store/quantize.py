@@ -1,0 +1,329 @@
+"""``torch_pi2.quantize``: a float checkpoint becomes a quantised folder, one matrix in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, swap_in
+from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.graph.find import find_sites
+from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.ops import load as load_library
+from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.store.place import find_way
+from torch_pi2.store.skeleton import places, put, skeleton
+from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.tensorfile import Spec, TensorWriter
+from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, metadata
+
+#: Float32 bytes of the rows that are quantised at a time.
+_CHUNK = 2 << 20
+#: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
+_SMALL = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "*.tiktoken")
+#: Stands in the header until the hash is known.
+_NO_HASH = "0" * 64
+
+
+@dataclass
+class QuantizeReport:
+    """What :func:`quantize` did.
+
+    Attributes:
+        weights: the format. bytes_in, bytes_out: of the weight files. seconds: wall time.
+        errors: name of every linear and key of every feed-forward layer -> ``|w' - w| / |w|`` over all its weights.
+    """
+
+    weights: str
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def quantize(
+    folder_in: str | Path,
+    folder_out: str | Path,
+    weights: str = "int4",
+    *,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> QuantizeReport:
+    """Quantise the Hugging Face checkpoint in ``folder_in`` (float safetensors) to ``folder_out``. Lossy.
+
+    Feed-forward layers become bundles, all other linear layers rows; embeddings and norms stay as they are. A folder
+    written by :func:`torch_pi2.save` keeps its plan and predictors; of any other, neurons stay in the model's order
+    with the exact gate (smooth activations: all of them computed). Weights are read matrix by matrix.
+
+    Args:
+        weights: ``int4`` or ``int8``, groups of 32 with one scale, rounded to nearest.
+
+    Raises:
+        ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError,
+        NoFFNFoundError: on any of them nothing is left half-written.
+    """
+    load_library()
+    source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
+    _check(source, folder, weights)
+    check_replaceable(folder)
+    start = time.perf_counter()
+    plan = Plan.load(source / PI2_FOLDER) if (source / PI2_FOLDER / "plan.json").exists() else None
+    if plan is None:
+        plan = _plan_of(source, trust_remote_code)
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        (staging / PI2_FOLDER).mkdir(parents=True)
+        for pattern in _SMALL:
+            for path in source.glob(pattern):
+                if not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, staging / path.name)
+        model = skeleton(source, trust_remote_code=trust_remote_code)
+        with Checkpoint(source) as checkpoint:
+            report, found_hash = _Quantizer(model, checkpoint, plan, weights).write(staging / PI2_FOLDER, progress)
+            report.bytes_in = checkpoint.nbytes
+        replace(plan, model_hash=found_hash).save(staging / PI2_FOLDER)
+        for name in ("predictors.safetensors", "stats.safetensors"):
+            if (source / PI2_FOLDER / name).exists():
+                shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
+        report.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
+        swap_in(staging, folder)
+    except OSError as error:
+        raise ArtifactError(
+            f"writing {folder}",
+            expected="a folder that can be written",
+            found=f"{error.strerror or error}",
+            fix="Choose another output folder or free some space; nothing was left half-written.",
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _check(source: Path, folder: Path, weights: str) -> None:
+    if weights not in KINDS:
+        raise ConfigError(
+            "quantize(weights=...)", expected=" or ".join(KINDS), found=repr(weights), fix="Choose one of these."
+        )
+    if source == folder or source in folder.parents or folder in source.parents:
+        raise ConfigError(
+            "quantize's folders",
+            expected="two separate ones",
+            found=f"{source} and {folder}",
+            fix="The result replaces its folder; write it elsewhere.",
+        )
+
+
+def _plan_of(source: Path, trust_remote_code: bool) -> Plan:
+    """The plan of a checkpoint that has none, from the structure of its model alone."""
+    with torch.device("meta"):
+        model = skeleton(source, trust_remote_code=trust_remote_code)
+    layers = []
+    for site in find_sites(model, on_meta=True):
+        order = torch.arange(site.intermediate, dtype=torch.int32)
+        exact = site.activation in SPARSE_ACTIVATIONS
+        layers.append(LayerPlan(site, "exact" if exact else "dense", 0 if exact else site.intermediate, order))
+    return Plan(layers, _NO_HASH, {"planner": "none"})
+
+
+class _Quantizer:
+    """Writes the weights file of one model.
+
+    Args:
+        model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``_NO_HASH``.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, plan: Plan, kind: str) -> None:
+        self._checkpoint, self._plan, self._kind = checkpoint, plan, kind
+        refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
+        in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
+        groups = places(model)
+        self._alias = {name: names for names in groups for name in names}
+        self.linears = {
+            name: module.in_features
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and f"{name}.weight" not in in_sites
+        }
+        quantised = in_sites | {f"{name}.weight" for name in self.linears}
+        self.floats = [
+            name for names in groups for name in [self._first(names)] if not quantised & {name} and name not in in_sites
+        ]
+        self.ways = self._ways(model)
+        self._held: dict[torch.dtype, torch.Tensor] = {}
+
+    def _ways(self, model: nn.Module) -> dict[str, str]:
+        """How each layer's modules can be replaced: tried with the weights of one layer of every form."""
+        by_form: dict[Any, str] = {}
+        ways = {}
+        for site in (layer.site for layer in self._plan.layers):
+            inner = tuple(name.rpartition(".")[2] for name in site.inner)
+            form = (site.owner_class, site.activation, site.activation_on_up, site.intermediate, site.owner_runs, inner)
+            if form not in by_form:
+                by_form[form] = self._try_ways(model, site)
+            ways[site.key] = by_form[form]
+        return ways
+
+    def _try_ways(self, model: nn.Module, site: FFNSite) -> str:
+        names = {name for ref in (site.gate, site.up, site.down) if ref for name in (ref.weight, ref.bias) if name}
+        empty = {name: model.get_parameter(name) for name in names}
+        try:
+            for name in names:
+                put(model, [name], self._checkpoint.read(self._stored(name)))
+            return find_way(model, site)
+        finally:
+            for name, parameter in empty.items():
+                put(model, [name], parameter)
+
+    def _first(self, names: list[str]) -> str:
+        """The name under which the checkpoint has a tensor of several names; an embedding before a linear."""
+        have = [name for name in names if name in self._checkpoint]
+        return next((n for n in names if n.removesuffix(".weight") not in self.linears), (have or names)[0])
+
+    def _stored(self, name: str) -> str:
+        """The checkpoint's name of parameter ``name``, which may be tied to another."""
+        aliases = self._alias.get(name, [name])
+        return next((n for n in (name, *aliases) if n in self._checkpoint), name)
+
+    def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
+        """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
+        specs = {name: self._checkpoint.spec(self._stored(name)) for name in self.floats}
+        for name, columns in self.linears.items():
+            rows = self._checkpoint.spec(self._stored(f"{name}.weight")).shape[0]
+            specs[f"{name}.weight"] = Spec((rows, row_bytes(self._kind, columns)), torch.uint8)
+        for layer in self._plan.layers:
+            specs |= bundle_specs(layer.site, self._kind)
+        report = QuantizeReport(self._kind)
+        digest = hashlib.sha256()
+        meta = metadata(self._kind, _NO_HASH, self.linears, self.ways)
+        with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
+            for name in self.floats:
+                for start, stop in _chunks(specs[name]):
+                    out.write(name, self._checkpoint.read(self._stored(name), (start, stop)), row=start)
+            for name in self.linears:
+                report.errors[name] = self._write_linear(name, out)
+            for layer in self._plan.layers:
+                report.errors[layer.site.key] = self._write_site(layer, out, digest)
+            found = digest.hexdigest()
+            if self._plan.model_hash not in (found, _NO_HASH):
+                raise StaleArtifactError(
+                    f"plan in {self._checkpoint.folder}",
+                    expected=f"feed-forward weights {self._plan.model_hash[:12]}",
+                    found=found[:12],
+                    fix="The weights were changed or converted since; optimise and save the model again.",
+                )
+            out.set_metadata("model_hash", found)
+        return report, found
+
+    def _write_linear(self, name: str, out: TensorWriter) -> float:
+        stored = self._stored(f"{name}.weight")
+        self._checkpoint.check_float(stored)
+        error = _Error()
+        for start, stop in _chunks(self._checkpoint.spec(stored)):
+            values = self._checkpoint.read(stored, (start, stop))
+            out.write(f"{name}.weight", self._rows(values, stored, error), row=start)
+        return error.relative
+
+    def _rows(self, values: torch.Tensor, name: str, error: _Error) -> torch.Tensor:
+        if not bool(torch.isfinite(values).all()):
+            raise NonFiniteError(
+                f"values of {name}",
+                expected="finite numbers",
+                found="NaN or infinity",
+                fix="Check the checkpoint; quantised weights would hide the fault.",
+            )
+        rows: torch.Tensor = torch.ops.pi2.quantize(values, self._kind)
+        error.add(values, torch.ops.pi2.dequantize(rows, self._kind, values.shape[1], torch.float32))
+        return rows
+
+    def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
+        site, order = layer.site, layer.order.long()
+        specs = bundle_specs(site, self._kind)
+        bundles = self._scratch(specs[f"{site.key}.bundles"])
+        error = _Error()
+        gate = [] if site.gate is None else [("gate", site.gate)]
+        refs = [*gate, ("up", site.up), ("down", site.down)]
+        step = max(1, _CHUNK // (4 * site.hidden))
+        for row, (role, ref) in enumerate(refs):
+            matrix = self._matrix(ref)
+            _update(digest, matrix)
+            by_neuron = matrix.T if role == "down" else matrix
+            if tuple(by_neuron.shape) != (site.intermediate, site.hidden):
+                raise ArtifactError(
+                    f"{ref.weight} in {self._checkpoint.folder}",
+                    expected=f"{site.intermediate} neurons of {site.hidden} inputs",
+                    found=str(tuple(matrix.shape)),
+                    fix="The plan is of another model.",
+                )
+            for start in range(0, site.intermediate, step):
+                part = by_neuron[order[start : start + step]].contiguous()
+                bundles[start : start + step, row] = self._rows(part, ref.weight, error)
+            del matrix, by_neuron
+        out.write(f"{site.key}.bundles", bundles)
+        for role, ref in refs:
+            if ref.bias is not None:
+                bias = self._checkpoint.read(self._stored(ref.bias), ref.rows)
+                _update(digest, bias)
+                out.write(f"{site.key}.bias_{role}", (bias if role == "down" else bias[order]).float())
+        return error.relative
+
+    def _matrix(self, ref: LinearRef) -> torch.Tensor:
+        stored = self._stored(ref.weight)
+        self._checkpoint.check_float(stored)
+        spec = self._checkpoint.spec(stored)
+        start, stop = ref.rows or (0, spec.shape[0])
+        matrix = self._scratch(Spec((stop - start, *spec.shape[1:]), spec.dtype))
+        self._checkpoint.read_into(stored, matrix, start)
+        return matrix
+
+    def _scratch(self, spec: Spec) -> torch.Tensor:
+        """Memory that every layer uses again: what is freed, malloc may keep, and it would add up."""
+        size = math.prod(spec.shape)
+        held = self._held.get(spec.dtype)
+        if held is None or held.numel() < size:
+            held = self._held[spec.dtype] = torch.empty(size, dtype=spec.dtype)
+        return held[:size].view(spec.shape)
+
+
+class _Error:
+    """Relative error over chunks."""
+
+    def __init__(self) -> None:
+        self._wrong, self._all = 0.0, 0.0
+
+    def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
+        wanted = wanted.float()
+        self._all += float(wanted.square().sum(dtype=torch.float64))
+        self._wrong += float(found.sub_(wanted).square_().sum(dtype=torch.float64))
+
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self._wrong / self._all) if self._all else 0.0
+
+
+def _chunks(spec: Spec) -> Iterator[tuple[int, int]]:
+    rows = spec.shape[0] if spec.shape else 1
+    step = max(1, _CHUNK // max(4, 4 * math.prod(spec.shape[1:])))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _update(digest: Any, tensor: torch.Tensor) -> None:
+    """As :func:`torch_pi2.plan.plan.weights_hash` does."""
+    digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
+    digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)

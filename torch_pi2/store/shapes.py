@@ -1,0 +1,110 @@
+"""Sizes of well-known decoders, for synthetic models: Hugging Face configuration values by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_pi2.errors import ConfigError, LibraryMissingError
+
+#: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model.
+SHAPES: dict[str, dict[str, Any]] = {
+    "mistral-7b": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "sliding_window": None,
+    },
+    "llama-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    },
+}
+#: Configuration and causal model classes of transformers, by ``model_type``.
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "mixtral": "Mixtral"}
+_COMMON = {
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "dtype": "bfloat16",
+}
+
+
+def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
+    """A transformers configuration of ``shape`` (a name in ``SHAPES`` or configuration values), ``more`` on top.
+
+    Raises:
+        ConfigError: unknown name or model type, or sizes that do not fit together.
+        LibraryMissingError: transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise LibraryMissingError(
+            "transformers", expected="an installed transformers", found=str(error), fix="pip install 'torch-pi2[hf]'"
+        ) from error
+    if isinstance(shape, str) and shape not in SHAPES:
+        raise ConfigError(
+            "shape",
+            expected=f"{', '.join(SHAPES)}, or a dict of configuration values",
+            found=repr(shape),
+            fix="Choose one of these.",
+        )
+    values = {"model_type": "llama"} | dict(SHAPES[shape] if isinstance(shape, str) else shape)
+    kind = values.pop("model_type")
+    if kind not in CLASSES:
+        raise ConfigError(
+            "shape's model_type", expected=", ".join(CLASSES), found=repr(kind), fix="Synthetic models are of these."
+        )
+    config_class = getattr(transformers, f"{CLASSES[kind]}Config")
+    try:
+        return config_class(**(_COMMON | values | more), architectures=[f"{CLASSES[kind]}ForCausalLM"])
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            "shape",
+            expected=f"values of a {CLASSES[kind]}Config",
+            found=str(error).splitlines()[0],
+            fix="Correct the sizes.",
+        ) from error

@@ -1,0 +1,128 @@
+"""A model without its weights: all modules, computed buffers and small parameters; large parameters on ``meta``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from torch_pi2.errors import ArtifactError, LibraryMissingError
+
+#: Tensors of at least as many numbers are weights, to be read later; smaller ones (rotary frequencies) are computed.
+_LARGE = 1 << 10
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """``torch.empty`` of large sizes gives a tensor on ``meta``: modules are built without memory for weights.
+
+    ``torch.device("meta")`` would put computed buffers there as well, and their values would be lost.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.rand, torch.randn) and kwargs.get("device") is None:
+            size = kwargs.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+            if all(isinstance(n, int) for n in size) and math.prod(size) >= _LARGE:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def skeleton(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The causal language model of the configuration in ``folder``, in evaluation mode.
+
+    Raises:
+        ArtifactError: there is none, or transformers cannot build it. LibraryMissingError: no transformers.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    except ImportError as error:
+        raise LibraryMissingError(
+            "transformers", expected="an installed transformers", found=str(error), fix="pip install 'torch-pi2[hf]'"
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        with _LargeOnMeta():
+            model: Any = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code, dtype=dtype or config.dtype or torch.float32
+            )
+        if (Path(folder) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ArtifactError(
+            f"loading {folder}",
+            expected="a causal language model that transformers can build",
+            found=" ".join(str(error).split())[:300],
+            fix="Pass trust_remote_code=True if the checkpoint brings its own code.",
+        ) from error
+    result: nn.Module = model.eval()
+    return result
+
+
+def places(model: nn.Module) -> list[list[str]]:
+    """All names of each parameter and buffer that a checkpoint of ``model`` has, one list per tensor."""
+    kept = set(model.state_dict(keep_vars=True))
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if name in kept:
+            by_tensor.setdefault(id(tensor), []).append(name)
+    return list(by_tensor.values())
+
+
+def put(model: nn.Module, names: list[str], value: torch.Tensor) -> None:
+    """Make ``value`` the parameter or buffer of all ``names``, without a copy."""
+    parameter = nn.Parameter(value, requires_grad=False)
+    for name in names:
+        owner_name, _, local = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if local in owner._buffers:
+            owner._buffers[local] = value
+        else:
+            owner._parameters[local] = parameter
+
+
+def fill(
+    model: nn.Module, groups: Iterable[list[str]], read: Callable[[str], torch.Tensor | None], where: str | Path
+) -> None:
+    """Give tensors their values. ``read`` answers None for what it does not have.
+
+    Names of one tensor get one value, unless several of them are there (an output layer that was tied and is not now).
+
+    Raises:
+        ArtifactError: there is none for a tensor of the file ``where``; its initial value would be wrong.
+    """
+    for names in groups:
+        found = {name: value for name in names if (value := read(name)) is not None}
+        if not names:
+            continue
+        if not found:
+            raise _without_value(model, names[0], where)
+        first, *others = found
+        put(model, [name for name in names if name not in others], found[first])
+        for name in others:
+            put(model, [name], found[name])
+
+
+def _without_value(model: nn.Module, name: str, where: str | Path) -> ArtifactError:
+    return ArtifactError(
+        str(where),
+        expected=f"a value for every tensor of {type(model).__name__}",
+        found=f"none for {name}",
+        fix="The file is of another model; make the folder again.",
+    )
+
+
+def check_filled(model: nn.Module, where: str | Path) -> None:
+    """Raises ArtifactError, naming it, if a tensor of ``model`` has no value."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise _without_value(model, name, where)

@@ -1,0 +1,109 @@
+"""A float checkpoint on disk: its tensors by name, one file or many, read piece by piece."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from torch_pi2.errors import ArtifactError, DtypeError
+from torch_pi2.store.tensorfile import Spec, TensorReader
+
+_ONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Checkpoint:
+    """The tensors of a Hugging Face folder (``model.safetensors``, or the shards that its index names).
+
+    Raises:
+        ArtifactError: no safetensors there, or something is damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._files: dict[str, TensorReader] = {}
+        self._by_name: dict[str, TensorReader] = {}
+        try:
+            for file in self._file_names():
+                self._files[file] = TensorReader(self.folder / file)
+                self._by_name |= dict.fromkeys(self._files[file].specs, self._files[file])
+        except BaseException:
+            self.close()
+            raise
+
+    def _file_names(self) -> list[str]:
+        index = self.folder / _INDEX
+        if (self.folder / _ONE).is_file():
+            return [_ONE]
+        if not index.is_file():
+            others = sorted(p.name for p in self.folder.glob("*.bin")) if self.folder.is_dir() else []
+            raise ArtifactError(
+                str(self.folder),
+                expected=f"{_ONE} or {_INDEX}",
+                found=", ".join(others[:3]) or "neither",
+                fix="Save the model with save_pretrained, which writes safetensors.",
+            )
+        try:
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(
+                str(index),
+                expected="an index of shards",
+                found=f"damage ({type(error).__name__}: {error})",
+                fix="Copy it again.",
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return sum(spec.nbytes for file in self._files.values() for spec in file.specs.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def spec(self, name: str) -> Spec:
+        """Raises ArtifactError if there is no such tensor."""
+        return self._file(name).spec(name)
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """The tensor, or its rows ``[start, stop)``, in memory of its own."""
+        return self._file(name).read(name, rows)
+
+    def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
+        """Fill ``tensor`` with the tensor's rows from ``row`` on."""
+        self._file(name).read_into(name, tensor, row=row)
+
+    def check_float(self, name: str) -> None:
+        """Raises DtypeError if the tensor is no float matrix that can be quantised (a checkpoint quantised already)."""
+        dtype = self.spec(name).dtype
+        if dtype not in FLOATS:
+            raise DtypeError(
+                f"{name} in {self.folder}",
+                expected="float32, bfloat16 or float16",
+                found=str(dtype).removeprefix("torch."),
+                fix="Quantise from the original float checkpoint.",
+            )
+
+    def _file(self, name: str) -> TensorReader:
+        if name not in self._by_name:
+            raise ArtifactError(
+                str(self.folder),
+                expected=f"a tensor {name}",
+                found=f"{len(self._by_name)} others",
+                fix="Load the model with transformers and save it again with save_pretrained, then quantise that.",
+            )
+        return self._by_name[name]

@@ -1,0 +1,168 @@
+"""Quantised models in memory, to disk and back: rows and bundles as they are computed with, nothing float between."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.graph.rewrite import predictor_tensors, sparse_layers
+from torch_pi2.ops import load as load_library
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.linear import QuantLinear
+from torch_pi2.store.dense import untie
+from torch_pi2.store.place import place, way_taken
+from torch_pi2.store.skeleton import check_filled, fill, places, put, skeleton
+from torch_pi2.store.tensorfile import Spec, TensorWriter
+from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
+
+_BIASES = ("bias_gate", "bias_up", "bias_down")
+
+
+def weights_of(model: nn.Module) -> str:
+    """How the weights of an optimised model are stored: ``float``, ``int4`` or ``int8``."""
+    kinds = {getattr(layer, "weights", "float") for layer in sparse_layers(model)} | {
+        module.weights for module in model.modules() if isinstance(module, QuantLinear)
+    }
+    return next(iter(kinds - {"float"}), "float")
+
+
+def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
+    """Write ``weights.safetensors`` of a quantised ``model`` into ``folder``.
+
+    Raises:
+        UnsupportedModelError: not a Hugging Face model, or rewritten in a way that needs weights to be found.
+    """
+    if not hasattr(model, "save_pretrained"):
+        raise UnsupportedModelError(
+            f"saving a quantised {type(model).__name__}",
+            expected="a Hugging Face model, which can be built from its configuration",
+            found="another module",
+            fix="Save the float model, and quantise it again after loading.",
+        )
+    kind, layers = weights_of(model), sparse_layers(model)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, linear in linears.items():
+        tensors[f"{name}.weight"] = linear.rows
+        if linear.bias is not None:
+            tensors[f"{name}.bias"] = linear.bias
+    for layer in layers:
+        tensors[f"{layer.site.key}.bundles"] = layer.bundles
+        biases = {name: getattr(layer, name) for name in _BIASES}
+        tensors |= {f"{layer.site.key}.{name}": bias for name, bias in biases.items() if bias is not None}
+    tensors |= _floats(model)
+    ways = {layer.site.key: way_taken(model, layer) for layer in layers}
+    about = metadata(kind, plan.model_hash, {name: m.in_features for name, m in linears.items()}, ways)
+    specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
+    with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
+
+
+def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of the modules that are not ours; of tied ones the first name."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or id(tensor) in seen or name in module._non_persistent_buffers_set:
+                continue
+            seen.add(id(tensor))
+            found[f"{prefix}.{name}" if prefix else name] = tensor.detach()
+    return found
+
+
+def load_sparse(
+    folder: Path,
+    pi2: Path,
+    plan: Plan,
+    predictors: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    int8_activations: bool,
+    progress: bool,
+) -> nn.Module:
+    """The quantised model of ``folder``, all of its weights in place; see :func:`torch_pi2.load`."""
+    load_library()
+    with QuantizedWeights(pi2 / WEIGHTS_FILE) as weights:
+        weights.check_hash(plan.model_hash)
+        model = skeleton(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        kind = next(model.parameters()).dtype
+        groups = places(model)
+        refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
+        ours = {name for ref in refs for name in (ref.weight, ref.bias) if name}
+        for name, columns in _shown(weights.linears.items(), "linear layers", progress):
+            ours |= {f"{name}.weight", f"{name}.bias"}
+            _put_linear(model, weights, name, columns, int8_activations)
+        for layer in _shown(plan.layers, "feed-forward layers", progress):
+            ffn = _read_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
+            place(model, layer.site, ffn, weights.ways.get(layer.site.key, "owner"))
+            ffn.eval()
+
+        def read(name: str) -> torch.Tensor | None:
+            if name not in weights.specs:
+                return None
+            value = weights.read(name)
+            return value.to(kind) if value.is_floating_point() else value
+
+        fill(model, ([name for name in names if name not in ours] for names in groups), read, pi2 / WEIGHTS_FILE)
+    check_filled(model, pi2 / WEIGHTS_FILE)
+    untie(model, set(weights.linears))
+    return model
+
+
+def _shown(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:
+    from tqdm import tqdm
+
+    shown: Iterable[Any] = tqdm(list(items), f"load {what}", disable=not (progress and sys.stderr.isatty()), delay=2)
+    return shown
+
+
+def _put_linear(model: nn.Module, weights: QuantizedWeights, name: str, columns: int, int8_activations: bool) -> None:
+    parent, _, local = name.rpartition(".")
+    try:
+        linear = model.get_submodule(name)
+    except AttributeError:
+        linear = nn.Identity()
+    if not isinstance(linear, nn.Linear) or linear.in_features != columns:
+        raise ArtifactError(
+            str(weights.path),
+            expected=f"linear layers of the model, {name} with {columns} inputs",
+            found=f"a {type(linear).__name__}" if not isinstance(linear, nn.Linear) else str(linear.in_features),
+            fix="The file is of another model; make the folder again.",
+        )
+    rows = weights.read(f"{name}.weight")
+    bias = None
+    if linear.bias is not None:
+        bias = weights.read(f"{name}.bias").float()
+    if len(rows) != linear.out_features:
+        weights.take(f"{name}.weight", Spec((linear.out_features, rows.shape[1]), torch.uint8))  # raises
+    made = QuantLinear(rows, bias, columns, weights.kind, int8_activations)
+    made.dtype = linear.weight.dtype
+    setattr(model.get_submodule(parent), local, made.eval())
+
+
+def _read_layer(
+    layer: LayerPlan, predictor: Any, weights: QuantizedWeights, int8_activations: bool, dtype: torch.dtype
+) -> SparseFFN:
+    tensors, threshold = predictor_tensors(predictor)
+    ffn = SparseFFN.empty(
+        layer.site,
+        layer,
+        kind=weights.kind,
+        lowrank=tensors,
+        threshold=threshold,
+        int8_activations=int8_activations,
+        dtype=dtype,
+    )
+    for name, spec in bundle_specs(layer.site, weights.kind).items():
+        put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
+    return ffn

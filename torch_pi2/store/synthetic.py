@@ -1,0 +1,262 @@
+"""``torch_pi2.synthetic``: a quantised checkpoint of a real model's sizes with random weights, straight to disk.
+
+For speed, never for quality. The feed-forward neurons fire as often as the papers measure
+(:mod:`torch_pi2.store.firing`): every embedding row is a fixed direction d of +-1 plus as much noise, the blocks add
+little to it, and norms pass it on. So every layer sees ``(d + n) / sqrt(2)``, with noise n that is another for every
+token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, swap_in
+from torch_pi2.config import Config
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.ops import load as load_library
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.predict.size import FittedPredictors, save_predictors
+from torch_pi2.store.firing import RESIDUAL, GateMaker, direction, power_law, random_rows
+from torch_pi2.store.shapes import CLASSES, build_config
+from torch_pi2.store.tensorfile import Spec, TensorWriter
+from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, metadata
+
+#: What a block adds, relative to the noise of the embedding: 64 blocks change the stream by 16 %.
+_BLOCK = 0.02
+#: Rows made at a time.
+_CHUNK = 2048
+PREDICTORS = ("lowrank", "signbit", None)
+
+
+def synthetic(
+    folder: str | Path,
+    shape: str | Mapping[str, Any] = "mistral-7b",
+    *,
+    active: float = 0.1,
+    weights: str = "int4",
+    hidden_act: str = "relu",
+    predictor: str | None = "lowrank",
+    rank: int = 512,
+    predictor_weights: str = "int4",
+    hot_frequency: float | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Write a synthetic quantised model to ``folder``; returns what it is (also in its config.json).
+
+    Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16, everything else quantised.
+    ``hidden_act`` "relu" gives ReGLU layers, a standard value of transformers' configurations.
+
+    Args:
+        shape: a name in ``torch_pi2.store.shapes.SHAPES``, or configuration values with ``model_type`` llama, mistral,
+            qwen2 or mixtral.
+        active: mean share of neurons that fire for a token, in every layer.
+        weights: ``int4`` or ``int8``.
+        predictor: ``lowrank`` (of ``rank``, in ``predictor_weights``), ``signbit``, or None for the exact gate.
+        hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
+        layers: another number of layers than the shape's.
+
+    Raises:
+        ConfigError: a setting makes no sense. ArtifactError: the folder cannot be written, or holds other files.
+        LibraryMissingError: transformers is not installed.
+    """
+    load_library()
+    _check(active, weights, hidden_act, predictor, rank, predictor_weights)
+    label = {
+        "synthetic": "random weights: speed means something, quality does not",
+        "shape": shape if isinstance(shape, str) else dict(shape),
+        "active": active,
+        "weights": weights,
+        "predictor": predictor,
+        "rank": rank if predictor == "lowrank" else 0,
+        "predictor_weights": predictor_weights if predictor == "lowrank" else None,
+        "hot_frequency": Config().hot_frequency if hot_frequency is None else hot_frequency,
+        "law": "p(u) = min(0.95, c u^-s), 43 % of neurons make 80 % of activations (PowerInfer, arXiv 2312.12456)",
+        "residual": RESIDUAL,
+        "seed": seed,
+    }
+    more = {"hidden_act": hidden_act} | ({} if layers is None else {"num_hidden_layers": layers})
+    config = build_config(shape, **more, torch_pi2_synthetic=label)
+    folder = Path(folder).resolve()
+    check_replaceable(folder)
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        config.save_pretrained(staging)
+        _Writer(config, label, progress).write(staging / PI2_FOLDER)
+        swap_in(staging, folder)
+    except OSError as error:
+        raise ArtifactError(
+            f"writing {folder}",
+            expected="a folder that can be written",
+            found=f"{error.strerror or error}",
+            fix="Choose another output folder or free some space; nothing was left half-written.",
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return label
+
+
+def _check(
+    active: float, weights: str, hidden_act: str, predictor: str | None, rank: int, predictor_weights: str
+) -> None:
+    checks = (
+        ("active", active, 0 < active <= 0.9, "more than 0, at most 0.9"),
+        ("weights", weights, weights in KINDS, " or ".join(KINDS)),
+        ("hidden_act", hidden_act, hidden_act == "relu", "relu (ReGLU, which has exact zeros)"),
+        ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
+        ("rank", rank, rank >= 1, "at least 1"),
+        ("predictor_weights", predictor_weights, predictor_weights in KINDS, " or ".join(KINDS)),
+    )
+    for name, value, good, expected in checks:
+        if not good:
+            raise ConfigError(f"synthetic({name}=...)", expected=expected, found=repr(value), fix="Correct it.")
+
+
+class _Writer:
+    """Writes the folder ``pi2/`` of one synthetic model."""
+
+    def __init__(self, config: Any, label: dict[str, Any], progress: bool) -> None:
+        self.config, self.label, self.progress = config, label, progress
+        self.kind = str(label["weights"])
+        self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or self.hidden // self.heads
+        self.experts = getattr(config, "num_local_experts", 0) if config.model_type == "mixtral" else 0
+        self._generator = torch.Generator().manual_seed(int(label["seed"]))
+        self._d = direction(self.hidden, self._generator)
+        self._p = power_law(self.intermediate, float(label["active"]))
+        self.n_hot = int((self._p >= float(label["hot_frequency"])).sum())
+
+    def sites(self) -> list[FFNSite]:
+        """As ``find_sites`` finds them (experts, which it does not find, under names of the same kind)."""
+        owners = [f"model.layers.{i}.mlp" for i in range(self.config.num_hidden_layers)]
+        if self.experts:
+            owners = [f"{owner}.experts.{e}" for owner in owners for e in range(self.experts)]
+        owner_class = "MixtralExperts" if self.experts else f"{CLASSES[self.config.model_type]}MLP"
+        sites = []
+        for index, owner in enumerate(owners):
+            gate, up, down = (LinearRef(f"{owner}.{name}_proj.weight") for name in ("gate", "up", "down"))
+            size = (self.hidden, self.intermediate)
+            sites.append(FFNSite(owner, index, "relu", False, gate, up, down, *size, owner, owner_class))
+        return sites
+
+    def linears(self) -> dict[str, tuple[int, int, float]]:
+        """Name -> rows, columns and deviation of the weights of every quantised linear."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        unit = 1 / math.sqrt(self.hidden)
+        found: dict[str, tuple[int, int, float]] = {}
+        for i in range(self.config.num_hidden_layers):
+            attention = f"model.layers.{i}.self_attn"
+            found |= {
+                f"{attention}.{name}_proj": (n, self.hidden, unit) for name, n in (("q", q), ("k", kv), ("v", kv))
+            }
+            found[f"{attention}.o_proj"] = (self.hidden, q, _BLOCK / math.sqrt(q))
+        return found | {"lm_head": (self.config.vocab_size, self.hidden, unit)}
+
+    def floats(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of everything that stays float."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.config.vocab_size, self.hidden)}
+        for i in range(self.config.num_hidden_layers):
+            layer = f"model.layers.{i}"
+            shapes |= {f"{layer}.{n}_layernorm.weight": (self.hidden,) for n in ("input", "post_attention")}
+            if self.config.model_type == "qwen2":
+                rows = (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+                shapes |= {f"{layer}.self_attn.{n}_proj.bias": (heads * self.head_dim,) for n, heads in rows}
+            if self.experts:
+                shapes[f"{layer}.mlp.gate.weight"] = (self.experts, self.hidden)
+        return shapes | {"model.norm.weight": (self.hidden,)}
+
+    def write(self, folder: Path) -> None:
+        sites, linears, floats = self.sites(), self.linears(), self.floats()
+        text = json.dumps([self.label, self.config.to_dict()], sort_keys=True, default=str)
+        model_hash = hashlib.sha256(f"torch_pi2.synthetic {text}".encode()).hexdigest()
+        specs = {name: Spec(shape, torch.bfloat16) for name, shape in floats.items()}
+        for name, (rows, columns, _) in linears.items():
+            specs[f"{name}.weight"] = Spec((rows, row_bytes(self.kind, columns)), torch.uint8)
+        for site in sites:
+            specs |= bundle_specs(site, self.kind)
+        about = metadata(
+            self.kind,
+            model_hash,
+            {name: columns for name, (_, columns, _) in linears.items()},
+            {site.key: "owner" for site in sites},
+        ) | {"synthetic": json.dumps(self.label)}
+        predictors = FittedPredictors()
+        with TensorWriter(folder / WEIGHTS_FILE, specs, about, progress=self.progress) as out:
+            for name, shape in floats.items():
+                for row, tensor in self._float(name, shape):
+                    out.write(name, tensor.to(torch.bfloat16), row=row)
+            for name, (rows, columns, deviation) in linears.items():
+                for start in range(0, rows, _CHUNK):
+                    count = min(_CHUNK, rows - start)
+                    out.write(
+                        f"{name}.weight",
+                        random_rows(count, columns, self.kind, deviation, self._generator),
+                        row=start,
+                    )
+            for site in sites:
+                self._write_site(site, out, predictors)
+        layers = [self._layer_plan(site, predictors) for site in sites]
+        Plan(layers, model_hash, {"planner": "synthetic", "synthetic": self.label}).save(folder)
+        if predictors:
+            save_predictors(folder, predictors, model_hash)
+
+    def _float(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        if name.endswith("embed_tokens.weight"):
+            for start in range(0, shape[0], _CHUNK):
+                rows = (min(_CHUNK, shape[0] - start), shape[1])
+                yield start, torch.randn(rows, generator=self._generator) + self._d
+        elif name.endswith("bias"):
+            yield 0, torch.randn(shape, generator=self._generator) * 0.1
+        elif name.endswith("mlp.gate.weight"):
+            yield 0, torch.randn(shape, generator=self._generator) / math.sqrt(self.hidden)
+        else:
+            yield 0, torch.ones(shape)
+
+    def _write_site(self, site: FFNSite, out: TensorWriter, predictors: FittedPredictors) -> None:
+        predictor = self.label["predictor"]
+        gate = GateMaker(
+            self._d,
+            self._p,
+            self.kind,
+            self._generator,
+            predictor=predictor,
+            rank=int(self.label["rank"]),
+            predictor_weights=str(self.label["predictor_weights"] or "int4"),
+        )
+        # h = relu(gate) up has a second moment of about 1/4 where it is not zero
+        down = _BLOCK / math.sqrt(float(self.label["active"]) * self.intermediate / 4)
+        for start in range(0, self.intermediate, _CHUNK):
+            stop = min(start + _CHUNK, self.intermediate)
+            bundles = torch.empty((stop - start, 3, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
+            bundles[:, 0] = gate.rows(start, stop)
+            for row, deviation in ((1, 1 / math.sqrt(self.hidden)), (2, down)):
+                bundles[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)
+            out.write(f"{site.key}.bundles", bundles, row=start)
+        if predictor is not None and self.n_hot < self.intermediate:
+            predictors[site.key] = gate.predictor(self.n_hot)
+
+    def _layer_plan(self, site: FFNSite, predictors: FittedPredictors) -> LayerPlan:
+        order = torch.arange(self.intermediate, dtype=torch.int32)  # made in order of frequency
+        predictor = predictors.get(site.key)
+        method = str(self.label["predictor"] or "exact")
+        if predictor is None:
+            method = "exact"
+        share = 1.0
+        if predictor is not None and predictor.card is not None:
+            share = predictor.card.predicted_active
+        return LayerPlan(site, method, self.n_hot, order, 0.0, share)

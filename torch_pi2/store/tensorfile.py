@@ -1,0 +1,368 @@
+"""Safetensors files of any size, written and read tensor by tensor within bounded memory.
+
+The writer knows names, shapes and dtypes beforehand, so the header is written first and the tensors go to their places
+in any order; the file appears under its name only when all of them are there. The reader copies straight from the
+file into the memory that the tensor keeps: no mapping, whose pages would count twice, and no second copy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.ops import load
+
+#: Names of dtypes in safetensors headers.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: Where the data begins is a multiple of this; tensors as large as a page begin on one too, see ``_in_file_order``.
+ALIGNMENT = 4096
+#: Largest header that the safetensors library accepts.
+_MAX_HEADER = 100_000_000
+#: Bytes per system call: enough for full bandwidth, few enough that a progress bar moves.
+_PIECE = 8 << 20
+#: From this size on, memory is asked for in huge pages.
+_HUGE = 4 << 20
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Spec:
+        return Spec(tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; writing to it writes to the tensor."""
+    view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def _in_file_order(specs: Mapping[str, Spec]) -> list[str]:
+    """Names, those first whose sizes are divisible by the largest power of two (a page at most).
+
+    Safetensors allows no gaps between tensors. In this order every tensor begins at a multiple of what divides its
+    own size, so that matrices, whose sizes are whole pages in all but toy models, begin on a page.
+    """
+    return sorted(specs, key=lambda name: -math.gcd(specs[name].nbytes, ALIGNMENT) if specs[name].nbytes else 0)
+
+
+class TensorWriter:
+    """Writes one safetensors file, used as a context manager.
+
+    Args:
+        path: appears when the block ends without an exception; until then the data is in a temporary file beside it.
+        specs: all tensors of the file.
+        metadata: strings by name.
+        progress: a progress bar on standard error if it is a terminal and writing takes over two seconds.
+
+    Raises:
+        ArtifactError: the file cannot be written. ConfigError (on leaving): tensors were declared and not written.
+    """
+
+    def __init__(
+        self, path: str | Path, specs: Mapping[str, Spec], metadata: Mapping[str, str], *, progress: bool = False
+    ) -> None:
+        self.path, self.specs = Path(path), dict(specs)
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        self._entries = header
+        self._start: dict[str, int] = {}
+        end = 0
+        for name in _in_file_order(self.specs):
+            spec = self.specs[name]
+            self._start[name] = end
+            header[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [end, end + spec.nbytes],
+            }
+            end += spec.nbytes
+        self._header = self._encoded()
+        self._data = len(self._header)
+        self._left = {name: spec.nbytes for name, spec in self.specs.items()}
+        self._total, self._progress = end, progress
+        self._file = -1
+
+    def _encoded(self) -> bytes:
+        text = json.dumps(self._entries, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    def set_metadata(self, name: str, value: str) -> None:
+        """Replace a value that was not known at the beginning by another of the same length."""
+        self._entries["__metadata__"][name] = value
+        header = self._encoded()
+        assert len(header) == self._data
+        try:
+            self._pwrite(memoryview(header), 0)
+        except OSError as error:
+            self._fail(error)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the finished file."""
+        return self._data + self._total
+
+    def __enter__(self) -> Self:
+        from tqdm import tqdm
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._pwrite(memoryview(self._header), 0)
+        except OSError as error:
+            self._discard()
+            self._fail(error)
+        show = self._progress and sys.stderr.isatty()
+        self._bar = tqdm(total=self._total, desc="write", unit="B", unit_scale=True, disable=not show, delay=2)
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
+        """Write ``tensor`` as ``name``, or as its rows from ``row`` on; it has the dtype and row shape declared.
+
+        Raises:
+            ConfigError: not as declared. ArtifactError: the disk is full or gone.
+        """
+        spec = self.specs[name]
+        whole = tuple(tensor.shape) == spec.shape and row == 0
+        rows = tensor.dim() > 0 and tuple(tensor.shape[1:]) == spec.shape[1:] and row + len(tensor) <= spec.shape[0]
+        if tensor.dtype != spec.dtype or not (whole or rows) or tensor.nbytes > self._left[name]:
+            raise ConfigError(
+                f"tensor {name} of {self.path.name}",
+                expected=f"{spec}, as declared, once",
+                found=f"{Spec.of(tensor)} at row {row} with {self._left[name]} bytes left to write",
+                fix="Declare what is written, and write each row once.",
+            )
+        per_row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
+        try:
+            self._pwrite(_bytes_of(tensor.contiguous()), self._data + self._start[name] + row * per_row)
+        except OSError as error:
+            self._fail(error)
+        self._left[name] -= tensor.nbytes
+        self._bar.update(tensor.nbytes)
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file, data[done : done + _PIECE], offset + done)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        missing = [name for name, left in self._left.items() if left]
+        if kind is not None or missing:
+            self._discard()
+        if kind is not None:
+            return
+        if missing:
+            raise ConfigError(
+                f"tensors of {self.path.name}",
+                expected=f"all {len(self.specs)} that were declared",
+                found=f"{len(missing)} not or not wholly written, e.g. {missing[0]}",
+                fix="Write them before the block ends; nothing was left half-written.",
+            )
+        try:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = -1
+            os.replace(self._temporary, self.path)
+        except OSError as problem:
+            self._discard()
+            self._fail(problem)
+
+    def _discard(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._temporary.parent.is_dir():
+            self._temporary.unlink(missing_ok=True)
+
+    def _fail(self, error: OSError) -> NoReturn:
+        raise ArtifactError(
+            f"writing {self.path}",
+            expected="a folder that can be written",
+            found=f"{error.strerror or error}",
+            fix="Choose another output folder or free some space; nothing was left half-written.",
+        ) from error
+
+
+class TensorReader:
+    """A safetensors file: its header, checked, and its tensors one at a time. Close it, or use it as a context manager.
+
+    Attributes:
+        specs: shape and dtype of every tensor.
+        metadata: strings by name.
+
+    Raises:
+        ArtifactError: missing, truncated, or its header is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            found = "nothing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+            raise ArtifactError(
+                str(path), expected="a safetensors file", found=found, fix="Check the folder's name."
+            ) from error
+        try:
+            self.specs, self._start, self.metadata = self._read_header()
+        except OSError as error:
+            self.close()
+            self._damaged(str(error.strerror or error))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _damaged(self, reason: str) -> NoReturn:
+        raise ArtifactError(
+            str(self.path),
+            expected="a whole safetensors file",
+            found=f"damage ({reason})",
+            fix="Copy it again, or make it again.",
+        )
+
+    def _read_header(self) -> tuple[dict[str, Spec], dict[str, int], dict[str, str]]:
+        size = os.fstat(self._file).st_size
+        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
+            self._damaged(f"a header of {length} bytes in a file of {size}")
+        try:
+            header = json.loads(os.pread(self._file, length, 8), object_pairs_hook=_without_repeats)
+            if not isinstance(header, dict):
+                raise TypeError(f"the header is a {type(header).__name__}")
+            metadata = header.pop("__metadata__", {})
+            if not all(isinstance(s, str) for s in (*metadata.keys(), *metadata.values())):
+                raise TypeError("metadata that is not text")
+            entries = {name: _entry(name, value) for name, value in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self._damaged(f"{type(error).__name__}: {error}")
+        end = 0
+        for name, (spec, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
+            if start != end or stop - start != spec.nbytes:
+                self._damaged(f"{name}, {spec}, at bytes {start} to {stop} after {end}")
+            end = stop
+        if 8 + length + end != size:
+            self._damaged(f"{size} bytes where the header says {8 + length + end}")
+        specs = {name: spec for name, (spec, _, _) in entries.items()}
+        return specs, {name: 8 + length + start for name, (_, start, _) in entries.items()}, metadata
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Tensor ``name``, or its rows ``[start, stop)``, in memory of its own; large ones in huge pages.
+
+        Raises:
+            ArtifactError: the file has no such tensor, or cannot be read to its end.
+        """
+        spec = self.spec(name)
+        shape = spec.shape if rows is None else (rows[1] - rows[0], *spec.shape[1:])
+        tensor = new_tensor(shape, spec.dtype)
+        self.read_into(name, tensor, row=0 if rows is None else rows[0])
+        return tensor
+
+    def spec(self, name: str) -> Spec:
+        """Raises ArtifactError if the file has no such tensor."""
+        if name not in self.specs:
+            raise ArtifactError(
+                str(self.path),
+                expected=f"a tensor {name}",
+                found=f"{len(self.specs)} others",
+                fix="The file is of another model or another version; make it again.",
+            )
+        return self.specs[name]
+
+    def read_into(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
+        """Fill a contiguous ``tensor`` of the same dtype with ``name``, from its row ``row`` on."""
+        spec = self.spec(name)
+        per_row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
+        if tensor.dtype != spec.dtype or not tensor.is_contiguous() or row * per_row + tensor.nbytes > spec.nbytes:
+            raise ConfigError(
+                f"memory for {name}",
+                expected=f"contiguous, {spec}",
+                found=f"{Spec.of(tensor)} for its rows from {row}",
+                fix="Allocate it with the shape and dtype that TensorReader.specs says.",
+            )
+        data, done = _bytes_of(tensor), 0
+        start = self._start[name] + row * per_row
+        while done < len(data):
+            try:
+                got = os.preadv(self._file, [data[done : done + _PIECE]], start + done)
+            except OSError as error:
+                self._damaged(f"{name}: {error.strerror or error}")
+            if got == 0:
+                self._damaged(f"{name} ends after {done} of {len(data)} bytes")
+            done += got
+
+
+def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that is not yet filled; if large, the system is asked for huge pages before anything is written to it."""
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    if tensor.nbytes >= _HUGE:
+        load()
+        torch.ops.pi2.advise_huge_pages(tensor)
+    return tensor
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _entry(name: str, value: Any) -> tuple[Spec, int, int]:
+    """One entry of a header. Raises KeyError, TypeError or ValueError on anything but what the format allows."""
+    shape, offsets = value["shape"], value["data_offsets"]
+    numbers = [*shape, *offsets]
+    if len(offsets) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise ValueError(f"shape {shape} or offsets {offsets} of {name}")
+    if value["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {value['dtype']!r} of {name}")
+    return Spec(tuple(shape), DTYPES[value["dtype"]]), offsets[0], offsets[1]
