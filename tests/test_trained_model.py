@@ -123,25 +123,26 @@ def test_lowrank_predictor_keeps_the_loss(dense, tokenizer, calibration, heldout
 def test_what_quantisation_costs(tokenizer, calibration, heldout) -> None:
     """Bits per byte of every format, dense and behind a predictor; sparsity may add 1 % to its format.
 
-    Measured: int8 +0.03 %, int4 +0.93 %, int4 with int8 activations +0.94 %.
+    Measured on 16,384 tokens, dense: int8 +0.03 %, int4 +0.93 %, int4 with int8 activations +0.94 %; the predictor adds
+    0.96 % to float, 0.98 % to int4. (Fewer tokens and formats here, for time.)
     """
     from transformers import AutoModelForCausalLM
 
     def make() -> nn.Module:
         return AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True, dtype=torch.float32).eval()
 
-    rows = compare_formats(make, tokenizer, heldout, calibration, CONFIG, max_tokens=16_384)
+    formats = (("int4", "float"), ("int4", "int8"))
+    rows = compare_formats(make, tokenizer, heldout, calibration, CONFIG, formats=formats, max_tokens=8192)
     found = {(row.weights, row.activations, row.method): row for row in rows}
     assert set(found) == {
         (weights, activations, method)
-        for weights, activations in (("float", "float"), ("int8", "float"), ("int4", "float"), ("int4", "int8"))
+        for weights, activations in (("float", "float"), *formats)
         for method in ("dense", "lowrank")
     }
     for (weights, _, method), row in found.items():
-        bound = {"float": 0.0, "int8": 0.002, "int4": 0.02}[weights]
         if method == "dense":
-            assert abs(row.change) <= bound, row
+            assert abs(row.change) <= (0.0 if weights == "float" else 0.02), row
         else:
             assert abs(row.change_by_sparsity) < 0.01, row
             assert row.rows_used < 0.2, row
-    assert found["int4", "float", "dense"].bits_per_byte > found["int8", "float", "dense"].bits_per_byte
+    assert found["int4", "float", "dense"].change > 0.001  # lossy: a quantised model that is not would be suspicious

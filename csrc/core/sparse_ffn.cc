@@ -27,9 +27,9 @@ namespace {
 
 constexpr std::int64_t kTokenTile = 64;  // tokens per pass over the weights: bounds the scratch of partial sums
 constexpr std::int64_t kTinyMacs = 1 << 20;
-constexpr std::int64_t kScan = 1024;        // neurons whose masks are combined at a time
-constexpr std::int64_t kBlock = 16;         // neurons per block
-constexpr std::int64_t kBlockOfOne = 4;     // of one token: little waits between being read and being used
+constexpr std::int64_t kScan = 1024;         // neurons whose masks are combined at a time
+constexpr std::int64_t kBlock = 16;          // neurons per block
+constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
 constexpr std::int64_t kAheadBytes = 20480;  // how far ahead reads are asked for: memory answers after 200 ns and more
 
 // The tokens of a pass that a neuron is computed for: sparsity is per token, not per batch.

@@ -16,7 +16,7 @@ from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import METHODS, LayerPlan
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
 from torch_pi2.runtime.bundles import bundle_rows, make_bundles, make_quantized_bundles
-from torch_pi2.runtime.prompt import prompt_ffn, takes_prompt_path
+from torch_pi2.runtime.prompt import has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.runtime.standin import StandIn
 
 __all__ = ["PREDICTOR_TENSORS", "SparseFFN", "dense_reference", "make_bundles", "result_dtype"]
@@ -147,6 +147,7 @@ class SparseFFN(StandIn):
         if kind != "float":
             check_kind(kind)
         self.weights, self.int8_activations = kind, int8_activations and kind != "float"
+        self.has_tiles = has_tiles()  # here, not in forward: a compiled graph could not ask
         self.site = site
         self.method = layer_plan.method
         # A dense layer is one whose neurons are all hot.
@@ -255,7 +256,8 @@ class SparseFFN(StandIn):
         self.check_input(x)
         if takes_prompt_path(self, x):
             return prompt_ffn(self, x).to(result_dtype(x))
-        y = self._predicted(x) if self.has_predictor else self._compute(x, None, self.n_hot, self.threshold)
+        predicted = self.has_predictor and not skips_predictor(self, x)
+        y = self._predicted(x) if predicted else self._compute(x, None, self.n_hot, self.threshold)
         return y.to(result_dtype(x))
 
     def _predicted(self, x: torch.Tensor) -> torch.Tensor:

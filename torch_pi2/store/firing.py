@@ -180,8 +180,9 @@ class GateMaker:
 def random_rows(count: int, columns: int, weights: str, deviation: float, generator: torch.Generator) -> torch.Tensor:
     """``count`` quantised rows of independent uniform numbers with mean nearly 0 and standard ``deviation``.
 
-    Cheap: random bytes and one scale. Numbers are -8..7 (int4) or -128..127 (int8) times the scale; a row's last group
-    is padded with zeros, as :func:`torch.ops.pi2.quantize` does.
+    Cheap: random bytes and one scale, its sign random by group. Without that, the mean of -8..7 (int4) or -128..127
+    (int8), half a step below zero, would be common to all rows: after a few layers a model is nothing but that. A row's
+    last group is padded with zeros, as :func:`torch.ops.pi2.quantize` does.
     """
     groups = -(-columns // 32)
     total = row_bytes(weights, columns)
@@ -190,7 +191,8 @@ def random_rows(count: int, columns: int, weights: str, deviation: float, genera
     rows = torch.empty((count, total), dtype=torch.uint8)
     rows[:, :values] = words.view(torch.uint8)[:, :values]
     spread = math.sqrt((16**2 - 1) / 12) if weights == "int4" else math.sqrt((256**2 - 1) / 12)
-    rows[:, values:].view(torch.float16).fill_(deviation / spread)
+    sign_NG = torch.randint(0, 2, (count, groups), generator=generator, dtype=torch.int8) * 2 - 1
+    rows[:, values:].view(torch.float16).copy_(sign_NG * (deviation / spread))
     if columns % 32:
         rows[:, :values] = _without_padding(rows[:, :values], columns, weights)
     return rows

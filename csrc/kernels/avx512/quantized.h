@@ -12,7 +12,9 @@
 #include "kernels/over_tokens.h"
 #include "pi2/kernels.h"
 
+// Unnamed: functions that are compiled with other flags elsewhere must stay apart (the linker would keep one of them).
 namespace pi2::avx512 {
+namespace {
 
 constexpr std::int64_t kStep = 128;  // weights per step
 
@@ -224,11 +226,11 @@ inline void dot_q8_tile(const void* const* rows, const void* const* x_T, std::in
   const std::int64_t n_groups = groups(n);
   const char* w[kRows];
   const float* x[kTokens];
-  __m512 acc[kRows][kTokens][2];
+  __m512 acc[kRows][kTokens];
   for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const float*>(x_T[t]);
   for (int r = 0; r < kRows; ++r) {
     w[r] = static_cast<const char*>(rows[r]);
-    for (int t = 0; t < kTokens; ++t) acc[r][t][0] = acc[r][t][1] = _mm512_setzero_ps();
+    for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
   }
   for (std::int64_t g = 0; g < n_groups; ++g) {
     for (std::int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T0);
@@ -238,13 +240,12 @@ inline void dot_q8_tile(const void* const* rows, const void* const* x_T, std::in
       for (int t = 0; t < kTokens; ++t) {
         const float* at = x[t] + g * kGroup;
         const __m512 sum = _mm512_fmadd_ps(w1, _mm512_loadu_ps(at + 16), _mm512_mul_ps(w0, _mm512_loadu_ps(at)));
-        acc[r][t][g % 2] = _mm512_fmadd_ps(scale, sum, acc[r][t][g % 2]);
+        acc[r][t] = _mm512_fmadd_ps(scale, sum, acc[r][t]);
       }
     }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int t = 0; t < kTokens; ++t)
-      out[r * ldo + t] = _mm512_reduce_add_ps(_mm512_add_ps(acc[r][t][0], acc[r][t][1]));
+    for (int t = 0; t < kTokens; ++t) out[r * ldo + t] = _mm512_reduce_add_ps(acc[r][t]);
 }
 
 inline void dot_q8(PI2_DOT_ARGS) {
@@ -290,4 +291,5 @@ inline void axpy_q8(PI2_AXPY_ARGS) {
   }
 }
 
+}  // namespace
 }  // namespace pi2::avx512

@@ -7,7 +7,9 @@
 
 #include "kernels/avx512vnni/impl.h"
 
+// Unnamed: functions that are compiled with other flags elsewhere must stay apart (the linker would keep one of them).
 namespace pi2::avx512vnni {
+namespace {
 
 constexpr std::int64_t kStepsOfGroup = kGroup / 4;
 
@@ -174,4 +176,5 @@ inline void gemm(PI2_GEMM_ARGS) {
   return gemm_panels<2, 6>(panels, panel_count, x_T, tokens, n, out, ldo);
 }
 
+}  // namespace
 }  // namespace pi2::avx512vnni

@@ -15,7 +15,9 @@
 
 #include "kernels/avx512/quantized.h"
 
+// Unnamed: functions that are compiled with other flags elsewhere must stay apart (the linker would keep one of them).
 namespace pi2::avx512vnni {
+namespace {
 
 using avx512::kStep;
 
@@ -186,4 +188,5 @@ inline void dot_a8_q8(PI2_DOT_ARGS) {
                                                                     next_bytes, steps);
 }
 
+}  // namespace
 }  // namespace pi2::avx512vnni
