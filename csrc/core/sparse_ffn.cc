@@ -185,14 +185,18 @@ void add_down(const Pass& pass, const std::int64_t* ids, std::int64_t n, const V
 void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
                    Counters* done) {
   const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
-  const std::int64_t ahead = pass.ahead(fetched_bytes);
+  const std::int64_t ahead = pass.ahead(fetched_bytes), bundle_bytes = fetched_bytes + pass.row_bytes();
   float out_NRT[kBlock][kDotRows * kTokenTile];
   Tokens who_N[kBlock], fired;
   for (std::int64_t j = 0; j < n; ++j) {
     const bool more = j + ahead < n + following;
+    // In a run of neurons memory streams best if the down rows are asked for in their place, too.
+    const bool run = more && ids[j + ahead] == ids[j] + ahead;
     pass.asking(ids[j], &who_N[j]);
     pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], more ? pass.bundle(ids[j + ahead]) : nullptr,
-             more ? fetched_bytes : 0);
+             run    ? bundle_bytes
+             : more ? fetched_bytes
+                    : 0);
   }
   for (std::int64_t j = 0; j < n; ++j) {
     const Tokens& who = who_N[j];
