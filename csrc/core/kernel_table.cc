@@ -65,8 +65,8 @@ struct Available {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
       add("avx2", "scalar");
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
+    if (find("avx2") != nullptr && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
       add("avx512", "avx2");
     if (find("avx512") != nullptr && __builtin_cpu_supports("avx512vnni")) add("avx512vnni", "avx512");
 #endif

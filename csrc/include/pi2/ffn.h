@@ -10,6 +10,8 @@ namespace pi2 {
 // Neurons per chunk. Each chunk has its own partial sum and partial sums are added in chunk order, so the output has
 // the same bits for any number of threads (design D5). A function of the layer alone and part of the numeric contract:
 // at most 16 chunks, enough for 16 threads, since every partial sum is hidden floats written and read again.
+// Prompts (kGemmTokens in linear.h) with int8 activations and no mask go by tiles instead, where the instruction set
+// has them: one sum per token over all neurons, other bits than token by token, the same for any number of threads.
 constexpr std::int64_t chunk_neurons(std::int64_t neurons) {
   const std::int64_t sixteenth = (neurons + 15) / 16;
   return (sixteenth + 63) / 64 * 64;
