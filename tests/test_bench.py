@@ -36,3 +36,10 @@ def test_figures_hang_together() -> None:
 def test_settings_that_make_no_sense(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(**({"hidden": 8, "intermediate": 16} | settings))
+
+
+def test_a_result_can_be_shown_by_whoever_has_it() -> None:
+    """The demo renders what ``run`` returned, without the command line between them."""
+    from torch_pi2.cli.bench import render
+
+    assert "ms" in render(run(64, 128, 0.25, "fp32", rounds=1))

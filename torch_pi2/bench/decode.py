@@ -99,7 +99,8 @@ def run(
         seed=seed,
     )
     label = getattr(model.config, "torch_pi2_synthetic", None)
-    return {"shape": shape, "weights": weights, "activations": activations, "synthetic": label or True, **measured}
+    head = {"what": "decode", "shape": shape, "weights": weights, "activations": activations}
+    return {**head, "synthetic": label or True, **measured}
 
 
 def _check(prompt: int, tokens: int, rounds: int, batch: Sequence[int], peers: Sequence[str]) -> None:

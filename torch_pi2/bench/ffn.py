@@ -131,6 +131,7 @@ def run(
         "dense_gb_per_s": bundles_IRH.numel() * bundles_IRH.element_size() / median["dense_ms"] / 1e6,
     }
     return {
+        "what": "ffn",
         "hidden": hidden,
         "intermediate": intermediate,
         "active": n_active / intermediate,

@@ -122,6 +122,7 @@ def run(
     stream_ms = statistics.median(streams)
     shares = [_share(s, median, samples, stream_ms, layer_bytes // intermediate, intermediate) for s in active]
     result: dict[str, Any] = {
+        "what": "layer",
         "hidden": hidden,
         "intermediate": intermediate,
         "weights": weights,

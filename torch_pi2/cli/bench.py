@@ -97,7 +97,7 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    return {"what": args.what} | {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode}[args.what](args)
+    return {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode}[args.what](args)
 
 
 def _run_ffn(args: argparse.Namespace) -> dict[str, Any]:
