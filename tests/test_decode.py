@@ -128,6 +128,8 @@ def test_wrong_sizes():
     with pytest.raises(ConfigError, match="max_tokens, batch: expected at least 2 and 1, found 1, 1"):
         Decoder(model, max_tokens=1)
     decoder = Decoder(model, max_tokens=8, compiled=False)
+    with pytest.raises(ShapeError, match=r"decoding step: expected a prompt before it, found none that was read"):
+        decoder.step(torch.zeros(1, 1, dtype=torch.long))
     with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 7\], found \[1, 8\]"):
         decoder.prompt(torch.zeros(1, 8, dtype=torch.long))
     token = decoder.step(decoder.prompt(PROMPT_BT))
@@ -136,3 +138,15 @@ def test_wrong_sizes():
     decoder.prompt(PROMPT_BT)
     with pytest.raises(ShapeError, match=r"found \[2, 1\] after 7 tokens"):
         decoder.step(token.repeat(2, 1))
+
+
+def test_a_prompt_that_failed_leaves_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch):
+    model = tiny("llama")
+    decoder = Decoder(model, max_tokens=32, compiled=False)
+    token = decoder.prompt(PROMPT_BT)
+    monkeypatch.setattr(model, "forward", None)
+    with pytest.raises(TypeError):
+        decoder.prompt(PROMPT_BT)
+    monkeypatch.undo()
+    with pytest.raises(ShapeError, match="expected a prompt before it"):
+        decoder.step(token)

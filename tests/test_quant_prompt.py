@@ -57,6 +57,30 @@ def test_prompts_in_half_precision(kind: str, dtype: torch.dtype) -> None:
     assert 0 < off(found, wanted) < (0.03 if dtype is torch.bfloat16 else 0.004)
 
 
+def test_prompts_do_not_overflow_between_the_products() -> None:
+    layer = layer_of(tiny("drelu").half())
+    layer.bundles[:, :2] *= 200  # gate times up: 40,000 times as much, beyond 65504
+    layer.bundles[:, 2] /= 4000
+    found, wanted, calls = both(layer, 4 * X.half())
+    x = 4 * X
+    h = torch.relu(x @ layer.bundles[:, 0].float().T) * torch.relu(x @ layer.bundles[:, 1].float().T)
+    assert float(h.max()) > torch.finfo(torch.float16).max
+    assert calls == 0
+    assert found.isfinite().all()
+    assert off(found, wanted) < 0.004
+
+
+def test_prompts_under_autocast_are_computed_as_without() -> None:
+    layer = layer_of(tiny("drelu"))
+    x = X.reshape(-1, HIDDEN)
+    with torch.no_grad():
+        wanted = layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = layer(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted.bfloat16())
+
+
 @pytest.mark.parametrize("kind", ["float", "int8"])
 def test_threshold_drops_in_prompts_what_it_drops_in_decoding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt, "_SLICE", 20)

@@ -102,6 +102,7 @@ class Decoder:
                 found=str(list(ids_BT.shape)),
                 fix="Make a Decoder for this batch and length.",
             )
+        self.length = 0  # whatever happens below, what was before is gone
         self.cache.reset()
         with packed_attention(self.model):
             next_B1 = self._forward(ids_BT)
@@ -113,8 +114,15 @@ class Decoder:
         """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones.
 
         Raises:
-            ShapeError: the cache is full, or another batch size.
+            ShapeError: the cache is full, no prompt has been read, or another batch size.
         """
+        if self.length == 0:
+            raise ShapeError(
+                "decoding step",
+                expected="a prompt before it",
+                found="none that was read to its end",
+                fix="Call prompt(ids) first; it returns the token to begin with.",
+            )
         if self.length >= self.max_tokens or next_B1.shape != (self.batch, 1):
             raise ShapeError(
                 "decoding step",
@@ -122,7 +130,7 @@ class Decoder:
                 found=f"{list(next_B1.shape)} after {self.length} tokens",
                 fix="Make a Decoder with more max_tokens, or for this batch.",
             )
-        if self.length and self._step is not self._forward and not self._compiled_once:
+        if self._step is not self._forward and not self._compiled_once:
             result = self._first_step(next_B1)
         else:
             result = self._step(next_B1)
