@@ -1,7 +1,7 @@
 """A whole model, prompt and answer, beside the memory roofline and beside other engines.
 
 Everything alternates round by round in one run: the streaming read, the gathered read, our decoding at each batch size,
-and a peer in a process of its own. Medians and their spread. The model is synthetic: the figures speak of speed only.
+and a peer in a process of its own. Medians and their spread. The figures speak of speed only, whatever the model.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.bench import machine, traffic
+from torch_pi2.bench import attention, machine, traffic
 from torch_pi2.bench.gguf import write_gguf
 from torch_pi2.bench.memory import BYTES, Memory
 from torch_pi2.bench.peer import Peer
+from torch_pi2.bench.subject import Subject
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load as load_library
 from torch_pi2.runtime import counters
@@ -26,8 +27,6 @@ from torch_pi2.runtime.decode import Decoder
 from torch_pi2.runtime.ffn import SparseFFN
 
 PEERS = ("llama.cpp", "torch")
-#: Tokens that are decoded once more under torch's profiler, to see what attention itself takes.
-_PROFILED = 4
 #: Kinds in ``torch.ops.pi2.timings``.
 _LINEAR, _PREDICTOR, _FFN = 0, 1, 2
 
@@ -35,11 +34,11 @@ StartPeer = Callable[[int], Peer]
 
 
 def run(
-    shape: str = "mistral-7b",
-    weights: str = "int4",
+    shape: str | None = None,
+    weights: str | None = None,
     *,
     activations: str = "float",
-    active: float = 0.1,
+    active: float | None = None,
     prompt: int = 128,
     tokens: int = 32,
     rounds: int = 5,
@@ -53,31 +52,37 @@ def run(
     """Make (or take) a synthetic model, load it, and :func:`measure` it on torch's current number of threads.
 
     Args:
-        shape, weights, active, seed: as :func:`torch_pi2.synthetic`; unused where ``folder`` is there already.
+        shape, weights, active: as :func:`torch_pi2.synthetic` (default: mistral-7b, int4, 0.1). Where ``folder`` is
+            there already it decides, and None is whatever it has.
         activations: ``float``, or ``int8`` (lossy).
-        folder: where the model is or shall be (default ``work/bench/<shape>-<weights>-<active>``); llama.cpp's file is
-            written beside it.
+        folder: where the model is or shall be (default ``work/bench/<shape>-<weights>-<active>``), synthetic or real;
+            llama.cpp's file, random weights of the same sizes, is written beside it.
         peers: names in ``PEERS``.
+        seed: of the synthetic model, and of prompts.
+
+    Returns:
+        What :func:`measure` does; ``shape`` and ``weights`` of the loaded model, and as ``synthetic`` its label, or
+        False if it is real.
 
     Raises:
-        ConfigError: a setting makes no sense.
+        ConfigError: a setting makes no sense, or contradicts the folder.
         Pi2Error: what :func:`torch_pi2.synthetic`, :func:`torch_pi2.load`, :class:`Decoder` and :class:`Peer` raise.
     """
     import torch_pi2
 
     peers, batch = list(peers), list(batch)
     _check(prompt, tokens, rounds, batch, peers)
-    folder = Path(folder or Path("work") / "bench" / f"{shape}-{weights}-{active:g}")
+    new_shape, new_weights, new_active = shape or "mistral-7b", weights or "int4", 0.1 if active is None else active
+    folder = Path(folder or Path("work") / "bench" / f"{new_shape}-{new_weights}-{new_active:g}")
     if not (folder / "pi2").is_dir():
-        torch_pi2.synthetic(folder, shape, active=active, weights=weights, seed=seed)
+        torch_pi2.synthetic(folder, new_shape, active=new_active, weights=new_weights, seed=seed)
     machine.reset_peak()
-    model: Any = torch_pi2.load(folder)
-    for module in model.modules():
-        if hasattr(module, "int8_activations"):
-            module.int8_activations = activations == "int8"
+    model: Any = torch_pi2.load(folder, activations=activations)
+    subject = Subject.of(model, folder)
+    subject.check(shape, weights, active)
     start: dict[str, StartPeer] = {}
     if "llama.cpp" in peers:
-        gguf = write_gguf(folder.parent / f"{shape}.q4_0.gguf", model.config, seed=seed)
+        gguf = write_gguf(folder.parent / f"{subject.stem}.q4_0.gguf", model.config, seed=seed)
         start["llama.cpp"] = lambda context: Peer(
             "torch_pi2.bench.peer_llama",
             {"gguf": str(gguf), "threads": torch.get_num_threads(), "context": context},
@@ -98,9 +103,8 @@ def run(
         peers={name: start[name] for name in peers},
         seed=seed,
     )
-    label = getattr(model.config, "torch_pi2_synthetic", None)
-    head = {"what": "decode", "shape": shape, "weights": weights, "activations": activations}
-    return {**head, "synthetic": label or True, **measured}
+    head = {"what": "decode", "shape": subject.shape, "weights": subject.weights, "activations": activations}
+    return {**head, "synthetic": subject.synthetic, **measured}
 
 
 def _check(prompt: int, tokens: int, rounds: int, batch: Sequence[int], peers: Sequence[str]) -> None:
@@ -134,7 +138,8 @@ def measure(
 
     Args:
         prompt, tokens: lengths of prompt and answer, for us and for peers.
-        rounds: alternating rounds per peer (or in all, without peers); one more before is warm-up.
+        rounds: alternating rounds of all batch sizes (if there are several), and of the first with each peer; one
+            more before is warm-up.
         batch: sequences decoded together; the first is what the main figures are of (the work split and the bytes
             only if it is 1, since in a batch several tokens share one read).
         peers: name -> function of the context length that starts it; one after another, each alternating with us.
@@ -142,13 +147,16 @@ def measure(
 
     Returns:
         ``tokens_per_s``, ``prompt_tokens_per_s``, ``bytes_per_token`` (with ``bytes_by_part``), ``gb_per_s``,
-        ``read_gb_per_s``, ``gather_gb_per_s``, ``of_read`` (gb_per_s over read_gb_per_s), ``ms_per_token`` by part,
-        ``peak_rss_bytes`` (loading, compiling, one prompt and answer), ``active_share`` (of the FFN's rows that were
-        read), ``firing_share`` (of down columns), ``batches``, ``peers``, machine, versions and spreads.
+        ``read_gb_per_s``, ``gather_gb_per_s``, ``of_read`` (gb_per_s over read_gb_per_s), ``ms_per_token`` by part
+        (and ``sdpa_from``: ``profiler``, ``timed apart``, or None, when ``sdpa`` and ``attention`` are None and
+        ``python`` contains it), ``peak_rss_bytes`` (loading, compiling, one prompt and answer), ``active_share`` (of
+        the FFN's rows that were read), ``firing_share`` (of down columns), ``peers``, machine, versions and spreads.
+        The main figures are of all ``rounds_kept`` rounds; ``batches`` (of several sizes) only of those in which the
+        sizes alternate, as many for each.
     """
     load_library()
     _check(prompt, tokens, rounds, batch, [])
-    context = prompt + tokens + _PROFILED
+    context = prompt + tokens + attention.SPARE_TOKENS
     ours = [
         _Ours(model, Decoder(model, max_tokens=context, batch=b, compiled=compiled, cpp_wrapper=cpp_wrapper), seed)
         for b in batch
@@ -170,10 +178,11 @@ def measure(
     if not peers or len(ours) > 1:
         for _ in range(rounds):
             our_round(ours)
+    # before the rounds with peers, which only the first batch size has
+    batches = [engine.summary() for engine in ours] if len(ours) > 1 else []
     against = {}
     for name, start in (peers or {}).items():
         against[name] = _alternate(start(prompt + tokens), lambda: our_round(ours[:1]), ours[0], prompt, tokens, rounds)
-    split = ours[0].split()
     main = ours[0].summary()
     result: dict[str, Any] = {
         "prompt": prompt,
@@ -183,9 +192,9 @@ def measure(
         "compiled": compiled,
         "cpp_wrapper": cpp_wrapper,
         **main,
-        **{name: round(statistics.median(values), 2) for name, values in plain.items()},
+        **{name: round(statistics.median(values), 3) for name, values in plain.items()},
         "peak_rss_bytes": peak,
-        "batches": [engine.summary() for engine in ours] if len(ours) > 1 else [],
+        "batches": batches,
         "peers": against,
         **machine.describe(),
     }
@@ -194,12 +203,14 @@ def measure(
         parts = ours[0].bytes_by_part()
         total = sum(parts.values())
         gb_per_s = total * main["tokens_per_s"] / 1e9
+        split, sdpa_from = ours[0].split(memory)
         result |= {
             "bytes_per_token": total,
             "bytes_by_part": parts,
             "gb_per_s": round(gb_per_s, 2),
             "of_read": round(gb_per_s / result["read_gb_per_s"], 3),
             "ms_per_token": split,
+            "sdpa_from": sdpa_from,
         }
     return result
 
@@ -260,6 +271,7 @@ class _Ours:
         rates, total = self.rates(), self._last["counters"]
         return {
             "batch": self.batch,
+            "rounds_kept": len(self.kept),
             **{name: round(statistics.median(values), 3) for name, values in rates.items()},
             "active_share": round(self.active_share(), 4),
             "firing_share": round(total["down_rows"] / total["neurons"], 4) if total["neurons"] else 0.0,
@@ -273,36 +285,34 @@ class _Ours:
         cache = traffic.cache_bytes(self.decoder.cache)
         return {**traffic.fixed_bytes(self.model, self._head), "ffn": round(ffn), "cache": cache}
 
-    def split(self) -> dict[str, float]:
-        """Milliseconds per token by part; ``python`` is the rest: norms, rotary embedding, and Python around it all."""
-        sdpa = self._attention_ms()
+    def split(self, memory: Memory) -> tuple[dict[str, float | None], str | None]:
+        """Milliseconds per token by part, and where ``sdpa`` (at the length of the end of a round) comes from.
+
+        ``python`` is the rest: norms, rotary embedding, Python around it all, and SDPA if it could not be seen.
+        """
+        sdpa, sdpa_from = attention.milliseconds(self.model, self.decoder, self._last["next"], memory.read_gb_per_s)
         head = self._vocabulary
 
         def of_kind(measured: dict[str, Any], kind: int, is_head: bool | None = None) -> float:
             rows = [t for t in measured["timings"] if t[0] == kind and is_head in (None, t[1] == head)]
             return sum(int(t[4]) for t in rows) / 1e6 / int(measured["tokens"])
 
-        parts = {
-            "linears": self._median(lambda r: of_kind(r, _LINEAR, False)),
-            "sdpa": sdpa,
+        linears = self._median(lambda r: of_kind(r, _LINEAR, False))
+        others = {
             "predictor": self._median(lambda r: of_kind(r, _PREDICTOR)),
             "ffn": self._median(lambda r: of_kind(r, _FFN)),
             "head": self._median(lambda r: of_kind(r, _LINEAR, True)),
         }
         total = self._median(lambda r: r["decode_s"] / r["tokens"] * 1e3)
-        parts = {"total": total, "attention": parts["linears"] + sdpa, **parts}
-        parts["python"] = total - parts["attention"] - parts["predictor"] - parts["ffn"] - parts["head"]
-        return {name: round(ms, 4) for name, ms in parts.items()}
-
-    def _attention_ms(self) -> float:
-        """What attention itself takes per token, under the profiler, at the length of the end of a round."""
-        next_B1 = self._last["next"]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            for _ in range(_PROFILED):
-                next_B1 = self.decoder.step(next_B1)
-        flash = [e for e in profiler.key_averages() if e.key == "aten::_scaled_dot_product_flash_attention_for_cpu"]
-        events = flash or [e for e in profiler.key_averages() if e.key == "aten::scaled_dot_product_attention"]
-        return float(sum(e.cpu_time_total for e in events)) / 1e3 / _PROFILED
+        parts: dict[str, float | None] = {
+            "total": total,
+            "attention": None if sdpa is None else linears + sdpa,
+            "linears": linears,
+            "sdpa": sdpa,
+            **others,
+            "python": total - linears - (sdpa or 0.0) - sum(others.values()),
+        }
+        return {name: None if ms is None else round(ms, 4) for name, ms in parts.items()}, sdpa_from
 
 
 def _alternate(

@@ -18,6 +18,8 @@ from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Un
 #: Hugging Face model types and llama.cpp's name for the same computation.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}
 _BLOCK, _BLOCK_BYTES = 32, 18
+#: ``general.name`` of the files written here.
+_NAME = "synthetic"
 #: Rows made at a time: bounds memory.
 _CHUNK_BYTES = 1 << 26
 
@@ -55,7 +57,7 @@ def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
-    """Write the file, streaming and atomically; one that is there is kept.
+    """Write the file, streaming and atomically; one of the same sizes that is there is kept, another is replaced.
 
     Args:
         config: a Hugging Face configuration of type llama, mistral, mixtral or qwen2.
@@ -65,11 +67,10 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
 
     Raises:
         LibraryMissingError: no package ``gguf``. UnsupportedModelError: another model type.
-        ConfigError: sizes that are no multiple of 32. ArtifactError: the file cannot be written.
+        ConfigError: sizes that are no multiple of 32. ArtifactError: the file cannot be written, or is there and was
+            not written by this function.
     """
     path = Path(path)
-    if path.is_file():
-        return path
     try:
         import gguf
     except ImportError as error:
@@ -89,8 +90,8 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(gguf, temporary, config, np.random.Generator(np.random.SFC64(seed)))
-        os.replace(temporary, path)
+        if _write(gguf, temporary, config, np.random.Generator(np.random.SFC64(seed)), unless=path):
+            os.replace(temporary, path)
     except OSError as error:
         raise ArtifactError(
             f"writing {path}",
@@ -103,12 +104,33 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
     return path
 
 
-def _write(gguf: Any, path: Path, config: Any, generator: np.random.Generator) -> None:
+def _write(gguf: Any, path: Path, config: Any, generator: np.random.Generator, unless: Path) -> bool:
+    """Write ``path``, or only its header if ``unless`` is such a file already; whether it was written."""
+    tensors = list(_tensors(config))
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[config.model_type])
+    try:
+        _write_header(gguf, writer, config, tensors)
+        file = writer.fout[0]
+        file.flush()
+        if unless.exists():
+            if _is_such_a_file(unless, path.read_bytes(), tensors, writer.data_alignment):
+                return False
+            _check_ours(gguf, unless)
+        for name, shape in tensors:
+            writer.write_padding(file, file.tell())
+            for part in _data(name, shape, generator):
+                part.tofile(file)
+            writer.write_padding(file, file.tell())
+    finally:
+        writer.close()
+    return True
+
+
+def _write_header(gguf: Any, writer: Any, config: Any, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = getattr(config, "rope_parameters", None) or {}
-    writer.add_name("synthetic")
+    writer.add_name(_NAME)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -127,25 +149,48 @@ def _write(gguf: Any, path: Path, config: Any, generator: np.random.Generator) -
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
     q4 = gguf.GGMLQuantizationType.Q4_0
-    tensors = list(_tensors(config))
     for name, shape in tensors:
         if _is_quantised(name, shape):
-            stored = (*shape[:-1], shape[-1] // _BLOCK * _BLOCK_BYTES)
+            stored = _stored(shape)
             writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), q4)
         else:
             writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in bytes of a Q4_0 tensor."""
+    return (*shape[:-1], shape[-1] // _BLOCK * _BLOCK_BYTES)
+
+
+def _is_such_a_file(path: Path, header: bytes, tensors: list[tuple[str, tuple[int, ...]]], alignment: int) -> bool:
+    """Whether ``path`` starts with ``header`` (all settings; names, shapes and types of tensors) and is complete."""
+    size = len(header)
+    for name, shape in tensors:
+        data = int(np.prod(_stored(shape))) if _is_quantised(name, shape) else 4 * int(np.prod(shape))
+        size = -(-size // alignment) * alignment + -(-data // alignment) * alignment
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(header)) == header
+
+
+def _check_ours(gguf: Any, path: Path) -> None:
+    """Nobody's model may be replaced by random weights. Raises ArtifactError."""
     try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        file = writer.fout[0]
-        for name, shape in tensors:
-            writer.write_padding(file, file.tell())
-            for part in _data(name, shape, generator):
-                part.tofile(file)
-            writer.write_padding(file, file.tell())
-    finally:
-        writer.close()
+        field = gguf.GGUFReader(path).fields.get("general.name")
+        found = f"a model named {field.contents()!r}" if field else "a model without a name"
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        found = f"no complete GGUF file ({error})"
+    if found != f"a model named {_NAME!r}":
+        raise ArtifactError(
+            str(path),
+            expected="random weights written by this benchmark, or no file",
+            found=found,
+            fix="Move it, or choose another folder with --folder.",
+        )
 
 
 def _data(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> Iterator[np.ndarray]:

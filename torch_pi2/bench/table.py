@@ -17,14 +17,25 @@ from torch_pi2.runtime.files import atomic_write
 
 _HEAD = """# Measured results
 
-Written by `make bench`. Every row is one run: its cases alternate, figures are medians. *read* is a plain streaming
-read of 1 GiB or more in the same run, *gathered* a plain read of random bundles as large as the model's. Models are
-synthetic: random weights that fire as often as real ones. They speak of speed only.
+Written by `python -m torch_pi2.bench.table` from the JSON files beside it; each file's `command` field (older files
+have none) says what produced it. Every row is one run: its cases alternate, figures are medians, ranges go from the
+slowest to the fastest round. *read* is a plain streaming read of 1 GiB or more in the same run, *gathered* a plain read
+of random bundles as large as the model's. Models are synthetic unless a row says that one is real: random weights that
+fire as often as real ones. They speak of speed only.
+"""
+
+_PARTS_NOTE = """
+Attention is what torch's profiler saw of it; *apart*: it saw nothing (a step compiled with `--cpp-wrapper` passes it
+by), and the same calls were timed by themselves; empty: not measured, and *rest* contains it.
 """
 
 
 def _number(value: Any, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def _range(spread: Sequence[float] | None, digits: int = 2) -> str:
+    return "" if spread is None else f"{_number(spread[0], digits)}-{_number(spread[1], digits)}"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -35,12 +46,13 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _decode_row(name: str, result: Mapping[str, Any]) -> list[str]:
     gb = result.get("bytes_per_token", 0) / 1e9
     peers = ", ".join(
-        f"{peer} {_number(p['ratio'])} ({_number(p['spread']['ratio'][0])}-{_number(p['spread']['ratio'][1])})"
-        for peer, p in result["peers"].items()
+        f"{peer} {_number(p['ratio'])} ({_range(p['spread']['ratio'])})" for peer, p in result["peers"].items()
     )
+    real = ", real model" if result.get("synthetic") is False else ""
     return [
-        f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations",
+        f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations{real}",
         str(result["threads"]),
+        str(result.get("rounds_kept", "")),
         _number(result["tokens_per_s"]),
         _number(result["prompt_tokens_per_s"], 1),
         f"{100 * result['active_share']:.1f} %",
@@ -58,13 +70,26 @@ def _decode_row(name: str, result: Mapping[str, Any]) -> list[str]:
 
 def _part_row(name: str, result: Mapping[str, Any]) -> list[str]:
     ms = result["ms_per_token"]
-    parts = ("linears", "sdpa", "predictor", "ffn", "head", "python", "total")
-    return [name, *(_number(ms[part]) for part in parts), f"{100 * ms['python'] / ms['total']:.1f} %"]
+    # files from before sdpa_from have 0 where the profiler saw nothing
+    source = result.get("sdpa_from", "profiler" if ms["sdpa"] else None)
+    attention = "" if source is None else _number(ms["sdpa"]) + (" (apart)" if source == "timed apart" else "")
+    rest = _number(ms["python"]) + (" with attention" if source is None else "")
+    others = [_number(ms[part]) for part in ("predictor", "ffn", "head")]
+    share = f"{100 * ms['python'] / ms['total']:.1f} %"
+    return [name, _number(ms["linears"]), attention, *others, rest, _number(ms["total"]), share]
 
 
 def _batch_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return [
-        [name, str(b["batch"]), _number(b["tokens_per_s"]), _number(b["prompt_tokens_per_s"], 1)]
+        [
+            name,
+            str(b["batch"]),
+            str(b.get("rounds_kept", "")),
+            _number(b["tokens_per_s"]),
+            _range(b.get("spread", {}).get("tokens_per_s")),
+            _number(b["prompt_tokens_per_s"], 1),
+            _range(b.get("spread", {}).get("prompt_tokens_per_s"), 1),
+        ]
         for b in result["batches"]
     ]
 
@@ -114,12 +139,12 @@ def _linear_row(name: str, result: Mapping[str, Any]) -> list[str]:
 
 
 _DECODE = (
-    "run", "threads", "tokens/s", "prompt tokens/s", "FFN read", "GB/token", "GB/s", "read GB/s", "gathered GB/s",
-    "of read", "ms at read speed", "ms", "peak GB", "times as fast as",
+    "run", "threads", "rounds", "tokens/s", "prompt tokens/s", "FFN read", "GB/token", "GB/s", "read GB/s",
+    "gathered GB/s", "of read", "ms at read speed", "ms", "peak GB", "times as fast as",
 )  # fmt: skip
 _PARTS = ("run", "linears", "attention", "predictor", "FFN", "head", "rest", "total", "rest of total")
 _PEERS = ("run", "engine", "tokens/s", "prompt tokens/s", "ours / its", "prompt, ours / its", "major faults")
-_BATCHES = ("run", "batch", "tokens/s", "prompt tokens/s")
+_BATCHES = ("run", "batch", "rounds", "tokens/s", "range", "prompt tokens/s", "range")
 _LAYERS = ("layer", "active", "ms", "GB/s", "gathered ms", "all streamed ms", "bound ms", "of bound")
 _LINEARS = ("dense linear", "ms", "GB/s", "read GB/s", "of read", "predictor rank", "predictor ms")
 
@@ -128,9 +153,10 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of results by name (file name without ``.json``)."""
     decodes = {name: r for name, r in results.items() if r["what"] == "decode"}
     layers = {name: r for name, r in results.items() if r["what"] == "layer"}
+    parts_title = f"### Milliseconds per token\n{_PARTS_NOTE.rstrip()}"
     sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
         ("## Whole models", _DECODE, [_decode_row(n, r) for n, r in decodes.items()]),
-        ("### Milliseconds per token", _PARTS, [_part_row(n, r) for n, r in decodes.items() if "ms_per_token" in r]),
+        (parts_title, _PARTS, [_part_row(n, r) for n, r in decodes.items() if "ms_per_token" in r]),
         ("### Other engines, in alternation", _PEERS, [row for n, r in decodes.items() for row in _peer_rows(n, r)]),
         ("### Batches", _BATCHES, [row for n, r in decodes.items() for row in _batch_rows(n, r)]),
         ("## One feed-forward layer", _LAYERS, [row for n, r in layers.items() for row in _layer_rows(n, r)]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, help_line, add in (
         ("ffn", "one gated layer with float weights, dense against sparse", _add_ffn),
         ("layer", "one gated layer over shares of active neurons, against the memory roofline", _add_layer),
-        ("decode", "a whole synthetic model, prompt and answer, optionally against other engines", _add_decode),
+        (
+            "decode",
+            "a whole model, synthetic or in --folder, optionally against other engines",
+            _add_decode,
+        ),
     ):
         kind = kinds.add_parser(name, help=help_line, description=help_line)
         add(kind)
         common.add_every(kind)
+        kind.set_defaults(options=kind)
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -69,13 +75,21 @@ def _add_activations(parser: argparse.ArgumentParser) -> None:
 
 def _add_decode(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--shape", default="mistral-7b", help="as `torch-pi2 synthetic --shape`")
-    add("--weights", default="int4", choices=["int4", "int8"])
+    # no defaults here: given with a folder that has something else, they are an error
+    add("--shape", help="as `torch-pi2 synthetic --shape` (default: the folder's, or mistral-7b)")
+    add("--weights", choices=["int4", "int8"], help="default: the folder's, or int4")
     _add_activations(parser)
-    add("--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire, 0..1")
+    add(
+        "--active",
+        type=float,
+        metavar="SHARE",
+        help="mean share of neurons that fire, 0..1 (default: the folder's, or 0.1)",
+    )
     add("--prompt", type=common.positive, default=128, metavar="T", help="tokens of the prompt")
     add("--tokens", type=common.positive, default=32, metavar="N", help="tokens of the answer")
-    add("--rounds", type=common.positive, default=5, metavar="N", help="alternating rounds, per peer")
+    add(
+        "--rounds", type=common.positive, default=5, metavar="N", help="alternating rounds, of batches and of each peer"
+    )
     add(
         "--batch",
         type=_list_of(common.positive),
@@ -97,7 +111,30 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    return {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode}[args.what](args)
+    result = {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode}[args.what](args)
+    return {**result, "command": _command(args)}
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line with every value it ran with, for who reads the result; of absolute paths only the last part."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, Path):
+            return value.name if value.is_absolute() else str(value)
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    words = ["torch-pi2", "bench", args.what]
+    for action in args.options._actions:
+        value = getattr(args, action.dest, None)
+        if value is None or value is False:
+            continue
+        flag = action.option_strings[-1]
+        if value is True:
+            words.append(flag)
+        else:
+            repeated = value if isinstance(action, argparse._AppendAction) else [value]
+            words += [word for each in repeated for word in (flag, text(each))]
+    return shlex.join(words)
 
 
 def _run_ffn(args: argparse.Namespace) -> dict[str, Any]:
@@ -211,20 +248,32 @@ def _render_decode(result: dict[str, Any]) -> str:
         f"{common.percent(result['active_share'])} of FFN rows read, at most {common.size(result['peak_rss_bytes'])}",
     ]
     if "bytes_per_token" in result:
-        parts = [(name, f"{ms:.2f}") for name, ms in result["ms_per_token"].items()]
+        parts = [(name, "" if ms is None else f"{ms:.2f}") for name, ms in result["ms_per_token"].items()]
         lines += [
             f"{common.size(result['bytes_per_token'])} a token: {result['gb_per_s']:.1f} GB/s, "
             f"{common.percent(result['of_read'])} of a streaming read ({result['read_gb_per_s']:.1f}; "
             f"gathered {result['gather_gb_per_s']:.1f})",
             common.table(("part", "ms/token"), parts),
+            f"sdpa: {result['sdpa_from'] or 'not seen, python contains it'}",
         ]
     if result["batches"]:
-        rows = [(b["batch"], f"{b['tokens_per_s']:.2f}", f"{b['prompt_tokens_per_s']:.1f}") for b in result["batches"]]
-        lines.append(common.table(("batch", "tokens/s", "prompt tokens/s"), rows))
+        rows = [
+            (
+                b["batch"],
+                b["rounds_kept"],
+                f"{b['tokens_per_s']:.2f}",
+                "{:.2f} to {:.2f}".format(*b["spread"]["tokens_per_s"]),
+                f"{b['prompt_tokens_per_s']:.1f}",
+                "{:.1f} to {:.1f}".format(*b["spread"]["prompt_tokens_per_s"]),
+            )
+            for b in result["batches"]
+        ]
+        lines.append(common.table(("batch", "rounds", "tokens/s", "from - to", "prompt tokens/s", "from - to"), rows))
     for name, peer in result["peers"].items():
         low, high = peer["spread"]["ratio"]
         lines.append(
             f"{name}: {peer['tokens_per_s']:.2f} tokens/s, prompt {peer['prompt_tokens_per_s']:.1f}; "
             f"ours is {peer['ratio']:.2f} times as fast ({low:.2f} to {high:.2f}), prompt {peer['prompt_ratio']:.2f}"
         )
-    return "\n".join([*lines, f"(synthetic: {result['synthetic']})"])
+    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
+    return "\n".join([*lines, label])

@@ -254,10 +254,13 @@ class SparseFFN(StandIn):
         """
         x = self.only_input(args, kwargs)
         self.check_input(x)
+        y: torch.Tensor
         if takes_prompt_path(self, x):
-            return prompt_ffn(self, x).to(result_dtype(x))
-        predicted = self.has_predictor and not skips_predictor(self, x)
-        y = self._predicted(x) if predicted else self._compute(x, None, self.n_hot, self.threshold)
+            y = prompt_ffn(self, x)
+        elif self.has_predictor and not skips_predictor(self, x):
+            y = self._predicted(x)
+        else:
+            y = self._compute(x, None, self.n_hot, self.threshold)
         return y.to(result_dtype(x))
 
     def _predicted(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""What a result is of: labels taken from the loaded model, not from the options that it was asked for with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.store.shapes import SHAPES
+from torch_pi2.store.sparse import weights_of
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model folder, described.
+
+    Attributes:
+        shape: name of a synthetic model's shape (with its number of layers, if it is another than the shape's);
+            otherwise class and sizes.
+        stem: for names of files of the same shape.
+        weights: ``float``, ``int4`` or ``int8``.
+        synthetic: the label of a synthetic model (see :func:`torch_pi2.synthetic`), False for a real one.
+        folder: name of the folder. names: what ``--shape`` may be.
+    """
+
+    shape: str
+    stem: str
+    weights: str
+    synthetic: dict[str, Any] | Literal[False]
+    folder: str
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(model: nn.Module, folder: Path) -> Subject:
+        """Describe the Hugging Face ``model`` that was loaded from ``folder``."""
+        config: Any = model.config
+        folder_name = folder.resolve().name
+        label: dict[str, Any] = getattr(config, "torch_pi2_synthetic", None) or {}
+        known = label.get("shape")
+        if not isinstance(known, str):  # a real model, or a synthetic one of sizes without a name
+            names = (config.model_type, type(model).__name__)
+            return Subject(_sizes(model), folder_name, weights_of(model), label or False, folder_name, names)
+        shape, stem, layers = known, known, config.num_hidden_layers
+        if layers != SHAPES.get(known, {}).get("num_hidden_layers", layers):
+            shape, stem = f"{known} with {layers} layers", f"{known}-{layers}-layers"
+        return Subject(shape, stem, weights_of(model), label, folder_name, (known,))
+
+    def check(self, shape: str | None, weights: str | None, active: float | None) -> None:
+        """Compare with what was asked for; None was not.
+
+        Raises:
+            ConfigError: the folder holds something else.
+        """
+        share = self.synthetic["active"] if self.synthetic else None
+        asked = (
+            ("shape", shape, shape in self.names, f"{' or '.join(self.names)}, as in the folder"),
+            ("weights", weights, weights == self.weights, f"{self.weights}, as in the folder"),
+            (
+                "active",
+                active,
+                active == share,
+                f"{share:g}, as in the folder" if share else "nothing: its model is real",
+            ),
+        )
+        for name, value, same, expected in asked:
+            if value is not None and not same:
+                raise ConfigError(
+                    f"--{name} with --folder {self.folder}",
+                    expected=expected,
+                    found=f"{value:g}" if isinstance(value, float) else value,
+                    fix=f"Leave --{name} out, or choose another --folder.",
+                )
+
+
+def _sizes(model: nn.Module) -> str:
+    """E.g. ``LlamaForCausalLM, 4 layers of 256 x 1024``; the class alone if the configuration does not say."""
+    config: Any = model.config
+    layers, *widths = (
+        getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size", "intermediate_size")
+    )
+    name, size = type(model).__name__, " x ".join(str(width) for width in widths if width)
+    return f"{name}, {layers} layers of {size}" if layers and size else name
