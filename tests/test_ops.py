@@ -173,6 +173,7 @@ def test_gradients_are_refused() -> None:
         ({"bias_up": torch.zeros(49)}, r"shape of bias_up: expected \[50\], found 1 dimensions of 49"),
         ({"bias_up": torch.zeros(50, dtype=torch.float16)}, "dtype of bias_up: expected that of bundles"),
         ({"active": torch.zeros(3, 50)}, "dtype of active: expected bool"),
+        ({"active": torch.zeros(47, 3, dtype=torch.bool)}, "shape of active: expected 3 tokens x 47 cold"),
         ({"active": torch.zeros(3, 50, dtype=torch.bool)}, "shape of active: expected 3 tokens x 47 cold"),
         ({"activation": "swish"}, "expected relu, relu2, silu, gelu, gelu_tanh or identity, found 'swish'"),
         ({"n_hot": 51}, "n_hot: expected 0 to 50, found 51"),
@@ -190,7 +191,7 @@ def test_bad_arguments(change: dict, message: str) -> None:
 
 def test_bad_predictor_and_index() -> None:
     x, a, a_scale, b, b_scale, bias = predictor()
-    with pytest.raises(RuntimeError, match=r"predictor tensor a_scale: expected contiguous float32 19 x 1.*Fit"):
+    with pytest.raises(RuntimeError, match=r"shape of predictor tensor a_scale: expected \[19\], found .*Fit"):
         torch.ops.pi2.predict_lowrank(x, a, a_scale[:-1], b, b_scale, bias, 0.0)
     with pytest.raises(RuntimeError, match="hidden size of x: expected 77"):
         torch.ops.pi2.predict_lowrank(x[:, :-1], a, a_scale, b, b_scale, bias, 0.0)

@@ -242,20 +242,46 @@ def test_bad_predictors() -> None:
         torch.ops.pi2.predict_lowrank_q(x, a, b[:, :-1], bias, "int4", False, 0.0)
     with pytest.raises(RuntimeError, match="weights: expected int4 or int8, found 'float'"):
         torch.ops.pi2.predict_lowrank_q(x, a, b, bias, "float", False, 0.0)
-    with pytest.raises(RuntimeError, match="b_bias: expected contiguous float32 530 x 1"):
+    with pytest.raises(RuntimeError, match=r"shape of predictor tensor b_bias: expected \[530\], found \[529\]"):
         torch.ops.pi2.predict_lowrank_q(x, a, b, bias[1:], "int4", False, 0.0)
-    with pytest.raises(RuntimeError, match="predictor tensor a: expected a row at least, found none"):
+    with pytest.raises(RuntimeError, match=r"tensor a: expected a row and a column at least, found \[0, 54\]"):
         torch.ops.pi2.predict_lowrank_q(x, a[:0], b, bias, "int4", False, 0.0)
     signs = pack_signs(torch.randn(9, 77))
     with pytest.raises(RuntimeError, match="hidden size of x: expected 64"):
         torch.ops.pi2.predict_signbit(x, signs, 64, 1.0)
-    with pytest.raises(RuntimeError, match=r"signs: expected contiguous uint8 \[neurons, 16\] for hidden size 77"):
+    with pytest.raises(RuntimeError, match=r"shape of signs: expected \[neurons, 16\] for hidden .*, found \[9, 8\]"):
         torch.ops.pi2.predict_signbit(x, signs[:, :8], 77, 1.0)
-    with pytest.raises(RuntimeError, match="margin: expected 0 or more, found -1"):
-        torch.ops.pi2.predict_signbit(x, signs, 77, -1.0)
-    for bad in (float("nan"),):
-        with pytest.raises(RuntimeError, match="margin: expected 0 or more"):
+    with pytest.raises(RuntimeError, match="dtype of signs: expected uint8"):
+        torch.ops.pi2.predict_signbit(x, signs.char(), 77, 1.0)
+    with pytest.raises(RuntimeError, match="layout of signs: expected contiguous"):
+        torch.ops.pi2.predict_signbit(x, signs.T.contiguous().T, 77, 1.0)
+    for bad, shown in ((-1.0, "-1"), (float("inf"), "inf"), (float("-inf"), "-inf"), (float("nan"), "-?nan")):
+        with pytest.raises(RuntimeError, match=f"margin: expected a finite number of at least 0, found {shown}\\."):
             torch.ops.pi2.predict_signbit(x, signs, 77, bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": torch.zeros(19, 77)}, "dtype of predictor tensor a: expected int8, found another"),
+        (
+            {"b": torch.zeros(20, 19, dtype=torch.int8).T.contiguous().T},
+            "layout of predictor tensor b: expected",
+        ),
+        (
+            {"b": torch.zeros(20, 18, dtype=torch.int8)},
+            r"tensor b: expected \[20, 19\], found \[20, 18\]",
+        ),
+        ({"b_scale": torch.zeros(20, 1)}, r"shape of predictor tensor b_scale: expected \[20\], found \[20, 1\]"),
+        ({"a_scale": torch.zeros(19).half()}, "dtype of predictor tensor a_scale: expected float32"),
+        ({"b_bias": torch.zeros(40)[::2]}, "layout of predictor tensor b_bias: expected contiguous"),
+    ],
+)
+def test_bad_predictor_tensors(change: dict, message: str) -> None:
+    args = {"x": torch.zeros(2, 77), "a": torch.zeros(19, 77, dtype=torch.int8), "a_scale": torch.zeros(19)}
+    args |= {"b": torch.zeros(20, 19, dtype=torch.int8), "b_scale": torch.zeros(20), "b_bias": None} | change
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.pi2.predict_lowrank(**args, threshold=0.0)
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,47 @@ def test_refusals_of_the_operators() -> None:
         torch.ops.pi2.quantize(matrix(5, 40), "int3", None)
     with pytest.raises(RuntimeError, match=r"pi2: rows: expected contiguous uint8 5 x 72 .*rows of 100 int4 numbers"):
         torch.ops.pi2.linear(torch.ones(2, 100), rows, None, "int4", False)
+    with pytest.raises(RuntimeError, match=r"pi2: rows: .* found another dtype, \[5, 36\]"):
+        torch.ops.pi2.linear(torch.ones(2, 40), rows.char(), None, "int4", False)
+    with pytest.raises(RuntimeError, match=r"pi2: rows: .* found strided, \[5, 36\]"):
+        torch.ops.pi2.linear(torch.ones(2, 40), rows.T.contiguous().T, None, "int4", False)
     with pytest.raises(RuntimeError, match=r"uint8 \[rows, 36\] for 40 columns of int4"):
         torch.ops.pi2.dequantize(rows[:, :-1], "int4", 40, torch.float32)
     with pytest.raises(GradientError, match=r"torch.ops.pi2.linear: expected no gradients"):
         torch.ops.pi2.linear(torch.ones(2, 40, requires_grad=True), rows, None, "int4", False)
     with torch.device("meta"), pytest.raises(ShapeError, match=r"rows: expected \[rows, 72\] \(100 columns of int4\)"):
         torch.ops.pi2.linear(torch.ones(2, 100), rows.to("meta"), None, "int4", False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_refuses_what_no_integer_stands_for(kind: str, dtype: torch.dtype) -> None:
+    w = matrix(70, 100).to(dtype)
+    for bad, shown in ((float("nan"), "NaN"), (float("inf"), "inf"), (float("-inf"), "-inf")):
+        broken = w.clone()
+        broken[69, 2] = broken[66, 99] = broken[66, 98] = bad  # the first is named, whichever thread met one
+        for importance in (None, torch.ones(100)):
+            with pytest.raises(RuntimeError, match=rf"w: expected finite .*found {shown} in row 66, column 98\. Check"):
+                torch.ops.pi2.quantize(broken, kind, importance)
+
+
+def test_quantize_refuses_weights_and_importance_out_of_range() -> None:
+    w = matrix(4, 40)
+    w[2, 39] = -524064.0
+    with pytest.raises(RuntimeError, match=r"at most 524032 \(int4 .*, found -524064 in row 2, column 39"):
+        torch.ops.pi2.quantize(w, "int4")
+    w[2, 39] = 524032.0  # the scale is the largest float16
+    assert torch.equal(torch.ops.pi2.quantize(w, "int4"), reference_quant.quantize(w, "int4"))
+    assert torch.isfinite(values(torch.ops.pi2.quantize(w, "int4"), "int4", 40)).all()
+    w[2, 39] = 8319009.0
+    with pytest.raises(RuntimeError, match=r"at most 8319008 \(int8 "):
+        torch.ops.pi2.quantize(w, "int8")
+    for bad, shown in ((-1.0, "-1"), (float("nan"), "NaN"), (float("inf"), "inf")):
+        importance = torch.ones(40)
+        importance[7] = bad
+        for kind in KINDS:
+            with pytest.raises(RuntimeError, match=rf"importance: expected finite .*, found {shown} for column 7\."):
+                torch.ops.pi2.quantize(matrix(4, 40), kind, importance)
 
 
 def test_refusals_of_the_python_face() -> None:

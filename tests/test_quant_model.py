@@ -237,6 +237,32 @@ def test_inputs_leave_padding_out_and_keep_few() -> None:
     assert stats.importance.tolist() == pytest.approx([5.0035, 2.0035])
 
 
+def test_inputs_given_by_name_count_too() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = FunctionalBlock(), nn.Linear(HIDDEN, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(input=self.block(x))
+
+    from torch_pi2.profile.data import Batch
+
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(2, 5, HIDDEN)
+    with torch.no_grad():
+        block = model.block(x)
+    data = [Batch(None, None, (x,))]
+    found = gather_inputs(model, data, torch_pi2.graph.find_sites(model, (x,)), {"head": model.head})
+    assert found["head"].tokens == 10
+    assert near(found["head"].sample_TK, block.flatten(0, 1))
+    quantised = torch_pi2.optimize(
+        model, data, torch_pi2.Config(method="exact", weights="int4", quantization="weighted", calibration_tokens=64)
+    )
+    with torch.no_grad():
+        assert quantised(x).shape == (2, 5, 64)
+
+
 def test_what_stays_float() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -286,6 +312,100 @@ def test_float_memory_goes_layer_by_layer() -> None:
     linears, _ = find_linears(tied, torch_pi2.graph.find_sites(tied))
     quantize_linears(tied, linears, Storage("int4"))
     assert tied.get_input_embeddings().weight.numel() == 64 * HIDDEN
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C: not an Exception."""
+
+
+def three_linears(tied: bool = False) -> tuple[nn.Module, dict[str, nn.Linear]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, tie_word_embeddings=tied, **sizes)).eval()
+    linears, _ = find_linears(model, torch_pi2.graph.find_sites(model))
+    assert len(linears) == 9
+    return model, linears
+
+
+@pytest.mark.parametrize("error", [MemoryError, Interrupted])
+@pytest.mark.parametrize("n", [0, 4, 8])
+def test_linears_that_fail_leave_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, n: int, error: type[BaseException]
+) -> None:
+    model, linears = three_linears()
+    modules, wanted, names = list(model.modules()), logits(model), list(linears)
+    real, calls = QuantLinear.from_linear, []
+
+    def fail(*args: object, **kwargs: object) -> QuantLinear:
+        calls.append(1)
+        if len(calls) == n + 1:
+            raise error
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(QuantLinear, "from_linear", fail)
+    with pytest.raises(error):
+        quantize_linears(model, linears, Storage("int4"))
+    assert len(calls) == n + 1
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert torch.equal(logits(model), wanted)
+    assert list(linears) == names
+    quantize_linears(model, linears, Storage("int4"))
+    assert isinstance(model.lm_head, QuantLinear)
+
+
+def test_replacing_is_undone_when_it_fails_half_way() -> None:
+    model, linears = three_linears(tied=True)
+    modules, wanted = list(model.modules()), logits(model)
+
+    class Config(type(model.config)):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "tie_word_embeddings" and not value:
+                assert isinstance(model.lm_head, QuantLinear)  # everything has been replaced by now
+                raise Interrupted
+            super().__setattr__(name, value)
+
+    model.config.__class__ = Config
+    with pytest.raises(Interrupted):
+        quantize_linears(model, linears, Storage("int8"))
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(logits(model), wanted)
+
+
+def test_importance_is_checked_before_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, linears = three_linears()
+    wanted = logits(model)
+    monkeypatch.setattr(QuantLinear, "from_linear", lambda *_, **__: pytest.fail("a layer was quantised"))
+
+    def seen(importance: torch.Tensor) -> dict[str, InputStats]:
+        stats = {name: InputStats() for name in linears}
+        for found in stats.values():
+            found.add(torch.ones(2, 64))
+        last = list(linears)[-1]
+        stats[last] = InputStats()
+        stats[last].add(importance[None])
+        return stats
+
+    for importance, error, message in (
+        (torch.ones(63), ShapeError, r"importance for lm_head.weight: expected \[64\], one number per column"),
+        (torch.full((64,), torch.nan), NonFiniteError, r"importance for lm_head.weight: expected finite numbers"),
+    ):
+        with pytest.raises(error, match=message):
+            quantize_linears(model, linears, Storage("int4", inputs=seen(importance), weighted=True))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"values of lm_head.weight"):
+        quantize_linears(model, linears, Storage("int4"))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 0
+    linears["lm_head"] = nn.Linear(64, 96, device="meta")
+    with pytest.raises(DeviceError, match=r"device of lm_head.weight: expected cpu, found meta"):
+        quantize_linears(model, linears, Storage("int4"))
+    assert len(linears) == 9
+    assert logits(model).shape == wanted.shape
 
 
 def test_hooks_stay() -> None:
@@ -348,6 +468,23 @@ def test_a_layer_that_fails_late_leaves_a_running_model_and_says_so(monkeypatch:
     assert not sparse_layers(model)
     assert near(logits(model), wanted, 0.05)
     assert not torch.equal(logits(model), wanted)
+
+
+def test_an_interruption_between_ffns_and_linears_leaves_a_running_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_pi2 import api
+
+    def interrupt(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    model = tiny("drelu")
+    wanted = logits(model)
+    monkeypatch.setattr(api, "quantize_linears", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8"))
+    assert "dequantised weights now: load the checkpoint again" in caught.value.__notes__[0]
+    assert not sparse_layers(model)
+    assert not hasattr(model, "torch_pi2")
+    assert near(logits(model), wanted, 0.05)
 
 
 def test_settings_are_checked() -> None:

@@ -11,20 +11,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import BUILDERS, tiny
+from tiny_models import BUILDERS, randomise, tiny
 from torch import nn
 
 import torch_pi2
 from torch_pi2.checkpoint import load_dense
 from torch_pi2.cli import main
-from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, StaleArtifactError
+from torch_pi2.errors import (
+    ArtifactError,
+    ConfigError,
+    DtypeError,
+    NonFiniteError,
+    Pi2Error,
+    StaleArtifactError,
+    UnsupportedModelError,
+)
 from torch_pi2.graph.find import find_sites
+from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import Plan
 from torch_pi2.predict import FittedPredictors, LowRank, PredictorCard, load_predictors
 from torch_pi2.profile.text import stdlib_text
+from torch_pi2.quant.linears import find_linears
+from torch_pi2.runtime.linear import QuantLinear
 from torch_pi2.store.skeleton import skeleton
+from torch_pi2.store.tensorfile import TensorReader
 
 TRAINED = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 NAMES = ["llama-relu", "llama", "qwen2", "phi3", "opt", "llama-bias", "gemma"]
@@ -37,11 +51,12 @@ def rounded(w: torch.Tensor, weights: str) -> torch.Tensor:
 
 
 def rounded_model(name: str, weights: str) -> nn.Module:
-    """The tiny model with every linear rounded as a quantised one; the down projections column by column."""
+    """The tiny model rounded as a quantised one: FFNs, the down projections column by column, and large linears."""
     model = tiny(name)
-    downs = {site.down.weight for site in find_sites(model)}
+    downs, inside = {site.down.weight for site in find_sites(model)}, site_weights(name)
+    linears, _ = find_linears(model, find_sites(model))
     for module_name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if module_name in linears or f"{module_name}.weight" in inside:
             w = module.weight.detach()
             down = f"{module_name}.weight" in downs
             value = rounded(w.T.contiguous(), weights).T if down else rounded(w, weights)
@@ -75,17 +90,127 @@ def test_quantised_folder_holds_the_rounded_model(tmp_path: Path, name: str, wei
     sparse = torch_pi2.load(tmp_path / "out")
     assert distance(logits(sparse), wanted) < 1e-4
     assert not [n for n, t in (*sparse.named_parameters(), *sparse.named_buffers()) if t.is_meta]
-    assert not any(isinstance(m, nn.Linear) for m in sparse.modules())
+    assert isinstance(sparse.get_output_embeddings(), QuantLinear)
     low, high = (0.05, 0.12) if weights == "int4" else (0.002, 0.01)
     assert all(low < error < high for error in report.errors.values())
-    inside = site_weights(name)
-    linears = [n for n, m in tiny(name).named_modules() if isinstance(m, nn.Linear) and f"{n}.weight" not in inside]
-    assert len(report.errors) == 2 + len(linears)
+    sites = find_sites(tiny(name))
+    assert report.errors.keys() == {site.key for site in sites} | find_linears(tiny(name), sites)[0].keys()
 
 
 def site_weights(name: str) -> set[str]:
     sites = find_sites(tiny(name))
     return {ref.weight for site in sites for ref in (site.gate, site.up, site.down) if ref is not None}
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
+
+
+class Scaled(nn.Linear):
+    """A linear layer of another class, as adapters bring."""
+
+
+def both_ways(model: nn.Module, folder: Path, weights: str = "int4") -> list[dict[str, torch.Tensor]]:
+    """The weights files of ``model`` quantised on disk and in memory."""
+    model.save_pretrained(folder / "float")
+    torch_pi2.quantize(folder / "float", folder / "disk", weights)
+    method = "exact" if getattr(model.config, "hidden_act", "relu") == "relu" else "dense"
+    torch_pi2.save(
+        torch_pi2.optimize(model, config=torch_pi2.Config(method=method, weights=weights)), folder / "memory"
+    )
+    kinds = []
+    for name in ("disk", "memory"):
+        with TensorReader(folder / name / "pi2" / "weights.safetensors") as reader:
+            kinds.append({key: reader.metadata[key] for key in ("weights", "linears", "sites", "model_hash")})
+    parsed = [kind | {key: json.loads(kind[key]) for key in ("linears", "sites")} for kind in kinds]
+    assert parsed[0] == parsed[1]
+    return [load_file(str(folder / name / "pi2" / "weights.safetensors")) for name in ("disk", "memory")]
+
+
+def same_files(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.dtype]:
+    """Asserts that both are the same to the byte; dtype by name."""
+    disk, memory = found
+    assert {k: (t.dtype, t.shape) for k, t in disk.items()} == {k: (t.dtype, t.shape) for k, t in memory.items()}
+    assert all(
+        torch.equal(disk[name].view(-1).view(torch.uint8), memory[name].view(-1).view(torch.uint8)) for name in disk
+    )
+    return {name: tensor.dtype for name, tensor in disk.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Qwen2", "Phi3", "OPT"])
+def test_on_disk_and_in_memory_the_same_is_quantised(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    import transformers
+
+    more = (
+        {"ffn_dim": 96, "word_embed_proj_dim": 64} if name == "OPT" else {"num_key_value_heads": 2, "pad_token_id": 0}
+    )
+    config = getattr(transformers, f"{name}Config")(**WIDE, **more, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model = randomise(getattr(transformers, f"{name}ForCausalLM")(config).eval()).to(dtype)
+    kinds = same_files(both_ways(model, tmp_path))
+    first = "model.decoder.layers.0.self_attn" if name == "OPT" else "model.layers.0.self_attn"
+    wanted = {"Qwen2": {"q_proj", "o_proj"}, "Phi3": {"qkv_proj", "o_proj"}}.get(
+        name, {"q_proj", "k_proj", "v_proj", "out_proj"}
+    )
+    rows = {n for n, kind in kinds.items() if kind == torch.uint8}
+    assert {n.split(".")[-2] for n in rows if n.startswith(first)} == wanted  # Qwen2: k and v have 32 outputs
+    assert "lm_head.weight" in rows
+    if name != "Phi3":
+        assert kinds[f"{first}.q_proj.bias"] == torch.float32
+    if name == "Qwen2":
+        assert kinds[f"{first}.k_proj.bias"] == dtype
+    wanted_logits = logits(torch_pi2.load(tmp_path / "memory"))
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "disk")), wanted_logits)
+
+
+def test_what_optimize_leaves_float_stays_float_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subclasses, linears that nothing calls, small ones, and a parameter without dimensions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    init = LlamaAttention.__init__
+
+    def with_more(self: nn.Module, *args: object, **kwargs: object) -> None:
+        init(self, *args, **kwargs)
+        self.o_proj.__class__ = Scaled
+        self.unused = nn.Linear(64, 64)
+        self.number = nn.Parameter(torch.tensor(0.5))
+
+    monkeypatch.setattr(LlamaAttention, "__init__", with_more)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**WIDE, num_key_value_heads=2, hidden_act="relu")).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.number.fill_(0.5)
+    wanted = set(find_linears(model, find_sites(model))[0])
+    kinds = same_files(both_ways(model, tmp_path))
+    rows = {n.removesuffix(".weight") for n, kind in kinds.items() if kind == torch.uint8 and n.endswith(".weight")}
+    assert rows == wanted == {"lm_head", *(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))}
+    loaded = torch_pi2.load(tmp_path / "disk")
+    assert float(loaded.model.layers[1].self_attn.number) == 0.5
+    assert loaded.model.layers[1].self_attn.number.shape == ()
+    assert logits(loaded).isfinite().all()
+
+
+def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = WIDE | {"num_key_value_heads": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    for name, more in (
+        ("Mixtral", {"num_local_experts": 4}),
+        ("Qwen2Moe", {"num_experts": 3, "shared_expert_intermediate_size": 32}),
+    ):
+        config = getattr(transformers, f"{name}Config")(**sizes, **more)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        model.save_pretrained(tmp_path / name)
+        with pytest.raises(
+            UnsupportedModelError, match=r"expected a dense decoder, found a mixture of \d experts\. Quant"
+        ):
+            torch_pi2.quantize(tmp_path / name, tmp_path / "out")
+    optimised = torch_pi2.optimize(model, config=torch_pi2.Config(method="dense", weights="int4"))  # its shared expert
+    with pytest.raises(UnsupportedModelError, match=r"saving a quantised Qwen2MoeForCausalLM: .* mixture of 3 experts"):
+        torch_pi2.save(optimised, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_shards_and_large_matrices_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +309,30 @@ def test_dtype_is_that_of_what_is_float(trained: Path, dtype: torch.dtype) -> No
     assert {p.dtype for p in load_dense(trained, trust_remote_code=True, dtype=dtype).parameters()} == {dtype}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("said", [True, False])
+def test_loaded_dtype_is_the_checkpoints(tmp_path: Path, dtype: torch.dtype, said: bool) -> None:
+    """Whether config.json says it or not: biases beside rows are float32, and do not decide it."""
+    tiny("llama-bias").to(dtype).save_pretrained(tmp_path / "float")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("dtype") == str(dtype).removeprefix("torch.")
+    if not said:
+        path.write_text(json.dumps(config))
+    model = torch_pi2.load(tmp_path / "out")
+    assert model.dtype == model.config.dtype == model.lm_head.dtype == model.lm_head.weight.dtype == dtype
+    assert {layer.dtype for layer in sparse_layers(model)} == {dtype}
+    assert {t.dtype for t in model.state_dict().values()} == {dtype}
+    x = torch.randn(2, 3, 32, dtype=dtype)
+    with torch.no_grad():
+        assert sparse_layers(model)[0](x).dtype == dtype
+    assert logits(model).isfinite().all()
+    with torch.no_grad():
+        assert model(torch.arange(4)[None]).logits.dtype == dtype
+    assert load_dense(tmp_path / "out").dtype == dtype
+
+
 def test_int8_activations_are_near(trained: Path) -> None:
     ids_BT = torch.arange(64)[None]
     exact = torch_pi2.load(trained, trust_remote_code=True, dtype=torch.float32)
@@ -233,6 +382,18 @@ def break_file(folder: Path, change: str) -> None:
         tensors["model.layers.1.mlp.bundles"] = tensors["model.layers.1.mlp.bundles"][:-1].contiguous()
     if change == "wrong rows":
         tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
+    if change == "wrong shape of a float":
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].T.contiguous()
+    if change == "whole numbers":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].view(torch.int32)
+    if change == "rows of one dimension":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].flatten()
+    if change == "no sites":
+        meta["sites"] = "{}"
+    if change == "unknown linear":
+        meta["linears"] = json.dumps({"model.nothing": 32})
+    if change == "other inputs":
+        meta["linears"] = json.dumps({"lm_head": 31})
     if change == "other linears":
         meta["linears"] = json.dumps({"model.norm": 32})
     if change == "other hash":
@@ -249,8 +410,19 @@ def break_file(folder: Path, change: str) -> None:
         (
             "missing linear",
             ArtifactError,
-            r"model\.layers\.0\.self_attn\.q_proj",
+            r"found none for model\.layers\.0\.self_attn\.q_proj",
         ),
+        (
+            "wrong shape of a float",
+            ArtifactError,
+            r"embed_tokens\.weight as float32 \[64, 32\], found float32 \[32, 64\]",
+        ),
+        ("whole numbers", ArtifactError, r"model\.norm\.weight as float32 \[32\], found int32 \[32\]"),
+        ("rows of one dimension", ArtifactError, r"lm_head\.weight as uint8 \[64, 18\], found uint8 \[1152\]"),
+        ("wrong rows", ArtifactError, r"lm_head\.weight as uint8 \[64, 18\], found uint8 \[63, 18\]"),
+        ("other linears", ArtifactError, "linear layers of the model, model.norm with 32 inputs, found a LlamaRMSNorm"),
+        ("unknown linear", ArtifactError, "linear layers of the model, model.nothing with 32 inputs, found a Identity"),
+        ("other inputs", ArtifactError, "lm_head with 31 inputs, found 32"),
         ("wrong shape", ArtifactError, r"bundles as uint8 \[48, 3, 18\], found uint8 \[47, 3, 18\]"),
         ("other hash", StaleArtifactError, "found efefefefefef"),
     ],
@@ -264,16 +436,94 @@ def test_damaged_weights_are_refused(tmp_path: Path, change: str, error: type[Ex
             load(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("wrong rows", r"lm_head\.weight as uint8"), ("other linears", "expected linear layers of the model, model.norm")],
-)
-def test_linears_must_be_the_models(tmp_path: Path, change: str, message: str) -> None:
+def test_sites_must_say_how_they_are_put_in(tmp_path: Path) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
     torch_pi2.quantize(tmp_path / "float", tmp_path / "out")
-    break_file(tmp_path / "out", change)
-    with pytest.raises(ArtifactError, match=message):
+    break_file(tmp_path / "out", "no sites")
+    with pytest.raises(ArtifactError, match=r"expected a site model\.layers\.0\.mlp, found 0 others"):
         torch_pi2.load(tmp_path / "out")
+
+
+def test_plans_of_other_models_are_refused(tmp_path: Path) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "out")
+    path = tmp_path / "out" / "pi2" / "plan.json"
+    path.write_text(path.read_text().replace("layers.1.mlp.down_proj", "layers.7.mlp.down_proj"))
+    for load in (torch_pi2.load, load_dense):
+        with pytest.raises(StaleArtifactError, match=r"expected a model with a parameter model\.layers\.7"):
+            load(tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, torch.Tensor]:
+    """A quantised folder, the bytes of its weights file, and its logits."""
+    folder = tmp_path_factory.mktemp("small")
+    tiny("llama-bias").save_pretrained(folder / "float")
+    torch_pi2.quantize(folder / "float", folder / "out")
+    path = folder / "out" / "pi2" / "weights.safetensors"
+    return folder / "out", path.read_bytes(), logits(torch_pi2.load(folder / "out"))
+
+
+def header_of(data: bytes) -> tuple[dict, bytes]:
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def _changed(value: object, draw: st.DrawFn) -> object:
+    """Something of the same place in JSON, or not."""
+    junk = st.sampled_from(
+        [None, True, -1, 0, 1, 2**31, 2**63, 1.5, "", "U8", "F32", "I32", [], {}, [0, 0], "{}", "[[1,2]]"]
+    )
+    if isinstance(value, list) and value and draw(st.booleans()):
+        i = draw(st.integers(0, len(value) - 1))
+        return draw(
+            st.sampled_from([value[::-1], value[:i] + value[i + 1 :], [*value, 1], [_changed(v, draw) for v in value]])
+        )
+    if isinstance(value, str) and value and draw(st.booleans()):
+        i = draw(st.integers(0, len(value) - 1))
+        return value[:i] + draw(st.text(max_size=2)) + value[i + draw(st.integers(0, 2)) :]
+    return draw(junk)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_damage_of_a_weights_file_is_refused_or_harmless(
+    small: tuple[Path, bytes, torch.Tensor], data: st.DataObject
+) -> None:
+    """Fields of the header, sizes of the data, and bytes: a Pi2Error, or a model that runs."""
+    folder, whole, _ = small
+    path = folder / "pi2" / "weights.safetensors"
+    how = data.draw(st.sampled_from(["field", "name", "size", "bytes"]))
+    if how in ("field", "name"):
+        header, rest = header_of(whole)
+        entry = data.draw(st.sampled_from(sorted(header)))
+        if how == "name":
+            header[data.draw(st.sampled_from([*sorted(header), "", "x", "lm_head.bias"]))] = header.pop(entry)
+        else:
+            field = data.draw(st.sampled_from(sorted(header[entry])))
+            header[entry][field] = _changed(header[entry][field], data.draw)
+        text = json.dumps(header).encode()
+        content = len(text).to_bytes(8, "little") + text + rest
+    elif how == "size":
+        change = data.draw(st.integers(-len(whole), 64))
+        content = whole[:change] if change < 0 else whole + bytes(change)
+    else:
+        at = data.draw(st.integers(0, int.from_bytes(whole[:8], "little") + 8))
+        content = whole[:at] + data.draw(st.binary(max_size=3)) + whole[at + data.draw(st.integers(0, 3)) :]
+    path.write_bytes(content)
+    for load in (torch_pi2.load, load_dense):
+        try:
+            model = load(folder)
+        except Pi2Error:
+            continue
+        assert logits(model).shape == (2, 8, 64)
+
+
+def test_damage_is_what_the_test_above_makes(small: tuple[Path, bytes, torch.Tensor]) -> None:
+    """Its folder is whole before it is damaged: the same bytes give the same logits."""
+    folder, whole, wanted = small
+    (folder / "pi2" / "weights.safetensors").write_bytes(whole)
+    assert torch.equal(logits(torch_pi2.load(folder)), wanted)
 
 
 def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +531,10 @@ def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model.save_pretrained(tmp_path / "m")
     with pytest.raises(ConfigError, match=r"quantize\(weights=\.\.\.\): expected int4 or int8, found 'int2'"):
         torch_pi2.quantize(tmp_path / "m", tmp_path / "out", "int2")
+    with pytest.raises(
+        ConfigError, match=r"quantization=\.\.\.\): expected rtn, found 'weighted'\. .*optimize\(.* and save"
+    ):
+        torch_pi2.quantize(tmp_path / "m", tmp_path / "out", quantization="weighted")
     with pytest.raises(ConfigError, match="quantize's folders: expected two separate ones"):
         torch_pi2.quantize(tmp_path / "m", tmp_path / "m" / "out")
     (tmp_path / "empty").mkdir()
@@ -290,6 +544,13 @@ def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tensors = load_file(str(tmp_path / "m" / "model.safetensors"))
     broken = {
         "nan": (tensors["lm_head.weight"] * float("nan"), NonFiniteError, "values of lm_head.weight"),
+        "large": (
+            tensors["lm_head.weight"] * 1e9,
+            NonFiniteError,
+            "values of lm_head.weight: expected finite numbers of at",
+        ),
+        "flat": (torch.ones(64), ArtifactError, r"lm_head.weight in .*expected \[rows, 32\], found \[64\]"),
+        "no dimensions": (torch.tensor(1.0), ArtifactError, r"expected \[rows, 32\], found \[\]"),
         "whole": (torch.ones((64, 32), dtype=torch.int8), DtypeError, "found int8"),
         "missing": (None, ArtifactError, "expected a tensor lm_head.weight, found"),
     }
@@ -299,6 +560,13 @@ def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             del changed["lm_head.weight"]
         save_file(changed, str(tmp_path / "m" / "model.safetensors"), {"format": "pt"})
         with pytest.raises(error, match=message):
+            torch_pi2.quantize(tmp_path / "m", tmp_path / "out")
+    for name, value, message in (
+        ("up_proj", torch.tensor(1.0), r"up_proj.weight in .*: expected 48 rows of 32, found \[\]"),
+        ("down_proj", torch.ones(48, 32), r"down_proj.weight in .*: expected 32 rows of 48, found \[48, 32\]"),
+    ):
+        save_file(tensors | {f"model.layers.1.mlp.{name}.weight": value}, str(tmp_path / "m" / "model.safetensors"))
+        with pytest.raises(ArtifactError, match=message):
             torch_pi2.quantize(tmp_path / "m", tmp_path / "out")
     (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "model.safetensors.index.json")
     with pytest.raises(ArtifactError, match="expected an index of shards, found damage"):
@@ -328,6 +596,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(capsys.readouterr().out)
     assert found["weights"] == "int8"
     assert found["bytes_out"] == (tmp_path / "q" / "pi2" / "weights.safetensors").stat().st_size
+    assert main(["quantize", *arguments, "--quantization", "weighted"]) != 0
+    assert "torch-pi2 optimize with these options" in " ".join(capsys.readouterr().err.split())
     assert main(["synthetic", str(tmp_path / "s"), "--shape", "tiny", "--active", "0.2", "--rank", "16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["shape"], found["active"], found["rank"]) == ("tiny", 0.2, 16)

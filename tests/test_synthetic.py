@@ -16,7 +16,7 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
 from torch_pi2.plan.plan import Plan
 from torch_pi2.predict import LowRankRows, SignBit, load_predictors
-from torch_pi2.store.firing import power_law, random_rows
+from torch_pi2.store.firing import GateMaker, direction, power_law, random_rows
 from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.tensorfile import TensorReader
 
@@ -183,8 +183,24 @@ def test_experts_can_be_written_and_are_refused_by_name(tmp_path: Path) -> None:
         assert weights.specs["model.layers.1.mlp.experts.2.bundles"].shape == (96, 3, 36)
         assert weights.specs["model.layers.0.mlp.gate.weight"].shape == (3, 64)
     for load in (torch_pi2.load, load_dense):
-        with pytest.raises(UnsupportedModelError, match=r"found a mixture of 3 experts\. Loading quantised"):
+        with pytest.raises(UnsupportedModelError, match=r"found a mixture of 3 experts\. Quantised experts cannot"):
             load(tmp_path / "m")
+
+
+def test_sign_counts_above_2048_are_whole_numbers() -> None:
+    """The margin lies on a count: half-precision counts would be apart by 2, and the margin between them by 1."""
+    load_library()
+    hidden, g = 6400, torch.Generator().manual_seed(0)
+    maker = GateMaker(direction(hidden, g), power_law(128, 0.3), "int8", g, predictor="signbit")
+    maker.rows(0, 128)
+    counts = torch.cat(maker._scores, 1)
+    assert counts.dtype == torch.float32
+    assert float(counts.min()) > 2048
+    assert bool((counts % 2 == 1).any())
+    made = maker.predictor(0)
+    assert isinstance(made, SignBit)
+    assert made.threshold % 1 == pytest.approx(0.5, abs=0.01)  # half a place below a count that occurs
+    assert bool((counts == round(made.threshold + 0.5)).any())
 
 
 def test_sign_bits_as_predictor(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ DAMAGE: dict[str, bytes] = {
     "negative size": header_file({"w": GOOD | {"shape": [-2]}}, b"0" * 8),
     "a size that is no number": header_file({"w": GOOD | {"shape": [True]}}, b"0" * 8),
     "wrong shape": header_file({"w": GOOD | {"shape": [3]}}, b"0" * 8),
+    "sizes that no memory has": header_file({"w": GOOD | {"shape": [0, 1 << 40, 1 << 40], "data_offsets": [0, 0]}}),
     "three offsets": header_file({"w": GOOD | {"data_offsets": [0, 8, 8]}}, b"0" * 8),
     "a gap": header_file({"w": GOOD | {"data_offsets": [8, 16]}}, b"0" * 16),
     "an overlap": header_file({"w": GOOD, "v": GOOD | {"data_offsets": [4, 12]}}, b"0" * 12),
@@ -244,6 +245,9 @@ def test_weights_files_say_what_they_are(tmp_path: Path) -> None:
         ({"linears": '{"a": "b"}'}, r"found damage \(ValueError: 'b' inputs of a"),
         ({"sites": '{"a": "magic"}'}, r"found damage \(ValueError: ways \['magic'\]"),
         ({"sites": "3"}, r"found damage \(TypeError"),
+        ({"linears": '[["a", 1]]'}, r"found damage \(TypeError: a list and a dict"),
+        ({"linears": "[" * 100_000}, r"found damage \(RecursionError"),
+        ({"sites": '{"a": ["owner"]}'}, r"found damage \(TypeError"),
     ],
 )
 def test_other_weights_files_are_refused(tmp_path: Path, changes: dict[str, str | None], message: str) -> None:

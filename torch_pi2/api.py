@@ -19,8 +19,8 @@ from torch import nn
 from torch_pi2.config import Config
 from torch_pi2.errors import CalibrationError, ConfigError, DtypeError
 from torch_pi2.graph import find_sites
+from torch_pi2.graph.rewrite import abandon, rewrite, sparse_layers
 from torch_pi2.graph.rewrite import restore as restore_modules
-from torch_pi2.graph.rewrite import rewrite, sparse_layers
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
@@ -371,10 +371,15 @@ def _apply_quantised(
         some = data if weighted else data[:1]  # the first batch is enough to measure errors of outputs
         inputs = gather_inputs(model, some, sites, linears, progress=progress)
     storage = Storage(config.weights, config.activations == "int8", inputs, weighted)
+    check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
     rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage)
-    for layer in sparse_layers(model):
-        parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
-    parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
+    try:
+        for layer in sparse_layers(model):
+            parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
+        parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
+    except BaseException as error:  # no memory, or interrupted
+        abandon(model, error)
+        raise
 
 
 def parts_of(model: nn.Module) -> Optimized:

@@ -8,8 +8,6 @@ with quantised weights has them in ``pi2/weights.safetensors``, and only its con
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,15 @@ import torch
 from torch import nn
 
 from torch_pi2.api import Optimized, _apply, parts_of
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.size import PREDICTORS_FILE, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.profile.stats import STATS_FILE, ActivationStats
+from torch_pi2.runtime.files import replacing_folder
 from torch_pi2.store.dense import load_dense as quantized_as_dense
 from torch_pi2.store.sparse import load_sparse, save_weights, weights_of
-from torch_pi2.store.weights import WEIGHTS_FILE
+from torch_pi2.store.weights import WEIGHTS_FILE, check_no_experts
 
 PI2_FOLDER = "pi2"
 _WEIGHTS = "model.safetensors"
@@ -36,15 +35,15 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
 
     Raises:
         ConfigError: the model is dense. ArtifactError: the folder cannot be written, or holds
-            other files.
+            other files. UnsupportedModelError: a quantised model that could not be loaded again.
     """
     parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        if weights_of(model) != "float":
+    quantised = weights_of(model) != "float"
+    if quantised and hasattr(model, "save_pretrained"):  # save_weights refuses others
+        check_no_experts(f"saving a quantised {type(model).__name__}", model.config.to_dict())  # type: ignore[union-attr,operator]
+    with replacing_folder(folder) as staging:
+        if quantised:
             save_weights(model, parts.plan, staging / PI2_FOLDER)
             # configuration and modelling code, with a file of no weights
             model.save_pretrained(staging, state_dict={})  # type: ignore[operator]
@@ -62,18 +61,6 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         save_predictors(staging / PI2_FOLDER, parts.predictors, parts.plan.model_hash)
         if parts.stats is not None:
             parts.stats.save(staging / PI2_FOLDER)
-        swap_in(staging, folder)
-    except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise ArtifactError(
-            f"writing {folder}",
-            expected="a folder that can be written",
-            found=f"{error.strerror or error}",
-            fix="Choose another output folder or free some space; nothing was left half-written.",
-        ) from error
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return folder
 
 
@@ -128,20 +115,6 @@ def check_replaceable(folder: Path) -> None:
             found="a file" if folder.is_file() else "a folder with other files in it",
             fix="Choose another folder.",
         )
-
-
-def swap_in(staging: Path, folder: Path) -> None:
-    """Put ``staging`` in the place of ``folder``; the old content goes last."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
-        folder.rename(old)
-    try:
-        staging.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def load(
@@ -202,7 +175,7 @@ def load(
 
 def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> None:
     """Raises ConfigError or UnsupportedModelError for what a quantised folder cannot be loaded with."""
-    _refuse_experts(folder)
+    check_no_experts(str(folder), read_config(folder))
     if model is not None:
         raise ConfigError(
             f"load({folder}, model=...)",
@@ -240,20 +213,8 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
     pi2 = folder / PI2_FOLDER
     if not (pi2 / WEIGHTS_FILE).exists():
         return _from_pretrained(folder, trust_remote_code, dtype).eval()
-    _refuse_experts(folder)
+    check_no_experts(str(folder), read_config(folder))
     return quantized_as_dense(folder, pi2, Plan.load(pi2), dtype=dtype, trust_remote_code=trust_remote_code)
-
-
-def _refuse_experts(folder: Path) -> None:
-    """Raises UnsupportedModelError for a quantised mixture of experts, which can be written and not yet run."""
-    experts = read_config(folder).get("num_local_experts")
-    if experts:
-        raise UnsupportedModelError(
-            str(folder),
-            expected="a dense decoder",
-            found=f"a mixture of {experts} experts",
-            fix="Loading quantised experts is not supported yet; the folder itself is complete.",
-        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

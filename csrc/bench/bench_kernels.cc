@@ -169,6 +169,24 @@ void run_gemm(benchmark::State& state, const KernelTable& table, int, std::int64
   state.SetItemsProcessed(static_cast<std::int64_t>(state.iterations()) * kTokens * kRows * n);
 }
 
+// 128 tokens, 256 rows of 128 columns; the counter is of multiply-adds.
+void run_addmm(benchmark::State& state, const KernelTable& table, int, std::int64_t n, std::int64_t) {
+  constexpr std::int64_t kTokens = 128, kCount = 256, kWidth = 128;
+  const float* h = vector_of(kTokens * kCount + kCount * n);
+  float* y = vector_of_results(kTokens * n);
+  const float* h_T[kTokens];
+  float* y_T[kTokens];
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    h_T[t] = h + t * kCount;
+    y_T[t] = y + t * n;
+  }
+  for (auto _ : state) {
+    table.addmm(h_T, h + kTokens * kCount, n, kCount, 0, kWidth, y_T, kTokens);
+    benchmark::ClobberMemory();
+  }
+  state.SetItemsProcessed(static_cast<std::int64_t>(state.iterations()) * kTokens * kCount * kWidth);
+}
+
 void run_read(benchmark::State& state, const KernelTable& table, int, std::int64_t n, std::int64_t total) {
   over_rows(state, total, n, 4,
             [&](const char* row, const char*) { benchmark::DoNotOptimize(table.read(row, 4 * n)); });
@@ -216,6 +234,7 @@ void add_kernels(const KernelTable& table) {
 #define PI2_PREPARE_GEMM(isa_, dtype) PI2_ADD(isa_, prepare_gemm, dtype, false)
 #define PI2_PANEL(isa_, dtype) PI2_ADD(isa_, panel, dtype, true)
 #define PI2_GEMM(isa_) PI2_ADD(isa_, gemm, q4, false)
+#define PI2_ADDMM(isa_) PI2_ADD(isa_, addmm, f32, false)
 #define PI2_READ(isa_) PI2_ADD(isa_, read, i8, true)
 #define PI2_SIGNS(isa_) PI2_ADD(isa_, count_signs, i8, true)
 #include "kernels/list.inc"

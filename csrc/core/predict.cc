@@ -25,7 +25,9 @@ struct Matrix {
   const float* scale;
   const float* bias;
 
-  std::int64_t rows_per_item() const { return std::max<std::int64_t>(16, kItemBytes / row_bytes / 16 * 16); }
+  std::int64_t rows_per_item() const {
+    return std::max<std::int64_t>(16, kItemBytes / std::max<std::int64_t>(1, row_bytes) / 16 * 16);
+  }
   std::int64_t items() const { return (count + rows_per_item() - 1) / rows_per_item(); }
 };
 
@@ -49,10 +51,11 @@ struct Pass {
     for (std::int64_t r = begin; r < end; r += kDotRows) {
       const std::int64_t count = std::min(kDotRows, end - r);
       const char* row = m.rows + r * m.row_bytes;
-      const void* pair[kDotRows] = {row, row + m.row_bytes};
-      const char* next = row + std::max(count * m.row_bytes, kAheadBytes);
-      const std::int64_t left = m.rows + end * m.row_bytes - next;
-      dot(pair, count, v_T, tokens, m.n, out_RT, next, std::max<std::int64_t>(0, std::min(left, count * m.row_bytes)));
+      const void* pair[kDotRows] = {row, row + (count - 1) * m.row_bytes};
+      const std::int64_t ahead = r * m.row_bytes + std::max(count * m.row_bytes, kAheadBytes);
+      // Beyond this item, too: whoever takes the next one finds its start in the shared cache.
+      const std::int64_t left = std::min(m.count * m.row_bytes - ahead, count * m.row_bytes);
+      dot(pair, count, v_T, tokens, m.n, out_RT, left > 0 ? m.rows + ahead : nullptr, std::max<std::int64_t>(0, left));
       for (std::int64_t k = 0; k < count; ++k) {
         const float scale = m.scale == nullptr ? 1.0f : m.scale[r + k];
         const float bias = m.bias == nullptr ? 0.0f : m.bias[r + k];
@@ -84,7 +87,7 @@ struct Pass {
 struct Work {
   const Pass& pass;
   std::atomic<std::int64_t> next_a{0}, done_a{0}, next_b{0};
-  std::atomic<bool> ready{false};
+  std::atomic<bool> ready{pass.a.items() == 0};  // rank 0: no last item, no z
 
   void run() {
     const std::int64_t items_a = pass.a.items(), items_b = pass.b.items();
@@ -104,6 +107,7 @@ struct Work {
 
 void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kPredictor, args.cold, args.hidden);
+  if (args.tokens == 0 || args.cold == 0) return;
   const KernelTable& table = kernels();
   const int w = static_cast<int>(args.dtype);
   const bool quantized = is_quantized(args.dtype);

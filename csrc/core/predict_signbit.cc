@@ -60,6 +60,7 @@ struct Pass {
 
 void predict_signbit(const SignbitArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kPredictor, args.cold, args.columns);
+  if (args.tokens == 0 || args.cold == 0) return;
   const std::int64_t words = sign_bytes(args.columns) / 8, tile = std::min(kTokenTile, args.tokens);
   static_assert(sizeof(std::uint64_t) == 2 * sizeof(float));
   float* memory = scratch(Scratch::kInput, 2 * tile * words + args.columns);

@@ -14,8 +14,12 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 128;      // tokens per pass: their inputs share the second-level cache with panels
-constexpr std::int64_t kChunkNeurons = 1024;  // whose h is held at a time
+constexpr std::int64_t kTokenTile = 128;     // tokens per pass: their inputs share the second-level cache with panels
+constexpr std::int64_t kChunkNeurons = 512;  // whose h is held at a time, and their down rows in float
+constexpr std::int64_t kDownColumns = 128;   // of one work item of a dense down product
+// One in so many neurons of a chunk: a token that fires them goes through the matrix product, which is then faster than
+// adding row by row. A matter of each token alone, so that its bits do not depend on the others.
+constexpr std::int64_t kDenseOneIn = 4;
 constexpr std::int64_t kPair = kGemmPanels * kPanelRows;
 
 // Bytes of an input prepared for gemm: values, and eight bytes per group.
@@ -137,7 +141,8 @@ struct PromptPass {
   Workshop& shop;
   std::int64_t tokens, width;
   float* h_TC;  // [tokens, kChunkNeurons] of the chunk at hand
-  float* y_TW;  // [tokens, width]
+  float* y_TW;  // [tokens, width], in the order of the axpy kernel
+  float* w_CW;  // [kChunkNeurons, width], the same order
 
   const char* bundle(std::int64_t neuron) const {
     return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes(args.w_dtype, args.hidden);
@@ -179,23 +184,41 @@ struct PromptPass {
     if (panels == 2) done->up_rows += count * tokens;
   }
 
-  void add_down(std::int64_t t, std::int64_t begin, std::int64_t count) const {
-    const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden);
-    const AxpyFn axpy = table.axpy[static_cast<int>(args.w_dtype)];
-    const float* h = h_TC + t * kChunkNeurons;
-    float* y = y_TW + t * width;
-    DownQueue queue;
-    for (std::int64_t i = 0; i < count; ++i)
-      if (h[i] != 0.0f) queue.add(axpy, args.hidden, bundle(begin + i) + (args.rows - 1) * w_bytes, h[i], y);
-    queue.flush(axpy, args.hidden, y);
+  const char* down(std::int64_t neuron) const {
+    return bundle(neuron) + (args.rows - 1) * row_bytes(args.w_dtype, args.hidden);
   }
 
-  void finish(std::int64_t worker, std::int64_t t, char* y) const {
+  float* h(std::int64_t t) const { return h_TC + t * kChunkNeurons; }
+  float* y(std::int64_t t) const { return y_TW + t * width; }
+
+  // How many of the chunk's neurons fire for a token.
+  std::int64_t fired(std::int64_t t, std::int64_t count) const { return count - std::count(h(t), h(t) + count, 0.0f); }
+
+  // Few fire: only their rows, added to one token.
+  void add_down(std::int64_t t, std::int64_t begin, std::int64_t count) const {
+    const AxpyFn axpy = table.axpy[static_cast<int>(args.w_dtype)];
+    DownQueue queue;
+    for (std::int64_t i = 0; i < count; ++i)
+      if (h(t)[i] != 0.0f) queue.add(axpy, args.hidden, down(begin + i), h(t)[i], y(t));
+    queue.flush(axpy, args.hidden, y(t));
+  }
+
+  // Many fire: down rows of kPanelRows neurons as floats (0 + 1 * row is exact), once for all tokens...
+  void widen_down(std::int64_t begin, std::int64_t block, std::int64_t count) const {
+    const float one = 1;
+    for (std::int64_t i = block * kPanelRows; i < std::min(count, (block + 1) * kPanelRows); ++i) {
+      const void *row = down(begin + i), *next = down(std::min(begin + i + 1, args.neurons - 1));
+      std::memset(w_CW + i * width, 0, static_cast<std::size_t>(width) * sizeof(float));
+      table.axpy[static_cast<int>(args.w_dtype)](w_CW + i * width, &row, &one, 1, args.hidden, &next);
+    }
+  }
+
+  void finish(std::int64_t worker, std::int64_t t, char* out) const {
     float* plain = shop.plain(worker);
-    table.restore[static_cast<int>(args.w_dtype)](y_TW + t * width, args.hidden, plain);
+    table.restore[static_cast<int>(args.w_dtype)](y(t), args.hidden, plain);
     if (args.bias_down != nullptr)
       for (std::int64_t k = 0; k < args.hidden; ++k) plain[k] += static_cast<const float*>(args.bias_down)[k];
-    narrow(plain, y + t * row_bytes(args.x_dtype, args.hidden), args.x_dtype, args.hidden);
+    narrow(plain, out + t * row_bytes(args.x_dtype, args.hidden), args.x_dtype, args.hidden);
   }
 };
 
@@ -205,22 +228,41 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
   const std::int64_t tile = std::min(kTokenTile, args.tokens), width = padded(args.hidden);
   const std::int64_t x_bytes = row_bytes(args.x_dtype, args.hidden);
   Workshop shop(parallel, args.hidden, tile);
-  float* h_TC = scratch(Scratch::kPartials, tile * (kChunkNeurons + width));
+  float* h_TC = scratch(Scratch::kPartials, tile * (kChunkNeurons + width) + kChunkNeurons * width);
   float* y_TW = h_TC + tile * kChunkNeurons;
+  float* w_CW = y_TW + tile * width;
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
-    const PromptPass pass{args, table, shop, tokens, width, h_TC, y_TW};
+    const PromptPass pass{args, table, shop, tokens, width, h_TC, y_TW, w_CW};
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
                  table.prepare_gemm[static_cast<int>(args.w_dtype)]);
     std::memset(y_TW, 0, static_cast<std::size_t>(tokens * width) * sizeof(float));
     for (std::int64_t begin = 0; begin < args.neurons; begin += kChunkNeurons) {
       const std::int64_t chunk = std::min(kChunkNeurons, args.neurons - begin);
-      shop.each((chunk + kPanelRows - 1) / kPanelRows, [&](std::int64_t worker, std::int64_t block) {
+      const std::int64_t blocks = (chunk + kPanelRows - 1) / kPanelRows;
+      shop.each(blocks, [&](std::int64_t worker, std::int64_t block) {
         Counters done;
         pass.gate_and_up(worker, begin, block, &done);
         count(done);
       });
-      shop.each(tokens, [&](std::int64_t, std::int64_t t) { pass.add_down(t, begin, chunk); });
+      std::int64_t few[kTokenTile], n_few = 0, n_many = 0;
+      const float* h_T[kTokenTile];
+      float* y_T[kTokenTile];
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        if (kDenseOneIn * pass.fired(t, chunk) < chunk) {
+          few[n_few++] = t;
+        } else {
+          h_T[n_many] = pass.h(t);
+          y_T[n_many++] = pass.y(t);
+        }
+      }
+      if (n_few > 0) shop.each(n_few, [&](std::int64_t, std::int64_t i) { pass.add_down(few[i], begin, chunk); });
+      if (n_many == 0) continue;
+      shop.each(blocks, [&](std::int64_t, std::int64_t block) { pass.widen_down(begin, block, chunk); });
+      shop.each((width + kDownColumns - 1) / kDownColumns, [&](std::int64_t, std::int64_t block) {
+        const std::int64_t first = block * kDownColumns;
+        table.addmm(h_T, w_CW, width, chunk, first, std::min(kDownColumns, width - first), y_T, n_many);
+      });
     }
     shop.each(tokens, [&](std::int64_t worker, std::int64_t t) {
       pass.finish(worker, t, static_cast<char*>(args.y) + start * x_bytes);

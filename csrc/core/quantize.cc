@@ -1,9 +1,8 @@
 // Float rows to quantised rows and back.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
-#include <vector>
 
 #include "core/convert.h"
 #include "core/dynamic.h"
@@ -49,12 +48,17 @@ struct Candidate {
   double error = std::numeric_limits<double>::infinity();
 };
 
+constexpr std::int64_t kSound = std::numeric_limits<std::int64_t>::max();
+
 struct Quantizing {
   const char* w;
   DType from, to;
   std::int64_t count, columns;
   const float* importance;
   char* rows;
+  // Place (row * columns + column) of the first weight that cannot be quantised. Workers report here and go on with
+  // the next row: nothing may be thrown on a host's thread.
+  std::atomic<std::int64_t> broken{kSound};
 
   // The integer of a weight under a scale; 0 where the scale is 0.
   int integer(float value, float scale) const {
@@ -86,13 +90,23 @@ struct Quantizing {
     return best.scale;
   }
 
-  void row(std::int64_t i, float* values) const {
-    widen(w + i * row_bytes(from, columns), from, values, columns);
+  void report(std::int64_t place) {
+    std::int64_t first = broken.load(std::memory_order_relaxed);
+    while (place < first && !broken.compare_exchange_weak(first, place, std::memory_order_relaxed)) {
+    }
+  }
+
+  void row(std::int64_t i) {
+    const char* in = w + i * row_bytes(from, columns);
+    const float largest = largest_weight(to);
     char* out = rows + i * row_bytes(to, columns);
     auto* scales = reinterpret_cast<std::uint16_t*>(out + row_bytes(to, columns) - 2 * groups(columns));
     for (std::int64_t g = 0; g < groups(columns); ++g) {
       const std::int64_t n = std::min(kGroup, columns - g * kGroup);
-      const float* x = values + g * kGroup;
+      float x[kGroup];
+      widen(in + g * kGroup * row_bytes(from, 1), from, x, n);
+      for (std::int64_t k = 0; k < n; ++k)
+        if (!(std::fabs(x[k]) <= largest)) return report(i * columns + g * kGroup + k);  // a NaN compares false
       const float scale = scale_of(x, importance == nullptr ? nullptr : importance + g * kGroup, n);
       scales[g] = narrow_f16(scale);
       int integers[kGroup] = {};
@@ -106,20 +120,24 @@ struct Quantizing {
     }
   }
 
-  void block(std::int64_t index) const {
-    std::vector<float> values(static_cast<std::size_t>(columns));
-    for (std::int64_t i = index * kBlockRows; i < std::min(count, (index + 1) * kBlockRows); ++i) row(i, values.data());
+  void block(std::int64_t index) {
+    for (std::int64_t i = index * kBlockRows; i < std::min(count, (index + 1) * kBlockRows); ++i) row(i);
   }
 };
 
 }  // namespace
 
-void quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance, DType to,
-              void* rows, const ParallelFor& parallel) {
+QuantizeFault quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance,
+                       DType to, void* rows, const ParallelFor& parallel) {
+  for (std::int64_t k = 0; importance != nullptr && k < columns; ++k)
+    if (!(importance[k] >= 0) || std::isinf(importance[k])) return {QuantizeFault::kImportance, 0, k, importance[k]};
   Quantizing work{static_cast<const char*>(w), from, to, count, columns, importance, static_cast<char*>(rows)};
   Dynamic::run(
       parallel, (count + kBlockRows - 1) / kBlockRows,
-      [](void* q, std::int64_t index) { static_cast<const Quantizing*>(q)->block(index); }, &work);
+      [](void* q, std::int64_t index) { static_cast<Quantizing*>(q)->block(index); }, &work);
+  const std::int64_t place = work.broken.load();
+  if (place == kSound) return {};
+  return {QuantizeFault::kWeight, place / columns, place % columns, load_float(w, from, place)};
 }
 
 void dequantize(const void* rows, DType from, std::int64_t count, std::int64_t columns, std::int64_t stride_bytes,

@@ -72,6 +72,7 @@ struct Q4 {
   static void dot_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
                        const char* next, std::int64_t lines) {
     const std::int64_t n_groups = groups(n);
+    auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
     const char* w[kRows];
     Float acc[kRows][kTokens];
     DotStep<kRows, kTokens> step;
@@ -81,7 +82,8 @@ struct Q4 {
       for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
     }
     for (std::int64_t g = 0; g < n_groups; g += kStepGroups) {
-      for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next);
+      for (std::int64_t line = 0; line < lines; ++line, hint += 64)
+        __builtin_prefetch(reinterpret_cast<const void*>(hint));
       for (int r = 0; r < kRows; ++r) step.values[r] = Simd::q4_values(w[r] + g * kBytes, n_groups - g);
       step.template pair<0>();
       step.template pair<2>();

@@ -25,10 +25,23 @@ struct Q8 {
 
   static void restore(PI2_RESTORE_ARGS) { std::memcpy(out, y, static_cast<std::size_t>(n) * sizeof(float)); }
 
+  // Two chains of more than two vectors, one of two.
+  static Float group_sum(const Float (&weights)[kVectors], const float* x) {
+    Float even = Simd::mul(weights[0], Simd::load_floats(x));
+    if constexpr (kVectors == 2) return Simd::fma(weights[1], Simd::load_floats(x + kLanes), even);
+    Float odd = Simd::mul(weights[1], Simd::load_floats(x + kLanes));
+    for (int j = 2; j < kVectors; j += 2) {
+      even = Simd::fma(weights[j], Simd::load_floats(x + kLanes * j), even);
+      odd = Simd::fma(weights[j + 1], Simd::load_floats(x + kLanes * (j + 1)), odd);
+    }
+    return Simd::add(even, odd);
+  }
+
   template <int kRows, int kTokens>
   static void dot_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
                        const char* next, std::int64_t lines) {
     const std::int64_t n_groups = groups(n);
+    auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
     const char* w[kRows];
     const float* x[kTokens];
     Float acc[kRows][kTokens];
@@ -38,20 +51,14 @@ struct Q8 {
       for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
     }
     for (std::int64_t g = 0; g < n_groups; ++g) {
-      for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next);
+      for (std::int64_t line = 0; line < lines; ++line, hint += 64)
+        __builtin_prefetch(reinterpret_cast<const void*>(hint));
       for (int r = 0; r < kRows; ++r) {
         Float weights[kVectors];
         Simd::q8_weights(w[r] + g * kGroup, weights);
         const Float scale = Simd::set1(Simd::half(w[r] + n_groups * kGroup + 2 * g));
         for (int t = 0; t < kTokens; ++t) {
-          const float* at = x[t] + g * kGroup;
-          Float even = Simd::mul(weights[0], Simd::load_floats(at));
-          Float odd = Simd::mul(weights[1], Simd::load_floats(at + kLanes));
-          for (int j = 2; j < kVectors; j += 2) {
-            even = Simd::fma(weights[j], Simd::load_floats(at + kLanes * j), even);
-            odd = Simd::fma(weights[j + 1], Simd::load_floats(at + kLanes * (j + 1)), odd);
-          }
-          acc[r][t] = Simd::fma(scale, Simd::add(even, odd), acc[r][t]);
+          acc[r][t] = Simd::fma(scale, group_sum(weights, x[t] + g * kGroup), acc[r][t]);
         }
       }
     }

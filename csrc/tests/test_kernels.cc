@@ -97,6 +97,55 @@ long check_axpy(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
   return cases;
 }
 
+long check_addmm(const pi2::KernelTable& table, std::mt19937& rng) {
+  long cases = 0;
+  PI2_CHECK(table.addmm != nullptr, "%s has no addmm", table.isa);
+  constexpr std::int64_t kFirst = 5;
+  for (const std::int64_t width : {1, 7, 15, 16, 17, 31, 64, 111, 128, 257}) {
+    for (const std::int64_t tokens : {1, 2, 5, 6, 7, 13}) {
+      for (const std::int64_t count : {1, 3, 16, 33}) {
+        const std::int64_t ldw = kFirst + width + 3, end = kFirst + width;
+        const Guarded w(floats(rng, count * ldw).data(), (count * ldw - 3) * 4);
+        std::vector<std::vector<float>> start, found;
+        std::vector<Guarded> h;
+        std::vector<const float*> h_T;
+        std::vector<float*> y_T;
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          h.emplace_back(floats(rng, count).data(), count * 4);
+          start.push_back(floats(rng, end + 1));
+        }
+        found = start;
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          h_T.push_back(h[t].as<float>());
+          y_T.push_back(found[t].data());
+        }
+        table.addmm(h_T.data(), w.as<float>(), ldw, count, kFirst, width, y_T.data(), tokens);
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          std::vector<float> alone = start[t];
+          float* y = alone.data();
+          table.addmm(&h_T[t], w.as<float>(), ldw, count, kFirst, width, &y, 1);
+          PI2_CHECK(alone == found[t], "%s addmm %ld x %ld x %ld: token %ld differs alone", table.isa,
+                    static_cast<long>(tokens), static_cast<long>(count), static_cast<long>(width),
+                    static_cast<long>(t));
+          for (std::int64_t c = 0; c <= end; ++c) {
+            double sum = start[t][c], magnitude = std::fabs(sum);
+            for (std::int64_t i = 0; i < (c < kFirst || c == end ? 0 : count); ++i) {
+              const double product = static_cast<double>(h_T[t][i]) * w.as<float>()[i * ldw + c];
+              sum += product;
+              magnitude += std::fabs(product);
+            }
+            const bool inside = c >= kFirst && c < end;
+            PI2_CHECK(std::fabs(alone[c] - sum) <= (inside ? 2e-6 * magnitude : 0), "%s addmm at %ld: %g, wanted %g",
+                      table.isa, static_cast<long>(c), alone[c], sum);
+          }
+        }
+        ++cases;
+      }
+    }
+  }
+  return cases;
+}
+
 long check_read(const pi2::KernelTable& table, std::mt19937& rng) {
   long cases = 0;
   PI2_CHECK(table.read != nullptr, "%s has no read", table.isa);
@@ -172,7 +221,7 @@ int main() {
       cases += check_dot(*tables[i], dtype, rng);
       if (dtype != DType::kI8) cases += check_axpy(*tables[i], dtype, rng);
     }
-    cases += check_read(*tables[i], rng) + check_signs(*tables[i], rng);
+    cases += check_addmm(*tables[i], rng) + check_read(*tables[i], rng) + check_signs(*tables[i], rng);
     std::printf("tested %s\n", tables[i]->isa);
   }
   return finish("test_kernels", cases);

@@ -1,5 +1,5 @@
 // Predictors on every instruction set: scores against sums in double, sign counts against counting; bits do not depend
-// on threads or company; a predicted layer is its prediction followed by the layer; calls are timed.
+// on threads or company; a predicted layer is its prediction followed by the layer, slice by slice; calls are timed.
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -132,6 +132,75 @@ long check_lowrank(std::mt19937& rng, ThreadPool& pool, DType dtype, bool int8_a
   return cases;
 }
 
+// Nothing to project: the bias alone decides, and nobody waits for a projection. The same without inputs.
+long check_nothing_to_project(ThreadPool& pool) {
+  long cases = 0;
+  const std::vector<float> bias = {-1, 0, 1, NAN}, scale(4, 1.0f), x(5 * 33, 1.0f);
+  const std::vector<std::uint8_t> wanted = {0, 0, 1, 1};
+  const std::vector<char> rows(4 * 64, 1);
+  for (const DType dtype : {DType::kI8, DType::kQ4, DType::kQ8}) {
+    for (const std::int64_t rank : {0, 2}) {
+      for (const bool threads : {false, true}) {
+        LowrankArgs args;
+        std::vector<std::uint8_t> active(5 * 4, 9);
+        args.x = x.data();
+        args.tokens = 5;
+        args.hidden = rank == 0 ? 33 : 0;
+        args.dtype = dtype;
+        args.a = rank == 0 ? nullptr : rows.data();
+        args.b = rows.data();
+        args.a_scale = args.b_scale = dtype == DType::kI8 ? scale.data() : nullptr;
+        args.rank = rank;
+        args.b_bias = bias.data();
+        args.cold = 4;
+        args.int8_activations = dtype != DType::kI8 && threads;
+        args.threshold = 0.5f;
+        args.active = active.data();
+        predict_lowrank(args, threads ? pool.parallel() : serial());
+        for (std::size_t i = 0; i < active.size(); ++i)
+          PI2_CHECK(active[i] == wanted[i % 4], "dtype %d rank %ld: %d", static_cast<int>(dtype),
+                    static_cast<long>(rank), active[i]);
+        ++cases;
+      }
+    }
+  }
+  return cases;
+}
+
+// A call from inside a body runs there alone, and says the same.
+long check_nested(std::mt19937& rng, ThreadPool& pool) {
+  struct Nested {
+    ThreadPool& pool;
+    LowrankArgs args;
+    std::vector<std::vector<std::uint8_t>> active;
+  } nested{pool, {}, {}};
+  constexpr std::int64_t kHidden = 160, kRank = 700, kCold = 900;
+  const Rows a(rng, DType::kI8, kRank, kHidden, 0.01f), b(rng, DType::kI8, kCold, kRank, 0.01f);
+  const std::vector<float> x = floats(rng, kHidden);
+  nested.args.x = x.data();
+  nested.args.tokens = 1;
+  nested.args.hidden = kHidden;
+  nested.args.a = a.bytes.data();
+  nested.args.a_scale = a.scale.data();
+  nested.args.rank = kRank;
+  nested.args.b = b.bytes.data();
+  nested.args.b_scale = b.scale.data();
+  nested.args.cold = kCold;
+  nested.active.assign(7, std::vector<std::uint8_t>(kCold, 9));
+  const ParallelFor::Body predict = [](void* self, std::int64_t i) {
+    auto* n = static_cast<Nested*>(self);
+    LowrankArgs args = n->args;
+    args.active = n->active[static_cast<std::size_t>(i)].data();
+    predict_lowrank(args, n->pool.parallel());
+  };
+  pool.run(6, predict, &nested);
+  predict(&nested, 6);
+  for (std::size_t i = 0; i < 6; ++i)
+    PI2_CHECK(nested.active[i] == nested.active[6], "call %ld from inside a body says something else",
+              static_cast<long>(i));
+  return 7;
+}
+
 long check_count_signs(const KernelTable& table, std::mt19937& rng) {
   long cases = 0;
   PI2_CHECK(table.count_signs != nullptr, "%s has no count_signs", table.isa);
@@ -172,6 +241,39 @@ struct Signbit {
     args.cold = rows;
   }
 };
+
+// A prompt whose mask would be larger than kMaskBytes goes in slices of whole tiles, with the bits of one go.
+long check_slices(std::mt19937& rng, ThreadPool& pool) {
+  constexpr std::int64_t kHidden = 8, kTokens = 130, kCold = kMaskBytes / 64;
+  FfnArgs ffn;
+  ffn.tokens = kTokens;
+  ffn.hidden = kHidden;
+  ffn.n_hot = 5;
+  ffn.neurons = ffn.n_hot + kCold;
+  ffn.rows = 2;
+  const std::vector<float> x = floats(rng, kTokens * kHidden);
+  const std::vector<char> bundles = stored(rng, DType::kF32, ffn.neurons * ffn.rows * kHidden, 0.1f);
+  std::vector<float> y(x.size()), wanted(x.size());
+  std::vector<std::uint8_t> active(static_cast<std::size_t>(kTokens * kCold));
+  ffn.x = x.data();
+  ffn.bundles = bundles.data();
+  ffn.y = y.data();
+  Signbit predictor(rng, kCold, kHidden);
+  reset_counters();
+  predicted_ffn(predictor.args, ffn, pool.parallel());
+  const Counters done = read_counters();
+  PI2_CHECK(done.calls == 3 && done.tokens == kTokens, "%ld slices of %ld tokens", static_cast<long>(done.calls),
+            static_cast<long>(done.tokens));
+  predictor.args.x = x.data();
+  predictor.args.tokens = kTokens;
+  predictor.args.active = active.data();
+  predict_signbit(predictor.args, pool.parallel());
+  ffn.active = active.data();
+  ffn.y = wanted.data();
+  sparse_ffn(ffn, pool.parallel());
+  PI2_CHECK(std::memcmp(y.data(), wanted.data(), y.size() * sizeof(float)) == 0, "slices have other bits");
+  return 1;
+}
 
 long check_signbit(std::mt19937& rng, ThreadPool& pool) {
   long cases = 0;
@@ -286,11 +388,12 @@ long check_timings() {
 int main() {
   std::mt19937 rng(7);
   ThreadPool pool(3);
-  long cases = check_timings();
+  long cases = check_timings() + check_nested(rng, pool) + check_slices(rng, pool);
   int count = 0;
   const KernelTable* const* tables = available_kernels(&count);
   for (int i = 0; i < count; ++i) {
     PI2_CHECK(select_kernels(tables[i]->isa), "cannot select %s", tables[i]->isa);
+    cases += check_nothing_to_project(pool);
     for (const DType dtype : {DType::kI8, DType::kQ4, DType::kQ8}) {
       cases += check_lowrank(rng, pool, dtype, false);
       if (dtype != DType::kI8) cases += check_lowrank(rng, pool, dtype, true);

@@ -1,11 +1,13 @@
 // Every kernel over quantised rows of every instruction set this CPU has, against sums in double over the format as
 // types.h documents it. All buffers end at an inaccessible page (guarded.h): nothing may be touched past a row, past n
-// inputs, past padded(n) floats.
+// inputs, past padded(n) floats. And what quantising refuses.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "pi2/kernels.h"
+#include "pi2/linear.h"
+#include "pi2/thread_pool.h"
 #include "tests/check.h"
 #include "tests/guarded.h"
 #include "tests/random.h"
@@ -258,11 +260,54 @@ long check_axpy(const KernelTable& table, DType dtype, std::int64_t n, std::mt19
   return kAxpyRows;
 }
 
+// Broken weights and importances are named, the first of several whatever the threads; sound ones are taken.
+long check_refusals(std::mt19937& rng) {
+  constexpr std::int64_t kRows = 100, kColumns = 77;
+  const std::vector<float> sound = floats(rng, kRows * kColumns);
+  ThreadPool pool(3);
+  long cases = 0;
+  for (const DType to : {DType::kQ4, DType::kQ8}) {
+    std::vector<char> rows(static_cast<std::size_t>(kRows * row_bytes(to, kColumns)));
+    const auto fault = [&](const std::vector<float>& w, const float* importance) {
+      return quantize(w.data(), DType::kF32, kRows, kColumns, importance, to, rows.data(), pool.parallel());
+    };
+    PI2_CHECK(fault(sound, nullptr).kind == QuantizeFault::kNone, "sound weights are refused");
+    const float most = largest_weight(to);
+    for (const float bad :
+         {NAN, INFINITY, -INFINITY, std::nextafter(most, INFINITY), -std::nextafter(most, INFINITY)}) {
+      std::vector<float> w = sound;
+      for (const std::size_t place : {50 * kColumns + 76, 51 * kColumns, 99 * kColumns + 3}) w[place] = bad;
+      const QuantizeFault found = fault(w, nullptr);
+      PI2_CHECK(found.kind == QuantizeFault::kWeight && found.row == 50 && found.column == 76 &&
+                    std::memcmp(&found.value, &bad, sizeof(bad)) == 0,
+                "%g: kind %d row %ld column %ld value %g", bad, found.kind, static_cast<long>(found.row),
+                static_cast<long>(found.column), found.value);
+      ++cases;
+    }
+    std::vector<float> w = sound;
+    w[5] = -most;
+    PI2_CHECK(fault(w, nullptr).kind == QuantizeFault::kNone, "the largest weight is refused");
+    for (const double value : weights_of({rows.begin(), rows.begin() + row_bytes(to, kColumns)}, to, kColumns))
+      PI2_CHECK(std::isfinite(value) && std::fabs(value) <= most, "%g beside the largest weight", value);
+    for (const float bad : {NAN, INFINITY, -1.0f}) {
+      std::vector<float> importance(kColumns, 1.0f);
+      importance[0] = 0;
+      PI2_CHECK(fault(sound, importance.data()).kind == QuantizeFault::kNone, "an importance of 0 is refused");
+      importance[70] = bad;
+      const QuantizeFault found = fault(w, importance.data());
+      PI2_CHECK(found.kind == QuantizeFault::kImportance && found.column == 70, "importance %g: kind %d column %ld",
+                bad, found.kind, static_cast<long>(found.column));
+      ++cases;
+    }
+  }
+  return cases;
+}
+
 }  // namespace
 
 int main() {
   std::mt19937 rng(3);
-  long cases = 0;
+  long cases = check_refusals(rng);
   int count = 0;
   const KernelTable* const* tables = available_kernels(&count);
   for (int i = 0; i < count; ++i) {

@@ -25,7 +25,7 @@ struct Matrix {
     const std::vector<float> w = floats(rng, count * columns);
     rows.resize(static_cast<std::size_t>(count * row_bytes(dtype, columns)));
     values.resize(w.size());
-    quantize(w.data(), DType::kF32, count, columns, nullptr, dtype, rows.data(), serial());
+    (void)quantize(w.data(), DType::kF32, count, columns, nullptr, dtype, rows.data(), serial());
     dequantize(rows.data(), dtype, count, columns, row_bytes(dtype, columns), values.data(), DType::kF32, serial());
     double error = 0, norm = 0;
     for (std::size_t i = 0; i < w.size(); ++i) {
@@ -96,10 +96,14 @@ long check_linear(std::mt19937& rng, std::int64_t rows, std::int64_t columns, st
 }
 
 long check_ffn(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std::int64_t hidden, std::int64_t tokens,
-               DType dtype, bool int8_activations) {
+               DType dtype, bool int8_activations, bool few_fire = false) {
   const Matrix w(rng, neurons * rows, hidden, dtype);
-  const std::vector<float> x = floats(rng, tokens * hidden), bias_gate = floats(rng, neurons),
-                           bias_up = floats(rng, neurons), bias_down = floats(rng, hidden);
+  const std::vector<float> x = floats(rng, tokens * hidden), bias_up = floats(rng, neurons),
+                           bias_down = floats(rng, hidden);
+  std::vector<float> bias_gate = floats(rng, neurons);
+  std::int64_t firing = 0;
+  if (few_fire)  // the bias alone keeps seven of eight neurons from firing
+    for (std::int64_t i = 0; i < neurons; ++i) bias_gate[i] -= i % 8 == 0 ? 0.0f : 1e3f;
   std::vector<float> y(static_cast<std::size_t>(tokens * hidden), NAN), again = y;
   FfnArgs args;
   args.x = x.data();
@@ -125,11 +129,14 @@ long check_ffn(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std::
           value[r] += static_cast<double>(w.values[(i * rows + r) * hidden + k]) * x[t * hidden + k];
       }
       const double h = std::fmax(value[0], 0) * value[1];
+      firing += h != 0;
       for (std::int64_t k = 0; k < hidden; ++k)
         wanted[t * hidden + k] += h * w.values[(i * rows + rows - 1) * hidden + k];
     }
     for (std::int64_t k = 0; k < hidden; ++k) wanted[t * hidden + k] += bias_down[k];
   }
+  if (rows == 3 && neurons > 1000)
+    PI2_CHECK((5 * firing < tokens * neurons) == few_fire, "%ld fire", static_cast<long>(firing));
   const double error = off(y, wanted);
   PI2_CHECK(error <= 2 * (int8_activations ? kInt8 : kExact), "ffn %ld x %ld x %ld, %ld tokens, a8 %d: off by %g",
             static_cast<long>(neurons), static_cast<long>(rows), static_cast<long>(hidden), static_cast<long>(tokens),
@@ -189,7 +196,8 @@ void check_importance() {
     importance[7] = 1;
     std::vector<char> rows(static_cast<std::size_t>(row_bytes(DType::kQ4, kGroup)));
     for (const bool use : {false, true}) {
-      quantize(w.data(), DType::kF32, 1, kGroup, use ? importance.data() : nullptr, DType::kQ4, rows.data(), serial());
+      (void)quantize(w.data(), DType::kF32, 1, kGroup, use ? importance.data() : nullptr, DType::kQ4, rows.data(),
+                     serial());
       dequantize(rows.data(), DType::kQ4, 1, kGroup, 0, values.data(), DType::kF32, serial());
       (use ? weighted : plain) += std::fabs(w[7] - values[7]);
     }
@@ -216,7 +224,8 @@ int main() {
         cases += check_linear(rng, 700, 513, 5, dtype, a8);
         cases += check_linear(rng, 64, 128, 15, dtype, a8);
         cases += check_ffn(rng, 40, 2, 33, 14, dtype, a8);
-        cases += check_ffn(rng, 1100, 3, 160, 14, dtype, a8);  // more than one chunk, and threads
+        for (const bool few_fire : {false, true})  // more than one chunk, and threads
+          cases += check_ffn(rng, 1100, 3, 160, 14, dtype, a8, few_fire);
       }
     }
     check_nan(rng, 3, false);

@@ -84,6 +84,52 @@ long nested_calls() {
   return 1;
 }
 
+// Also where the inner call is to another pool, which has threads to spare; and a job of one index is none: what its
+// body calls has the whole pool.
+long nested_pools() {
+  struct Both {
+    ThreadPool outer{2}, inner{2};
+    std::atomic<int> elsewhere{0}, met{0};
+    std::atomic<bool> late{false};
+  } both;
+  both.outer.run(
+      4,
+      [](void* self, std::int64_t) {
+        auto* b = static_cast<Both*>(self);
+        struct Here {
+          Both* both;
+          std::thread::id thread;
+        } here{b, std::this_thread::get_id()};
+        b->inner.run(
+            50,
+            [](void* h, std::int64_t) {
+              auto* where = static_cast<Here*>(h);
+              if (std::this_thread::get_id() != where->thread) where->both->elsewhere++;
+            },
+            &here);
+      },
+      &both);
+  PI2_CHECK(both.elsewhere == 0, "%d calls left their thread", both.elsewhere.load());
+  both.outer.run(
+      1,
+      [](void* self, std::int64_t) {
+        auto* b = static_cast<Both*>(self);
+        b->outer.run(
+            2,
+            [](void* s, std::int64_t) {  // neither returns before both are here
+              auto* m = static_cast<Both*>(s);
+              m->met++;
+              const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+              while (m->met < 2 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+              if (m->met < 2) m->late = true;
+            },
+            b);
+      },
+      &both);
+  PI2_CHECK(!both.late, "a call from a job of one index had one thread");
+  return 2;
+}
+
 long several_callers() {
   ThreadPool pool(3);
   std::vector<std::thread> callers;
@@ -143,7 +189,7 @@ long idle_costs_nothing() {
 }  // namespace
 
 int main() {
-  const long cases = every_index_once() + many_jobs() + nested_calls() + several_callers() + threads_take_part() +
-                     idle_costs_nothing();
+  const long cases = every_index_once() + many_jobs() + nested_calls() + nested_pools() + several_callers() +
+                     threads_take_part() + idle_costs_nothing();
   return finish("test_thread_pool", cases);
 }

@@ -1,7 +1,8 @@
 """Quantise a float checkpoint to 4 or 8 bits a weight, one matrix in memory at a time. Lossy.
 
 IN is a Hugging Face folder with safetensors, or one written by `torch-pi2 optimize`, whose plan and predictors are
-kept. The error printed is |w' - w| / |w| over all weights of a layer.
+kept. The error printed is |w' - w| / |w| over all weights of a layer. Weights are rounded to nearest; errors weighted
+by a layer's inputs need the running model: `torch-pi2 optimize MODEL --weights int4 --quantization weighted`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.config import QUANTIZATIONS
 
 EXAMPLE = "torch-pi2 quantize my-sparse-model my-int4-model --weights int4"
 
@@ -19,6 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="folder with float safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--weights", choices=["int4", "int8"], default="int4", help="groups of 32 with a 16-bit scale")
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="rtn",
+        help="rtn: to nearest; weighted is refused here, `torch-pi2 optimize` has it",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
 
 
@@ -27,7 +35,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     common.check_out(args.out)
     report = torch_pi2.quantize(
-        args.source, args.out, args.weights, trust_remote_code=args.trust_remote_code, progress=True
+        args.source,
+        args.out,
+        args.weights,
+        quantization=args.quantization,
+        trust_remote_code=args.trust_remote_code,
+        progress=True,
     )
     return {"out": str(args.out), **report.to_json()}
 

@@ -106,11 +106,16 @@ def rewrite(
             predictor = (predictors or {}).get(layer.site.key)
             _rewrite_layer(model, layer, predictor, storage)
     except BaseException as error:
-        if any(layer.weights != "float" for layer in sparse_layers(model)):
-            error.add_note("Layers quantised before have their dequantised weights now: load the checkpoint again.")
-        _put_back(model, lossy=True)
+        abandon(model, error)
         raise
     return model
+
+
+def abandon(model: nn.Module, error: BaseException) -> None:
+    """Put the dense modules back after ``error``, which gets a note where their numbers are not what they were."""
+    if any(layer.weights != "float" for layer in sparse_layers(model)):
+        error.add_note("Layers quantised before have their dequantised weights now: load the checkpoint again.")
+    _put_back(model, lossy=True)
 
 
 def restore(model: nn.Module) -> nn.Module:

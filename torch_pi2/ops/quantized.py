@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.errors import ConfigError, DtypeError, NonFiniteError, ShapeError
+from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, ShapeError
 from torch_pi2.ops import load
 from torch_pi2.ops.rows import GROUP, VALUE_BYTES
 
@@ -27,9 +27,17 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
 
     Raises:
         DtypeError: not float32, bfloat16 or float16. ShapeError: not a matrix with columns.
+        DeviceError: not on the CPU.
         NonFiniteError: NaN or infinity, or so large that float16 cannot hold a scale.
     """
     check_kind(weights)
+    if w.device.type != "cpu":
+        raise DeviceError(
+            f"device of {what}",
+            expected="cpu",
+            found=str(w.device),
+            fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
+        )
     if w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise DtypeError(
             f"dtype of {what}",
@@ -55,30 +63,39 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
         )
 
 
+def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
+    """Raise on an ``importance`` of the weight ``what`` that is not ``[columns]`` numbers of at least 0.
+
+    Raises:
+        ShapeError: of another length. NonFiniteError: negative, NaN or infinite numbers.
+    """
+    if tuple(importance.shape) != (columns,):
+        raise ShapeError(
+            f"importance for {what}",
+            expected=f"[{columns}], one number per column",
+            found=str(tuple(importance.shape)),
+            fix="It was measured on another layer.",
+        )
+    if not bool(((importance >= 0) & importance.isfinite()).all()):
+        raise NonFiniteError(
+            f"importance for {what}",
+            expected="finite numbers of at least 0",
+            found="negative, NaN or infinite ones",
+            fix="Measure it on inputs without NaN.",
+        )
+
+
 def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`torch_pi2.ops.reference_quant.quantize` in C++, of a weight that was checked. ``what``: its name.
 
     Raises:
-        NonFiniteError, DtypeError, ShapeError, ConfigError: see :func:`check_quantizable`; or an ``importance`` that is
-            not ``[K]`` numbers of at least 0.
+        NonFiniteError, DtypeError, ShapeError, ConfigError, DeviceError: see :func:`check_quantizable` and
+            :func:`check_importance`.
     """
     load()
     check_quantizable(what, w, weights)
     if importance is not None:
-        if tuple(importance.shape) != (w.shape[1],):
-            raise ShapeError(
-                f"importance for {what}",
-                expected=f"[{w.shape[1]}], one number per column",
-                found=str(tuple(importance.shape)),
-                fix="It was measured on another layer.",
-            )
-        if not bool(((importance >= 0) & importance.isfinite()).all()):
-            raise NonFiniteError(
-                f"importance for {what}",
-                expected="finite numbers of at least 0",
-                found="negative, NaN or infinite ones",
-                fix="Measure it on inputs without NaN.",
-            )
+        check_importance(what, importance, w.shape[1])
         importance = importance.float().contiguous()
     rows: torch.Tensor = torch.ops.pi2.quantize(w.detach(), weights, importance)
     return rows

@@ -72,8 +72,8 @@ def gather_inputs(
     current: list[Batch] = []
 
     def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0].detach()
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            x = (args[0] if args else kwargs["input"]).detach()
             mask_BT = current[-1].mask_BT
             rows_TK = x.reshape(-1, x.shape[-1])
             if mask_BT is not None and mask_BT.numel() == len(rows_TK):
@@ -90,7 +90,7 @@ def gather_inputs(
             current[:] = [batch]
             yield batch
 
-    hooks = [linear.register_forward_pre_hook(watch(name)) for name, linear in linears.items()]
+    hooks = [linear.register_forward_pre_hook(watch(name), with_kwargs=True) for name, linear in linears.items()]
     try:
         record(model, stream(), sites, firing, progress=progress, label="inputs")
     finally:

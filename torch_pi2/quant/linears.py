@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_pi2.graph.capture import example_inputs
+from torch_pi2.graph.capture import capture, example_inputs
 from torch_pi2.graph.sites import FFNSite
-from torch_pi2.ops.quantized import check_quantizable
+from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profile.data import Batch
 from torch_pi2.quant.inputs import InputStats
 from torch_pi2.runtime.linear import QuantLinear
@@ -79,11 +80,18 @@ class Storage:
 
 
 def find_linears(
-    model: nn.Module, sites: Sequence[FFNSite], example: Batch | None = None
+    model: nn.Module, sites: Sequence[FFNSite], example: Batch | None = None, *, on_meta: bool = False
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """Linear layers of the dense ``model`` to quantise beside its FFNs, and those left out with the reason.
 
-    ``example`` is run once, to see which are called: the weight of one that is not may be read by other code.
+    The one place where this is decided, for models in memory and for checkpoints on disk alike. ``example`` is run
+    once, to see which are called: the weight of one that is not may be read by other code.
+
+    Args:
+        on_meta: the model is on ``meta`` as a whole, and of Hugging Face: it needs no example.
+
+    Raises:
+        CalibrationError, UnsupportedModelError: it does not run there.
     """
     refs = [ref for s in sites for ref in (s.gate, s.up, s.down) if ref is not None]
     of_sites = {id(model.get_parameter(ref.weight)) for ref in refs}
@@ -101,8 +109,7 @@ def find_linears(
     called: set[str] = set()
     hooks = [m.register_forward_hook(lambda *_, n=name: called.add(n)) for name, m in linears.items()]
     try:
-        with evaluating(model):
-            example.call(model) if example is not None else model(**example_inputs(model))
+        _run(model, example, on_meta)
     finally:
         for hook in hooks:
             hook.remove()
@@ -114,43 +121,88 @@ def find_linears(
     return linears, skipped
 
 
-def check_linears(linears: Mapping[str, nn.Linear], weights: str) -> None:
-    """Raise on a weight that cannot be quantised, before anything is changed (see ``check_quantizable``)."""
+def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
+    with evaluating(model):
+        if example is not None:
+            example.call(model)
+        elif not on_meta:
+            model(**example_inputs(model))
+        else:
+            inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
+            try:
+                model(**inputs, use_cache=False)
+            except Exception:  # code that looks at values, which Dynamo does not run
+                capture(model, on_meta=True)
+
+
+def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Storage | None = None) -> None:
+    """Raise on a weight, or its importance in ``storage``, that cannot be quantised, before anything is changed.
+
+    Raises:
+        DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see ``torch_pi2.ops.quantized``.
+    """
     for name, linear in linears.items():
         check_quantizable(f"{name}.weight", linear.weight.detach(), weights)
+        importance = None if storage is None else storage.importance(name)
+        if importance is not None:
+            check_importance(f"{name}.weight", importance, linear.in_features)
 
 
 def quantize_linears(
     model: nn.Module, linears: dict[str, nn.Linear], storage: Storage, *, progress: bool = False
 ) -> dict[str, LayerError]:
-    """Replace ``linears`` (emptied) in ``model``, giving back the memory of each before the next; their errors.
+    """Replace ``linears`` (emptied) in ``model`` and give their memory back; their errors.
+
+    All rows are made before the first layer is replaced, and float weights go last: on any exception ``model`` has its
+    own modules and numbers. The rows take a quarter to a half of the float weights for this long; where FFNs were
+    quantised before, that is less than they have given back.
 
     An output layer tied to the embedding gets rows of its own, the embedding stays float, and the model's configuration
     says that the two are not tied any more.
+
+    Raises:
+        DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see :func:`check_linears`.
     """
     from tqdm import tqdm
 
+    check_linears(linears, storage.weights, storage)
     errors: dict[str, LayerError] = {}
+    made: dict[str, QuantLinear] = {}
     for name in tqdm(list(linears), "quantise linear layers", disable=not (progress and sys.stderr.isatty())):
-        linear = linears.pop(name)
-        made = QuantLinear.from_linear(
+        linear = linears[name]
+        made[name] = QuantLinear.from_linear(
             linear, storage.weights, storage.int8_activations, storage.importance(name), name=name
         )
-        errors[name] = LayerError(made.relative_error(linear.weight), _output_error(linear, made, storage.sample(name)))
+        error = made[name].relative_error(linear.weight)
+        errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))
         _log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
-        tied = sum(p is linear.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1
         for attribute in _HOOKS:
-            object.__setattr__(made, attribute, getattr(linear, attribute))
-        for parent in list(model.modules()):
-            for local, child in parent._modules.items():
-                if child is linear:
-                    parent._modules[local] = made
-        if not tied:  # a captured graph or a variable of the caller may keep the parameter, but not its memory
+            object.__setattr__(made[name], attribute, getattr(linear, attribute))
+    with ExitStack() as undo:
+        _replace(model, [(linears[name], made[name]) for name in linears], undo)
+        undo.pop_all()  # nothing below can fail
+    in_use = {id(parameter) for parameter in model.parameters()}
+    for linear in linears.values():
+        if id(linear.weight) not in in_use:
+            # a captured graph or a variable of the caller may keep the parameter, but not its memory
             linear.weight.data = torch.empty(0, dtype=linear.weight.dtype)
-        elif getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
-        del linear
+    linears.clear()
     return errors
+
+
+def _replace(model: nn.Module, pairs: Sequence[tuple[nn.Linear, QuantLinear]], undo: ExitStack) -> None:
+    """Register each second in the place of the first; ``undo`` takes all of it back."""
+    new = {id(linear): made for linear, made in pairs}
+    for parent in list(model.modules()):
+        for local, child in parent._modules.items():
+            if child is not None and id(child) in new:
+                undo.callback(parent._modules.__setitem__, local, child)
+                parent._modules[local] = new[id(child)]
+    left = {id(parameter) for parameter in model.parameters()}
+    config = getattr(model, "config", None)
+    if any(id(linear.weight) in left for linear, _ in pairs) and getattr(config, "tie_word_embeddings", False):
+        undo.callback(setattr, config, "tie_word_embeddings", True)
+        config.tie_word_embeddings = False  # type: ignore[union-attr]
 
 
 def _output_error(linear: nn.Linear, made: QuantLinear, x_TK: torch.Tensor | None) -> float | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,78 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
-        raise ArtifactError(
-            f"writing {path}",
-            expected="a folder that can be written",
-            found=f"{error.strerror or error}",
-            fix="Choose another output folder or free some space; nothing was left half-written.",
-        ) from error
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: OSError) -> ArtifactError:
+    """What to raise when ``path`` could not be written and nothing of it is left."""
+    return ArtifactError(
+        f"writing {path}",
+        expected="a folder that can be written",
+        found=f"{error.strerror or error}",
+        fix="Choose another output folder or free some space; nothing was left half-written.",
+    )
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Write a whole folder or nothing: gives an empty one beside it, which takes its place when the block ends.
+
+    All files are on disk before they get their names. If the block raises, or the last step fails, ``folder`` is as it
+    was. Whether an existing ``folder`` may be replaced is for the caller to check.
+
+    Raises:
+        ArtifactError: for any OSError, in the block too.
+    """
+    folder = folder.resolve()
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        yield staging
+        _sync_files(staging)
+        _swap_in(staging, folder)
+    except OSError as error:
+        raise not_written(folder, error) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _sync_files(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            file = os.open(Path(parent) / name, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+        _sync_names(Path(parent))
+
+
+def _sync_names(folder: Path) -> None:
+    """What ``folder`` calls its files, to disk; some file systems cannot, and lose at most a rename."""
+    with suppress(OSError):
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def _swap_in(staging: Path, folder: Path) -> None:
+    """Put ``staging`` in the place of ``folder``; the old content goes last, or comes back."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)  # left by a process of the same number that was killed
+            folder.rename(old)
+        staging.rename(folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    _sync_names(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def atomic_folder_files(folder: str | Path, files: Mapping[str, str | bytes | tuple[Tensors, dict[str, str]]]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch_pi2.graph.sites import LinearRef
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.store.place import check_names
 from torch_pi2.store.skeleton import check_filled, fill, places, skeleton
 from torch_pi2.store.tensorfile import new_tensor
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs
@@ -26,7 +27,9 @@ def load_dense(
     load_library()
     with QuantizedWeights(pi2 / WEIGHTS_FILE) as weights:
         weights.check_hash(plan.model_hash)
-        model = skeleton(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
+        check_names(model, plan)
+        weights.check_linears(model)
         kind = next(model.parameters()).dtype
         reader = _Reader(weights, plan, kind)
         fill(model, places(model), reader.read, pi2 / WEIGHTS_FILE)
@@ -57,13 +60,11 @@ class _Reader:
                     if ref is not None and name is not None:
                         self._parts.setdefault(name, []).append((layer, ref, role))
 
-    def read(self, name: str) -> torch.Tensor | None:
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
         if name in self._parts:
             pieces = sorted(self._parts[name], key=lambda part: part[1].rows or (0, 0))
             values = [self._projection(layer, role, name == ref.bias) for layer, ref, role in pieces]
             return values[0] if len(values) == 1 else torch.cat(values)
-        if name not in self._weights.specs:
-            return None
         module, _, local = name.rpartition(".")
         if local == "weight" and module in self._weights.linears:
             columns = self._weights.linears[module]
@@ -71,8 +72,7 @@ class _Reader:
                 self._weights.read(name), self._weights.kind, columns, self._dtype
             )
             return value
-        value = self._weights.read(name)
-        return value.to(self._dtype) if value.is_floating_point() else value
+        return self._weights.read_like(name, like, self._dtype)
 
     def _projection(self, layer: LayerPlan, role: str, bias: bool) -> torch.Tensor:
         """A matrix or bias in the model's own shape and neuron order."""
@@ -82,8 +82,7 @@ class _Reader:
             value = self._weights.take(f"{site.key}.bias_{role}", specs[f"{site.key}.bias_{role}"]).to(self._dtype)
             return value if role == "down" else value[torch.argsort(order)]
         name = f"{site.key}.bundles"
-        if self._weights.spec(name) != specs[name]:
-            self._weights.take(name, specs[name])  # raises
+        self._weights.check(name, specs[name])
         row = {"gate": 0, "up": site.rows_per_neuron - 2, "down": site.rows_per_neuron - 1}[role]
         shape = (site.intermediate, site.hidden)
         out = new_tensor(tuple(reversed(shape)) if role == "down" else shape, self._dtype)

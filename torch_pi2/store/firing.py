@@ -144,16 +144,16 @@ class GateMaker:
         bias = gate @ self.d / math.sqrt(2) - b @ self._mean_z
         self._b.append(rows)
         self._bias.append(bias)
-        self._scores.append(torch.addmm(bias, self._z, b.T).to(torch.float16))
+        self._scores.append(torch.addmm(bias, self._z, b.T))
 
     def _predict_signs(self, gate: torch.Tensor) -> None:
         signs = SignBit.from_weights(gate)
         self._signs.append(signs.signs)
-        self._scores.append(signs.scores(self._x).to(torch.float16))
+        self._scores.append(signs.scores(self._x))  # whole numbers up to H, which float16 has only to 2048
 
     def predictor(self, first_cold: int) -> LowRankRows | SignBit:
         """The predictor, once all rows are made; measured on neurons from ``first_cold`` on."""
-        scores = torch.cat(self._scores, 1)[:, first_cold:].float()
+        scores = torch.cat(self._scores, 1)[:, first_cold:]
         fires = torch.cat(self._fires, 1)[:, first_cold:]
         firing = scores[:_TOKENS][fires[:_TOKENS]].sort().values
         threshold = float(firing[int((1 - _RECALL) * len(firing))]) if len(firing) else 0.0

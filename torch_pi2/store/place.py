@@ -10,12 +10,18 @@ from torch import nn
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph import rewrite
 from torch_pi2.graph.sites import FFNSite
+from torch_pi2.plan.plan import Plan
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.standin import Absorbed
 from torch_pi2.store.skeleton import put
 from torch_pi2.store.weights import WAYS
 
 _TRY: dict[str, Any] = {"owner": rewrite._owner_way, "chain": rewrite._chain_way}
+
+
+def check_names(model: nn.Module, plan: Plan) -> None:
+    """Raises StaleArtifactError if ``plan`` names parameters that ``model`` does not have."""
+    rewrite._check_names(model, plan)
 
 
 def find_way(model: nn.Module, site: FFNSite) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,19 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, swap_in
-from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, read_config
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.find import find_sites
-from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.graph.sites import FFNSite, LinearRef, check_weights
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.store.place import find_way
+from torch_pi2.quant.linears import find_linears
+from torch_pi2.runtime.files import replacing_folder
+from torch_pi2.store.place import check_names, find_way
 from torch_pi2.store.skeleton import places, put, skeleton
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.tensorfile import Spec, TensorWriter
-from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, metadata
+from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, check_no_experts, metadata
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
@@ -61,65 +63,65 @@ def quantize(
     folder_out: str | Path,
     weights: str = "int4",
     *,
+    quantization: str = "rtn",
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
     """Quantise the Hugging Face checkpoint in ``folder_in`` (float safetensors) to ``folder_out``. Lossy.
 
-    Feed-forward layers become bundles, all other linear layers rows; embeddings and norms stay as they are. A folder
-    written by :func:`torch_pi2.save` keeps its plan and predictors; of any other, neurons stay in the model's order
-    with the exact gate (smooth activations: all of them computed). Weights are read matrix by matrix.
+    Feed-forward layers become bundles, other linear layers rows; embeddings, norms and small layers stay as they are:
+    what ``optimize(model, weights=...)`` and ``save`` would write. A folder written by :func:`torch_pi2.save` keeps its
+    plan and predictors; of any other, neurons stay in the model's order with the exact gate (smooth activations: all of
+    them computed). Weights are read matrix by matrix.
 
     Args:
         weights: ``int4`` or ``int8``, groups of 32 with one scale, rounded to nearest.
+        quantization: ``rtn``. What ``weighted`` needs, the inputs of layers, only a running model has: see
+            :class:`torch_pi2.Config`.
 
     Raises:
-        ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError,
-        NoFFNFoundError: on any of them nothing is left half-written.
+        ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError, UnsupportedModelError,
+        NoFFNFoundError, CalibrationError: on any of them nothing is left half-written.
     """
     load_library()
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
-    _check(source, folder, weights)
+    _check(source, folder, weights, quantization)
     check_replaceable(folder)
     start = time.perf_counter()
-    plan = Plan.load(source / PI2_FOLDER) if (source / PI2_FOLDER / "plan.json").exists() else None
-    if plan is None:
-        plan = _plan_of(source, trust_remote_code)
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        (staging / PI2_FOLDER).mkdir(parents=True)
+    check_no_experts(f"quantize({source})", read_config(source))
+    plan, linears = _layers_of(source, trust_remote_code)
+    with replacing_folder(folder) as staging:
+        (staging / PI2_FOLDER).mkdir()
         for pattern in _SMALL:
             for path in source.glob(pattern):
                 if not path.name.endswith(".index.json"):
                     shutil.copyfile(path, staging / path.name)
         model = skeleton(source, trust_remote_code=trust_remote_code)
         with Checkpoint(source) as checkpoint:
-            report, found_hash = _Quantizer(model, checkpoint, plan, weights).write(staging / PI2_FOLDER, progress)
+            writer = _Quantizer(model, checkpoint, plan, linears, weights)
+            report, found_hash = writer.write(staging / PI2_FOLDER, progress)
             report.bytes_in = checkpoint.nbytes
         replace(plan, model_hash=found_hash).save(staging / PI2_FOLDER)
         for name in ("predictors.safetensors", "stats.safetensors"):
             if (source / PI2_FOLDER / name).exists():
                 shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
         report.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
-        swap_in(staging, folder)
-    except OSError as error:
-        raise ArtifactError(
-            f"writing {folder}",
-            expected="a folder that can be written",
-            found=f"{error.strerror or error}",
-            fix="Choose another output folder or free some space; nothing was left half-written.",
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def _check(source: Path, folder: Path, weights: str) -> None:
+def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
     if weights not in KINDS:
         raise ConfigError(
             "quantize(weights=...)", expected=" or ".join(KINDS), found=repr(weights), fix="Choose one of these."
+        )
+    if quantization != "rtn":
+        raise ConfigError(
+            "quantize(quantization=...)",
+            expected="rtn",
+            found=repr(quantization),
+            fix="Weighted errors need the running model and text: torch_pi2.optimize(model, text, "
+            "Config(weights=..., quantization='weighted')) and save, or torch-pi2 optimize with these options.",
         )
     if source == folder or source in folder.parents or folder in source.parents:
         raise ConfigError(
@@ -130,10 +132,17 @@ def _check(source: Path, folder: Path, weights: str) -> None:
         )
 
 
-def _plan_of(source: Path, trust_remote_code: bool) -> Plan:
-    """The plan of a checkpoint that has none, from the structure of its model alone."""
+def _layers_of(source: Path, trust_remote_code: bool) -> tuple[Plan, dict[str, int]]:
+    """The plan of a checkpoint, and name -> inputs of the linears to quantise: from the structure of its model."""
     with torch.device("meta"):
         model = skeleton(source, trust_remote_code=trust_remote_code)
+    plan = Plan.load(source / PI2_FOLDER) if (source / PI2_FOLDER / "plan.json").exists() else _new_plan(model)
+    check_names(model, plan)
+    linears, _ = find_linears(model, [layer.site for layer in plan.layers], on_meta=True)
+    return plan, {name: linear.in_features for name, linear in linears.items()}
+
+
+def _new_plan(model: nn.Module) -> Plan:
     layers = []
     for site in find_sites(model, on_meta=True):
         order = torch.arange(site.intermediate, dtype=torch.int32)
@@ -147,25 +156,49 @@ class _Quantizer:
 
     Args:
         model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``_NO_HASH``.
+        linears: name -> inputs of the linears to quantise beside the plan's layers.
     """
 
-    def __init__(self, model: nn.Module, checkpoint: Checkpoint, plan: Plan, kind: str) -> None:
-        self._checkpoint, self._plan, self._kind = checkpoint, plan, kind
+    def __init__(
+        self, model: nn.Module, checkpoint: Checkpoint, plan: Plan, linears: dict[str, int], kind: str
+    ) -> None:
+        self._checkpoint, self._plan, self._kind, self._linears = checkpoint, plan, kind, linears
         refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
         in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
         groups = places(model)
         self._alias = {name: names for names in groups for name in names}
-        self.linears = {
-            name: module.in_features
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and f"{name}.weight" not in in_sites
-        }
-        quantised = in_sites | {f"{name}.weight" for name in self.linears}
-        self.floats = [
-            name for names in groups for name in [self._first(names)] if not quantised & {name} and name not in in_sites
-        ]
-        self.ways = self._ways(model)
+        biases = {f"{name}.bias" for name in linears if getattr(model.get_submodule(name), "bias", None) is not None}
+        elsewhere = in_sites | biases | {f"{name}.weight" for name in linears}
+        self._biases = sorted(biases)
+        # of the names of a tied tensor the first: a quantised output layer leaves it to the embedding
+        self._floats = [left[0] for names in groups if (left := [n for n in names if n not in elsewhere])]
+        for layer in plan.layers:
+            self._check_site(layer.site)
+        self._how = self._ways(model)
         self._held: dict[torch.dtype, torch.Tensor] = {}
+
+    def _check_site(self, site: FFNSite) -> None:
+        """Raises ArtifactError or DtypeError if the checkpoint's tensors cannot be those of ``site``."""
+        for ref, rows, columns in (
+            (site.gate, site.intermediate, site.hidden),
+            (site.up, site.intermediate, site.hidden),
+            (site.down, site.hidden, site.intermediate),
+        ):
+            for name in () if ref is None else (ref.weight, ref.bias):
+                if ref is None or name is None:
+                    continue
+                stored = self._stored(name)
+                self._checkpoint.check_float(stored)
+                shape = self._checkpoint.spec(stored).shape
+                fits = ref.rows is None and shape[:1] == (rows,)
+                fits |= ref.rows is not None and ref.rows[1] - ref.rows[0] == rows and shape[:1] >= (ref.rows[1],)
+                if not fits or shape[1:] != ((columns,) if name == ref.weight else ()):
+                    raise ArtifactError(
+                        f"{stored} in {self._checkpoint.folder}",
+                        expected=f"{rows} rows" + (f" of {columns}" if name == ref.weight else ""),
+                        found=str(list(shape)),
+                        fix="The plan, or config.json, is of another model.",
+                    )
 
     def _ways(self, model: nn.Module) -> dict[str, str]:
         """How each layer's modules can be replaced: tried with the weights of one layer of every form."""
@@ -185,15 +218,11 @@ class _Quantizer:
         try:
             for name in names:
                 put(model, [name], self._checkpoint.read(self._stored(name)))
+            check_weights(site, site.weights(model))
             return find_way(model, site)
         finally:
             for name, parameter in empty.items():
                 put(model, [name], parameter)
-
-    def _first(self, names: list[str]) -> str:
-        """The name under which the checkpoint has a tensor of several names; an embedding before a linear."""
-        have = [name for name in names if name in self._checkpoint]
-        return next((n for n in names if n.removesuffix(".weight") not in self.linears), (have or names)[0])
 
     def _stored(self, name: str) -> str:
         """The checkpoint's name of parameter ``name``, which may be tied to another."""
@@ -202,20 +231,26 @@ class _Quantizer:
 
     def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
         """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
-        specs = {name: self._checkpoint.spec(self._stored(name)) for name in self.floats}
-        for name, columns in self.linears.items():
-            rows = self._checkpoint.spec(self._stored(f"{name}.weight")).shape[0]
+        specs = {name: self._checkpoint.spec(self._stored(name)) for name in self._floats}
+        specs |= {name: Spec(self._checkpoint.spec(self._stored(name)).shape, torch.float32) for name in self._biases}
+        for name, columns in self._linears.items():
+            rows = self._rows_of(f"{name}.weight", columns)
             specs[f"{name}.weight"] = Spec((rows, row_bytes(self._kind, columns)), torch.uint8)
         for layer in self._plan.layers:
             specs |= bundle_specs(layer.site, self._kind)
         report = QuantizeReport(self._kind)
         digest = hashlib.sha256()
-        meta = metadata(self._kind, _NO_HASH, self.linears, self.ways)
+        meta = metadata(self._kind, _NO_HASH, self._linears, self._how)
         with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
-            for name in self.floats:
+            for name in self._floats:
+                if not specs[name].shape:
+                    out.write(name, self._checkpoint.read(self._stored(name)))
+                    continue
                 for start, stop in _chunks(specs[name]):
                     out.write(name, self._checkpoint.read(self._stored(name), (start, stop)), row=start)
-            for name in self.linears:
+            for name in self._biases:
+                out.write(name, self._checkpoint.read(self._stored(name)).float())
+            for name in self._linears:
                 report.errors[name] = self._write_linear(name, out)
             for layer in self._plan.layers:
                 report.errors[layer.site.key] = self._write_site(layer, out, digest)
@@ -230,9 +265,22 @@ class _Quantizer:
             out.set_metadata("model_hash", found)
         return report, found
 
+    def _rows_of(self, name: str, columns: int) -> int:
+        """Rows of a linear's weight. Raises ArtifactError or DtypeError if the checkpoint's cannot be it."""
+        stored = self._stored(name)
+        self._checkpoint.check_float(stored)
+        shape = self._checkpoint.spec(stored).shape
+        if len(shape) != 2 or shape[1] != columns:
+            raise ArtifactError(
+                f"{stored} in {self._checkpoint.folder}",
+                expected=f"[rows, {columns}]",
+                found=str(list(shape)),
+                fix="The weights are not those of config.json beside them.",
+            )
+        return shape[0]
+
     def _write_linear(self, name: str, out: TensorWriter) -> float:
         stored = self._stored(f"{name}.weight")
-        self._checkpoint.check_float(stored)
         error = _Error()
         for start, stop in _chunks(self._checkpoint.spec(stored)):
             values = self._checkpoint.read(stored, (start, stop))
@@ -240,14 +288,7 @@ class _Quantizer:
         return error.relative
 
     def _rows(self, values: torch.Tensor, name: str, error: _Error) -> torch.Tensor:
-        if not bool(torch.isfinite(values).all()):
-            raise NonFiniteError(
-                f"values of {name}",
-                expected="finite numbers",
-                found="NaN or infinity",
-                fix="Check the checkpoint; quantised weights would hide the fault.",
-            )
-        rows: torch.Tensor = torch.ops.pi2.quantize(values, self._kind)
+        rows = quantize_rows(name, values, self._kind)
         error.add(values, torch.ops.pi2.dequantize(rows, self._kind, values.shape[1], torch.float32))
         return rows
 
@@ -263,13 +304,6 @@ class _Quantizer:
             matrix = self._matrix(ref)
             _update(digest, matrix)
             by_neuron = matrix.T if role == "down" else matrix
-            if tuple(by_neuron.shape) != (site.intermediate, site.hidden):
-                raise ArtifactError(
-                    f"{ref.weight} in {self._checkpoint.folder}",
-                    expected=f"{site.intermediate} neurons of {site.hidden} inputs",
-                    found=str(tuple(matrix.shape)),
-                    fix="The plan is of another model.",
-                )
             for start in range(0, site.intermediate, step):
                 part = by_neuron[order[start : start + step]].contiguous()
                 bundles[start : start + step, row] = self._rows(part, ref.weight, error)
@@ -284,7 +318,6 @@ class _Quantizer:
 
     def _matrix(self, ref: LinearRef) -> torch.Tensor:
         stored = self._stored(ref.weight)
-        self._checkpoint.check_float(stored)
         spec = self._checkpoint.spec(stored)
         start, stop = ref.rows or (0, spec.shape[0])
         matrix = self._scratch(Spec((stop - start, *spec.shape[1:]), spec.dtype))

@@ -34,8 +34,18 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def skeleton(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
+def skeleton(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    stored: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
     """The causal language model of the configuration in ``folder``, in evaluation mode.
+
+    Args:
+        dtype: of the parameters; None: that of the configuration, or ``stored`` where it says nothing (as transformers
+            does), or float32.
 
     Raises:
         ArtifactError: there is none, or transformers cannot build it. LibraryMissingError: no transformers.
@@ -50,7 +60,7 @@ def skeleton(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remo
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         with _LargeOnMeta():
             model: Any = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code, dtype=dtype or config.dtype or torch.float32
+                config, trust_remote_code=trust_remote_code, dtype=dtype or config.dtype or stored or torch.float32
             )
         if (Path(folder) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -90,10 +100,19 @@ def put(model: nn.Module, names: list[str], value: torch.Tensor) -> None:
             owner._parameters[local] = parameter
 
 
+def _now(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, local = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(owner), local)
+    return tensor
+
+
 def fill(
-    model: nn.Module, groups: Iterable[list[str]], read: Callable[[str], torch.Tensor | None], where: str | Path
+    model: nn.Module,
+    groups: Iterable[list[str]],
+    read: Callable[[str, torch.Tensor], torch.Tensor | None],
+    where: str | Path,
 ) -> None:
-    """Give tensors their values. ``read`` answers None for what it does not have.
+    """Give tensors their values. ``read`` gets a name and the tensor there now; None for what it does not have.
 
     Names of one tensor get one value, unless several of them are there (an output layer that was tied and is not now).
 
@@ -101,7 +120,7 @@ def fill(
         ArtifactError: there is none for a tensor of the file ``where``; its initial value would be wrong.
     """
     for names in groups:
-        found = {name: value for name in names if (value := read(name)) is not None}
+        found = {name: value for name in names if (value := read(name, _now(model, name))) is not None}
         if not names:
             continue
         if not found:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.rewrite import predictor_tensors, sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.linear import QuantLinear
 from torch_pi2.store.dense import untie
-from torch_pi2.store.place import place, way_taken
+from torch_pi2.store.place import check_names, place, way_taken
 from torch_pi2.store.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.store.tensorfile import Spec, TensorWriter
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
@@ -94,7 +94,9 @@ def load_sparse(
     load_library()
     with QuantizedWeights(pi2 / WEIGHTS_FILE) as weights:
         weights.check_hash(plan.model_hash)
-        model = skeleton(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
+        check_names(model, plan)
+        weights.check_linears(model)
         kind = next(model.parameters()).dtype
         groups = places(model)
         refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
@@ -104,14 +106,11 @@ def load_sparse(
             _put_linear(model, weights, name, columns, int8_activations)
         for layer in _shown(plan.layers, "feed-forward layers", progress):
             ffn = _read_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
-            place(model, layer.site, ffn, weights.ways.get(layer.site.key, "owner"))
+            place(model, layer.site, ffn, weights.way(layer.site.key))
             ffn.eval()
 
-        def read(name: str) -> torch.Tensor | None:
-            if name not in weights.specs:
-                return None
-            value = weights.read(name)
-            return value.to(kind) if value.is_floating_point() else value
+        def read(name: str, like: torch.Tensor) -> torch.Tensor | None:
+            return weights.read_like(name, like, kind)
 
         fill(model, ([name for name in names if name not in ours] for names in groups), read, pi2 / WEIGHTS_FILE)
     check_filled(model, pi2 / WEIGHTS_FILE)
@@ -128,23 +127,12 @@ def _shown(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:
 
 def _put_linear(model: nn.Module, weights: QuantizedWeights, name: str, columns: int, int8_activations: bool) -> None:
     parent, _, local = name.rpartition(".")
-    try:
-        linear = model.get_submodule(name)
-    except AttributeError:
-        linear = nn.Identity()
-    if not isinstance(linear, nn.Linear) or linear.in_features != columns:
-        raise ArtifactError(
-            str(weights.path),
-            expected=f"linear layers of the model, {name} with {columns} inputs",
-            found=f"a {type(linear).__name__}" if not isinstance(linear, nn.Linear) else str(linear.in_features),
-            fix="The file is of another model; make the folder again.",
-        )
+    linear: Any = model.get_submodule(name)
     rows = weights.read(f"{name}.weight")
     bias = None
     if linear.bias is not None:
-        bias = weights.read(f"{name}.bias").float()
-    if len(rows) != linear.out_features:
-        weights.take(f"{name}.weight", Spec((linear.out_features, rows.shape[1]), torch.uint8))  # raises
+        weights.spec(f"{name}.bias")  # raises if there is none
+        bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
     made = QuantLinear(rows, bias, columns, weights.kind, int8_activations)
     made.dtype = linear.weight.dtype
     setattr(model.get_submodule(parent), local, made.eval())

@@ -11,22 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, swap_in
+from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
 from torch_pi2.config import Config
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ConfigError
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.predict.size import FittedPredictors, save_predictors
+from torch_pi2.runtime.files import replacing_folder
 from torch_pi2.store.firing import RESIDUAL, GateMaker, direction, power_law, random_rows
 from torch_pi2.store.shapes import CLASSES, build_config
 from torch_pi2.store.tensorfile import Spec, TensorWriter
@@ -91,22 +90,9 @@ def synthetic(
     config = build_config(shape, **more, torch_pi2_synthetic=label)
     folder = Path(folder).resolve()
     check_replaceable(folder)
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+    with replacing_folder(folder) as staging:
         config.save_pretrained(staging)
         _Writer(config, label, progress).write(staging / PI2_FOLDER)
-        swap_in(staging, folder)
-    except OSError as error:
-        raise ArtifactError(
-            f"writing {folder}",
-            expected="a folder that can be written",
-            found=f"{error.strerror or error}",
-            fix="Choose another output folder or free some space; nothing was left half-written.",
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return label
 
 

@@ -21,6 +21,7 @@ import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops import load
+from torch_pi2.runtime.files import not_written
 
 #: Names of dtypes in safetensors headers.
 DTYPES = {
@@ -43,6 +44,8 @@ ALIGNMENT = 4096
 _MAX_HEADER = 100_000_000
 #: Bytes per system call: enough for full bandwidth, few enough that a progress bar moves.
 _PIECE = 8 << 20
+#: Numbers in a tensor: fewer than that fit into 63 bits as bytes of any dtype.
+_LARGEST = 1 << 60
 #: From this size on, memory is asked for in huge pages.
 _HUGE = 4 << 20
 
@@ -214,12 +217,7 @@ class TensorWriter:
             self._temporary.unlink(missing_ok=True)
 
     def _fail(self, error: OSError) -> NoReturn:
-        raise ArtifactError(
-            f"writing {self.path}",
-            expected="a folder that can be written",
-            found=f"{error.strerror or error}",
-            fix="Choose another output folder or free some space; nothing was left half-written.",
-        ) from error
+        raise not_written(self.path, error) from error
 
 
 class TensorReader:
@@ -361,7 +359,9 @@ def _entry(name: str, value: Any) -> tuple[Spec, int, int]:
     """One entry of a header. Raises KeyError, TypeError or ValueError on anything but what the format allows."""
     shape, offsets = value["shape"], value["data_offsets"]
     numbers = [*shape, *offsets]
-    if len(offsets) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+    # zeros left out: torch cannot make a tensor of (0, 2**60, 2**60) either
+    sizes = [n for n in numbers if type(n) is int and n >= 0]
+    if len(offsets) != 2 or len(sizes) != len(numbers) or math.prod(n for n in sizes[:-2] if n) >= _LARGEST:
         raise ValueError(f"shape {shape} or offsets {offsets} of {name}")
     if value["dtype"] not in DTYPES:
         raise ValueError(f"dtype {value['dtype']!r} of {name}")

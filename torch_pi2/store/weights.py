@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.store.tensorfile import Spec, TensorReader
@@ -25,6 +26,23 @@ FORMAT = "torch_pi2.weights"
 KINDS = ("int4", "int8")
 #: How a layer's modules are replaced: see :mod:`torch_pi2.graph.rewrite`. The third way needs weights to be tried with.
 WAYS = ("owner", "chain")
+
+#: Values of a configuration that say how many experts share a feed-forward layer; 1 is an ordinary decoder.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def check_no_experts(what: str, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError for a mixture of experts, by its ``config.json``; ``what`` is for the message."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for experts in (part.get(name) for name in _EXPERTS):
+            if isinstance(experts, int) and experts > 1:
+                raise UnsupportedModelError(
+                    what,
+                    expected="a dense decoder",
+                    found=f"a mixture of {experts} experts",
+                    fix="Quantised experts cannot be loaded yet; keep the float weights.",
+                )
 
 
 def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mapping[str, str]) -> dict[str, str]:
@@ -95,14 +113,16 @@ class QuantizedWeights(TensorReader):
             self._refuse(f"weights {' or '.join(KINDS)}", repr(self.kind))
         self.model_hash = meta.get("model_hash", "")
         try:
-            self.linears: dict[str, int] = dict(json.loads(meta["linears"]))
-            self.ways: dict[str, str] = dict(json.loads(meta["sites"]))
+            self.linears: dict[str, int] = json.loads(meta["linears"])
+            self.ways: dict[str, str] = json.loads(meta["sites"])
+            if not isinstance(self.linears, dict) or not isinstance(self.ways, dict):
+                raise TypeError(f"a {type(self.linears).__name__} and a {type(self.ways).__name__}")
             for name, columns in self.linears.items():
                 if type(columns) is not int or columns < 1:
                     raise ValueError(f"{columns!r} inputs of {name}")
             if not set(self.ways.values()) <= set(WAYS):
                 raise ValueError(f"ways {sorted(set(map(str, self.ways.values())))}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             self._refuse("its linears and sites", f"damage ({type(error).__name__}: {error})")
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
@@ -122,6 +142,55 @@ class QuantizedWeights(TensorReader):
 
     def take(self, name: str, spec: Spec) -> torch.Tensor:
         """Tensor ``name``, which must be as in ``spec``. Raises ArtifactError."""
+        self.check(name, spec)
+        return self.read(name)
+
+    def check(self, name: str, spec: Spec) -> None:
+        """Raises ArtifactError unless tensor ``name`` is there and as in ``spec``."""
         if self.spec(name) != spec:
             self._refuse(f"{name} as {spec}", str(self.spec(name)))
-        return self.read(name)
+
+    def read_like(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Tensor ``name``, None if the file has none; in ``dtype`` if it is float.
+
+        Raises:
+            ArtifactError: its shape is not that of ``like``, or one is float and the other is not.
+        """
+        if name not in self.specs:
+            return None
+        spec = self.specs[name]
+        if spec.shape != tuple(like.shape) or spec.dtype.is_floating_point != like.is_floating_point():
+            self._refuse(f"{name} as {Spec.of(like)}", str(spec))
+        value = self.read(name)
+        return value.to(dtype) if value.is_floating_point() else value
+
+    def way(self, key: str) -> str:
+        """How the modules of a layer are replaced. Raises ArtifactError if the file does not say so."""
+        if key not in self.ways:
+            self._refuse(f"a site {key}", f"{len(self.ways)} others")
+        return self.ways[key]
+
+    def check_linears(self, model: nn.Module) -> None:
+        """Raises ArtifactError unless its linears are linear layers of ``model`` and have the rows for them."""
+        for name, columns in self.linears.items():
+            try:
+                linear = model.get_submodule(name)
+            except AttributeError:
+                linear = nn.Identity()
+            wanted = f"linear layers of the model, {name} with {columns} inputs"
+            if not isinstance(linear, nn.Linear):
+                self._refuse(wanted, f"a {type(linear).__name__}")
+            if linear.in_features != columns:
+                self._refuse(wanted, str(linear.in_features))
+            self.check(f"{name}.weight", Spec((linear.out_features, row_bytes(self.kind, columns)), torch.uint8))
+
+    @property
+    def float_dtype(self) -> torch.dtype | None:
+        """Of most of what is float in the file and not one of our float32 biases; None if there is nothing."""
+        rows = {f"{name}.bias" for name in self.linears}
+        found: dict[torch.dtype, int] = {}
+        for name, spec in self.specs.items():
+            ours = name in rows or name.rpartition(".bias_")[0] in self.ways
+            if spec.dtype.is_floating_point and not ours:
+                found[spec.dtype] = found.get(spec.dtype, 0) + spec.nbytes
+        return max(found, key=lambda dtype: found[dtype], default=None)

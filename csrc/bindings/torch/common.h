@@ -79,6 +79,13 @@ inline void check_plain(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.is_cpu(), "pi2: device of ", name, ": expected cpu, found another. Move it with .cpu().");
 }
 
+// As messages show it: [2, 3].
+inline std::string shape_of(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t d = 0; d < tensor.dim(); ++d) text += (d == 0 ? "" : ", ") + std::to_string(tensor.size(d));
+  return text + "]";
+}
+
 inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
@@ -97,8 +104,9 @@ inline const void* quantized_rows(const Tensor& tensor, const char* name, DType 
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous() && tensor.dim() == 2 &&
                       tensor.size(0) == count && tensor.size(1) == bytes,
                   "pi2: ", name, ": expected contiguous uint8 ", count, " x ", bytes, " (rows of ", columns, " ",
-                  name_of(dtype), " numbers), found ", tensor.dim(), " dimensions of ", tensor.numel(),
-                  " elements in all or another dtype. Quantise it again.");
+                  name_of(dtype), " numbers), found ",
+                  tensor.scalar_type() == ScalarType::Byte ? "" : "another dtype, ",
+                  tensor.is_contiguous() ? "" : "strided, ", shape_of(tensor), ". Quantise it again.");
   return tensor.const_data_ptr();
 }
 
@@ -115,6 +123,20 @@ inline const void* bias_data(const MaybeTensor& bias, const char* name, int64_t 
   STD_TORCH_CHECK(bias->is_contiguous(), "pi2: layout of ", name,
                   ": expected contiguous, found strided. Call .contiguous().");
   return bias->const_data_ptr();
+}
+
+// A mask of `tokens` rows of cold neurons: bool, [tokens, cold] or [..., cold] with the leading sizes of x; may be
+// strided.
+inline void check_mask(const Tensor& mask, const char* name, const Tensor& x, int64_t tokens, int64_t cold) {
+  check_plain(mask, name);
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "pi2: dtype of ", name,
+                  ": expected bool, found another. Use .bool().");
+  bool like_x = mask.dim() == x.dim() && mask.dim() > 0 && mask.size(mask.dim() - 1) == cold;
+  for (int64_t d = 0; like_x && d + 1 < x.dim(); ++d) like_x = mask.size(d) == x.size(d);
+  const bool flat = mask.dim() == 2 && mask.size(0) == tokens && mask.size(1) == cold;
+  STD_TORCH_CHECK(like_x || flat, "pi2: shape of ", name, ": expected ", tokens, " tokens x ", cold,
+                  " cold neurons for x of shape ", shape_of(x), ", found ", shape_of(mask),
+                  ". It covers cold neurons only, one row per token of x.");
 }
 
 }  // namespace pi2::binding

@@ -78,12 +78,7 @@ Tensor sparse_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor&
   const Tensor x_dense = dense(x);
   std::optional<Tensor> active_dense;
   if (active) {
-    check_plain(*active, "active");
-    STD_TORCH_CHECK(active->scalar_type() == ScalarType::Bool,
-                    "pi2: dtype of active: expected bool, found another. Use .bool().");
-    STD_TORCH_CHECK(active->numel() == args.tokens * (args.neurons - n_hot), "pi2: shape of active: expected ",
-                    args.tokens, " tokens x ", args.neurons - n_hot, " cold neurons, found ", active->numel(),
-                    " elements. It covers cold neurons only, one row per token of x.");
+    check_mask(*active, "active", x, args.tokens, args.neurons - n_hot);
     active_dense = dense(*active);
     args.active = static_cast<const uint8_t*>(active_dense->const_data_ptr());
   }

@@ -1,6 +1,9 @@
 // torch.ops.pi2.linear, quantize, dequantize.
 #include "pi2/linear.h"
 
+#include <cmath>
+#include <sstream>
+
 #include "bindings/torch/common.h"
 
 namespace pi2::binding {
@@ -33,6 +36,22 @@ Tensor linear(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std:
   return y;
 }
 
+std::string text_of(float value) {
+  if (std::isnan(value)) return "NaN";
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+
+void check_fault(const QuantizeFault& fault, const std::string& weights, DType to) {
+  STD_TORCH_CHECK(fault.kind != QuantizeFault::kImportance, "pi2: importance: expected finite numbers of at least 0, ",
+                  "found ", text_of(fault.value), " for column ", fault.column, ". Measure it on inputs without NaN.");
+  STD_TORCH_CHECK(fault.kind == QuantizeFault::kNone, "pi2: w: expected finite weights of at most ",
+                  static_cast<int64_t>(largest_weight(to)), " (", weights, " with float16 scales), found ",
+                  text_of(fault.value), " in row ", fault.row, ", column ", fault.column,
+                  ". Check the checkpoint; quantised weights would hide the fault.");
+}
+
 Tensor quantize(const Tensor& w, std::string weights, const MaybeTensor& importance) {
   check_plain(w, "w");
   const DType to = quantized_dtype(weights);
@@ -42,8 +61,9 @@ Tensor quantize(const Tensor& w, std::string weights, const MaybeTensor& importa
   const void* important = bias_data(importance, "importance", columns, ScalarType::Float, "float32");
   Tensor rows = torch::stable::new_empty(w, {count, row_bytes(to, columns)}, ScalarType::Byte);
   const Tensor w_dense = dense(w);
-  pi2::quantize(w_dense.const_data_ptr(), float_dtype(w, "w"), count, columns, static_cast<const float*>(important), to,
-                rows.mutable_data_ptr(), torch_threads());
+  check_fault(pi2::quantize(w_dense.const_data_ptr(), float_dtype(w, "w"), count, columns,
+                            static_cast<const float*>(important), to, rows.mutable_data_ptr(), torch_threads()),
+              weights, to);
   return rows;
 }
 

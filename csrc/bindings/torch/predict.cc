@@ -1,28 +1,35 @@
 // torch.ops.pi2.predict_*: which cold neurons to compute; predicted_ffn: that and the layer in one call.
 #include "pi2/predict.h"
 
+#include <cmath>
+
 #include "bindings/torch/ffn.h"
 
 namespace pi2::binding {
 namespace {
 
+// Data of a predictor's tensor: contiguous, of `dtype`, [rows, columns] or, where `columns` is 0, [rows].
 const void* typed_data(const Tensor& tensor, const char* name, ScalarType dtype, int64_t rows, int64_t columns) {
-  check_plain(tensor, name);
-  const int64_t found = tensor.dim() == 2 ? tensor.size(1) : 0;
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.dim() == (columns > 0 ? 2 : 1) &&
-                      tensor.size(0) == rows && (columns == 0 || found == columns),
-                  "pi2: predictor tensor ", name, ": expected contiguous ", columns > 0 ? "int8 " : "float32 ", rows,
-                  " x ", columns > 0 ? columns : 1, ", found ", tensor.numel(),
-                  " elements of another shape or dtype. Fit the predictor again.");
+  const std::string what = std::string("predictor tensor ") + name;
+  const char* again = ". Fit the predictor again.";
+  check_plain(tensor, what.c_str());
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "pi2: dtype of ", what, ": expected ",
+                  dtype == ScalarType::Char ? "int8" : "float32", ", found another", again);
+  const bool shape = columns > 0 ? tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns
+                                 : tensor.dim() == 1 && tensor.size(0) == rows;
+  STD_TORCH_CHECK(shape, "pi2: shape of ", what, ": expected [", rows,
+                  columns > 0 ? ", " + std::to_string(columns) : std::string(), "], found ", shape_of(tensor), again);
+  STD_TORCH_CHECK(tensor.is_contiguous(), "pi2: layout of ", what,
+                  ": expected contiguous, found strided. Call .contiguous().");
   return tensor.const_data_ptr();
 }
 
 void check_matrices(const Tensor& a, const Tensor& b) {
   STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "pi2: predictor tensors a and b: expected 2 dimensions each, found ",
                   a.dim(), " and ", b.dim(), ". Fit the predictor again.");
-  STD_TORCH_CHECK(a.size(0) > 0,
-                  "pi2: predictor tensor a: expected a row at least, found none. Fit the predictor "
-                  "again.");
+  STD_TORCH_CHECK(a.size(0) > 0 && a.size(1) > 0,
+                  "pi2: predictor tensor a: expected a row and a column at least, found ", shape_of(a),
+                  ". Fit the predictor again.");
 }
 
 // int8 with a scale per row.
@@ -66,13 +73,14 @@ SignbitArgs signbit_args(const Tensor& x, const Tensor& signs, int64_t columns, 
   STD_TORCH_CHECK(columns > 0, "pi2: columns: expected 1 or more, found ", columns, ". It is the layer's hidden size.");
   check_hidden(x, columns);
   check_plain(signs, "signs");
-  STD_TORCH_CHECK(signs.scalar_type() == ScalarType::Byte && signs.dim() == 2 && signs.is_contiguous() &&
-                      signs.size(1) == sign_bytes(columns),
-                  "pi2: signs: expected contiguous uint8 [neurons, ", sign_bytes(columns), "] for hidden size ",
-                  columns, ", found ", signs.dim(), " dimensions of ", signs.numel(),
-                  " elements in all or another dtype. Pack them with torch_pi2.predict.pack_signs.");
-  STD_TORCH_CHECK(margin >= 0, "pi2: margin: expected 0 or more, found ", margin,
-                  ". Calibrate it with torch_pi2.predict.SignBit.calibrate.");
+  const char* pack = " Pack them with torch_pi2.predict.pack_signs.";
+  STD_TORCH_CHECK(signs.scalar_type() == ScalarType::Byte, "pi2: dtype of signs: expected uint8, found another.", pack);
+  STD_TORCH_CHECK(signs.dim() == 2 && signs.size(1) == sign_bytes(columns), "pi2: shape of signs: expected [neurons, ",
+                  sign_bytes(columns), "] for hidden size ", columns, ", found ", shape_of(signs), ".", pack);
+  STD_TORCH_CHECK(signs.is_contiguous(),
+                  "pi2: layout of signs: expected contiguous, found strided. Call .contiguous().");
+  STD_TORCH_CHECK(margin >= 0 && std::isfinite(margin), "pi2: margin: expected a finite number of at least 0, found ",
+                  margin, ". Calibrate it with torch_pi2.predict.SignBit.calibrate.");
   SignbitArgs args;
   args.columns = columns;
   args.signs = signs.const_data_ptr();

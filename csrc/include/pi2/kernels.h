@@ -42,6 +42,11 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 #define PI2_GEMM_ARGS                                                                                               \
   const void *const *panels, std::int64_t panel_count, const void *const *x_T, std::int64_t tokens, std::int64_t n, \
       float *out, std::int64_t ldo
+// y_T[t][c] += h_T[t][0] * w[c], then h_T[t][1] * w[ldw + c], ... for `count` rows of w, in that order, for c in
+// [first, first + width), t in [0, tokens): many tokens that all use the same rows. No token's bits depend on others.
+#define PI2_ADDMM_ARGS                                                                               \
+  const float *const *h_T, const float *w, std::int64_t ldw, std::int64_t count, std::int64_t first, \
+      std::int64_t width, float *const *y_T, std::int64_t tokens
 // Reads `bytes` and returns a checksum: what memory can deliver when nothing is computed.
 #define PI2_READ_ARGS const void *data, std::int64_t bytes
 // out[r] = number of bits in which row r differs from x, for `count` rows of `words` 64-bit words, one after another.
@@ -62,6 +67,7 @@ using PrepareFn = void (*)(PI2_PREPARE_ARGS);
 using RestoreFn = void (*)(PI2_RESTORE_ARGS);
 using PanelFn = void (*)(PI2_PANEL_ARGS);
 using GemmFn = void (*)(PI2_GEMM_ARGS);
+using AddmmFn = void (*)(PI2_ADDMM_ARGS);
 using ReadFn = std::uint64_t (*)(PI2_READ_ARGS);
 using SignsFn = void (*)(PI2_SIGNS_ARGS);
 
@@ -74,6 +80,7 @@ using SignsFn = void (*)(PI2_SIGNS_ARGS);
 #define PI2_PREPARE_GEMM(isa, dtype) void prepare_gemm_##dtype##__##isa(PI2_PREPARE_ARGS);
 #define PI2_PANEL(isa, dtype) void panel_##dtype##__##isa(PI2_PANEL_ARGS);
 #define PI2_GEMM(isa) void gemm__##isa(PI2_GEMM_ARGS);
+#define PI2_ADDMM(isa) void addmm__##isa(PI2_ADDMM_ARGS);
 #define PI2_READ(isa) std::uint64_t read__##isa(PI2_READ_ARGS);
 #define PI2_SIGNS(isa) void count_signs__##isa(PI2_SIGNS_ARGS);
 #include "kernels/list.inc"
@@ -94,6 +101,7 @@ struct KernelTable {
   PrepareFn prepare_gemm[kDTypes];  // q4, q8 or null, with panel and gemm
   PanelFn panel[kDTypes];
   GemmFn gemm;
+  AddmmFn addmm;
   ReadFn read;
   SignsFn count_signs;
 };

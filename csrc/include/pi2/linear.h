@@ -27,11 +27,26 @@ struct LinearArgs {
 
 void linear(const LinearArgs& args, const ParallelFor& parallel);
 
+// Magnitude of a weight above which even the largest binary16 scale is too small.
+constexpr float largest_weight(DType quantized) { return 65504.0f * (quantized == DType::kQ4 ? 8.0f : 127.0f); }
+
+// Why rows could not be quantised: a number and where it is.
+struct QuantizeFault {
+  enum Kind { kNone, kWeight, kImportance } kind = kNone;
+  std::int64_t row = 0;  // of a weight
+  std::int64_t column = 0;
+  float value = 0;
+};
+
 // rows[i] = quantised w[i]: round to nearest with the scale, out of a few, that has the smallest error, where column
 // k's squared error counts importance[k] times (null: 1). torch_pi2/ops/reference_quant.py is the reference, bit for
 // bit.
-void quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance, DType to,
-              void* rows, const ParallelFor& parallel);
+// No integer stands for NaN or infinity, and a broken weight must not become a sound one: every weight must be finite
+// and at most largest_weight(to) in magnitude, every importance finite and not negative (also where `to` does not use
+// it). Else the first fault is returned, importance before weights, weights by row and column whatever the number of
+// threads, and what is in `rows` means nothing. Nothing is allocated and nothing thrown.
+QuantizeFault quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance,
+                       DType to, void* rows, const ParallelFor& parallel);
 
 // out[i] = the values of row i; rows are `stride_bytes` apart (a bundle's rows are not next to each other).
 void dequantize(const void* rows, DType from, std::int64_t count, std::int64_t columns, std::int64_t stride_bytes,

@@ -8,7 +8,8 @@
 
 namespace pi2 {
 
-// active[t, c] = !(b[c] . relu(a x[t]) + b_bias[c] < threshold): NaN counts as active, so that it is seen.
+// active[t, c] = !(b[c] . relu(a x[t]) + b_bias[c] < threshold): NaN counts as active, so that it is seen. Of rank 0,
+// the bias alone (0 without one) is compared.
 struct LowrankArgs {
   const void* x = nullptr;  // [tokens, hidden], x_dtype
   DType x_dtype = DType::kF32;
@@ -43,14 +44,17 @@ struct SignbitArgs {
   std::int64_t columns = 0;
   const void* signs = nullptr;  // [cold, sign_bytes(columns)]
   std::int64_t cold = 0;
-  double margin = 1;
+  double margin = 1;               // finite, 0 or more
   std::uint8_t* active = nullptr;  // [tokens, cold]
 };
 
 void predict_signbit(const SignbitArgs& args, const ParallelFor& parallel);
 
 // A prediction and the layer it is for, one after the other: the bits of predict_* followed by sparse_ffn. The
-// predictor's x, x_dtype, tokens, cold neurons and mask are taken from the layer; hidden sizes must agree.
+// predictor's x, x_dtype, tokens, cold neurons and mask are taken from the layer; hidden sizes must agree. Long prompts
+// go in slices of kMaskBytes of mask (64 tokens at least), so that memory does not grow with the prompt; a slice counts
+// as a call in counters and timings.
+constexpr std::int64_t kMaskBytes = 1 << 22;
 void predicted_ffn(const LowrankArgs& predictor, const FfnArgs& args, const ParallelFor& parallel);
 void predicted_ffn(const SignbitArgs& predictor, const FfnArgs& args, const ParallelFor& parallel);
 

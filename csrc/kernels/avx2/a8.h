@@ -81,6 +81,7 @@ template <int kRows, int kTokens>
 inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
                            std::int64_t ldo, const char* next, std::int64_t lines) {
   const std::int64_t n_groups = groups(n);
+  auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
   const __m256i low_half = _mm256_set1_epi8(15);
   const char* w[kRows];
   __m256 acc[kRows][kTokens];
@@ -89,7 +90,8 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
   }
   for (std::int64_t g = 0; g < n_groups; g += 2) {
-    for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next);
+    for (std::int64_t line = 0; line < lines; ++line, hint += 64)
+      __builtin_prefetch(reinterpret_cast<const void*>(hint));
     for (int r = 0; r < kRows; ++r) {
       const __m256i bytes = Simd::q4_bytes(w[r] + g * (kGroup / 2), n_groups - g);
       const __m256i low = _mm256_and_si256(bytes, low_half);
@@ -127,6 +129,7 @@ template <int kRows, int kTokens>
 inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
                            std::int64_t ldo, const char* next, std::int64_t lines) {
   const std::int64_t n_groups = groups(n);
+  auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
   const char* w[kRows];
   __m256 acc[kRows][kTokens];
   for (int r = 0; r < kRows; ++r) {
@@ -134,7 +137,8 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
   }
   for (std::int64_t g = 0; g < n_groups; ++g) {
-    for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next);
+    for (std::int64_t line = 0; line < lines; ++line, hint += 64)
+      __builtin_prefetch(reinterpret_cast<const void*>(hint));
     for (int r = 0; r < kRows; ++r) {
       const __m256i values = load_bytes(w[r] + g * kGroup);
       const __m256i magnitude = _mm256_abs_epi8(values);  // -128 becomes 128: unsigned from here on

@@ -83,6 +83,7 @@ template <int kRows, int kTokens>
 inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
                            std::int64_t ldo, const char* next, std::int64_t lines) {
   const std::int64_t n_groups = groups(n);
+  auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
   const __m512i low_half = _mm512_set1_epi8(15);
   const char* w[kRows];
   const char* s[kRows];
@@ -93,7 +94,8 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
     for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
   }
   for (std::int64_t g = 0; g < n_groups; g += 4) {
-    for (std::int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T0);
+    for (std::int64_t line = 0; line < lines; ++line, hint += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(hint), _MM_HINT_T0);
     __m512i low[kRows], high[kRows];
     __m512 scale[kRows];
     for (int r = 0; r < kRows; ++r) {
@@ -120,10 +122,10 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
 inline void dot_a8_q4(PI2_DOT_ARGS) {
   const std::int64_t steps = (n + kStep - 1) / kStep;
   if (count == 1)
-    return over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 1>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                      next_bytes, steps);
-  return over_tokens<4, dot_a8_q4_tile<2, 4>, dot_a8_q4_tile<2, 1>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                    next_bytes, steps);
+    return over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 2>, dot_a8_q4_tile<1, 1>>(
+        rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
+  return over_tokens<4, dot_a8_q4_tile<2, 4>, dot_a8_q4_tile<2, 2>, dot_a8_q4_tile<2, 1>>(
+      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
 }
 
 inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
@@ -147,6 +149,7 @@ template <int kRows, int kTokens>
 inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
                            std::int64_t ldo, const char* next, std::int64_t lines) {
   const std::int64_t n_groups = groups(n);
+  auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
   const __m512i offset = _mm512_set1_epi8(-128);
   const __m512i spread = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
   const char* w[kRows];
@@ -156,7 +159,8 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
     for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
   }
   for (std::int64_t g = 0; g < n_groups; g += 2) {
-    for (std::int64_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, _MM_HINT_T0);
+    for (std::int64_t line = 0; line < lines; ++line, hint += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(hint), _MM_HINT_T0);
     const bool both = n_groups - g >= 2;
     const __mmask64 m = both ? ~std::uint64_t{0} : 0xffffffffu;
     for (int r = 0; r < kRows; ++r) {
@@ -182,10 +186,10 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
 inline void dot_a8_q8(PI2_DOT_ARGS) {
   const std::int64_t steps = (n + 63) / 64;
   if (count == 1)
-    return over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 1>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                      next_bytes, steps);
-  return over_tokens<4, dot_a8_q8_tile<2, 4>, dot_a8_q8_tile<2, 1>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                    next_bytes, steps);
+    return over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 2>, dot_a8_q8_tile<1, 1>>(
+        rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
+  return over_tokens<4, dot_a8_q8_tile<2, 4>, dot_a8_q8_tile<2, 2>, dot_a8_q8_tile<2, 1>>(
+      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
 }
 
 }  // namespace

@@ -1,0 +1,119 @@
+"""``replacing_folder``: a whole folder or none, whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.runtime import files
+from torch_pi2.runtime.files import replacing_folder
+
+MESSAGE = r"writing .*/m: expected a folder that can be written, found .*; nothing was left half-written\."
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A folder that is there already."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old").write_text("old")
+    return tmp_path / "m"
+
+
+def test_new_and_replaced_folders(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        with replacing_folder(tmp_path / "a" / "m") as staging:
+            (staging / "pi2").mkdir()
+            (staging / "pi2" / text).write_text(text)
+            assert staging.parent == tmp_path / "a"  # one file system, or it could not be renamed
+        assert content(tmp_path / "a") == {f"m/pi2/{text}": text}
+    assert os.listdir(tmp_path / "a") == ["m"]
+
+
+def test_everything_is_on_disk_before_it_has_its_name(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+    real = os.fsync
+
+    def sync(file: int) -> None:
+        synced.append((os.path.basename(os.readlink(f"/proc/self/fd/{file}")), "old" in os.listdir(earlier)))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with replacing_folder(earlier) as staging:
+        (staging / "pi2").mkdir()
+        (staging / "pi2" / "weights").write_text("x")
+        (staging / "config").write_text("x")
+    before = [name for name, old in synced if old]
+    assert {"weights", "config", "pi2"} <= set(before)
+    assert synced[-1] == (earlier.parent.name, False)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ConfigError])
+def test_a_block_that_fails_leaves_the_old_folder(earlier: Path, error: BaseException | type) -> None:
+    if error is ConfigError:
+        error = ConfigError("x", expected="y", found="z", fix="w")
+    wanted = (ArtifactError, MESSAGE) if isinstance(error, OSError) else (type(error), None)
+
+    def fail() -> None:
+        with replacing_folder(earlier) as staging:
+            (staging / "new").write_text("new")
+            raise error
+
+    with pytest.raises(wanted[0], match=wanted[1]):
+        fail()
+    assert content(earlier.parent) == {"m/old": "old"}
+    assert os.listdir(earlier.parent) == ["m"]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_swap_that_fails_puts_the_old_folder_back(
+    earlier: Path, monkeypatch: pytest.MonkeyPatch, n: int, error: BaseException
+) -> None:
+    real, calls = Path.rename, []
+
+    def rename(path: Path, target: Path) -> Path:
+        calls.append(path)
+        if len(calls) == n:
+            raise error
+        return real(path, target)
+
+    def write() -> None:
+        with replacing_folder(earlier) as staging:
+            (staging / "new").write_text("new")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(ArtifactError if isinstance(error, OSError) else KeyboardInterrupt):
+        write()
+    assert content(earlier.parent) == {"m/old": "old"}
+    assert os.listdir(earlier.parent) == ["m"]
+
+
+def test_files_that_cannot_be_synced_are_not_put_in_place(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def write() -> None:
+        with replacing_folder(earlier) as staging:
+            (staging / "new").write_text("new")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(ArtifactError, match=r"found No space left on device\."):
+        write()
+    assert content(earlier.parent) == {"m/old": "old"}
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(earlier: Path) -> None:
+    for end in ("tmp", "old"):
+        left = earlier.parent / f".m.{os.getpid()}.{end}"
+        left.mkdir()
+        (left / "part").write_text("x")
+    with replacing_folder(earlier) as staging:
+        (staging / "new").write_text("new")
+    assert content(earlier.parent) == {"m/new": "new"}
