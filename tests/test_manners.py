@@ -95,7 +95,7 @@ def _sources(folder: Path, *suffixes: str) -> list[Path]:
     return files
 
 
-@pytest.mark.parametrize("room", ["core", "kernels", "include"])
+@pytest.mark.parametrize("room", ["core", "io", "kernels", "include"])
 def test_the_core_includes_no_framework(room: str) -> None:
     framework = re.compile(
         r'^\s*#\s*include\s*[<"](torch|ATen|c10|caffe2|executorch|pybind11|Python\.h|nanobind)', re.M
@@ -108,7 +108,7 @@ def test_the_core_includes_no_framework(room: str) -> None:
 def test_every_room_of_the_core_is_checked() -> None:
     """A new folder in csrc is either framework-free (and listed above) or one of these."""
     rooms = {p.name for p in (REPO / "csrc").iterdir() if p.is_dir()}
-    assert rooms <= {"core", "kernels", "include", "bindings", "tests", "bench", "fuzz"}
+    assert rooms <= {"core", "io", "kernels", "include", "bindings", "tests", "bench", "fuzz"}
 
 
 def _calls(tree: ast.AST) -> Iterator[str]:

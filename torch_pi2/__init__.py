@@ -12,6 +12,7 @@ from torch_pi2.config import Config
 from torch_pi2.errors import Pi2Error
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.store.pack import pack
 from torch_pi2.store.quantize import quantize
 from torch_pi2.store.synthetic import synthetic
 
@@ -26,6 +27,7 @@ __all__ = [
     "fit",
     "load",
     "optimize",
+    "pack",
     "plan",
     "profile",
     "quantize",

@@ -2,7 +2,8 @@
 
 ``pi2/`` holds plan.json, plan.safetensors, predictors.safetensors and stats.safetensors. The rest is what
 ``save_pretrained`` writes (or ``model.safetensors`` for other modules), so every other tool still reads it. A model
-with quantised weights has them in ``pi2/weights.safetensors``, and only its configuration and tokenizer outside.
+with quantised weights has them in ``pi2/weights.safetensors``, and only its configuration and tokenizer outside;
+:func:`torch_pi2.pack` makes a store ``pi2/model.pi2`` of that file.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.size import PREDICTORS_FILE, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.profile.stats import STATS_FILE, ActivationStats
+from torch_pi2.runtime.budget import parse_bytes
 from torch_pi2.runtime.files import replacing_folder
+from torch_pi2.runtime.offload import OffloadConfig
 from torch_pi2.store.dense import load_dense as quantized_as_dense
+from torch_pi2.store.offloaded import load_offloaded
 from torch_pi2.store.sparse import load_sparse, save_weights, weights_of
-from torch_pi2.store.weights import WEIGHTS_FILE, check_no_experts
+from torch_pi2.store.storefile import weights_path
+from torch_pi2.store.weights import check_no_experts
 
 PI2_FOLDER = "pi2"
 _WEIGHTS = "model.safetensors"
@@ -124,9 +129,12 @@ def load(
     trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,
     activations: str = "float",
+    budget: int | str | None = None,
+    offload: OffloadConfig | None = None,
+    context: int = 1024,
     progress: bool = False,
 ) -> nn.Module:
-    """Read what :func:`save`, :func:`torch_pi2.quantize` or :func:`torch_pi2.synthetic` wrote: the optimised model.
+    """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
 
     It is in evaluation mode. Quantised weights are read once, into the memory that they are computed from.
 
@@ -137,6 +145,11 @@ def load(
         dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. Of a
             quantised folder: that of what is float in it, and of the hidden states.
         activations: with quantised weights ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
+        budget: bytes (or ``"2.5GiB"``) for weights, cache and keys and values, for a folder with a store
+            (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the bits do not depend on it.
+            Not in it: Python and PyTorch themselves, and the activations of a forward pass. None: all in memory.
+        offload: how neurons are read and kept; with ``budget`` only.
+        context: tokens whose keys and values the budget is to have room for.
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
@@ -149,21 +162,25 @@ def load(
     if (pi2 / PREDICTORS_FILE).exists():
         predictors = load_predictors(pi2, model_hash=plan.model_hash)
     stats = ActivationStats.load(pi2, model_hash=plan.model_hash) if (pi2 / STATS_FILE).exists() else None
-    if (pi2 / WEIGHTS_FILE).exists():
+    if weights_path(pi2) is not None:
         _check_settings(folder, model, activations)
-        quantized = load_sparse(
-            folder,
-            pi2,
-            plan,
-            predictors,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            int8_activations=activations == "int8",
-            progress=progress,
-        )
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "int8_activations": activations == "int8",
+            "progress": progress,
+        }
+        if budget is not None:
+            offloaded = load_offloaded(
+                folder, pi2, plan, predictors, parse_bytes(budget), offload or OffloadConfig(), context, **how
+            )
+            # Predictors would be in memory twice: the layers have theirs.
+            object.__setattr__(offloaded, "torch_pi2", Optimized(plan, FittedPredictors(), stats))
+            return offloaded
+        quantized = load_sparse(folder, pi2, plan, predictors, **how)
         object.__setattr__(quantized, "torch_pi2", Optimized(plan, predictors, stats))
         return quantized
-    _check_float(folder, activations)
+    _check_float(folder, activations, budget)
     if model is None:
         model = _from_pretrained(folder, trust_remote_code, dtype)
     else:
@@ -187,7 +204,14 @@ def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> 
         raise ConfigError("load(activations=...)", expected="float or int8", found=repr(activations), fix="Correct it.")
 
 
-def _check_float(folder: Path, activations: str) -> None:
+def _check_float(folder: Path, activations: str, budget: int | str | None = None) -> None:
+    if budget is not None:
+        raise ConfigError(
+            f"load({folder}, budget=...)",
+            expected="a folder with a neuron store (pi2/model.pi2)",
+            found="float weights",
+            fix="Make one with torch_pi2.pack(folder, out, weights='int4').",
+        )
     if activations != "float":
         raise ConfigError(
             f"load({folder}, activations=...)",
@@ -211,7 +235,7 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
-    if not (pi2 / WEIGHTS_FILE).exists():
+    if weights_path(pi2) is None:
         return _from_pretrained(folder, trust_remote_code, dtype).eval()
     check_no_experts(str(folder), read_config(folder))
     return quantized_as_dense(folder, pi2, Plan.load(pi2), dtype=dtype, trust_remote_code=trust_remote_code)

@@ -57,6 +57,8 @@ struct Pass {
   float* y_TW;
   std::int64_t* ids;  // [neurons]; a chunk lists its neurons in its own part
   std::int64_t chunk_size, chunks;
+  std::int64_t* counts = nullptr;      // [chunks]; with a source: of ids, which are listed before any chunk is computed
+  const char* const* where = nullptr;  // of a source
 
   std::int64_t row_bytes() const { return pi2::row_bytes(args.w_dtype, args.hidden); }
 
@@ -64,6 +66,7 @@ struct Pass {
   std::int64_t ahead(std::int64_t bytes) const { return std::max<std::int64_t>(1, kAheadBytes / bytes); }
 
   const char* bundle(std::int64_t neuron) const {
+    if (where != nullptr) return where[neuron];
     return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes();
   }
 
@@ -235,7 +238,7 @@ void run_chunk(const Pass& pass, std::int64_t chunk) {
   const std::int64_t begin = chunk * pass.chunk_size;
   const std::int64_t end = std::min(begin + pass.chunk_size, args.neurons);
   std::int64_t* ids = pass.ids + begin;
-  const std::int64_t n = gather(pass, begin, end, ids);
+  const std::int64_t n = pass.counts != nullptr ? pass.counts[chunk] : gather(pass, begin, end, ids);
   pass.used[chunk] = n > 0;
   if (n == 0) return;
   float* y_TW = pass.partials + chunk * pass.tokens * pass.width;
@@ -287,13 +290,29 @@ struct Work {
   std::atomic<std::int64_t> next_chunk{0}, done_chunks{0}, next_block{0};
 
   void run() {
-    for (std::int64_t c = next_chunk.fetch_add(1); c < pass.chunks; c = next_chunk.fetch_add(1)) {
-      run_chunk(pass, c);
-      done_chunks.fetch_add(1, std::memory_order_release);
+    if (pass.args.source != nullptr) {
+      run_from(*pass.args.source);
+    } else {
+      for (std::int64_t c = next_chunk.fetch_add(1); c < pass.chunks; c = next_chunk.fetch_add(1)) {
+        run_chunk(pass, c);
+        done_chunks.fetch_add(1, std::memory_order_release);
+      }
     }
-    while (done_chunks.load(std::memory_order_acquire) < pass.chunks) std::this_thread::yield();
+    while (done_chunks.load(std::memory_order_acquire) < pass.chunks) {
+      if (pass.args.source != nullptr && pass.args.source->failed()) return;
+      std::this_thread::yield();
+    }
     for (std::int64_t b = next_block.fetch_add(1); b < column_blocks; b = next_block.fetch_add(1))
       reduce_columns(pass, b);
+  }
+
+  // Chunks in the order in which their bundles come; where they are added does not depend on it.
+  void run_from(BundleSource& source) {
+    for (std::int64_t c = source.next(); c >= 0; c = source.next()) {
+      run_chunk(pass, c);
+      source.done(c);
+      done_chunks.fetch_add(1, std::memory_order_release);
+    }
   }
 };
 
@@ -304,7 +323,8 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   const KernelTable& table = kernels();
   const std::int64_t pairs = args.tokens * args.neurons;
   count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
-  if (args.active == nullptr && takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
+  if (args.source == nullptr && args.active == nullptr &&
+      takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
     return ffn_prompt(args, table, parallel);
   const int w = static_cast<int>(args.w_dtype);
   const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
@@ -320,7 +340,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   auto* used = reinterpret_cast<std::uint8_t*>(partials + chunks * tile * width);
   // All memory is taken here, on the calling thread: a worker that failed to get some would leave others waiting.
   static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
-  auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * args.neurons));
+  auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (args.neurons + chunks)));
   const std::int64_t x_bytes = row_bytes(args.x_dtype, args.hidden);
 
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
@@ -331,12 +351,22 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
       if (prepare != nullptr) prepare(plain_H, args.hidden, x_TW + t * width);
     }
     const std::uint8_t* active = args.active == nullptr ? nullptr : args.active + start * (args.neurons - args.n_hot);
-    const Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, chunk_size, chunks};
+    Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, chunk_size, chunks};
+    if (args.source != nullptr) {
+      pass.counts = ids + args.neurons;
+      for (std::int64_t c = 0; c < chunks; ++c) {
+        const std::int64_t begin = c * chunk_size;
+        pass.counts[c] = gather(pass, begin, std::min(begin + chunk_size, args.neurons), ids + begin);
+      }
+      args.source->begin(ids, pass.counts, chunk_size, chunks);
+      pass.where = args.source->bundles();
+    }
     Work work{pass, (width + kReduceColumns - 1) / kReduceColumns};
     // Waking a thread costs a few microseconds: not for less arithmetic than that.
     const bool tiny = tokens * args.neurons * args.rows * args.hidden < kTinyMacs;
     const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), chunks);
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
+    if (args.source != nullptr && args.source->failed()) return;
     for (std::int64_t t = 0; t < tokens; ++t) {
       float* y = y_TW + t * width;
       if (restore != nullptr) {

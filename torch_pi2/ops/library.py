@@ -5,6 +5,9 @@ Operators, all under ``torch.ops.pi2``:
 * ``sparse_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q``, ``predict_signbit`` and
   ``predicted_ffn``: see :mod:`torch_pi2.ops.reference`.
 * ``linear``, ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
+* ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``: neuron
+  stores by number, see :mod:`torch_pi2.runtime.offload`; ``stored_ffn``: a layer whose neurons are in one.
+* ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
-from torch_pi2.ops import fakes_ffn, fakes_predict, fakes_quant
+from torch_pi2.ops import fakes_ffn, fakes_predict, fakes_quant, fakes_store
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
@@ -86,7 +89,7 @@ def _check_instruction_set() -> None:
 
 def _register_python_parts() -> torch.library.Library:
     fragment = torch.library.Library("pi2", "FRAGMENT")
-    for name, fake in {**fakes_ffn.FAKES, **fakes_predict.FAKES, **fakes_quant.FAKES}.items():
+    for name, fake in {**fakes_ffn.FAKES, **fakes_predict.FAKES, **fakes_quant.FAKES, **fakes_store.FAKES}.items():
         fragment.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"pi2::{name}", fake, lib=fragment)
     return fragment

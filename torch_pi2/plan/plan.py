@@ -92,6 +92,11 @@ class Plan:
             )
         return alive
 
+    @property
+    def orders_hash(self) -> str:
+        """SHA-256 of the neuron orders: what lies in plan order belongs to plans with these alone."""
+        return _orders_hash({f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers})
+
     def by_key(self) -> dict[str, LayerPlan]:
         return {layer.site.key: layer for layer in self.layers}
 

@@ -55,6 +55,8 @@ class SparseFFN(StandIn):
             the weights, and to the output on calibration tokens (relative, Frobenius norms; None if not measured).
     """
 
+    #: Whether ``bundles`` has them all.
+    in_memory = True
     bundles: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor

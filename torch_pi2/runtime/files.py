@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -69,6 +70,54 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         raise not_written(folder, error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def resumable_folder(folder: Path) -> Iterator[Path]:
+    """As :func:`replacing_folder`, but the folder that is given has what a killed block wrote the last time.
+
+    It is ``.NAME.partial`` beside ``folder``, and stays when the process is killed or interrupted. After any other
+    error it is gone: a full disk is not kept full. One process at a time has it.
+
+    Raises:
+        ArtifactError: another process has it, or for any OSError, in the block too.
+    """
+    folder = folder.resolve()
+    staging = folder.with_name(f".{folder.name}.partial")
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        with _only_one(staging, folder):
+            try:
+                yield staging
+                _sync_files(staging)
+                _swap_in(staging, folder)
+            except Exception:
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise not_written(folder, error) from error
+
+
+@contextmanager
+def _only_one(staging: Path, folder: Path) -> Iterator[None]:
+    """Locks ``staging``; the lock ends with the process, however it ends."""
+    file = os.open(staging, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.fstat(file).st_ino == os.stat(staging).st_ino  # not one that was finished in between
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        if not mine:
+            raise ArtifactError(
+                f"writing {folder}",
+                expected="no other process that writes it",
+                found=f"one that has {staging.name}",
+                fix="Wait for it, or choose another folder.",
+            )
+        yield
+    finally:
+        os.close(file)
 
 
 def _sync_files(folder: Path) -> None:

@@ -50,7 +50,7 @@ def sparse_only() -> Iterator[None]:
 
 def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
-    if _stays(layer, x) or x.dtype not in _DTYPES:
+    if _stays(layer, x) or x.dtype not in _DTYPES or not layer.in_memory:
         return False
     if layer.has_predictor:
         return layer.expected_share > PREDICTED_SHARE

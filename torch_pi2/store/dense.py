@@ -13,8 +13,9 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.store.place import check_names
 from torch_pi2.store.skeleton import check_filled, fill, places, skeleton
+from torch_pi2.store.storefile import open_weights
 from torch_pi2.store.tensorfile import new_tensor
-from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs
+from torch_pi2.store.weights import QuantizedWeights, bundle_specs
 
 #: Rows dequantised at a time.
 _CHUNK = 4096
@@ -25,15 +26,15 @@ def load_dense(
 ) -> nn.Module:
     """Dense model of the quantised weights in ``pi2``; see :func:`torch_pi2.checkpoint.load_dense`."""
     load_library()
-    with QuantizedWeights(pi2 / WEIGHTS_FILE) as weights:
-        weights.check_hash(plan.model_hash)
+    with open_weights(pi2) as weights:
+        weights.check_plan(plan)
         model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
         check_names(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
         reader = _Reader(weights, plan, kind)
-        fill(model, places(model), reader.read, pi2 / WEIGHTS_FILE)
-    check_filled(model, pi2 / WEIGHTS_FILE)
+        fill(model, places(model), reader.read, weights.path)
+    check_filled(model, weights.path)
     untie(model, set(weights.linears))
     return model
 
@@ -81,14 +82,12 @@ class _Reader:
         if bias:
             value = self._weights.take(f"{site.key}.bias_{role}", specs[f"{site.key}.bias_{role}"]).to(self._dtype)
             return value if role == "down" else value[torch.argsort(order)]
-        name = f"{site.key}.bundles"
-        self._weights.check(name, specs[name])
         row = {"gate": 0, "up": site.rows_per_neuron - 2, "down": site.rows_per_neuron - 1}[role]
         shape = (site.intermediate, site.hidden)
         out = new_tensor(tuple(reversed(shape)) if role == "down" else shape, self._dtype)
         for start in range(0, site.intermediate, _CHUNK):
             stop = min(start + _CHUNK, site.intermediate)
-            bundles = self._weights.read(name, (start, stop))
+            bundles = self._weights.read_bundles(site, (start, stop))
             values_IH = torch.ops.pi2.dequantize(bundles[:, row], self._weights.kind, site.hidden, self._dtype)
             if role == "down":
                 out[:, order[start:stop]] = values_IH.T

@@ -92,10 +92,7 @@ def quantize(
     plan, linears = _layers_of(source, trust_remote_code)
     with replacing_folder(folder) as staging:
         (staging / PI2_FOLDER).mkdir()
-        for pattern in _SMALL:
-            for path in source.glob(pattern):
-                if not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, staging / path.name)
+        copy_small_files(source, staging)
         model = skeleton(source, trust_remote_code=trust_remote_code)
         with Checkpoint(source) as checkpoint:
             writer = _Quantizer(model, checkpoint, plan, linears, weights)
@@ -108,6 +105,25 @@ def quantize(
         report.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
     report.seconds = time.perf_counter() - start
     return report
+
+
+def copy_small_files(source: Path, folder: Path) -> None:
+    """Everything of a checkpoint but its weights and its ``pi2/``."""
+    for pattern in _SMALL:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+
+
+def check_separate(verb: str, source: Path, folder: Path) -> None:
+    """Raises ConfigError if one of the folders is, or is in, the other."""
+    if source == folder or source in folder.parents or folder in source.parents:
+        raise ConfigError(
+            f"{verb}'s folders",
+            expected="two separate ones",
+            found=f"{source} and {folder}",
+            fix="The result replaces its folder; write it elsewhere.",
+        )
 
 
 def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
@@ -123,13 +139,7 @@ def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
             fix="Weighted errors need the running model and text: torch_pi2.optimize(model, text, "
             "Config(weights=..., quantization='weighted')) and save, or torch-pi2 optimize with these options.",
         )
-    if source == folder or source in folder.parents or folder in source.parents:
-        raise ConfigError(
-            "quantize's folders",
-            expected="two separate ones",
-            found=f"{source} and {folder}",
-            fix="The result replaces its folder; write it elsewhere.",
-        )
+    check_separate("quantize", source, folder)
 
 
 def _layers_of(source: Path, trust_remote_code: bool) -> tuple[Plan, dict[str, int]]:

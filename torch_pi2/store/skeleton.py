@@ -34,6 +34,20 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration in ``folder``. Raises as :func:`skeleton` does."""
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise LibraryMissingError(
+            "transformers", expected="an installed transformers", found=str(error), fix="pip install 'torch-pi2[hf]'"
+        ) from error
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _not_built(folder, error) from error
+
+
 def skeleton(
     folder: str | Path,
     *,
@@ -50,14 +64,10 @@ def skeleton(
     Raises:
         ArtifactError: there is none, or transformers cannot build it. LibraryMissingError: no transformers.
     """
+    config = model_config(folder, trust_remote_code=trust_remote_code)
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-    except ImportError as error:
-        raise LibraryMissingError(
-            "transformers", expected="an installed transformers", found=str(error), fix="pip install 'torch-pi2[hf]'"
-        ) from error
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         with _LargeOnMeta():
             model: Any = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code, dtype=dtype or config.dtype or stored or torch.float32
@@ -65,14 +75,18 @@ def skeleton(
         if (Path(folder) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ArtifactError(
-            f"loading {folder}",
-            expected="a causal language model that transformers can build",
-            found=" ".join(str(error).split())[:300],
-            fix="Pass trust_remote_code=True if the checkpoint brings its own code.",
-        ) from error
+        raise _not_built(folder, error) from error
     result: nn.Module = model.eval()
     return result
+
+
+def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"loading {folder}",
+        expected="a causal language model that transformers can build",
+        found=" ".join(str(error).split())[:300],
+        fix="Pass trust_remote_code=True if the checkpoint brings its own code.",
+    )
 
 
 def places(model: nn.Module) -> list[list[str]]:
@@ -141,7 +155,8 @@ def _without_value(model: nn.Module, name: str, where: str | Path) -> ArtifactEr
 
 
 def check_filled(model: nn.Module, where: str | Path) -> None:
-    """Raises ArtifactError, naming it, if a tensor of ``model`` has no value."""
+    """Raises ArtifactError, naming it, if a tensor of ``model`` has no value; bundles may be in a store."""
+    stored = {f"{name}.bundles" for name, m in model.named_modules() if not getattr(m, "in_memory", True)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
+        if tensor.is_meta and name not in stored:
             raise _without_value(model, name, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,14 @@ from torch_pi2.runtime.linear import QuantLinear
 from torch_pi2.store.dense import untie
 from torch_pi2.store.place import check_names, place, way_taken
 from torch_pi2.store.skeleton import check_filled, fill, places, put, skeleton
+from torch_pi2.store.storefile import open_weights
 from torch_pi2.store.tensorfile import Spec, TensorWriter
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
+
+#: Plan of a layer, the open file, the layer's place in the plan, dtype of the float parameters -> the layer, or None.
+MakeLayer = Callable[[LayerPlan, QuantizedWeights, int, torch.dtype], SparseFFN | None]
 
 
 def weights_of(model: nn.Module) -> str:
@@ -89,11 +93,16 @@ def load_sparse(
     trust_remote_code: bool,
     int8_activations: bool,
     progress: bool,
+    bundles: MakeLayer | None = None,
 ) -> nn.Module:
-    """The quantised model of ``folder``, all of its weights in place; see :func:`torch_pi2.load`."""
+    """The quantised model of ``folder``, all of its weights in place; see :func:`torch_pi2.load`.
+
+    Args:
+        bundles: makes the layers whose bundles stay in the file, and None for those that are to be read (default: all).
+    """
     load_library()
-    with QuantizedWeights(pi2 / WEIGHTS_FILE) as weights:
-        weights.check_hash(plan.model_hash)
+    with open_weights(pi2) as weights:
+        weights.check_plan(plan)
         model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
         check_names(model, plan)
         weights.check_linears(model)
@@ -104,16 +113,18 @@ def load_sparse(
         for name, columns in _shown(weights.linears.items(), "linear layers", progress):
             ours |= {f"{name}.weight", f"{name}.bias"}
             _put_linear(model, weights, name, columns, int8_activations)
-        for layer in _shown(plan.layers, "feed-forward layers", progress):
-            ffn = _read_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
+        for index, layer in enumerate(_shown(plan.layers, "feed-forward layers", progress)):
+            ffn = None if bundles is None else bundles(layer, weights, index, kind)
+            if ffn is None:
+                ffn = _read_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
             place(model, layer.site, ffn, weights.way(layer.site.key))
             ffn.eval()
 
         def read(name: str, like: torch.Tensor) -> torch.Tensor | None:
             return weights.read_like(name, like, kind)
 
-        fill(model, ([name for name in names if name not in ours] for names in groups), read, pi2 / WEIGHTS_FILE)
-    check_filled(model, pi2 / WEIGHTS_FILE)
+        fill(model, ([name for name in names if name not in ours] for names in groups), read, weights.path)
+    check_filled(model, weights.path)
     untie(model, set(weights.linears))
     return model
 
@@ -152,5 +163,10 @@ def _read_layer(
         dtype=dtype,
     )
     for name, spec in bundle_specs(layer.site, weights.kind).items():
-        put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
+        is_bundles = name == f"{layer.site.key}.bundles"
+        put(
+            ffn,
+            [name.rpartition(".")[2]],
+            weights.read_bundles(layer.site) if is_bundles else weights.take(name, spec),
+        )
     return ffn

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +38,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: Where the data begins is a multiple of this; tensors as large as a page begin on one too, see ``_in_file_order``.
+#: Where the data begins is a multiple of this; tensors as large as a page begin on one too, see ``in_file_order``.
 ALIGNMENT = 4096
 #: Largest header that the safetensors library accepts.
 _MAX_HEADER = 100_000_000
@@ -75,7 +75,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-def _in_file_order(specs: Mapping[str, Spec]) -> list[str]:
+def in_file_order(specs: Mapping[str, Spec]) -> list[str]:
     """Names, those first whose sizes are divisible by the largest power of two (a page at most).
 
     Safetensors allows no gaps between tensors. In this order every tensor begins at a multiple of what divides its
@@ -92,13 +92,20 @@ class TensorWriter:
         specs: all tensors of the file.
         metadata: strings by name.
         progress: a progress bar on standard error if it is a terminal and writing takes over two seconds.
+        order: names in the order in which they lie in the file (default: large ones on pages, see in_file_order).
 
     Raises:
         ArtifactError: the file cannot be written. ConfigError (on leaving): tensors were declared and not written.
     """
 
     def __init__(
-        self, path: str | Path, specs: Mapping[str, Spec], metadata: Mapping[str, str], *, progress: bool = False
+        self,
+        path: str | Path,
+        specs: Mapping[str, Spec],
+        metadata: Mapping[str, str],
+        *,
+        progress: bool = False,
+        order: Sequence[str] | None = None,
     ) -> None:
         self.path, self.specs = Path(path), dict(specs)
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
@@ -106,7 +113,7 @@ class TensorWriter:
         self._entries = header
         self._start: dict[str, int] = {}
         end = 0
-        for name in _in_file_order(self.specs):
+        for name in in_file_order(self.specs) if order is None else order:
             spec = self.specs[name]
             self._start[name] = end
             header[name] = {
@@ -141,12 +148,16 @@ class TensorWriter:
         """Size of the finished file."""
         return self._data + self._total
 
+    def offset(self, name: str) -> int:
+        """Where in the file tensor ``name`` begins."""
+        return self._data + self._start[name]
+
     def __enter__(self) -> Self:
         from tqdm import tqdm
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._file = self._open()
             self._pwrite(memoryview(self._header), 0)
         except OSError as error:
             self._discard()
@@ -154,6 +165,9 @@ class TensorWriter:
         show = self._progress and sys.stderr.isatty()
         self._bar = tqdm(total=self._total, desc="write", unit="B", unit_scale=True, disable=not show, delay=2)
         return self
+
+    def _open(self) -> int:
+        return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
         """Write ``tensor`` as ``name``, or as its rows from ``row`` on; it has the dtype and row shape declared.
@@ -172,8 +186,22 @@ class TensorWriter:
                 fix="Declare what is written, and write each row once.",
             )
         per_row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
+        self._put(name, tensor, row * per_row)
+
+    def write_bytes(self, name: str, data: torch.Tensor, at: int) -> None:
+        """Write ``data``, uint8 ``[n]``, as the bytes of ``name`` from ``at`` on. Raises as ``write`` does."""
+        if data.dtype != torch.uint8 or data.nbytes > self._left[name] or at + data.nbytes > self.specs[name].nbytes:
+            raise ConfigError(
+                f"tensor {name} of {self.path.name}",
+                expected=f"bytes of {self.specs[name]}, once",
+                found=f"{Spec.of(data)} at byte {at} with {self._left[name]} left to write",
+                fix="Declare what is written, and write each byte once.",
+            )
+        self._put(name, data, at)
+
+    def _put(self, name: str, tensor: torch.Tensor, at: int) -> None:
         try:
-            self._pwrite(_bytes_of(tensor.contiguous()), self._data + self._start[name] + row * per_row)
+            self._pwrite(_bytes_of(tensor.contiguous()), self.offset(name) + at)
         except OSError as error:
             self._fail(error)
         self._left[name] -= tensor.nbytes
@@ -327,8 +355,20 @@ class TensorReader:
                 found=f"{Spec.of(tensor)} for its rows from {row}",
                 fix="Allocate it with the shape and dtype that TensorReader.specs says.",
             )
-        data, done = _bytes_of(tensor), 0
-        start = self._start[name] + row * per_row
+        self._read(name, _bytes_of(tensor), row * per_row)
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of tensor ``name`` as they are in the file, uint8."""
+        data = torch.empty(stop - start, dtype=torch.uint8)
+        self._read(name, _bytes_of(data), start)
+        return data
+
+    def offset(self, name: str) -> int:
+        """Where in the file tensor ``name`` begins."""
+        return self._start[name]
+
+    def _read(self, name: str, data: memoryview, at: int) -> None:
+        start, done = self._start[name] + at, 0
         while done < len(data):
             try:
                 got = os.preadv(self._file, [data[done : done + _PIECE]], start + done)

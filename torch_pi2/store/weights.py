@@ -17,6 +17,7 @@ from torch import nn
 from torch_pi2.errors import ArtifactError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.rows import row_bytes
+from torch_pi2.plan.plan import Plan
 from torch_pi2.store.tensorfile import Spec, TensorReader
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -83,9 +84,10 @@ def bundle_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
 
 
 class QuantizedWeights(TensorReader):
-    """A weights file, open.
+    """A weights file, open. A neuron store (:mod:`torch_pi2.store.storefile`) is one too.
 
     Attributes:
+        file_format, file_version: what the file must say that it is.
         kind: one of ``KINDS``.
         model_hash: of the plan that belongs to it.
         linears: module name -> number of inputs. ways: site key -> one of ``WAYS``.
@@ -93,6 +95,8 @@ class QuantizedWeights(TensorReader):
     Raises:
         ArtifactError: missing, damaged, of another format or version, or of weights of an unknown kind.
     """
+
+    file_format, file_version = FORMAT, WEIGHTS_VERSION
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -104,10 +108,9 @@ class QuantizedWeights(TensorReader):
 
     def _read_metadata(self) -> None:
         meta = self.metadata
-        if meta.get("pi2_format") != FORMAT or meta.get("pi2_version") != WEIGHTS_VERSION:
-            self._refuse(
-                f"{FORMAT} version {WEIGHTS_VERSION}", f"{meta.get('pi2_format')} version {meta.get('pi2_version')}"
-            )
+        wanted, found = (self.file_format, self.file_version), (meta.get("pi2_format"), meta.get("pi2_version"))
+        if found != wanted:
+            self._refuse(*(f"{name} version {version}" for name, version in (wanted, found)))
         self.kind = meta.get("weights", "")
         if self.kind not in KINDS:
             self._refuse(f"weights {' or '.join(KINDS)}", repr(self.kind))
@@ -139,6 +142,20 @@ class QuantizedWeights(TensorReader):
                 found=self.model_hash[:12] or "none",
                 fix="The two are from different models; make the folder again.",
             )
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises StaleArtifactError if the bundles are not in the order of ``plan``, as far as the file can tell."""
+        self.check_hash(plan.model_hash)
+
+    def read_bundles(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Bundles of a layer, or of its neurons ``[start, stop)`` in plan order: uint8 ``[I, R, row bytes of H]``.
+
+        Raises:
+            ArtifactError: the file has none, or of other sizes.
+        """
+        name = f"{site.key}.bundles"
+        self.check(name, bundle_specs(site, self.kind)[name])
+        return self.read(name, rows)
 
     def take(self, name: str, spec: Spec) -> torch.Tensor:
         """Tensor ``name``, which must be as in ``spec``. Raises ArtifactError."""

@@ -46,16 +46,23 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias
   }
   STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
                   ". Check the plan.");
+  args.bundles = bundles.const_data_ptr();
+  args.n_hot = n_hot;
+  const ScalarType like = quantized ? ScalarType::Float : bundles.scalar_type();
+  return with_settings(args, x, like, bias_gate, bias_up, bias_down, activation, activation_on_up, threshold,
+                       int8_activations);
+}
+
+FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const MaybeTensor& bias_gate,
+                      const MaybeTensor& bias_up, const MaybeTensor& bias_down, const std::string& activation,
+                      bool activation_on_up, double threshold, bool int8_activations) {
   STD_TORCH_CHECK(threshold >= 0, "pi2: threshold: expected 0 or more, found ", threshold, ". Check the plan.");
   args.x_dtype = float_dtype(x, "x");
-  const ScalarType like = quantized ? ScalarType::Float : bundles.scalar_type();
-  const char* wanted = quantized ? "float32 (the weights are quantised)" : "that of bundles";
+  const char* wanted = is_quantized(args.w_dtype) ? "float32 (the weights are quantised)" : "that of bundles";
   args.bias_gate = bias_data(bias_gate, "bias_gate", args.neurons, like, wanted);
   args.bias_up = bias_data(bias_up, "bias_up", args.neurons, like, wanted);
   args.bias_down = bias_data(bias_down, "bias_down", args.hidden, like, wanted);
   args.tokens = x.numel() / args.hidden;
-  args.bundles = bundles.const_data_ptr();
-  args.n_hot = n_hot;
   args.activation = activation_of(activation);
   args.activation_on_up = activation_on_up;
   args.threshold = static_cast<float>(threshold);

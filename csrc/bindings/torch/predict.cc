@@ -1,5 +1,5 @@
 // torch.ops.pi2.predict_*: which cold neurons to compute; predicted_ffn: that and the layer in one call.
-#include "pi2/predict.h"
+#include "bindings/torch/predict.h"
 
 #include <cmath>
 
@@ -121,6 +121,35 @@ Tensor predict_signbit(const Tensor& x, const Tensor& signs, int64_t columns, do
   return predicted(x, signbit_args(x, signs, columns, margin), columns, &pi2::predict_signbit);
 }
 
+}  // namespace
+
+AnyPredictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<Tensor>& tensors,
+                           const std::string& kind, double cut, const std::string& weights, bool int8_activations) {
+  const size_t least = kind == "lowrank" ? 4 : kind == "lowrank_q" ? 2 : kind == "signbit" ? 1 : 0;
+  STD_TORCH_CHECK(least > 0, "pi2: kind: expected lowrank, lowrank_q or signbit, found '", kind,
+                  "'. See torch_pi2.ops.reference.predicted_ffn.");
+  const size_t most = kind == "signbit" ? least : least + 1;  // low-rank ones may have a bias
+  STD_TORCH_CHECK(tensors.size() == least || tensors.size() == most, "pi2: predictor: expected ", least,
+                  most > least ? " tensors (and a bias)" : " tensor", " for kind ", kind, ", found ", tensors.size(),
+                  ". See torch_pi2.ops.reference.predicted_ffn.");
+  AnyPredictor made;
+  const MaybeTensor bias = tensors.size() > least ? MaybeTensor(tensors[least]) : std::nullopt;
+  made.is_signbit = kind == "signbit";
+  if (made.is_signbit)
+    made.signbit = signbit_args(x, tensors[0], args.hidden, cut);
+  else if (kind == "lowrank")
+    made.lowrank = lowrank_args(x, tensors[0], tensors[1], tensors[2], tensors[3], bias, cut);
+  else
+    made.lowrank = lowrank_q_args(x, tensors[0], tensors[1], bias, weights, int8_activations, cut);
+  const int64_t found = made.is_signbit ? made.signbit.cold : made.lowrank.cold;
+  STD_TORCH_CHECK(found == args.neurons - args.n_hot, "pi2: predictor: expected ", args.neurons - args.n_hot,
+                  " cold neurons (", args.neurons, " less ", args.n_hot, " hot), found ", found,
+                  ". Its rows are those of cold neurons in plan order.");
+  return made;
+}
+
+namespace {
+
 Tensor predicted_ffn(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                      const MaybeTensor& bias_down, std::vector<Tensor> predictor, std::string kind, double cut,
                      std::string predictor_weights, bool predictor_int8_activations, std::string activation,
@@ -128,35 +157,16 @@ Tensor predicted_ffn(const Tensor& x, const Tensor& bundles, const MaybeTensor& 
                      bool int8_activations) {
   FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
                           weights, int8_activations);
-  const size_t least = kind == "lowrank" ? 4 : kind == "lowrank_q" ? 2 : kind == "signbit" ? 1 : 0;
-  STD_TORCH_CHECK(least > 0, "pi2: kind: expected lowrank, lowrank_q or signbit, found '", kind,
-                  "'. See torch_pi2.ops.reference.predicted_ffn.");
-  const size_t most = kind == "signbit" ? least : least + 1;  // low-rank ones may have a bias
-  STD_TORCH_CHECK(predictor.size() == least || predictor.size() == most, "pi2: predictor: expected ", least,
-                  most > least ? " tensors (and a bias)" : " tensor", " for kind ", kind, ", found ", predictor.size(),
-                  ". See torch_pi2.ops.reference.predicted_ffn.");
-  const auto check_cold = [&](int64_t found) {
-    STD_TORCH_CHECK(found == args.neurons - n_hot, "pi2: predictor: expected ", args.neurons - n_hot, " cold neurons (",
-                    args.neurons, " less ", n_hot, " hot), found ", found,
-                    ". Its rows are those of cold neurons in plan order.");
-  };
+  const AnyPredictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
   const Tensor x_dense = dense(x);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   args.x = x_dense.const_data_ptr();
   args.y = out.mutable_data_ptr();
-  if (kind == "signbit") {
-    const SignbitArgs signbit = signbit_args(x, predictor[0], args.hidden, cut);
-    check_cold(signbit.cold);
-    if (args.tokens > 0) pi2::predicted_ffn(signbit, args, torch_threads());
-    return out;
-  }
-  const MaybeTensor bias = predictor.size() > least ? MaybeTensor(predictor[least]) : std::nullopt;
-  const LowrankArgs lowrank =
-      kind == "lowrank"
-          ? lowrank_args(x, predictor[0], predictor[1], predictor[2], predictor[3], bias, cut)
-          : lowrank_q_args(x, predictor[0], predictor[1], bias, predictor_weights, predictor_int8_activations, cut);
-  check_cold(lowrank.cold);
-  if (args.tokens > 0) pi2::predicted_ffn(lowrank, args, torch_threads());
+  if (args.tokens == 0) return out;
+  if (any.is_signbit)
+    pi2::predicted_ffn(any.signbit, args, torch_threads());
+  else
+    pi2::predicted_ffn(any.lowrank, args, torch_threads());
   return out;
 }
 

@@ -1,0 +1,178 @@
+// torch.ops.pi2.store_*: stores, by number; stored_ffn: a layer whose neurons are in one.
+#include "pi2/offload.h"
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "bindings/torch/ffn.h"
+#include "bindings/torch/predict.h"
+#include "core/crc32c.h"
+
+namespace pi2::binding {
+namespace {
+
+// Open stores. A call holds its store, so that closing it meanwhile is harmless.
+std::mutex stores_mutex;
+std::map<int64_t, std::shared_ptr<Offload>>& stores() {
+  static auto* const all = new std::map<int64_t, std::shared_ptr<Offload>>();  // never destroyed: threads may still run
+  return *all;
+}
+
+std::shared_ptr<Offload> store_of(int64_t number) {
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  const auto found = stores().find(number);
+  STD_TORCH_CHECK(found != stores().end(), "pi2: store: expected an open one, found number ", number,
+                  ", which is closed or never was. Load the model again.");
+  return found->second;
+}
+
+int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, std::string policy, int64_t io_threads,
+                   bool direct, bool verify, bool pipeline, int64_t window, int64_t in_flight, int64_t run_bytes) {
+  OffloadOptions options;
+  options.cache_bytes = cache_bytes;
+  options.engine = engine;
+  options.policy = policy;
+  options.io_threads = static_cast<int>(io_threads);
+  options.direct = direct;
+  options.verify = verify;
+  options.pipeline = pipeline;
+  options.window = window;
+  options.in_flight = in_flight;
+  options.run_bytes = run_bytes;
+  std::string problem;
+  std::shared_ptr<Offload> made = Offload::open(path, options, &problem);
+  STD_TORCH_CHECK(made != nullptr, "pi2: store ", path, ": ", problem);
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  static int64_t next = 1;
+  stores()[next] = made;
+  return next++;
+}
+
+bool store_close(int64_t store) {
+  std::shared_ptr<Offload> last;  // destroyed after the lock is given back: it waits for reads
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  const auto found = stores().find(store);
+  if (found == stores().end()) return false;
+  last = std::move(found->second);
+  stores().erase(found);
+  return true;
+}
+
+// [layers, 5]: neurons, hidden size, rows per neuron, number of the dtype, hot neurons.
+Tensor store_layers(int64_t store) {
+  const std::shared_ptr<Offload> offload = store_of(store);
+  Tensor out = torch::stable::empty({offload->layers(), 5}, ScalarType::Long);
+  auto* values = static_cast<int64_t*>(out.mutable_data_ptr());
+  for (int64_t l = 0; l < offload->layers(); ++l) {
+    const FfnArgs shape = offload->shape(l);
+    const int64_t numbers[] = {shape.neurons, shape.hidden, shape.rows, static_cast<int64_t>(shape.w_dtype),
+                               shape.n_hot};
+    for (const int64_t number : numbers) *values++ = number;
+  }
+  return out;
+}
+
+// Returns "" or what went wrong.
+std::string store_preload(int64_t store) { return store_of(store)->preload(); }
+
+std::string store_describe(int64_t store) { return store_of(store)->describe(); }
+
+// In the order of torch_pi2.runtime.offload.STATISTICS.
+Tensor store_stats(int64_t store, bool reset) {
+  const OffloadStats s = store_of(store)->stats(reset);
+  const int64_t all[] = {s.calls,   s.wanted,  s.hits,  s.reads,    s.bytes_read, s.evictions,   s.uncached,
+                         s.wait_ns, s.busy_ns, s.io_ns, s.resident, s.slots,      s.cache_bytes, s.staging_bytes};
+  Tensor out = torch::stable::empty({static_cast<int64_t>(std::size(all))}, ScalarType::Long);
+  std::copy(std::begin(all), std::end(all), static_cast<int64_t*>(out.mutable_data_ptr()));
+  return out;
+}
+
+ScalarType bias_type(DType w_dtype) {
+  return w_dtype == DType::kBF16 ? ScalarType::BFloat16 : w_dtype == DType::kF16 ? ScalarType::Half : ScalarType::Float;
+}
+
+Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTensor& bias_gate,
+                  const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
+                  std::string kind, double cut, std::string predictor_weights, bool predictor_int8_activations,
+                  std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
+                  bool int8_activations) {
+  const std::shared_ptr<Offload> offload = store_of(store);
+  STD_TORCH_CHECK(layer >= 0 && layer < offload->layers(), "pi2: layer: expected 0 to ", offload->layers() - 1,
+                  ", found ", layer, ". The store is of another model.");
+  check_plain(x, "x");
+  FfnArgs args = offload->shape(layer);
+  check_hidden(x, args.hidden);
+  STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
+                  ". Check the plan.");
+  args.n_hot = n_hot;
+  STD_TORCH_CHECK(!int8_activations || is_quantized(args.w_dtype),
+                  "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
+  args = with_settings(args, x, bias_type(args.w_dtype), bias_gate, bias_up, bias_down, activation, activation_on_up,
+                       threshold, int8_activations);
+  const Tensor x_dense = dense(x);
+  Tensor out = torch::stable::new_empty(x, x.sizes());
+  args.x = x_dense.const_data_ptr();
+  args.y = out.mutable_data_ptr();
+  std::string problem;
+  if (kind == "none") {
+    STD_TORCH_CHECK(predictor.empty(), "pi2: predictor: expected no tensors for kind none, found ", predictor.size(),
+                    ". See torch_pi2.ops.reference_store.stored_ffn.");
+    if (args.tokens > 0) problem = offload->ffn(layer, args, torch_threads());
+  } else {
+    const AnyPredictor any =
+        any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
+    if (args.tokens > 0)
+      problem = any.is_signbit ? offload->ffn(layer, any.signbit, args, torch_threads())
+                               : offload->ffn(layer, any.lowrank, args, torch_threads());
+  }
+  STD_TORCH_CHECK(problem.empty(), "pi2: reading the neuron store: ", problem);
+  return out;
+}
+
+// CRC32C of each row of a contiguous uint8 [n, bytes]: int64 [n].
+Tensor crc32c_rows(const Tensor& rows) {
+  check_plain(rows, "rows");
+  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Byte && rows.dim() == 2 && rows.is_contiguous(),
+                  "pi2: rows: expected contiguous uint8 [n, bytes], found ", shape_of(rows),
+                  rows.scalar_type() == ScalarType::Byte ? "" : " of another dtype", ". Call .contiguous().");
+  Tensor out = torch::stable::empty({rows.size(0)}, ScalarType::Long);
+  const auto* data = static_cast<const char*>(rows.const_data_ptr());
+  auto* sums = static_cast<int64_t*>(out.mutable_data_ptr());
+  const auto bytes = static_cast<size_t>(rows.size(1));
+  for (int64_t i = 0; i < rows.size(0); ++i) sums[i] = crc32c(data + static_cast<size_t>(i) * bytes, bytes);
+  return out;
+}
+
+}  // namespace
+}  // namespace pi2::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
+  m.def(
+      "store_open(str path, int cache_bytes, str engine, str policy, int io_threads, bool direct, bool verify, "
+      "bool pipeline, int window, int in_flight, int run_bytes) -> int");
+  m.def("store_close(int store) -> bool");
+  m.def("store_layers(int store) -> Tensor");
+  m.def("store_preload(int store) -> str");
+  m.def("store_describe(int store) -> str");
+  m.def("store_stats(int store, bool reset) -> Tensor");
+  m.def(
+      "stored_ffn(Tensor x, int store, int layer, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
+      "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
+      "str activation, bool activation_on_up, int n_hot, float threshold, bool int8_activations=False) -> Tensor");
+  m.def("crc32c(Tensor rows) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
+  m.impl("store_open", TORCH_BOX(&pi2::binding::store_open));
+  m.impl("store_close", TORCH_BOX(&pi2::binding::store_close));
+  m.impl("store_layers", TORCH_BOX(&pi2::binding::store_layers));
+  m.impl("store_preload", TORCH_BOX(&pi2::binding::store_preload));
+  m.impl("store_describe", TORCH_BOX(&pi2::binding::store_describe));
+  m.impl("store_stats", TORCH_BOX(&pi2::binding::store_stats));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
+  m.impl("stored_ffn", TORCH_BOX(&pi2::binding::stored_ffn));
+  m.impl("crc32c", TORCH_BOX(&pi2::binding::crc32c_rows));
+}

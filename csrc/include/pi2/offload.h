@@ -1,0 +1,71 @@
+// Feed-forward layers whose neurons are in a store on flash: a cache of bundles under a byte budget, and a pipeline in
+// which chunks of neurons are computed while the bundles of others are read (PowerInfer-2, sections 4.2 to 4.4).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "pi2/ffn.h"
+#include "pi2/predict.h"
+
+namespace pi2 {
+
+struct OffloadOptions {
+  std::int64_t cache_bytes = 0;  // for neurons in memory; what reads pass through (staging_bytes) comes on top
+  std::string engine = "pread";  // pread, io_uring; mmap: computed where it is mapped, without a cache
+  std::string policy = "lru";    // lru, sieve, static
+  int io_threads = 16;           // of pread; depth of io_uring
+  bool direct = true;            // O_DIRECT where it works
+  bool verify = true;            // checksums of everything read
+  bool pipeline = true;          // false: computing begins when every read of a layer is over
+  std::int64_t window = 0;       // > 0: neurons not used in so many last tokens of their layer leave ("LLM in a flash")
+  std::int64_t in_flight = 8;    // chunks of a layer whose reads may be under way together
+  std::int64_t run_bytes = 1 << 18;  // neighbours are read together, up to this
+};
+
+struct OffloadStats {
+  std::int64_t calls = 0;
+  std::int64_t wanted = 0, hits = 0;  // bundles
+  std::int64_t reads = 0, bytes_read = 0;
+  std::int64_t evictions = 0;
+  std::int64_t uncached = 0;             // read for one use: every slot was taken by the same call
+  std::int64_t wait_ns = 0;              // of all workers, waiting for bundles
+  std::int64_t busy_ns = 0;              // of all workers, from a call's beginning to its end
+  std::int64_t io_ns = 0;                // with at least one read under way
+  std::int64_t resident = 0, slots = 0;  // bundles in the cache now, and room for
+  std::int64_t cache_bytes = 0, staging_bytes = 0;
+};
+
+// One open store. Calls from several threads take turns. Not usable in a forked child, which has none of its threads:
+// calls there fail.
+class Offload {
+ public:
+  // Null and a reason, if the file is not a sound store or an option makes no sense.
+  static std::unique_ptr<Offload> open(const std::string& path, const OffloadOptions& options, std::string* problem);
+  ~Offload();
+
+  std::int64_t layers() const;
+  // Sizes of a layer as sparse_ffn wants them: hidden, neurons, rows, w_dtype.
+  FfnArgs shape(std::int64_t layer) const;
+
+  // As sparse_ffn and predicted_ffn, with the neurons of a layer: the same bits. Returns "" or why reading failed; the
+  // next call may work.
+  std::string ffn(std::int64_t layer, FfnArgs args, const ParallelFor& parallel);
+  std::string ffn(std::int64_t layer, const LowrankArgs& predictor, FfnArgs args, const ParallelFor& parallel);
+  std::string ffn(std::int64_t layer, const SignbitArgs& predictor, FfnArgs args, const ParallelFor& parallel);
+
+  // Fills free slots with the first neurons of every layer (a store is ordered by frequency), in large reads.
+  std::string preload();
+
+  OffloadStats stats(bool reset);
+  // Engine in use, and whether reads are direct: "pread, direct".
+  std::string describe() const;
+
+ private:
+  struct State;
+  explicit Offload(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace pi2

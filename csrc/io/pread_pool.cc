@@ -1,0 +1,71 @@
+// Blocking reads on threads of our own (design D9): they sleep in the kernel, so that more of them than cores pay.
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/store_file.h"
+#include "pi2/read_engine.h"
+
+namespace pi2 {
+namespace {
+
+class PreadPool final : public ReadEngine {
+ public:
+  PreadPool(int descriptor, int threads, ReadDone done) : descriptor_(descriptor), done_(done) {
+    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+  }
+
+  ~PreadPool() override {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      over_ = true;
+    }
+    some_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  void submit(const Read* reads, std::int64_t count) override {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      queue_.insert(queue_.end(), reads, reads + count);
+    }
+    if (count == 1)
+      some_.notify_one();
+    else
+      some_.notify_all();
+  }
+
+  const char* name() const override { return "pread"; }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      some_.wait(lock, [this] { return over_ || !queue_.empty(); });
+      if (queue_.empty()) return;  // over, and nothing is left
+      const Read read = queue_.front();
+      queue_.pop_front();
+      lock.unlock();
+      done_.call(done_.context, read, read_fully(descriptor_, read.into, read.bytes, read.offset));
+      lock.lock();
+    }
+  }
+
+  int descriptor_;
+  ReadDone done_;
+  std::mutex mutex_;
+  std::condition_variable some_;
+  std::deque<Read> queue_;
+  bool over_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<ReadEngine> pread_engine(int descriptor, int threads, ReadDone done) {
+  return std::make_unique<PreadPool>(descriptor, threads < 1 ? 1 : threads, done);
+}
+
+}  // namespace pi2

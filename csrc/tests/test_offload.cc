@@ -1,0 +1,265 @@
+// Layers from a store against the same layers in memory: the same bits for every engine, policy, budget and number of
+// threads; and what happens when reading goes wrong.
+#include <fcntl.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "pi2/offload.h"
+#include "pi2/thread_pool.h"
+#include "tests/store_fixture.h"
+
+namespace {
+
+using namespace pi2;
+using namespace pi2_test;
+
+struct Inputs {
+  std::vector<float> x, y;
+  std::vector<std::uint8_t> active;
+  std::vector<float> bias_gate, bias_down;
+};
+
+Inputs inputs(std::mt19937& rng, const StoreLayer& l, std::int64_t tokens, unsigned one_in) {
+  Inputs in;
+  in.x = floats(rng, tokens * l.hidden);
+  in.y.assign(static_cast<std::size_t>(tokens * l.hidden), -1.0f);
+  for (std::int64_t i = 0; i < tokens * (l.neurons - l.n_hot); ++i) in.active.push_back(rng() % one_in == 0);
+  in.bias_gate = floats(rng, l.neurons);
+  in.bias_down = floats(rng, l.hidden);
+  return in;
+}
+
+FfnArgs arguments(const StoreLayer& l, Inputs* in, std::int64_t tokens, bool masked) {
+  FfnArgs args;
+  args.x = in->x.data();
+  args.y = in->y.data();
+  args.tokens = tokens;
+  args.hidden = l.hidden;
+  args.neurons = l.neurons;
+  args.rows = l.rows;
+  args.w_dtype = l.w_dtype;
+  args.n_hot = l.n_hot;
+  args.active = masked ? in->active.data() : nullptr;
+  if (is_quantized(l.w_dtype)) {
+    if (l.rows == 3) args.bias_gate = in->bias_gate.data();
+    args.bias_down = in->bias_down.data();
+  }
+  return args;
+}
+
+std::unique_ptr<Offload> opened(const StoreFixture& store, const OffloadOptions& options) {
+  std::string problem;
+  std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
+  if (problem.find("io_uring is not available") != std::string::npos) return nullptr;
+  PI2_CHECK(offload != nullptr, "%s", problem.c_str());
+  return offload;
+}
+
+long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype,
+                std::int64_t n_hot) {
+  const StoreFixture store(rng, 2, neurons, rows, hidden, dtype, n_hot);
+  long cases = 0;
+  const std::int64_t bundle = (store.layers[0].bundle_bytes() + 63) / 64 * 64;
+  std::vector<OffloadOptions> all;
+  for (const char* engine : {"pread", "io_uring", "mmap"}) {
+    for (const char* policy : {"lru", "sieve", "static"}) {
+      for (const std::int64_t slots : {std::int64_t{0}, std::int64_t{5}, neurons / 3, 2 * neurons}) {
+        OffloadOptions options;
+        options.engine = engine;
+        options.policy = policy;
+        options.cache_bytes = slots * bundle;
+        options.direct = slots != 5;
+        options.pipeline = slots != neurons / 3;
+        options.in_flight = 1 + slots % 3;
+        options.io_threads = 3;
+        options.run_bytes = slots == 5 ? 1 : 4096;
+        options.window = slots == 5 ? 2 : 0;
+        all.push_back(options);
+        if (std::strcmp(engine, "mmap") == 0) break;
+      }
+    }
+  }
+  for (const OffloadOptions& options : all) {
+    const std::unique_ptr<Offload> offload = opened(store, options);
+    if (offload == nullptr) continue;
+    if (cases % 2 == 0) {
+      const std::string wrong = offload->preload();
+      PI2_CHECK(wrong.empty(), "%s", wrong.c_str());
+    }
+    for (int round = 0; round < 6; ++round) {
+      const std::int64_t layer = round % 2, tokens = round < 4 ? 1 : 3;
+      const StoreLayer& l = store.layers[static_cast<std::size_t>(layer)];
+      Inputs in = inputs(rng, l, tokens, round == 3 ? 1 : 5);
+      FfnArgs args = arguments(l, &in, tokens, round != 2);
+      args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
+      sparse_ffn(args, serial());
+      const std::vector<float> wanted = in.y;
+      std::fill(in.y.begin(), in.y.end(), -1.0f);
+      args.bundles = nullptr;
+      ThreadPool pool(1 + round % 3);
+      const std::string wrong = offload->ffn(layer, args, pool.parallel());
+      PI2_CHECK(wrong.empty(), "%s", wrong.c_str());
+      PI2_CHECK(std::memcmp(wanted.data(), in.y.data(), wanted.size() * sizeof(float)) == 0,
+                "%s %s, %ld bytes: round %d differs", options.engine.c_str(), options.policy.c_str(),
+                static_cast<long>(options.cache_bytes), round);
+      ++cases;
+    }
+    const OffloadStats stats = offload->stats(true);
+    PI2_CHECK(stats.calls == 6 && stats.hits <= stats.wanted && stats.resident <= stats.slots, "statistics");
+    if (options.engine != "mmap") {
+      PI2_CHECK(stats.cache_bytes <= options.cache_bytes, "%ld bytes of cache", static_cast<long>(stats.cache_bytes));
+      PI2_CHECK((stats.bytes_read == 0) == (stats.reads == 0) && stats.reads <= stats.wanted - stats.hits,
+                "%ld reads for %ld bundles", static_cast<long>(stats.reads),
+                static_cast<long>(stats.wanted - stats.hits));
+      PI2_CHECK(options.cache_bytes > 0 || stats.hits == 0, "hits without a cache");
+    }
+    PI2_CHECK(offload->stats(false).wanted == 0, "reset");
+  }
+  return cases;
+}
+
+// A whole cache: nothing is read twice. A flipped byte: an error that says where, as often as it is asked for, and
+// right results before and after.
+long check_faults(std::mt19937& rng) {
+  StoreFixture store(rng, 2, 300, 3, 64, DType::kQ4);
+  OffloadOptions options;
+  options.cache_bytes = 1 << 20;
+  options.engine = "pread";
+  const StoreLayer& l = store.layers[1];
+  Inputs in = inputs(rng, l, 1, 3);
+  std::fill(in.active.begin(), in.active.begin() + 100, static_cast<std::uint8_t>(1));
+  FfnArgs args = arguments(l, &in, 1, true);
+  args.bundles = store.bundles[1].data();
+  sparse_ffn(args, serial());
+  const std::vector<float> wanted = in.y;
+  args.bundles = nullptr;
+  ThreadPool pool(2);
+  const auto same = [&] { return std::memcmp(wanted.data(), in.y.data(), wanted.size() * sizeof(float)) == 0; };
+  const auto flip = [&](std::int64_t at) {
+    const int file = open(store.path.c_str(), O_RDWR);
+    char byte = 0;
+    PI2_CHECK(pread(file, &byte, 1, at) == 1, "pread");
+    byte = static_cast<char>(byte ^ 16);
+    PI2_CHECK(pwrite(file, &byte, 1, at) == 1, "pwrite");
+    close(file);
+  };
+  for (const bool pipeline : {true, false}) {
+    options.pipeline = pipeline;
+    const std::unique_ptr<Offload> offload = opened(store, options);
+    const std::int64_t bad = l.slots + 42 * l.slot_bytes + 17;
+    flip(bad);
+    for (int i = 0; i < 3; ++i) {
+      const std::string found = offload->ffn(1, args, pool.parallel());
+      PI2_CHECK(found == "layer 1, neuron 42 at " + std::to_string(l.slots + 42 * l.slot_bytes) +
+                             ": its checksum does not match",
+                "found '%s'", found.c_str());
+    }
+    Inputs other = inputs(rng, store.layers[0], 1, 2);
+    PI2_CHECK(offload->ffn(0, arguments(store.layers[0], &other, 1, true), pool.parallel()).empty(), "another layer");
+    flip(bad);
+    PI2_CHECK(offload->ffn(1, args, pool.parallel()).empty() && same(), "after the repair");
+    offload->stats(true);
+    PI2_CHECK(offload->ffn(1, args, pool.parallel()).empty() && same(), "from the cache");
+    PI2_CHECK(offload->stats(false).bytes_read == 0, "read again");
+  }
+  // Slots' padding is nobody's: not checked, not read.
+  const std::unique_ptr<Offload> padded = opened(store, options);
+  flip(l.slots + 43 * l.slot_bytes + l.bundle_bytes());
+  PI2_CHECK(padded->ffn(1, args, pool.parallel()).empty() && same(), "padding");
+  // The file becomes shorter while it is open.
+  const std::unique_ptr<Offload> cut = opened(store, options);
+  PI2_CHECK(truncate(store.path.c_str(), l.slots + 10 * l.slot_bytes) == 0, "truncate");
+  const std::string found = cut->ffn(1, args, pool.parallel());
+  PI2_CHECK(found.find("layer 1, neuron ") == 0 && found.find("Input/output error") != std::string::npos, "found '%s'",
+            found.c_str());
+  PI2_CHECK(cut->preload().find("Input/output error") != std::string::npos, "preload of a file cut short");
+  store.write();
+  PI2_CHECK(cut->ffn(1, args, pool.parallel()).empty() && same(), "after it is whole again");
+  return 12;
+}
+
+// Two threads on one store, and two stores of one file.
+long check_company(std::mt19937& rng) {
+  const StoreFixture store(rng, 2, 200, 3, 64, DType::kQ4);
+  OffloadOptions options;
+  options.cache_bytes = 40 * 320;
+  options.io_threads = 4;
+  const std::unique_ptr<Offload> shared = opened(store, options), own = opened(store, options);
+  std::vector<Inputs> in;
+  std::vector<std::vector<float>> wanted;
+  for (int i = 0; i < 4; ++i) {
+    in.push_back(inputs(rng, store.layers[0], 1, 3));
+    FfnArgs args = arguments(store.layers[0], &in.back(), 1, true);
+    args.bundles = store.bundles[0].data();
+    sparse_ffn(args, serial());
+    wanted.push_back(in.back().y);
+  }
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      for (int round = 0; round < 20; ++round) {
+        FfnArgs args = arguments(store.layers[0], &in[static_cast<std::size_t>(i)], 1, true);
+        const std::string wrong = (i < 3 ? shared : own)->ffn(0, args, serial());
+        PI2_CHECK(wrong.empty() && in[static_cast<std::size_t>(i)].y == wanted[static_cast<std::size_t>(i)],
+                  "thread %d: %s", i, wrong.c_str());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return 80;
+}
+
+long check_fork(std::mt19937& rng) {
+  const StoreFixture store(rng, 1, 64, 2, 32, DType::kF32);
+  const std::unique_ptr<Offload> offload = opened(store, OffloadOptions());
+  Inputs in = inputs(rng, store.layers[0], 1, 2);
+  FfnArgs args = arguments(store.layers[0], &in, 1, true);
+  const pid_t child = fork();
+  if (child == 0) {
+    const bool refused = offload->ffn(0, args, serial()).find("in another process (fork)") != std::string::npos &&
+                         offload->preload().find("in another process (fork)") != std::string::npos;
+    _exit(refused ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  PI2_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked child");
+  PI2_CHECK(offload->ffn(0, args, serial()).empty(), "its parent");
+  return 2;
+}
+
+long check_options(std::mt19937& rng) {
+  const StoreFixture store(rng, 1, 64, 2, 32, DType::kF32);
+  std::string problem;
+  OffloadOptions options;
+  options.engine = "tape";
+  PI2_CHECK(Offload::open(store.path, options, &problem) == nullptr &&
+                problem == "engine: expected pread, io_uring or mmap, found 'tape'",
+            "%s", problem.c_str());
+  options = OffloadOptions();
+  options.policy = "clock";
+  PI2_CHECK(Offload::open(store.path, options, &problem) == nullptr &&
+                problem == "policy: expected lru, sieve or static, found 'clock'",
+            "%s", problem.c_str());
+  options = OffloadOptions();
+  options.cache_bytes = -1;
+  PI2_CHECK(Offload::open(store.path, options, &problem) == nullptr && problem.find("options: expected") == 0, "%s",
+            problem.c_str());
+  return 3;
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 rng(9);
+  long cases = check_options(rng);
+  cases += check_bits(rng, 150, 3, 96, DType::kQ4, 10);
+  cases += check_bits(rng, 70, 2, 33, DType::kF32, 0);
+  cases += check_bits(rng, 300, 3, 64, DType::kBF16, 300);
+  cases += check_faults(rng);
+  cases += check_company(rng);
+  cases += check_fork(rng);
+  return finish("test_offload", cases);
+}

@@ -1,0 +1,886 @@
+"""Neuron stores: the bytes of the format, packing that survives kills, and damage that is always noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tiny_models import tiny
+
+import torch_pi2
+from torch_pi2.checkpoint import load_dense
+from torch_pi2.cli import main
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
+from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.predict import load_predictors
+from torch_pi2.runtime.files import resumable_folder
+from torch_pi2.store import pack as packing
+from torch_pi2.store.crc32c import crc32c, crc32c_by_table, has_operator
+from torch_pi2.store.sparse import load_sparse
+from torch_pi2.store.storefile import StoreReader, open_weights, tensor_check
+from torch_pi2.store.superblock import LayerEntry, Superblock, slot_bytes
+from torch_pi2.store.tensorfile import Spec, TensorReader, TensorWriter
+from torch_pi2.store.weights import bundle_specs, metadata
+
+HASH = "0123456789abcdef" * 4
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 104,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 80,
+}
+
+
+def toy(folder: Path, neurons: tuple[int, ...] = (50, 9), hidden: int = 40, *, model_hash: str = HASH) -> Path:
+    """A quantised folder of random bytes; every other layer has no gate."""
+    g = torch.Generator().manual_seed(0)
+    layers = []
+    for i, size in enumerate(neurons):
+        gate = None if i % 2 else LinearRef(f"layers.{i}.gate.weight")
+        up, down = LinearRef(f"layers.{i}.up.weight", f"layers.{i}.up.bias"), LinearRef(f"layers.{i}.down.weight")
+        site = FFNSite(f"layers.{i}", 3 + i, "relu", False, gate, up, down, hidden, size, f"layers.{i}")
+        order = torch.randperm(size, generator=g).to(torch.int32)
+        layers.append(LayerPlan(site, "dense" if i % 2 else "exact", 5, order))
+    plan = Plan(layers, model_hash, {"planner": "test"})
+    specs = {"lm_head.weight": Spec((70, 36), torch.uint8), "embed": Spec((70, hidden), torch.bfloat16)}
+    specs |= {"norm": Spec((3,), torch.float32), "number": Spec((), torch.float32), "none": Spec((0, 4), torch.float16)}
+    for layer in layers:
+        specs |= bundle_specs(layer.site, "int4")
+    about = metadata("int4", model_hash, {"lm_head": hidden}, {layer.site.key: "owner" for layer in layers})
+    with TensorWriter(folder / "pi2" / "weights.safetensors", specs, about) as out:
+        for name, spec in specs.items():
+            data = torch.randint(0, 256, (spec.nbytes,), generator=g, dtype=torch.uint8)
+            out.write_bytes(name, data, 0)
+    plan.save(folder / "pi2")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``in``, a quantised folder, and ``out``, its store."""
+    root = tmp_path_factory.mktemp("toys")
+    torch_pi2.pack(toy(root / "in"), root / "out")
+    return root
+
+
+def store_of(folder: Path) -> Path:
+    return folder / "pi2" / "model.pi2"
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(3, 19)[None].view(2, 8)).logits.float()
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# --- bytes ---
+
+
+def test_checksums_are_castagnolis() -> None:
+    rows = torch.tensor([list(b"123456789")], dtype=torch.uint8)
+    assert int(crc32c_by_table(rows)[0]) == 0xE3069283
+    # RFC 3720, B.4
+    vectors = {0x8A9136AA: [0] * 32, 0x62A8AB43: [255] * 32, 0x46DD794E: list(range(32)), 0x113FDB5C: range(31, -1, -1)}
+    found = crc32c_by_table(torch.tensor([list(v) for v in vectors.values()], dtype=torch.uint8))
+    assert found.tolist() == list(vectors)
+    assert crc32c_by_table(torch.empty((0, 7), dtype=torch.uint8)).shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1500, 54), (2, 4099), (1, 0)])
+def test_both_ways_to_checksums_agree(shape: tuple[int, int]) -> None:
+    rows = torch.randint(0, 256, shape, dtype=torch.uint8)
+    found = crc32c_by_table(rows)
+    assert (found.dtype, found.shape) == (torch.int64, shape[:1])
+    if not has_operator():
+        pytest.skip("no operator to compare with")
+    assert torch.equal(crc32c(rows), found)
+
+
+def test_superblock_to_the_byte(toys: Path) -> None:
+    """What the core parses; layers of 50 gated and 9 plain neurons of 40 numbers."""
+    data = store_of(toys / "out").read_bytes()
+    assert data[:8] == (4096 - 8).to_bytes(8, "little")
+    block = data[4096:8192]
+    assert block[:12] == b"PI2STORE" + bytes.fromhex("01000000")
+    assert block[16:72] == bytes.fromhex("0010000000000000") + len(data).to_bytes(8, "little") + bytes.fromhex(
+        "0200000000100000" + HASH
+    )
+    assert block[128:176].hex() == (
+        "0020000000000000"  # slots at 8192, after the superblock
+        "00a2000000000000"  # checksums after the slots of both layers
+        "32000000"
+        "28000000"
+        "03000000"
+        "04000000"  # 50 neurons, hidden 40, 3 rows, int4
+        "00020000"
+        "24000000"
+        "05000000"
+        "03000000"  # slots of 512, rows of 36 bytes, 5 hot, layer 3
+    )
+    assert block[256:304].hex() == (
+        "0090000000000000"  # on the next page
+        "c8a2000000000000"
+        "09000000"
+        "28000000"
+        "02000000"
+        "04000000"
+        "00020000"
+        "24000000"
+        "09000000"
+        "04000000"  # dense: all are hot
+    )
+    assert not any(block[72:128] + block[176:256] + block[304:])
+    checked = torch.frombuffer(bytearray(block[:12] + bytes(4) + block[16:]), dtype=torch.uint8)
+    assert block[12:16] == int(crc32c_by_table(checked[None])[0]).to_bytes(4, "little")
+    parsed = Superblock.parse(block)
+    assert parsed.layers[0] == LayerEntry(8192, 0xA200, 50, 40, 3, 4, 512, 36, 5, 3)
+    assert (parsed.pack(), parsed.layers[0].bundle_bytes) == (block, 108)
+
+
+def test_superblocks_of_many_layers_take_more_pages() -> None:
+    entry = LayerEntry(8192, 0, 1, 32, 2, 4, 512, 18, 0, 0)
+    for layers, pages in ((1, 1), (31, 1), (32, 2), (1000, 32)):
+        data = Superblock(1, b"h" * 32, (entry,) * layers).pack()
+        assert len(data) == 4096 * pages
+        assert len(Superblock.parse(data).layers) == layers
+
+
+def test_slots() -> None:
+    assert [slot_bytes(n) for n in (54, 512, 513, 4095, 4096, 4097, 6912)] == [512, 512, 1024, 4096, 4096, 8192, 8192]
+    assert [slot_bytes(6912, align) for align in (512, 1024, 16384)] == [7168, 7168, 16384]
+
+
+def test_the_file_is_laid_out_as_documented(toys: Path) -> None:
+    with StoreReader(store_of(toys / "out")) as store:
+        in_order = sorted(store.specs, key=lambda name: (store.offset(name), store.specs[name].nbytes))
+        assert [n for n in in_order if n != "none"][:7] == [
+            "pi2.superblock",
+            "layers.0.bundles",
+            "pi2.padding.0",
+            "layers.1.bundles",
+            "layers.0.checks",
+            "layers.1.checks",
+            "pi2.padding.1",
+        ]
+        assert store.offset("pi2.padding.1") + store.specs["pi2.padding.1"].nbytes == 0xB000
+        regions = store.regions()
+        assert sum(regions.values()) == store.file_bytes == store_of(toys / "out").stat().st_size
+        assert regions["bundles"] == 50 * 108 + 9 * 72
+        assert regions["slot_padding"] == 59 * 512 - regions["bundles"]
+        assert regions["linears"] == 70 * 36
+    tensors = load_file(str(store_of(toys / "out")))
+    assert not tensors["layers.0.bundles"][:, 108:].any()
+    checks = tensors["layers.0.checks"].numpy().view("<u4").tolist()
+    assert checks == crc32c_by_table(tensors["layers.0.bundles"][:, :108].contiguous()).tolist()
+
+
+@pytest.mark.parametrize("align", [None, 512, 8192])
+def test_everything_comes_back(tmp_path: Path, align: int | None) -> None:
+    source = toy(tmp_path / "in", (50, 9, 33))
+    report = torch_pi2.pack(source, tmp_path / "out", slot_align=align)
+    with TensorReader(source / "pi2" / "weights.safetensors") as old, StoreReader(store_of(tmp_path / "out")) as new:
+        for i, key in enumerate(new.keys):
+            wanted = old.read(f"{key}.bundles")
+            assert torch.equal(new.read_layer(i), wanted)
+            assert torch.equal(new.read_layer(i, (3, 8)), wanted[3:8])
+            assert new.entries[i].slot_bytes == (align or 512)
+        for name in new.checks:
+            assert old.spec(name) == new.spec(name)
+            assert torch.equal(raw(new.read(name)), raw(old.read(name)))
+        assert {*new.checks} == {n for n in old.specs if not n.endswith(".bundles")}
+        assert new.verify() == sum(new.regions()[part] for part in ("superblock", "bundles", "linears", "floats"))
+        assert json.loads(new.metadata["provenance"])["from"] == "torch_pi2.weights"
+        for name in ("linears", "sites", "weights", "model_hash"):
+            assert new.metadata[name] == old.metadata[name]
+        assert report.regions == new.regions()
+        assert (report.layers, report.neurons, report.resumed_layers) == (3, 92, 0)
+        assert report.file_bytes == new.file_bytes
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    assert sorted(os.listdir(tmp_path / "out" / "pi2")) == ["model.pi2", "plan.json", "plan.safetensors"]
+
+
+def test_pieces_do_not_show(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("pack", "storefile"):
+        monkeypatch.setattr(f"torch_pi2.store.{module}.PIECE", 4096)
+    torch_pi2.pack(toys / "in", tmp_path / "out")
+    assert store_of(tmp_path / "out").read_bytes() == store_of(toys / "out").read_bytes()
+    with StoreReader(store_of(tmp_path / "out")) as store:
+        store.verify()
+    torch_pi2.pack(toys / "out", tmp_path / "again")  # a store, packed once more
+    with StoreReader(store_of(tmp_path / "again")) as store:
+        store.verify()
+        assert json.loads(store.metadata["provenance"])["from"] == "torch_pi2.store"
+        old = load_file(str(store_of(toys / "out")))
+        assert all(torch.equal(raw(t), raw(old[n])) for n, t in load_file(str(store_of(tmp_path / "again"))).items())
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "opt", "phi3"])
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_store_is_the_model_it_was_packed_from(tmp_path: Path, name: str, weights: str) -> None:
+    tiny(name).save_pretrained(tmp_path / "float")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "q", weights)
+    torch_pi2.pack(tmp_path / "q", tmp_path / "store")
+    packed = torch_pi2.load(tmp_path / "store")
+    assert torch.equal(logits(packed), logits(torch_pi2.load(tmp_path / "q")))
+    assert torch.equal(logits(load_dense(tmp_path / "store")), logits(load_dense(tmp_path / "q")))
+    report = torch_pi2.pack(tmp_path / "float", tmp_path / "direct", weights=weights)
+    assert store_of(tmp_path / "direct").read_bytes() == store_of(tmp_path / "store").read_bytes()
+    assert report.bytes_written >= report.file_bytes - 4096
+    torch_pi2.save(packed, tmp_path / "saved")  # in memory it is a quantised model like any other
+    files = [load_file(str(tmp_path / n / "pi2" / "weights.safetensors")) for n in ("q", "saved")]
+    assert all(torch.equal(files[0][n], files[1][n]) for n in files[0])
+    assert sorted(os.listdir(tmp_path)) == ["direct", "float", "q", "saved", "store"]
+
+
+def test_predictors_and_configuration_come_along(tmp_path: Path) -> None:
+    torch_pi2.synthetic(tmp_path / "q", SMALL, rank=16)
+    (tmp_path / "q" / "tokenizer.json").write_text("{}")
+    torch_pi2.pack(tmp_path / "q", tmp_path / "store")
+    plan = Plan.load(tmp_path / "store" / "pi2")
+    assert load_predictors(tmp_path / "store" / "pi2", model_hash=plan.model_hash).keys() == plan.by_key().keys()
+    assert (tmp_path / "store" / "tokenizer.json").is_file()
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "store")), logits(torch_pi2.load(tmp_path / "q")))
+    with StoreReader(store_of(tmp_path / "store")) as store:
+        assert json.loads(store.metadata["synthetic"])["rank"] == 16
+
+
+def test_layers_can_be_made_by_somebody_else(tmp_path: Path) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    torch_pi2.pack(tmp_path / "float", tmp_path / "store", weights="int4")
+    pi2 = tmp_path / "store" / "pi2"
+    seen = []
+
+    def make(layer: LayerPlan, reader: Any, index: int, dtype: torch.dtype) -> None:
+        seen.append((layer.site.key, reader.keys[index], dtype, type(reader)))
+
+    options: dict[str, Any] = {"dtype": None, "trust_remote_code": False, "int8_activations": False, "progress": False}
+    load_sparse(tmp_path / "store", pi2, Plan.load(pi2), {}, **options, bundles=make)
+    key = "model.layers.{}.mlp"
+    assert seen == [(key.format(i), key.format(i), torch.float32, StoreReader) for i in (0, 1)]
+
+
+# --- kills, full disks, company ---
+
+_KILLED = """
+import hashlib, json, os, shutil, signal, sys, torch
+from pathlib import Path
+import torch_pi2
+from torch_pi2.store import pack as packing
+torch.set_num_threads(1)
+packing._RECORD = 3000
+source, root = Path(sys.argv[1]), Path(sys.argv[2])
+torch_pi2.pack(source, root / "whole")
+def digest(folder):
+    files = (p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+calls = 0
+def counted(real):
+    def call(*args, **options):
+        global calls
+        calls += 1
+        if calls == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+    return call
+found = []
+for n in range(1, 1000):
+    child = os.fork()
+    if child == 0:
+        for name in ("pwrite", "ftruncate", "fsync", "replace", "rename", "unlink", "mkdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        torch_pi2.pack(source, root / "out")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        break
+    report = torch_pi2.pack(source, root / "out")
+    same = digest(root / "out") == digest(root / "whole")
+    sizes = (report.bytes_written, report.resumed_layers, report.file_bytes)
+    found.append((*sizes, same, sorted(os.listdir(root))))
+    shutil.rmtree(root / "out")
+print(json.dumps([os.waitstatus_to_exitcode(status), found]))
+"""
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+    """SIGKILL before every write, sync, rename and removal in turn, then the same call again."""
+    source = toy(tmp_path / "in", (50, 9, 33, 64))
+    (tmp_path / "root").mkdir()
+    argv = [sys.executable, "-c", _KILLED, str(source), str(tmp_path / "root")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    code, found = json.loads(done.stdout)
+    assert code == 0
+    assert len(found) > 30
+    assert all(same for *_, same, _ in found)
+    assert all(names == ["out", "whole"] for *_, names in found)
+    written, resumed, size, *_ = zip(*found)
+    assert {*resumed} == {0, 1, 2, 3, 4}
+    # the header is written twice; all that was recorded is not
+    assert all(w <= s + 4096 - 512 * 50 for w, r, s in zip(written, resumed, size) if r)
+    assert min(written) < size[0] / 3
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_RECORD", 1)
+
+
+def stopped(error: BaseException, monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **options: Any) -> None:
+    """``pack`` that raises ``error`` at the second layer."""
+    real, calls = packing._write_layer, []
+
+    def write(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_write_layer", write)
+        with pytest.raises(type(error)):
+            torch_pi2.pack(source, out, **options)
+
+
+def test_interrupted_it_goes_on(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None) -> None:
+    stopped(KeyboardInterrupt(), monkeypatch, toys / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == [".out.partial"]
+    assert torch_pi2.pack(toys / "in", tmp_path / "out").resumed_layers == 1
+    assert store_of(tmp_path / "out").read_bytes() == store_of(toys / "out").read_bytes()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("change", ["time", "size", "settings", "progress", "partial", "no partial"])
+def test_another_source_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None, change: str
+) -> None:
+    source, partial = toy(tmp_path / "in"), tmp_path / ".out.partial"
+    stopped(KeyboardInterrupt(), monkeypatch, source, tmp_path / "out")
+    path, options = source / "pi2" / "weights.safetensors", {}
+    if change == "time":
+        os.utime(path, ns=(1, 1))
+    elif change == "size":
+        toy(source, (51, 9))
+    elif change == "settings":
+        options["slot_align"] = 1024
+    elif change == "progress":
+        (partial / "progress.json").write_text("[]")
+    elif change == "partial":
+        os.truncate(partial / ".model.pi2.partial", 5000)
+    else:
+        (partial / ".model.pi2.partial").unlink()
+    assert torch_pi2.pack(source, tmp_path / "out", **options).resumed_layers == 0
+    torch_pi2.pack(source, tmp_path / "wanted", **options)
+    assert store_of(tmp_path / "out").read_bytes() == store_of(tmp_path / "wanted").read_bytes()
+
+
+def test_float_weights_are_not_quantised_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights="int4")
+    assert sorted(os.listdir(tmp_path)) == [".out.partial", ".out.quantized", "float"]
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "quantize", None)
+        assert torch_pi2.pack(tmp_path / "float", tmp_path / "out", weights="int4").resumed_layers == 1
+    assert sorted(os.listdir(tmp_path)) == ["float", "out"]
+    stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights="int4")
+    torch_pi2.pack(tmp_path / "float", tmp_path / "out", weights="int8")  # other settings: quantised anew
+    with open_weights(tmp_path / "out" / "pi2") as store:
+        assert store.kind == "int8"
+    with pytest.raises(ArtifactError, match="expected a model's configuration"):
+        torch_pi2.pack(tmp_path / "none", tmp_path / "out", weights="int8")
+    assert sorted(os.listdir(tmp_path)) == ["float", "out"]
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_disk_without_space_is_seen_before_writing(
+    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 1000))
+    size = store_of(toys / "out").stat().st_size
+    with pytest.raises(
+        ArtifactError, match=rf"expected {size} bytes of free space in .*, found 1000\. .* free some sp"
+    ):
+        torch_pi2.pack(toys / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
+def test_a_disk_that_fills_up(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    shutil.copytree(toys / "out", tmp_path / "out")
+    before = store_of(tmp_path / "out").read_bytes()
+    real, calls = os.pwrite, []
+
+    def full(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) == n:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(ArtifactError, match=r"expected \d+ bytes of free space in .*, found \d+\. Choose another"):
+            torch_pi2.pack(toys / "in", tmp_path / "out", slot_align=1024)
+    assert os.listdir(tmp_path) == ["out"]
+    assert store_of(tmp_path / "out").read_bytes() == before
+    torch_pi2.pack(toys / "in", tmp_path / "out", slot_align=1024)
+    assert len(store_of(tmp_path / "out").read_bytes()) > len(before)
+
+
+def test_other_errors_leave_nothing(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(ZeroDivisionError(), monkeypatch, toys / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_at_a_time(toys: Path, tmp_path: Path) -> None:
+    class Done(Exception):
+        pass
+
+    def both() -> None:
+        with resumable_folder(tmp_path / "out") as staging:
+            (staging / "mine").write_text("x")
+            with pytest.raises(
+                ArtifactError, match=r"no other process that writes it, found one that has \.out\.partial"
+            ):
+                torch_pi2.pack(toys / "in", tmp_path / "out")
+            assert (staging / "mine").read_text() == "x"
+            raise Done
+
+    with pytest.raises(Done):
+        both()
+    torch_pi2.pack(toys / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_cannot_be_packed(toys: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("x")
+    for options, error, message in (
+        ({"weights": "int2"}, ConfigError, r"pack\(weights=\.\.\.\): expected int4 or int8, found 'int2'"),
+        ({"weights": "int8"}, ConfigError, "expected int4, as the weights are, found 'int8'"),
+        ({"slot_align": 600}, ConfigError, "expected a power of two from 512 to 65536, found 600"),
+        ({"slot_align": 256}, ConfigError, "expected a power of two from 512 to 65536, found 256"),
+        ({"folder_out": toys / "in" / "x"}, ConfigError, "pack's folders: expected two separate ones"),
+        ({"folder_out": tmp_path / "other"}, ArtifactError, "found a folder with other files in it"),
+    ):
+        with pytest.raises(error, match=message):
+            torch_pi2.pack(**{"folder_in": toys / "in", "folder_out": tmp_path / "out", **options})
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    with pytest.raises(ConfigError, match=r"expected weights='int4' or 'int8', as there are no quantised weights"):
+        torch_pi2.pack(tmp_path / "float", tmp_path / "out")
+    with pytest.raises(ArtifactError, match="expected a hexadecimal model_hash, found 'xyz'"):
+        torch_pi2.pack(toy(tmp_path / "odd", model_hash="xyz"), tmp_path / "out")
+    shutil.copytree(toys / "in", tmp_path / "in")
+    plan = Plan.load(tmp_path / "in" / "pi2")
+    plan.model_hash = "ef" * 32
+    plan.save(tmp_path / "in" / "pi2")
+    with pytest.raises(StaleArtifactError, match=r"as in plan\.json"):
+        torch_pi2.pack(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+_MEMORY = """
+import re, sys, torch, torch_pi2
+def read(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+torch.set_num_threads(1)
+torch_pi2.pack(sys.argv[1], sys.argv[3])  # everything imported once
+open("/proc/self/clear_refs", "w").write("5")
+before = read("VmRSS")
+report = torch_pi2.pack(sys.argv[2], sys.argv[4])
+print(read("VmHWM") - before, report.file_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
+    toy(tmp_path / "small")
+    toy(tmp_path / "big", (180_000,) * 4, 256)
+    folders = [str(tmp_path / name) for name in ("small", "big", "a", "b")]
+    done = subprocess.run([sys.executable, "-c", _MEMORY, *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    memory, size = map(int, done.stdout.split())
+    assert size > 300e6
+    assert memory < 200e6
+    shutil.rmtree(tmp_path / "big")
+    shutil.rmtree(tmp_path / "b")
+
+
+# --- damage: the rows of the table in docs/FORMATS.md ---
+
+
+class Damaged:
+    """A store taken apart: header, and data as it lies behind it."""
+
+    def __init__(self, path: Path) -> None:
+        whole = path.read_bytes()
+        length = int.from_bytes(whole[:8], "little")
+        self.header = json.loads(whole[8 : 8 + length])
+        self.data = bytearray(whole[8 + length :])
+        self.start = 8 + length
+
+    @property
+    def meta(self) -> dict[str, str]:
+        return self.header["__metadata__"]
+
+    def at(self, name: str) -> int:
+        """Where in the data tensor ``name`` begins."""
+        return self.header[name]["data_offsets"][0]
+
+    def number(self, at: int, value: int, form: str = "<I") -> None:
+        """Change a number in the superblock, and its checksum with it."""
+        struct.pack_into(form, self.data, at, value)
+        self.seal()
+
+    def seal(self) -> None:
+        self.data[12:16] = bytes(4)
+        rows = torch.frombuffer(bytearray(self.data[:4096]), dtype=torch.uint8)[None]
+        self.data[12:16] = int(crc32c_by_table(rows)[0]).to_bytes(4, "little")
+
+    def rename(self, old: str, new: str) -> None:
+        self.header[new] = self.header.pop(old)
+
+    def write(self, path: Path, pad: int = 4096) -> None:
+        text = json.dumps(self.header).encode()
+        text += b" " * (-(8 + len(text)) % pad)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(self.data))
+
+
+def _flip(d: Damaged, name: str, at: int = 0) -> None:
+    d.data[d.at(name) + at] ^= 1
+
+
+def _swap_names(d: Damaged) -> None:
+    d.header["layers.0.checks"], d.header["layers.1.checks"] = d.header["layers.1.checks"], d.header["layers.0.checks"]
+
+
+def _superblock_last(d: Damaged) -> None:
+    """Everything else one superblock further to the front."""
+    for name, entry in d.header.items():
+        if name not in ("__metadata__", "pi2.superblock"):
+            entry["data_offsets"] = [n - 4096 for n in entry["data_offsets"]]
+    d.header["pi2.superblock"]["data_offsets"] = [len(d.data) - 4096, len(d.data)]
+    d.data = d.data[4096:] + d.data[:4096]
+
+
+ON_OPENING: dict[str, tuple[Callable[[Damaged], Any], str]] = {
+    "no layers": (lambda d: d.meta.pop("layers"), r"KeyError: 'layers'"),
+    "layers not JSON": (lambda d: d.meta.update(layers="["), "JSONDecodeError"),
+    "layers of another kind": (lambda d: d.meta.update(layers="{}"), "layers and checks are a dict and a dict"),
+    "checks of another kind": (lambda d: d.meta.update(checks="3"), "layers and checks are a list and a int"),
+    "layers that are numbers": (lambda d: d.meta.update(layers="[0, 1]"), "layers are not those of sites"),
+    "a layer twice": (lambda d: d.meta.update(layers='["layers.0"]' * 2), "JSONDecodeError"),
+    "another layer": (lambda d: d.meta.update(layers='["layers.0", "x"]'), "layers are not those of sites"),
+    "deep layers": (lambda d: d.meta.update(layers="[" * 100_000), "RecursionError"),
+    "an unknown tensor": (lambda d: d.rename("norm", "x"), r"not those of layers and checks, e\.g\. norm"),
+    "padding by another name": (lambda d: d.rename("pi2.padding.0", "pi2.paddinx.0"), r"e\.g\. pi2\.paddinx\.0"),
+    "no checksums of a layer": (lambda d: d.rename("layers.1.checks", "pi2.padding.7"), r"e\.g\. layers\.1\.checks"),
+    "no superblock": (lambda d: d.rename("pi2.superblock", "pi2.padding.7"), r"e\.g\. pi2\.superblock"),
+    "superblock of another dtype": (lambda d: d.header["pi2.superblock"].update(dtype="I8"), "superblock is int8"),
+    "superblock of two dimensions": (
+        lambda d: d.header["pi2.superblock"].update(shape=[1, 4096]),
+        r"uint8 \[1, 4096\]",
+    ),
+    "superblock not the first": (_superblock_last, r"pi2\.superblock is uint8 \[4096\] at byte"),
+    "magic": (lambda d: d.number(0, 0x51), "magic b'Q"),
+    "version": (lambda d: d.number(8, 2), "superblock version 2"),
+    "checksum": (lambda d: _flip(d, "pi2.superblock", 4000), r"superblock checksum \w{8} where it says \w{8}"),
+    "superblock's size": (lambda d: d.number(16, 8192, "<Q"), "2 layers in 8192 of 4096 bytes, pages of 4096"),
+    "page": (lambda d: d.number(36, 512), "2 layers in 4096 of 4096 bytes, pages of 512"),
+    "number of layers": (lambda d: d.number(32, 3), "2 layers where the superblock has 3"),
+    "no layer": (lambda d: d.number(32, 0), "0 layers in 4096 of 4096 bytes"),
+    "too many layers": (lambda d: d.number(32, 4_000_000_000), "4000000000 layers in 4096 of"),
+    "reserved bytes": (lambda d: d.number(100, 1), "values where version 1 has zeros"),
+    "reserved bytes of an entry": (lambda d: d.number(128 + 48, 1), "values where version 1 has zeros"),
+    "size of the file": (lambda d: d.number(24, 77, "<Q"), r"\d+ bytes where the superblock says 77"),
+    "hash": (lambda d: d.meta.update(model_hash="ef" * 32), "model_hash efefefefefef where the superblock has 0123456"),
+    "hash that is none": (lambda d: d.meta.update(model_hash="x" * 64), "ValueError: non-hexadecimal"),
+    "kind": (lambda d: d.meta.update(weights="int8"), r"weights, row_bytes of layers\.0"),
+    "slots": (lambda d: d.number(128, 12288, "<Q"), r"\(ValueError: slots of layers\.0: LayerEntry\(slots=12288"),
+    "checks": (lambda d: d.number(256 + 8, 12288, "<Q"), r"\(ValueError: checks of layers\.1"),
+    "neurons": (lambda d: d.number(128 + 16, 49), r"\(ValueError: bundles, length of checks of layers\.0"),
+    "no neurons": (lambda d: d.number(128 + 16, 0), "neurons, n_hot, bundles, length of checks of layers.0"),
+    "hidden": (lambda d: d.number(128 + 20, 65), r"\(ValueError: row_bytes of layers\.0"),
+    "rows": (lambda d: d.number(128 + 24, 4), r"\(ValueError: rows of layers\.0"),
+    "weights": (lambda d: d.number(128 + 28, 3), r"\(ValueError: weights of layers\.0"),
+    "slot_bytes": (lambda d: d.number(128 + 32, 100), r"\(ValueError: slot_bytes, bundles of layers\.0"),
+    "hot neurons": (lambda d: d.number(128 + 40, 51), r"\(ValueError: n_hot of layers\.0"),
+    "names exchanged": (_swap_names, r"\(ValueError: checks, length of checks of layers\.0"),
+    "bundles of another shape": (
+        lambda d: d.header["layers.0.bundles"].update(shape=[25, 1024]),
+        r"\(ValueError: bundles of layers\.0",
+    ),
+}
+
+
+def test_data_must_begin_on_a_page(toys: Path, tmp_path: Path) -> None:
+    Damaged(store_of(toys / "out")).write(tmp_path / "f", pad=1)
+    with pytest.raises(ArtifactError, match=r"data begins at byte \d+"):
+        StoreReader(tmp_path / "f")
+
+
+@pytest.mark.parametrize("kind", ON_OPENING)
+def test_damage_that_is_seen_on_opening(toys: Path, tmp_path: Path, kind: str) -> None:
+    change, message = ON_OPENING[kind]
+    damaged = Damaged(store_of(toys / "out"))
+    change(damaged)
+    damaged.write(tmp_path / "f")
+    with pytest.raises(ArtifactError, match=r"expected a whole safetensors file, found damage \(") as error:
+        StoreReader(tmp_path / "f")
+    assert error.match(message)
+
+
+def test_taken_apart_and_put_together_it_is_whole(toys: Path, tmp_path: Path) -> None:
+    """What the tests above damage is whole before."""
+    damaged = Damaged(store_of(toys / "out"))
+    damaged.seal()
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        assert store.verify() > 0
+
+
+@pytest.mark.parametrize("change", [{"pi2_version": "2"}, {"pi2_format": "torch_pi2.weights"}])
+def test_other_files_are_no_stores(toys: Path, tmp_path: Path, change: dict[str, str]) -> None:
+    damaged = Damaged(store_of(toys / "out"))
+    damaged.meta.update(change)
+    damaged.write(tmp_path / "f")
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1, found torch_pi2\."):
+        StoreReader(tmp_path / "f")
+
+
+def test_truncated_or_foreign(toys: Path, tmp_path: Path) -> None:
+    whole = store_of(toys / "out").read_bytes()
+    for length in (0, 7, 4000, 4096, 8192, 20000, len(whole) - 1):
+        (tmp_path / "f").write_bytes(whole[:length])
+        with pytest.raises(ArtifactError, match="found damage"):
+            StoreReader(tmp_path / "f")
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1, found torch_pi2\.weights v"):
+        StoreReader(toys / "in" / "pi2" / "weights.safetensors")
+
+
+IN_DATA: dict[str, tuple[Callable[[Damaged], Any], str]] = {
+    "bundle": (
+        lambda d: _flip(d, "layers.0.bundles", 512 * 7 + 3),
+        r"neuron 7 of layers\.0 has checksum \w{8}, not \w",
+    ),
+    "last bundle": (lambda d: _flip(d, "layers.1.bundles", 512 * 8 + 71), r"neuron 8 of layers\.1 has checksum"),
+    "checks": (lambda d: _flip(d, "layers.0.checks", 4 * 49), r"neuron 49 of layers\.0 has checksum"),
+    "rows": (lambda d: _flip(d, "lm_head.weight", 2519), r"lm_head\.weight has checksum \w{8}, not \w{8}"),
+    "float": (lambda d: _flip(d, "norm", 5), r"norm has checksum"),
+    "scalar": (lambda d: _flip(d, "number"), r"number has checksum"),
+    "bias": (lambda d: _flip(d, "layers.0.bias_up"), r"layers\.0\.bias_up has checksum"),
+    "dtype": (lambda d: d.header["embed"].update(dtype="F16"), r"embed has checksum"),
+    "shape": (lambda d: d.header["embed"].update(shape=[40, 70]), r"embed has checksum"),
+    "its checksum": (
+        lambda d: d.meta.update(checks=d.meta["checks"].replace('"norm": "', '"norm": "0')),
+        r"norm has checksum \w{8}, not 0\w{8}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IN_DATA)
+def test_damage_that_is_seen_when_read(toys: Path, tmp_path: Path, kind: str) -> None:
+    change, message = IN_DATA[kind]
+    damaged = Damaged(store_of(toys / "out"))
+    change(damaged)
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        with pytest.raises(ArtifactError, match=message):
+            store.verify()
+        name = message.partition(r" has")[0].replace("\\", "").split(" of ")[-1]
+        with pytest.raises(ArtifactError, match=message):
+            store.read_layer(store.keys.index(name)) if name in store.keys else store.read(name)
+
+
+def test_many_damaged_neurons_are_counted(toys: Path, tmp_path: Path) -> None:
+    damaged = Damaged(store_of(toys / "out"))
+    for neuron in (3, 4, 9):
+        _flip(damaged, "layers.0.bundles", 512 * neuron)
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        assert store.read_layer(0, (5, 9)).shape == (4, 3, 36)
+        with pytest.raises(ArtifactError, match=r"neuron 3 of layers\.0 has .*, and 2 others"):
+            store.read_layer(0)
+
+
+def test_padding_is_nobodys(toys: Path, tmp_path: Path) -> None:
+    damaged = Damaged(store_of(toys / "out"))
+    _flip(damaged, "layers.0.bundles", 108)
+    _flip(damaged, "pi2.padding.0")
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        store.verify()
+
+
+def test_a_file_that_shrinks_or_is_replaced_while_open(toys: Path, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    shutil.copy(store_of(toys / "out"), path)
+    with StoreReader(path) as store:
+        wanted = store.read_layer(0)
+        (tmp_path / "g").write_bytes(b"something else")
+        os.replace(tmp_path / "g", path)
+        assert torch.equal(store.read_layer(0), wanted)
+    shutil.copy(store_of(toys / "out"), path)
+    with StoreReader(path) as store:
+        os.truncate(path, 9000)
+        with pytest.raises(ArtifactError, match=r"layers\.0\.bundles ends after \d+ of \d+ bytes"):
+            store.verify()
+
+
+@pytest.mark.parametrize("change", ["order", "hot", "layers", "hash"])
+def test_plans_that_were_made_anew_are_refused(tmp_path: Path, change: str) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    torch_pi2.pack(tmp_path / "float", tmp_path / "store", weights="int4")
+    plan = Plan.load(tmp_path / "store" / "pi2")
+    if change == "order":
+        plan.layers[1].order = plan.layers[1].order.flip(0)
+    elif change == "hot":
+        plan.layers[1].n_hot = 7
+    elif change == "layers":
+        plan.layers.reverse()
+    else:
+        plan.model_hash = "ef" * 32
+    plan.save(tmp_path / "store" / "pi2")
+    for load in (torch_pi2.load, load_dense):
+        with pytest.raises(StaleArtifactError, match=r"as in plan\.json"):
+            load(tmp_path / "store")
+
+
+def test_a_layer_that_is_not_there(toys: Path) -> None:
+    plan = Plan.load(toys / "in" / "pi2")
+    site = plan.layers[0].site
+    with StoreReader(store_of(toys / "out")) as store:
+        other = FFNSite(**{**site.__dict__, "key": "layers.7"})
+        with pytest.raises(ArtifactError, match=r"expected a layer layers\.7, found 2 others"):
+            store.read_bundles(other)
+        other = FFNSite(**{**site.__dict__, "hidden": 64})
+        message = r"expected 50 neurons of 3 rows of 64 in layers\.0, found 50, 3 and 40"
+        with pytest.raises(ArtifactError, match=message):
+            store.read_bundles(other)
+
+
+def _bytes(store: StoreReader) -> dict[str, torch.Tensor]:
+    return {f"{key}.bundles": store.read_layer(i) for i, key in enumerate(store.keys)} | {
+        name: store.read(name) for name in store.checks
+    }
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_damage_is_noticed_or_harmless(toys: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Bits, bytes cut out and put in, blocks exchanged: a Pi2Error, or every tensor as it was packed."""
+    whole = store_of(toys / "out").read_bytes()
+    content = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        area = data.draw(st.sampled_from([2200, 4600, len(content)]))
+        at = data.draw(st.integers(0, min(area, len(content)) - 1))
+        how = data.draw(st.sampled_from(["bit", "byte", "splice", "exchange", "cut"]))
+        if how == "bit":
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "byte":
+            content[at] = data.draw(st.sampled_from(b'0129,:"[]{}\x00\xff'))
+        elif how == "splice":
+            content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+        elif how == "exchange":
+            other, size = data.draw(st.integers(0, len(content) - 1)), data.draw(st.sampled_from([4, 128, 512, 4096]))
+            a, b = content[at : at + size], content[other : other + size]
+            if len(a) == len(b) and abs(at - other) >= size:
+                content[at : at + size], content[other : other + size] = b, a
+        else:
+            del content[at:]
+        if not content:
+            break
+    (tmp_path / "f").write_bytes(content)
+    try:
+        with StoreReader(tmp_path / "f") as store:
+            found = _bytes(store)
+            store.verify()
+    except Pi2Error:
+        return
+    with StoreReader(store_of(toys / "out")) as store:
+        wanted = _bytes(store)
+    assert found.keys() == wanted.keys()
+    assert all((t.dtype, t.shape) == (wanted[n].dtype, wanted[n].shape) for n, t in found.items())
+    assert all(torch.equal(raw(t), raw(wanted[n])) for n, t in found.items())
+
+
+def test_a_checksum_covers_name_dtype_and_shape() -> None:
+    spec = Spec((2, 3), torch.float32)
+    checks = {
+        tensor_check(name, s, [torch.tensor([7])])
+        for name, s in (
+            ("a", spec),
+            ("b", spec),
+            ("a", Spec((3, 2), torch.float32)),
+            ("a", Spec((2, 3), torch.int32)),
+        )
+    }
+    assert len(checks) == 4
+
+
+# --- the command line ---
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = toy(tmp_path / "in"), tmp_path / "out"
+    assert main(["pack", str(source), str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "59 neurons of 2 layers" in text
+    assert "slot padding" in text
+    assert main(["pack", str(source), str(out), "--slot-align", "1024", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["file_bytes"] == store_of(out).stat().st_size == sum(found["regions"].values())
+    assert main(["inspect", str(out), "--verify", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["contains"] == ["model", "plan", "store"]
+    assert found["store"]["verified_bytes"] > 59 * 72
+    assert [layer["slot_bytes"] for layer in found["layers"]] == [1024, 1024]
+    assert found["layers"][0]["padding_share"] == pytest.approx(1 - 108 / 1024)
+    assert found["layers"][0]["method"] == "exact"
+    for argv in ([str(out)], [str(store_of(out))], [str(store_of(out)), "--verify"]):
+        assert main(["inspect", *argv]) == 0
+        text = capsys.readouterr().out
+        assert "59 neurons in int4" in text
+        assert ("are as they were packed" in text) == ("--verify" in argv)
+    assert main(["inspect", str(source), "--verify", "--json"]) == 2
+    assert "expected a neuron store pi2/model.pi2" in capsys.readouterr().err
+    damaged = Damaged(store_of(out))
+    _flip(damaged, "layers.0.bundles")
+    damaged.write(store_of(out))
+    assert main(["inspect", str(out)]) == 0
+    assert main(["inspect", str(out), "--verify"]) == 2
+    assert "neuron 0 of layers.0 has checksum" in capsys.readouterr().err
+
+
+def test_float_weights_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    assert main(["pack", str(tmp_path / "float"), str(tmp_path / "out")]) == 2
+    assert "--weights int4" in capsys.readouterr().err
+    assert main(["pack", str(tmp_path / "float"), str(tmp_path / "out"), "--weights", "int4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 2

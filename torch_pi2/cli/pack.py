@@ -1,0 +1,54 @@
+"""Write a quantised model as a neuron store: every neuron in a slot that storage reads whole, with a checksum.
+
+IN is a folder with quantised weights (from `torch-pi2 quantize`, `synthetic` or `optimize --weights int4`), or a float
+checkpoint and --weights. No number is changed but by --weights. After a kill the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+
+EXAMPLE = "torch-pi2 pack my-int4-model my-store"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="IN", help="folder with quantised weights, or float safetensors")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("--weights", choices=["int4", "int8"], help="quantise float weights first (lossy)")
+    parser.add_argument(
+        "--slot-align",
+        type=int,
+        metavar="BYTES",
+        help="slots are multiples of this (default: 4096, 512 for small ones)",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import torch_pi2
+
+    common.check_out(args.out)
+    report = torch_pi2.pack(
+        args.source,
+        args.out,
+        weights=args.weights,
+        slot_align=args.slot_align,
+        trust_remote_code=args.trust_remote_code,
+        progress=True,
+    )
+    return {"out": str(args.out), **report.to_json()}
+
+
+def render(result: dict[str, Any]) -> str:
+    parts = [(name.replace("_", " "), common.size(count)) for name, count in result["regions"].items()]
+    left = f", {result['resumed_layers']} of them by an earlier call" if result["resumed_layers"] else ""
+    sizes = f"{common.size(result['file_bytes'])}, {common.size(result['bytes_written'])} written"
+    return (
+        f"{common.table(('part', 'bytes'), parts)}\n"
+        f"{result['out']}: {result['neurons']} neurons of {result['layers']} layers{left}; "
+        f"{sizes} in {result['seconds']:.1f} s"
+    )

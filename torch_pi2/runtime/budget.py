@@ -1,0 +1,177 @@
+"""How a byte budget is divided: what must stay in memory first, neurons with the rest."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.store.storefile import StoreReader
+
+_log = logging.getLogger("torch_pi2")
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}{u}": 1024**i for i, p in enumerate("KMGT", 1) for u in ("i", "iB")}
+_UNITS |= {f"{p}{u}": 1000**i for i, p in enumerate("KMGT", 1) for u in ("", "B")}
+#: Bookkeeping per neuron: its order twice (int64), pointer, key and checksum.
+_NEURON_BYTES = 2 * 8 + 8 + 4 + 4
+#: The same per slot of the cache.
+_SLOT_BYTES = 32
+
+
+def parse_bytes(value: int | str) -> int:
+    """``2.5GiB``, ``700MB``, ``1G`` (decimal) or a number of bytes. Raises ConfigError."""
+    if isinstance(value, int):
+        found = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
+        found = int(float(match.group(1)) * _UNITS[match.group(2)]) if match and match.group(2) in _UNITS else -1
+    if found < 0:
+        raise ConfigError(
+            "budget", expected="bytes, or text such as 2.5GiB or 700MB", found=repr(value), fix="Correct it."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of a model over a store, by part.
+
+    Attributes:
+        total: what was asked for.
+        fixed: attention, embeddings, head, norms and biases. predictors: of all layers. tables: bookkeeping.
+        kv: keys and values of ``context`` tokens. staging: where reads arrive.
+        cache: what is left, for neurons. neurons: all of them. token: the neurons of an average token.
+    """
+
+    total: int
+    fixed: int
+    predictors: int
+    tables: int
+    kv: int
+    staging: int
+    cache: int
+    neurons: int
+    token: int
+
+    @property
+    def whole(self) -> int:
+        """What the model takes with every neuron in memory."""
+        return self.total - self.cache + self.neurons
+
+    @property
+    def smallest(self) -> int:
+        """The least that is accepted: everything but neurons, which then all come from flash."""
+        return self.total - self.cache
+
+    @property
+    def cliff(self) -> int:
+        """Below it, what one token wants does not fit: a cache that evicts the oldest then hits next to nothing."""
+        return self.smallest + self.token
+
+
+def divide(
+    total: int,
+    store: StoreReader,
+    plan: Plan,
+    predictors: Mapping[str, Any],
+    model_config: Any,
+    *,
+    config: OffloadConfig,
+    context: int,
+    dtype: torch.dtype,
+) -> Budget:
+    """Divide ``total`` bytes.
+
+    Args:
+        predictors: site key -> what has ``tensors()``.
+        model_config: of the Hugging Face model, for the size of keys and values.
+        context: tokens whose keys and values have room in the budget.
+        dtype: of keys, values and float weights.
+
+    Raises:
+        ConfigError: ``total`` does not hold what must stay in memory; the message has the least that does.
+    """
+    bundles = {f"{key}.bundles" for key in store.keys}
+    ours = ("pi2.", *(f"{key}.checks" for key in store.keys))
+    fixed = sum(
+        (dtype.itemsize if spec.dtype.is_floating_point else 1) * (spec.nbytes // spec.dtype.itemsize)
+        for name, spec in store.specs.items()
+        if name not in bundles and not name.startswith(ours)
+    )
+    slot = max(-(-entry.rows * entry.row_bytes // 64) * 64 for entry in store.entries)
+    count = sum(entry.neurons for entry in store.entries)
+    regions = max(_region(entry.neurons, entry.slot_bytes) for entry in store.entries)
+    parts = {
+        "fixed": fixed,
+        "predictors": sum(_predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
+        "kv": _kv_bytes(model_config, context, dtype),
+        "staging": 0 if config.engine == "mmap" else config.in_flight * regions,
+        "tables": count * _NEURON_BYTES,
+    }
+    left = total - sum(parts.values())
+    token = sum(map(_wanted, plan.layers)) * slot
+    if left < 0:
+        needed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
+        raise ConfigError(
+            f"budget for {store.path.parent.parent}",
+            expected=f"at least {-(-sum(parts.values()) // 2**20)} MiB ({needed})",
+            found=f"{total / 2**20:.0f} MiB",
+            fix="Give it more, or lower context or OffloadConfig.in_flight.",
+        )
+    slots = min(count, left // (slot + _SLOT_BYTES))
+    parts["tables"] += slots * _SLOT_BYTES
+    made = Budget(
+        total=total,
+        cache=slots * slot if slots == count else left - slots * _SLOT_BYTES,
+        neurons=count * slot,
+        token=token,
+        **parts,
+    )
+    if slots < count and made.cache < token and config.engine != "mmap":
+        _log.warning(
+            "%s: the cache of %.0f MiB holds less than the %.0f MiB of neurons that a token wants on average; with %s "
+            "nearly everything comes from flash each time. From a budget of %.0f MiB on it would not.",
+            Path(store.path).parent.parent,
+            made.cache / 2**20,
+            token / 2**20,
+            config.policy,
+            made.cliff / 2**20,
+        )
+    return made
+
+
+def _wanted(layer: LayerPlan) -> int:
+    """Neurons of a layer that an average token reads: all of them where no predictor says which."""
+    if layer.method not in PREDICTED:
+        return layer.site.intermediate
+    return layer.n_hot + round(layer.n_cold * layer.expected_active)
+
+
+def _region(neurons: int, slot_bytes: int) -> int:
+    """Bytes into which a chunk is read: as ``chunk_neurons`` in csrc/include/pi2/ffn.h has it, whole pages."""
+    sixteenth = (neurons + 15) // 16
+    chunk = min(neurons, (sixteenth + 63) // 64 * 64)
+    return (chunk * slot_bytes + 4095) // 4096 * 4096
+
+
+def _predictor_bytes(predictor: Any, layer: LayerPlan) -> int:
+    if predictor is None:
+        return 0
+    tensors = predictor.tensors() if hasattr(predictor, "tensors") else predictor
+    return sum(t.nbytes for t in tensors.values() if isinstance(t, torch.Tensor))
+
+
+def _kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
+    layers = model_config.num_hidden_layers
+    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    width = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    return int(2 * layers * heads * width * context * dtype.itemsize)

@@ -1,0 +1,220 @@
+"""Layers whose neurons stay in a store on flash: a store with its cache (:class:`Store`), and the layer over it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.graph.sites import FFNSite
+from torch_pi2.ops import load
+from torch_pi2.plan.plan import LayerPlan
+from torch_pi2.runtime.ffn import SparseFFN
+
+#: Figures of ``torch.ops.pi2.store_stats``, in its order.
+STATISTICS = (
+    "calls", "wanted", "hits", "reads", "bytes_read", "evictions", "uncached",
+    "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
+)  # fmt: skip
+ENGINES = ("pread", "io_uring", "mmap")
+POLICIES = ("lru", "sieve", "static")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """How neurons come from flash. Every setting is lossless: results have the same bits with all of them.
+
+    Attributes:
+        engine: ``pread`` (a pool of threads), ``io_uring`` (Linux, if built in) or ``mmap`` (no cache of our own: the
+            system's pages; for comparison).
+        policy: what leaves the cache: ``lru``, ``sieve`` (used since the hand passed stays) or ``static`` (nothing).
+        io_threads: of ``pread``; for ``io_uring`` reads under way.
+        direct: read past the page cache (``O_DIRECT``) where a trial read shows that this works.
+        verify: check the CRC32C of every bundle read.
+        pipeline: compute chunks of a layer while others are read; else wait for all of a layer's reads.
+        window: keep only neurons of the last so many tokens ("LLM in a flash"); 0: as the policy says.
+        in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
+        run_bytes: neighbouring neurons are read together, up to this.
+        preload: fill the cache with the most frequent neurons when the model is loaded.
+    """
+
+    engine: str = "pread"
+    policy: str = "lru"
+    io_threads: int = 16
+    direct: bool = True
+    verify: bool = True
+    pipeline: bool = True
+    window: int = 0
+    in_flight: int = 8
+    run_bytes: int = 1 << 18
+    preload: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("engine", ENGINES), ("policy", POLICIES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"OffloadConfig.{name}",
+                    expected=" or ".join(allowed),
+                    found=repr(getattr(self, name)),
+                    fix="Choose one of them.",
+                )
+        for name, least in (("io_threads", 1), ("in_flight", 1), ("run_bytes", 512), ("window", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"OffloadConfig.{name}",
+                    expected=f"{least} or more",
+                    found=str(getattr(self, name)),
+                    fix="Choose a larger number.",
+                )
+
+
+class Store:
+    """An open ``model.pi2`` and the cache over it. Closed when the last layer that uses it is gone.
+
+    Args:
+        path: of the file.
+        cache_bytes: for neurons in memory; reads pass through ``stats()["staging_bytes"]`` beside it.
+
+    Raises:
+        ArtifactError: not a store, damaged, or the system cannot read it as ``config`` says.
+    """
+
+    def __init__(self, path: str | Path, cache_bytes: int, config: OffloadConfig | None = None) -> None:
+        load()
+        self.path, self.config = Path(path), config or OffloadConfig()
+        c = self.config
+        try:
+            self.number: int = torch.ops.pi2.store_open(
+                str(path), cache_bytes, c.engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline, c.window,
+                c.in_flight, c.run_bytes,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise self._damaged(_reason(error)) from error
+        self._close = weakref.finalize(self, torch.ops.pi2.store_close, self.number)
+
+    def _damaged(self, found: str) -> ArtifactError:
+        return ArtifactError(
+            str(self.path),
+            expected="a sound neuron store",
+            found=found,
+            fix="Check it with `torch-pi2 inspect --verify`; copy it again, or pack the model again.",
+        )
+
+    def preload(self) -> None:
+        """Fill what is free of the cache with the most frequent neurons. Raises ArtifactError."""
+        problem = torch.ops.pi2.store_preload(self.number)
+        if problem:
+            raise self._damaged(problem)
+
+    def close(self) -> None:
+        """Give memory and threads back now; layers over this store raise from then on."""
+        self._close()
+
+    def layers(self) -> list[tuple[int, int, int]]:
+        """(neurons, hidden size, rows per neuron) of each layer."""
+        return [(int(n), int(h), int(r)) for n, h, r, *_ in torch.ops.pi2.store_layers(self.number).tolist()]
+
+    def describe(self) -> str:
+        """Engine, and whether reads are direct: ``pread, direct``."""
+        return str(torch.ops.pi2.store_describe(self.number))
+
+    def stats(self, *, reset: bool = False) -> dict[str, int]:
+        """Since the last reset: calls, bundles wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
+
+        ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for bundles, and in layers at all.
+        """
+        values = torch.ops.pi2.store_stats(self.number, reset).tolist()
+        return dict(zip(STATISTICS, map(int, values), strict=True))
+
+
+def _reason(error: RuntimeError) -> str:
+    """What the core says, without its prefix and torch's trace."""
+    return str(error).splitlines()[0].rpartition("pi2: store ")[2].partition(": ")[2] or str(error).splitlines()[0]
+
+
+class OffloadedFFN(SparseFFN):
+    """A quantised ``SparseFFN`` whose bundles are in a :class:`Store`, not in memory: the same bits.
+
+    ``bundles`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError.
+    """
+
+    in_memory = False
+    _store: tuple[Store, ...]
+    store_layer: int
+
+    @classmethod
+    def over(
+        cls, store: Store, store_layer: int, site: FFNSite, layer_plan: LayerPlan, kind: str, **settings: Any
+    ) -> OffloadedFFN:
+        """As :meth:`SparseFFN.empty`, whose ``settings`` it takes, with the neurons of a layer of ``store``."""
+        layer = cls.empty(site, layer_plan, kind, **settings)
+        assert isinstance(layer, OffloadedFFN)
+        layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module, and not copied
+        layer.has_tiles = False  # prompts go the way of decoding, in which bundles may come from anywhere
+        wanted = (site.intermediate, site.hidden, site.rows_per_neuron)
+        found = store.layers()[store_layer]
+        if found != wanted:
+            raise ArtifactError(
+                f"{store.path}, layer {store_layer}",
+                expected=f"{wanted[0]} neurons of {wanted[2]} rows of {wanted[1]}, as {site.key} has",
+                found=f"{found[0]} neurons of {found[2]} rows of {found[1]}",
+                fix="The store is of another model; pack it again.",
+            )
+        return layer
+
+    @property
+    def store(self) -> Store:
+        return self._store[0]
+
+    def _predicted(self, x: torch.Tensor) -> torch.Tensor:
+        signs = self.predictor_signs is not None
+        kind = "signbit" if signs else "lowrank_q" if self.predictor_weights else "lowrank"
+        return self._stored(x, [t for t in self.predictor() if t is not None], kind, self.n_hot, self.threshold)
+
+    def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
+        if active is not None:
+            raise ConfigError(
+                f"a mask for {self.site.key}",
+                expected="a layer in memory",
+                found="one in a store, which predicts for itself",
+                fix="Load the model without a budget.",
+            )
+        return self._stored(x, [], "none", n_hot, threshold)
+
+    def _stored(
+        self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float
+    ) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.stored_ffn(
+            x,
+            self.store.number,
+            self.store_layer,
+            self.bias_gate,
+            self.bias_up,
+            self.bias_down,
+            predictor,
+            kind,
+            self.predictor_threshold,
+            self.predictor_weights,
+            self.int8_activations and bool(self.predictor_weights),
+            self.site.activation,
+            self.site.activation_on_up,
+            n_hot,
+            threshold,
+            self.int8_activations,
+        )
+        return y
+
+    def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise ConfigError(
+            f"the weights of {self.site.key}",
+            expected="a layer in memory",
+            found=f"one in {self.store.path.name}",
+            fix="Load the model without a budget, or read the store (torch_pi2.store.storefile).",
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, in {self.store.path.name}"

@@ -1,0 +1,89 @@
+"""Loading a model whose neurons stay in its store, under a byte budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.graph.rewrite import predictor_tensors
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.runtime.budget import Budget, divide
+from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN, Store
+from torch_pi2.store.skeleton import model_config, put
+from torch_pi2.store.sparse import load_sparse
+from torch_pi2.store.storefile import STORE_FILE, StoreReader
+from torch_pi2.store.weights import QuantizedWeights, bundle_specs
+
+
+def load_offloaded(
+    folder: Path,
+    pi2: Path,
+    plan: Plan,
+    predictors: Mapping[str, Any],
+    total: int,
+    config: OffloadConfig,
+    context: int,
+    *,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    int8_activations: bool,
+    progress: bool,
+) -> nn.Module:
+    """The model of ``folder`` with ``total`` bytes of memory; see :func:`torch_pi2.load`."""
+    if not (pi2 / STORE_FILE).exists():
+        raise ConfigError(
+            f"load({folder}, budget=...)",
+            expected=f"a folder with a neuron store (pi2/{STORE_FILE})",
+            found="weights that are read whole",
+            fix="Make one with torch_pi2.pack(folder, out).",
+        )
+    how: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "int8_activations": int8_activations,
+        "progress": progress,
+    }
+    with StoreReader(pi2 / STORE_FILE) as reader:
+        reader.check_plan(plan)
+        hf = model_config(folder, trust_remote_code=trust_remote_code)
+        kind = dtype or hf.dtype or reader.float_dtype or torch.float32
+        budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind)
+        index_of = {key: i for i, key in enumerate(reader.keys)}
+    store = Store(pi2 / STORE_FILE, budget.cache, config)
+    layers: list[OffloadedFFN] = []
+
+    def over_store(layer: LayerPlan, weights: QuantizedWeights, _index: int, kind: torch.dtype) -> SparseFFN:
+        tensors, threshold = predictor_tensors(predictors.get(layer.site.key))
+        ffn = OffloadedFFN.over(
+            store,
+            index_of[layer.site.key],
+            layer.site,
+            layer,
+            weights.kind,
+            lowrank=tensors,
+            threshold=threshold,
+            int8_activations=int8_activations,
+            dtype=kind,
+        )
+        for name, spec in bundle_specs(layer.site, weights.kind).items():
+            if name != f"{layer.site.key}.bundles":
+                put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
+        layers.append(ffn)
+        return ffn
+
+    model = load_sparse(folder, pi2, plan, predictors, bundles=over_store, **how)
+    if config.preload:
+        store.preload()
+    _remember(model, store, budget)
+    return model
+
+
+def _remember(model: nn.Module, store: Store, budget: Budget) -> None:
+    """So that ``torch_pi2.stats`` finds them; not among the modules."""
+    object.__setattr__(model, "torch_pi2_store", (store, budget))

@@ -1,0 +1,437 @@
+"""``torch_pi2.pack``: a quantised folder becomes a neuron store, in pieces, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.runtime.files import atomic_write, resumable_folder
+from torch_pi2.store.crc32c import crc32c
+from torch_pi2.store.quantize import check_separate, copy_small_files, quantize
+from torch_pi2.store.storefile import (
+    PADDING,
+    PIECE,
+    STORE_FILE,
+    STORE_FORMAT,
+    STORE_VERSION,
+    SUPERBLOCK,
+    StoreReader,
+    block_checks,
+    check_bytes,
+    hot_neurons,
+    open_weights,
+    tensor_check,
+    weights_path,
+)
+from torch_pi2.store.superblock import (
+    PAGE,
+    SECTOR,
+    WEIGHT_CODES,
+    LayerEntry,
+    Superblock,
+    hash_bytes,
+    slot_bytes,
+    superblock_bytes,
+)
+from torch_pi2.store.tensorfile import Spec, TensorWriter, in_file_order
+from torch_pi2.store.weights import KINDS, QuantizedWeights
+
+#: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
+_RECORD = 64 << 20
+_PROGRESS, _PARTIAL = "progress.json", f".{STORE_FILE}.partial"
+#: Stands in the header until all is written.
+_NO_CHECK = "0" * 8
+#: What a folder ``pi2/`` has beside the weights.
+_BESIDE = ("plan.json", "plan.safetensors", "predictors.safetensors", "stats.safetensors")
+
+
+@dataclass
+class PackReport:
+    """What :func:`pack` did.
+
+    Attributes:
+        file_bytes: size of the store. bytes_written: by this call; fewer if it went on with an earlier one.
+        layers, neurons: in the store. resumed_layers: of them written by an earlier call. seconds: wall time.
+        regions: bytes of the file by what they are for (see :meth:`StoreReader.regions`).
+    """
+
+    file_bytes: int = 0
+    bytes_written: int = 0
+    layers: int = 0
+    neurons: int = 0
+    resumed_layers: int = 0
+    seconds: float = 0.0
+    regions: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pack(
+    folder_in: str | Path,
+    folder_out: str | Path,
+    *,
+    weights: str | None = None,
+    slot_align: int | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> PackReport:
+    """Write the neuron store ``pi2/model.pi2`` of a quantised folder, and everything else of it, to ``folder_out``.
+
+    The bytes of neurons and linear layers are not changed: a packed model computes what the folder computes. Some ten
+    MB of memory are used whatever the size. ``folder_out`` appears when all is there. A process that is killed or
+    interrupted leaves ``.NAME.partial`` beside it, with which the same call goes on, if the source is the same file (by
+    size, time and hash) and the settings are the same; otherwise it starts anew. After an error nothing is left.
+
+    Args:
+        folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint.
+        weights: ``int4`` or ``int8``, to quantise a float checkpoint first (lossy), into ``.NAME.quantized`` beside
+            ``folder_out`` for the time being. Quantised folders: None, or what they are.
+        slot_align: bytes from one neuron to the next are a multiple of it, a power of two from 512 to 65536 (default:
+            4096, the page that a device reads; 512 for neurons below that).
+        trust_remote_code: passed to transformers, for float checkpoints with modelling code of their own.
+
+    Raises:
+        ConfigError: a setting makes no sense. ArtifactError: something is damaged, the disk is full, another process
+            packs there, or ``folder_out`` holds other files. StaleArtifactError: plan and weights do not belong
+            together. Whatever :func:`torch_pi2.quantize` raises.
+    """
+    source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
+    _check(weights, slot_align)
+    check_separate("pack", source, folder)
+    check_replaceable(folder)
+    start = time.perf_counter()
+    if weights_path(source / PI2_FOLDER) is not None:
+        report = _pack(source, folder, weights, slot_align, progress)
+    else:
+        with _quantized(source, folder, weights, trust_remote_code, progress) as made:
+            report = _pack(made, folder, weights, slot_align, progress)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _check(weights: str | None, slot_align: int | None) -> None:
+    if weights not in (None, *KINDS):
+        raise ConfigError("pack(weights=...)", expected=" or ".join(KINDS), found=repr(weights), fix="Choose one.")
+    if slot_align is not None and (slot_align & (slot_align - 1) or not SECTOR <= slot_align <= 65536):
+        raise ConfigError(
+            "pack(slot_align=...)",
+            expected="a power of two from 512 to 65536",
+            found=repr(slot_align),
+            fix="Leave it out, or take the block size of the device.",
+        )
+
+
+@contextmanager
+def _quantized(
+    source: Path, folder: Path, weights: str | None, trust_remote_code: bool, progress: bool
+) -> Iterator[Path]:
+    """A quantised folder made of the float checkpoint ``source``, for a time; one that a kill left is used again."""
+    if weights is None:
+        raise ConfigError(
+            f"pack({source})",
+            expected="weights='int4' or 'int8', as there are no quantised weights in this folder",
+            found="neither",
+            fix="Pass weights=... (torch-pi2 pack --weights int4), or quantise it first.",
+        )
+    made = folder.with_name(f".{folder.name}.quantized")
+    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(source.glob("*.safetensors"))]
+    about, marker = json.dumps([weights, str(source), files]), made / PI2_FOLDER / "source.json"
+    try:
+        if not marker.is_file() or marker.read_text() != about:
+            shutil.rmtree(made, ignore_errors=True)
+            quantize(source, made, weights, trust_remote_code=trust_remote_code, progress=progress)
+            atomic_write(marker, about)
+        yield made
+    except Exception:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def _pack(source: Path, folder: Path, weights: str | None, slot_align: int | None, progress: bool) -> PackReport:
+    plan = Plan.load(source / PI2_FOLDER)
+    with open_weights(source / PI2_FOLDER) as reader:
+        if weights not in (None, reader.kind):
+            raise ConfigError(
+                f"pack({source}, weights=...)",
+                expected=f"{reader.kind}, as the weights are",
+                found=repr(weights),
+                fix="Leave it out, or pack the float checkpoint.",
+            )
+        reader.check_plan(plan)
+        layout = _Layout(reader, plan, slot_align)
+        with resumable_folder(folder) as staging:
+            for path in staging.iterdir():
+                if path.name not in (_PROGRESS, _PARTIAL):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            (staging / PI2_FOLDER).mkdir()
+            copy_small_files(source, staging)
+            for name in _BESIDE:
+                if (source / PI2_FOLDER / name).exists():
+                    shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
+            report = _write(layout, staging, progress)
+            with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
+                report.file_bytes, report.regions = made.file_bytes, made.regions()
+            (staging / _PROGRESS).unlink(missing_ok=True)
+    return report
+
+
+class _Layout:
+    """What the store of a folder has in it, in which order, and where.
+
+    Attributes:
+        reader, plan: of the folder. specs, metadata: of the store. others: its tensors that are copied as they are.
+    """
+
+    def __init__(self, reader: QuantizedWeights, plan: Plan, slot_align: int | None) -> None:
+        import torch_pi2
+
+        self.reader, self.plan = reader, plan
+        for layer in plan.layers:
+            reader.read_bundles(layer.site, (0, 0))  # refuses what is not there
+        keys = [layer.site.key for layer in plan.layers]
+        ours = {f"{key}.{what}" for key in keys for what in ("bundles", "checks")} | {SUPERBLOCK}
+        others = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
+        self.others = in_file_order(others)
+        self.specs: dict[str, Spec] = {}
+        self._end = self._paddings = 0
+        self._add(SUPERBLOCK, Spec((superblock_bytes(len(keys)),), torch.uint8))
+        self._slots = {
+            layer.site.key: slot_bytes(self._row_bytes(layer) * layer.site.rows_per_neuron, slot_align)
+            for layer in plan.layers
+        }
+        for layer in plan.layers:
+            self._to_page()
+            slots = Spec((layer.site.intermediate, self._slots[layer.site.key]), torch.uint8)
+            self._add(f"{layer.site.key}.bundles", slots)
+        for layer in plan.layers:
+            self._add(f"{layer.site.key}.checks", Spec((4 * layer.site.intermediate,), torch.uint8))
+        if others:
+            self._to_page()
+        for name in self.others:
+            self._add(name, others[name])
+        self.metadata = reader.metadata | {
+            "pi2_format": STORE_FORMAT,
+            "pi2_version": STORE_VERSION,
+            "sites": json.dumps({key: reader.way(key) for key in keys}),
+            "layers": json.dumps(keys),
+            "orders_hash": plan.orders_hash,
+            "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
+            "provenance": json.dumps({"torch_pi2": torch_pi2.__version__, "from": reader.file_format}),
+        }
+
+    def _row_bytes(self, layer: LayerPlan) -> int:
+        return row_bytes(self.reader.kind, layer.site.hidden)
+
+    def _add(self, name: str, spec: Spec) -> None:
+        self.specs[name] = spec
+        self._end += spec.nbytes
+
+    def _to_page(self) -> None:
+        if self._end % PAGE:
+            self._add(f"pi2.padding.{self._paddings}", Spec((-self._end % PAGE,), torch.uint8))
+            self._paddings += 1
+
+    def superblock(self, out: TensorWriter) -> bytes:
+        """The superblock, now that ``out`` knows where everything is. Raises ArtifactError for a hash that is none."""
+        try:
+            model_hash = hash_bytes(self.plan.model_hash)
+        except ValueError as error:
+            raise ArtifactError(
+                str(self.reader.path),
+                expected="a hexadecimal model_hash",
+                found=repr(self.plan.model_hash),
+                fix="Make the folder again.",
+            ) from error
+        entries = (self._entry(layer, out) for layer in self.plan.layers)
+        return Superblock(out.file_bytes, model_hash, tuple(entries)).pack()
+
+    def _entry(self, layer: LayerPlan, out: TensorWriter) -> LayerEntry:
+        site = layer.site
+        return LayerEntry(
+            slots=out.offset(f"{site.key}.bundles"),
+            checks=out.offset(f"{site.key}.checks"),
+            neurons=site.intermediate,
+            hidden=site.hidden,
+            rows=site.rows_per_neuron,
+            weights=WEIGHT_CODES[self.reader.kind],
+            slot_bytes=self._slots[site.key],
+            row_bytes=self._row_bytes(layer),
+            n_hot=hot_neurons(layer),
+            layer=site.layer,
+        )
+
+
+class _Writer(TensorWriter):
+    """Writes a store into a file that stays when the process is killed.
+
+    Args:
+        path: the store. partial: until all is written.
+
+    Attributes:
+        written: bytes, by this process.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        partial: Path,
+        specs: Mapping[str, Spec],
+        metadata: Mapping[str, str],
+        *,
+        progress: bool,
+    ) -> None:
+        super().__init__(path, specs, metadata, progress=progress, order=list(specs))
+        self._temporary, self.written = partial, 0
+
+    def identity(self, superblock: bytes, source: Path) -> str:
+        """Of everything that decides the bytes: layout and settings, and the source file by size and time."""
+        about = source.stat()
+        digest = hashlib.sha256(self._header + superblock)
+        digest.update(json.dumps([str(source), about.st_size, about.st_mtime_ns]).encode())
+        return digest.hexdigest()
+
+    def check_space(self) -> None:
+        """Raises ArtifactError if there is less space than is missing."""
+        there = self._temporary.stat().st_blocks * 512 if self._temporary.exists() else 0
+        needed, free = self.file_bytes - there, shutil.disk_usage(self._temporary.parent).free
+        if needed > free:
+            self._full(needed, free)
+
+    def _open(self) -> int:
+        file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT, 0o666)
+        os.ftruncate(file, self.file_bytes)
+        return file
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        super()._pwrite(data, offset)
+        self.written += len(data)
+
+    def skip(self, names: Sequence[str]) -> None:
+        """Tensors that are there already."""
+        for name in names:
+            self._bar.update(self._left[name])
+            self._left[name] = 0
+
+    def sync(self) -> None:
+        """Everything written until now is on disk."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._fail(error)
+
+    def _discard(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _fail(self, error: OSError) -> NoReturn:
+        if error.errno == errno.ENOSPC:
+            self._full(sum(self._left.values()), shutil.disk_usage(self._temporary.parent).free, error)
+        super()._fail(error)
+
+    def _full(self, needed: int, free: int, error: OSError | None = None) -> NoReturn:
+        raise ArtifactError(
+            f"writing {self.path.name} of {self.file_bytes} bytes",
+            expected=f"{needed} bytes of free space in {self._temporary.parent.parent}",
+            found=f"{free}",
+            fix="Choose another output folder or free some space; nothing was left half-written.",
+        ) from error
+
+
+def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
+    """Write the store of ``layout`` into ``staging``, where an earlier call may have begun it."""
+    reader, layers = layout.reader, layout.plan.layers
+    store, partial = staging / PI2_FOLDER / STORE_FILE, staging / _PARTIAL
+    writer = _Writer(store, partial, layout.specs, layout.metadata, progress=progress)
+    superblock = layout.superblock(writer)
+    identity = writer.identity(superblock, reader.path)
+    done, checks = _progress(staging, identity, writer.file_bytes)
+    if not done:
+        for path in (staging / _PROGRESS, partial):  # in this order: what is recorded must be there
+            path.unlink(missing_ok=True)
+    writer.check_space()
+    report = PackReport(layers=len(layers), neurons=sum(layer.site.intermediate for layer in layers))
+    report.resumed_layers = min(done, len(layers))
+    with writer as out:
+        out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock), dtype=torch.uint8))
+        for name in (name for name in layout.specs if PADDING.fullmatch(name)):
+            out.write(name, torch.zeros(layout.specs[name].shape, dtype=torch.uint8))
+        recorded = out.written
+        items: list[LayerPlan | str] = [*layers, *layout.others]
+        for index, item in enumerate(items):
+            if index < done:
+                out.skip(_tensors(item))
+                continue
+            if isinstance(item, LayerPlan):
+                _write_layer(item, reader, out)
+            else:
+                checks[item] = _write_other(item, reader, out)
+            if out.written - recorded >= _RECORD:
+                out.sync()
+                _record(staging, identity, index + 1, checks)
+                recorded = out.written
+        out.set_metadata("checks", json.dumps({name: checks[name] for name in layout.others}))
+    report.bytes_written = writer.written
+    return report
+
+
+def _progress(staging: Path, identity: str, file_bytes: int) -> tuple[int, dict[str, str]]:
+    """How many layers and tensors of this very store are there already, and checksums of the latter."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((staging / _PROGRESS).read_text())
+        if found["identity"] == identity and (staging / _PARTIAL).stat().st_size == file_bytes:
+            return int(found["done"]), dict(found["checks"])
+    return 0, {}
+
+
+def _record(staging: Path, identity: str, done: int, checks: Mapping[str, str]) -> None:
+    """What is on disk before this is called is there after a kill."""
+    atomic_write(staging / _PROGRESS, json.dumps({"identity": identity, "done": done, "checks": dict(checks)}))
+
+
+def _tensors(item: LayerPlan | str) -> list[str]:
+    return [item] if isinstance(item, str) else [f"{item.site.key}.{what}" for what in ("bundles", "checks")]
+
+
+def _write_layer(layer: LayerPlan, reader: QuantizedWeights, out: _Writer) -> None:
+    key = layer.site.key
+    neurons, per_slot = out.specs[f"{key}.bundles"].shape
+    step = max(1, PIECE // per_slot)
+    slots = torch.zeros((min(step, neurons), per_slot), dtype=torch.uint8)
+    checks = []
+    for start in range(0, neurons, step):
+        bundles = reader.read_bundles(layer.site, (start, min(start + step, neurons))).flatten(1)
+        checks.append(crc32c(bundles))
+        part = slots[: len(bundles)]
+        part[:, : bundles.shape[1]] = bundles
+        out.write(f"{key}.bundles", part, row=start)
+    out.write(f"{key}.checks", check_bytes(torch.cat(checks)))
+
+
+def _write_other(name: str, reader: QuantizedWeights, out: _Writer) -> str:
+    """Copy a tensor; its checksum."""
+    size, blocks = reader.specs[name].nbytes, []
+    for start in range(0, size, PIECE):
+        data = reader.read_bytes(name, start, min(start + PIECE, size))
+        blocks.append(block_checks(data))
+        out.write_bytes(name, data, start)
+    if isinstance(reader, StoreReader):
+        reader.compare(name, blocks)
+    return tensor_check(name, reader.specs[name], blocks)

@@ -1,0 +1,274 @@
+"""``pi2/model.pi2``, the neuron store: the weights of a quantised model with every neuron in a slot of its own.
+
+A safetensors file like ``weights.safetensors`` and in its place: the same metadata and tensors, but bundles lie in
+slots that a device reads whole, with a checksum each, and a superblock says where (docs/FORMATS.md). This is the
+reader in Python; the C++ core reads the superblock and slots by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torch_pi2.errors import StaleArtifactError
+from torch_pi2.graph.sites import FFNSite
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.store.crc32c import crc32c
+from torch_pi2.store.superblock import PAGE, SECTOR, WEIGHT_CODES, LayerEntry, Superblock, hash_bytes
+from torch_pi2.store.tensorfile import Spec, new_tensor
+from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
+
+STORE_FILE = "model.pi2"
+STORE_FORMAT = "torch_pi2.store"
+STORE_VERSION = "1"
+SUPERBLOCK = "pi2.superblock"
+PADDING = re.compile(r"pi2\.padding\.\d+")
+
+#: Bytes of a tensor that get a checksum together; see ``tensor_check``.
+BLOCK = 4096
+#: Bytes read at a time, a multiple of ``BLOCK``.
+PIECE = 8 << 20
+
+
+def weights_path(pi2: Path) -> Path | None:
+    """The file with the quantised weights of a folder ``pi2/``, the store if there is one; None: they are float."""
+    return next((pi2 / name for name in (STORE_FILE, WEIGHTS_FILE) if (pi2 / name).exists()), None)
+
+
+def open_weights(pi2: Path) -> QuantizedWeights:
+    """That file, open. Raises ArtifactError if there is none, or as its reader does."""
+    path = weights_path(pi2) or pi2 / WEIGHTS_FILE
+    return StoreReader(path) if path.name == STORE_FILE else QuantizedWeights(path)
+
+
+def hot_neurons(layer: LayerPlan) -> int:
+    """What the superblock says of a layer: all of them where it is computed densely, as ``SparseFFN`` does."""
+    return layer.site.intermediate if layer.method == "dense" else layer.n_hot
+
+
+def check_bytes(checksums: torch.Tensor) -> torch.Tensor:
+    """Checksums, int64 ``[N]``, as in the file: uint8 ``[4 N]``, little endian."""
+    return torch.from_numpy(checksums.numpy().astype("<u4")).view(torch.uint8)
+
+
+def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
+    """The checksum of a tensor that is no bundle, 8 hexadecimal digits.
+
+    CRC32C over the little-endian CRC32Cs of: its name, dtype and shape as text, then its pieces of ``BLOCK`` bytes.
+    So parts can be checked side by side, and a header that calls a tensor something else is noticed.
+
+    Args:
+        blocks: :func:`block_checks` of its bytes, in order.
+    """
+    text = torch.frombuffer(bytearray(f"{name} {spec}".encode(errors="surrogatepass")), dtype=torch.uint8)
+    parts = check_bytes(torch.cat([crc32c(text[None]), *blocks]))
+    return f"{int(crc32c(parts[None])[0]):08x}"
+
+
+def block_checks(data: torch.Tensor) -> torch.Tensor:
+    """CRC32C of every ``BLOCK`` bytes of uint8 ``[n]``, and of the rest: int64 ``[ceil(n / BLOCK)]``."""
+    whole = len(data) - len(data) % BLOCK
+    parts = (data[:whole].view(-1, BLOCK), data[None, whole:].contiguous())
+    return torch.cat([crc32c(part) for part in parts if part.numel()])
+
+
+class StoreReader(QuantizedWeights):
+    """A neuron store, open. Everything that is read is compared with its checksum, the superblock on opening.
+
+    Attributes:
+        keys: of the layers' sites, in plan order. entries: where their bundles are, in the same order.
+
+    Raises:
+        ArtifactError: missing, damaged, of another format or version, or its parts do not agree.
+    """
+
+    file_format, file_version = STORE_FORMAT, STORE_VERSION
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        try:
+            self.keys, self.checks = self._names()
+            self.entries = self._superblock().layers
+            for key, entry in zip(self.keys, self.entries, strict=True):
+                self._check_entry(key, entry)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            self.close()
+            self._damaged(f"{type(error).__name__}: {error}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _names(self) -> tuple[list[str], dict[str, str]]:
+        """Keys of the layers, and checksums of the other tensors; together with ours they are all that there is."""
+        keys, checks = json.loads(self.metadata["layers"]), json.loads(self.metadata["checks"])
+        if not isinstance(keys, list) or not isinstance(checks, dict):
+            raise TypeError(f"layers and checks are a {type(keys).__name__} and a {type(checks).__name__}")
+        if not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(self.ways):
+            raise ValueError("layers are not those of sites")
+        ours = [SUPERBLOCK, *(f"{key}.{what}" for key in keys for what in ("bundles", "checks"))]
+        named = {name for name in self.specs if not PADDING.fullmatch(name)}
+        if named != {*ours, *checks} or len(named) != len(ours) + len(checks):
+            odd = sorted(named.symmetric_difference({*ours, *checks})) or ["a name twice"]
+            raise ValueError(f"tensors are not those of layers and checks, e.g. {odd[0]}")
+        return keys, checks
+
+    def _superblock(self) -> Superblock:
+        spec = self.specs[SUPERBLOCK]
+        if spec.dtype != torch.uint8 or len(spec.shape) != 1 or self.offset(SUPERBLOCK) != min(self._start.values()):
+            raise ValueError(f"{SUPERBLOCK} is {spec} at byte {self.offset(SUPERBLOCK)}")
+        if self.offset(SUPERBLOCK) % PAGE:
+            raise ValueError(f"data begins at byte {self.offset(SUPERBLOCK)}")
+        block = Superblock.parse(self.read_bytes(SUPERBLOCK, 0, spec.nbytes).numpy().tobytes())
+        if block.file_bytes != self.file_bytes:
+            raise ValueError(f"{self.file_bytes} bytes where the superblock says {block.file_bytes}")
+        if len(block.layers) != len(self.keys):
+            raise ValueError(f"{len(self.keys)} layers where the superblock has {len(block.layers)}")
+        if block.model_hash != hash_bytes(self.model_hash):
+            raise ValueError(
+                f"model_hash {self.model_hash[:12]} where the superblock has {block.model_hash.hex()[:12]}"
+            )
+        return block
+
+    def _check_entry(self, key: str, entry: LayerEntry) -> None:
+        """Raises KeyError or ValueError unless ``entry`` makes sense and is what the header says."""
+        wanted = {
+            "rows": entry.rows in (2, 3),
+            "neurons": entry.neurons >= 1 and entry.hidden >= 1,
+            "weights": entry.weights == WEIGHT_CODES[self.kind],
+            "row_bytes": entry.row_bytes == row_bytes(self.kind, entry.hidden),
+            "slot_bytes": entry.slot_bytes >= entry.bundle_bytes and entry.slot_bytes % SECTOR == 0,
+            "n_hot": entry.n_hot <= entry.neurons,
+            "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,
+            "checks": entry.checks == self.offset(f"{key}.checks"),
+            "bundles": self.specs[f"{key}.bundles"] == Spec((entry.neurons, entry.slot_bytes), torch.uint8),
+            "length of checks": self.specs[f"{key}.checks"] == Spec((4 * entry.neurons,), torch.uint8),
+        }
+        wrong = [name for name, good in wanted.items() if not good]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} of {key}: {entry}")
+
+    def check_plan(self, plan: Plan) -> None:
+        super().check_plan(plan)
+        found = self.metadata.get("orders_hash", "")
+        hot = [entry.n_hot for entry in self.entries]
+        if (
+            found != plan.orders_hash
+            or self.keys != [layer.site.key for layer in plan.layers]
+            or hot != [hot_neurons(layer) for layer in plan.layers]
+        ):
+            raise StaleArtifactError(
+                str(self.path),
+                expected=f"layers, hot neurons and neuron orders {plan.orders_hash[:12]} as in plan.json",
+                found=f"others ({found[:12] or 'none'})",
+                fix="The plan was made anew since; pack the folder again.",
+            )
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """As in ``TensorReader``; compared with its checksum if it is read whole. Bundles come as slots."""
+        tensor = super().read(name, rows)
+        if rows is None and name in self.checks:
+            data = tensor.reshape(-1).view(torch.uint8)
+            self.compare(name, [block_checks(data[i : i + PIECE]) for i in range(0, len(data), PIECE)])
+        return tensor
+
+    def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
+        """Raises ArtifactError unless ``blocks``, checksums of what was read of tensor ``name``, are those packed."""
+        found = tensor_check(name, self.specs[name], blocks)
+        if found != self.checks[name]:
+            self._damaged(f"{name} has checksum {found}, not {self.checks[name]}")
+
+    def read_bundles(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        if site.key not in self.keys:
+            self._refuse(f"a layer {site.key}", f"{len(self.keys)} others")
+        index = self.keys.index(site.key)
+        entry = self.entries[index]
+        wanted = (site.intermediate, site.rows_per_neuron, site.hidden)
+        if (entry.neurons, entry.rows, entry.hidden) != wanted:
+            found = f"{entry.neurons}, {entry.rows} and {entry.hidden}"
+            self._refuse("{} neurons of {} rows of {} in {}".format(*wanted, site.key), found)
+        return self.read_layer(index, rows)
+
+    def read_layer(self, index: int, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Bundles of layer ``index`` of the plan, or of its neurons ``[start, stop)``, compared with their checksums.
+
+        Returns:
+            uint8 ``[neurons, R, row_bytes]`` in plan order.
+
+        Raises:
+            ArtifactError: a neuron's bytes are not what was packed, or the file ends before.
+        """
+        entry = self.entries[index]
+        start, stop = rows or (0, entry.neurons)
+        out = new_tensor((stop - start, entry.rows, entry.row_bytes), torch.uint8)
+        for at, bundles in self._pieces(index, start, stop):
+            out[at - start : at - start + len(bundles)] = bundles.view(-1, entry.rows, entry.row_bytes)
+        return out
+
+    def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Position of a neuron, and bundles ``[n, bundle_bytes]`` from there on, compared with their checksums."""
+        entry, key = self.entries[index], self.keys[index]
+        step = max(1, PIECE // entry.slot_bytes)
+        slots = torch.empty((min(step, stop - start), entry.slot_bytes), dtype=torch.uint8)
+        for at in range(start, stop, step):
+            part = slots[: min(step, stop - at)]
+            self.read_into(f"{key}.bundles", part, row=at)
+            bundles = part[:, : entry.bundle_bytes].contiguous()
+            stored = self.read_bytes(f"{key}.checks", 4 * at, 4 * (at + len(part))).numpy().view("<u4")
+            found = crc32c(bundles).numpy()
+            wrong = np.flatnonzero(found != stored)
+            if len(wrong):
+                first = int(wrong[0])
+                self._damaged(
+                    f"neuron {at + first} of {key} has checksum {found[first]:08x}, not {stored[first]:08x}"
+                    + (f", and {len(wrong) - 1} others" if len(wrong) > 1 else "")
+                )
+            yield at, bundles
+
+    def verify(self, progress: bool = False) -> int:
+        """Compare everything in the file with its checksum; bytes compared.
+
+        Raises:
+            ArtifactError: naming the first neuron or tensor that is not what was packed.
+        """
+        from tqdm import tqdm
+
+        done = self.specs[SUPERBLOCK].nbytes
+        show = progress and sys.stderr.isatty()
+        with tqdm(total=self.file_bytes, desc="verify", unit="B", unit_scale=True, disable=not show, delay=2) as bar:
+            for index, entry in enumerate(self.entries):
+                for _, bundles in self._pieces(index, 0, entry.neurons):
+                    done += bundles.nbytes
+                    bar.update(len(bundles) * entry.slot_bytes)
+            for name in self.checks:
+                size = self.specs[name].nbytes
+                blocks = []
+                for at in range(0, size, PIECE):
+                    blocks.append(block_checks(self.read_bytes(name, at, min(at + PIECE, size))))
+                    bar.update(min(PIECE, size - at))
+                self.compare(name, blocks)
+                done += size
+        return done
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, as its header has it."""
+        return max(start + self.specs[name].nbytes for name, start in self._start.items())
+
+    def regions(self) -> dict[str, int]:
+        """Bytes of the file by what they are for; together all of it."""
+        found = {"header": self.offset(SUPERBLOCK), "superblock": self.specs[SUPERBLOCK].nbytes}
+        found["bundles"] = sum(entry.neurons * entry.bundle_bytes for entry in self.entries)
+        found["slot_padding"] = sum(entry.neurons * entry.slot_bytes for entry in self.entries) - found["bundles"]
+        found["checks"] = sum(4 * entry.neurons for entry in self.entries)
+        rows = {f"{name}.weight" for name in self.linears}
+        found["linears"] = sum(self.specs[name].nbytes for name in self.checks if name in rows)
+        found["floats"] = sum(self.specs[name].nbytes for name in self.checks if name not in rows)
+        found["padding"] = self.file_bytes - sum(found.values())
+        return found

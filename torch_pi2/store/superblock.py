@@ -1,0 +1,119 @@
+"""The superblock of a neuron store: all that the C++ core reads to find bundles (docs/FORMATS.md has the offsets)."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import astuple, dataclass
+
+import torch
+
+from torch_pi2.store.crc32c import crc32c
+
+MAGIC = b"PI2STORE"
+VERSION = 1
+#: Slots of a layer, the superblock and the data begin at multiples of this.
+PAGE = 4096
+#: Slots are multiples of this, the smallest block of a device.
+SECTOR = 512
+#: Bytes of the part that is there once, and of a layer's entry.
+_PART = 128
+_HEADER = struct.Struct("<8sIIQQII32s")
+_ENTRY = struct.Struct("<QQIIIIIIII")
+#: ``pi2::DType`` of the core.
+WEIGHT_CODES = {"int4": 4, "int8": 5}
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """Where one layer's bundles are, in the order of the fields in the file.
+
+    Attributes:
+        slots: file offset of the first slot. checks: file offset of the checksums, 4 bytes a neuron.
+        neurons, hidden, rows: I, H and R. weights: a value of ``WEIGHT_CODES``.
+        slot_bytes: from one slot to the next. row_bytes: of one of the R rows that a slot begins with.
+        n_hot: the first neurons, computed densely. layer: the site's number.
+    """
+
+    slots: int
+    checks: int
+    neurons: int
+    hidden: int
+    rows: int
+    weights: int
+    slot_bytes: int
+    row_bytes: int
+    n_hot: int
+    layer: int
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Of a slot: the rest is zeros."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """The whole of it.
+
+    Attributes:
+        file_bytes: size of the file. model_hash: 32 bytes. layers: in plan order.
+    """
+
+    file_bytes: int
+    model_hash: bytes
+    layers: tuple[LayerEntry, ...]
+
+    def pack(self) -> bytes:
+        """Its bytes, ``superblock_bytes(len(layers))`` of them."""
+        size = superblock_bytes(len(self.layers))
+        fields = (size, self.file_bytes, len(self.layers), PAGE, self.model_hash)
+        entries = b"".join(_ENTRY.pack(*astuple(entry)).ljust(_PART, b"\0") for entry in self.layers)
+
+        def with_checksum(checksum: int) -> bytes:
+            return (_HEADER.pack(MAGIC, VERSION, checksum, *fields).ljust(_PART, b"\0") + entries).ljust(size, b"\0")
+
+        return with_checksum(_checksum(with_checksum(0)))
+
+    @staticmethod
+    def parse(data: bytes) -> Superblock:
+        """What ``pack`` made ``data`` of. Raises ValueError, with the reason, if it is not what it makes."""
+        if len(data) < PAGE or len(data) % PAGE:
+            raise ValueError(f"a superblock of {len(data)} bytes")
+        magic, version, checksum, size, file_bytes, layers, page, model_hash = _HEADER.unpack_from(data)
+        if magic != MAGIC:
+            raise ValueError(f"magic {magic!r}")
+        if version != VERSION:
+            raise ValueError(f"superblock version {version}")
+        found = _checksum(data[:12] + bytes(4) + data[16:])
+        if found != checksum:
+            raise ValueError(f"superblock checksum {found:08x} where it says {checksum:08x}")
+        if size != len(data) or size != superblock_bytes(layers) or not layers or page != PAGE:
+            raise ValueError(f"{layers} layers in {size} of {len(data)} bytes, pages of {page}")
+        entries = (LayerEntry(*_ENTRY.unpack_from(data, _PART * (i + 1))) for i in range(layers))
+        block = Superblock(file_bytes, model_hash, tuple(entries))
+        if block.pack() != data:
+            raise ValueError("values where version 1 has zeros")
+        return block
+
+
+def superblock_bytes(layers: int) -> int:
+    """Size of a superblock, a multiple of ``PAGE``."""
+    return -(-_PART * (1 + layers) // PAGE) * PAGE
+
+
+def slot_bytes(bundle_bytes: int, align: int | None = None) -> int:
+    """Bytes from one slot to the next: ``bundle_bytes`` rounded up to ``align``.
+
+    Default: to a page, or to a sector where a page would hold several bundles (small models).
+    """
+    align = align or (PAGE if bundle_bytes >= PAGE else SECTOR)
+    return -(-bundle_bytes // align) * align
+
+
+def hash_bytes(model_hash: str) -> bytes:
+    """A plan's hexadecimal hash as the 32 bytes of the superblock. Raises ValueError if it is none."""
+    return bytes.fromhex(model_hash)[:32].ljust(32, b"\0")
+
+
+def _checksum(data: bytes) -> int:
+    return int(crc32c(torch.frombuffer(bytearray(data), dtype=torch.uint8)[None])[0])
