@@ -12,6 +12,7 @@ from torch_pi2.config import Config
 from torch_pi2.errors import Pi2Error
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.runtime.offload import OffloadConfig, stats
 from torch_pi2.store.pack import pack
 from torch_pi2.store.quantize import quantize
 from torch_pi2.store.synthetic import synthetic
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "NeuronClusterMode",
+    "OffloadConfig",
     "Pi2Error",
     "__version__",
     "find_sites",
@@ -33,5 +35,6 @@ __all__ = [
     "quantize",
     "restore",
     "save",
+    "stats",
     "synthetic",
 ]

@@ -24,14 +24,14 @@ std::int64_t NeuronCache::look_up(std::int64_t key) {
   if (slot < 0) return -1;
   entry(slot).last_use = now_;
   entry(slot).visited = true;
-  if (policy_ == CachePolicy::kLru && slot != newest_) {
+  if (policy_ == CachePolicy::kLru && slot != newest_ && !entry(slot).fixed) {
     unlink(slot);
     push_front(slot);
   }
   return slot;
 }
 
-std::int64_t NeuronCache::insert(std::int64_t key) {
+std::int64_t NeuronCache::insert(std::int64_t key, bool fixed) {
   if (free_.empty()) {
     const std::int64_t slot = victim();
     if (slot < 0) return -1;
@@ -44,8 +44,9 @@ std::int64_t NeuronCache::insert(std::int64_t key) {
   e.key = key;
   e.last_use = now_;
   e.visited = false;
+  e.fixed = fixed;
   slot_of_[static_cast<std::size_t>(key)] = static_cast<std::int32_t>(slot);
-  push_front(slot);
+  if (!fixed) push_front(slot);  // what is in no list is nobody's victim
   ++used_;
   return slot;
 }
@@ -58,13 +59,13 @@ void NeuronCache::erase(std::int64_t key) {
 void NeuronCache::erase_older(std::int64_t first, std::int64_t last, std::int64_t time) {
   for (std::int64_t key = first; key < last; ++key) {
     const std::int64_t slot = slot_of_[static_cast<std::size_t>(key)];
-    if (slot >= 0 && entry(slot).last_use < time) evict(slot);
+    if (slot >= 0 && !entry(slot).fixed && entry(slot).last_use < time) evict(slot);
   }
 }
 
 void NeuronCache::evict(std::int64_t slot) {
   if (hand_ == slot) hand_ = entry(slot).before;
-  unlink(slot);
+  if (!entry(slot).fixed) unlink(slot);
   slot_of_[static_cast<std::size_t>(entry(slot).key)] = -1;
   entry(slot).key = -1;
   free_.push_back(static_cast<std::int32_t>(slot));
@@ -94,7 +95,7 @@ std::int64_t NeuronCache::victim() {
     case CachePolicy::kSieve: break;
   }
   // Twice round at most: once to clear marks, once to find one; pinned entries keep theirs.
-  for (std::int64_t steps = 2 * used_; steps >= 0; --steps) {
+  for (std::int64_t steps = 2 * slots(); steps >= 0; --steps) {
     if (hand_ < 0) hand_ = oldest_;
     if (hand_ < 0) return -1;
     Entry& e = entry(hand_);

@@ -28,8 +28,8 @@ class NeuronCache {
   std::int64_t look_up(std::int64_t key);
 
   // A slot for a key that is not there, by evicting another if need be; -1 if every slot is pinned or the policy evicts
-  // nothing.
-  std::int64_t insert(std::int64_t key);
+  // nothing. `fixed`: it is never evicted, whatever the policy (the hot region).
+  std::int64_t insert(std::int64_t key, bool fixed = false);
 
   // Makes a key absent (its bytes never came).
   void erase(std::int64_t key);
@@ -47,7 +47,7 @@ class NeuronCache {
   struct Entry {
     std::int64_t key = -1, last_use = 0;
     std::int32_t before = -1, after = -1;  // in the list, newest first
-    bool visited = false;
+    bool visited = false, fixed = false;
   };
 
   Entry& entry(std::int64_t slot) { return entries_[static_cast<std::size_t>(slot)]; }

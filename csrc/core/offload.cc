@@ -137,8 +137,9 @@ std::string Offload::State::set_up(const std::string& path) {
   const bool map = options.engine == "mmap";
   if (!map && options.engine != "pread" && options.engine != "io_uring")
     return "engine: expected pread, io_uring or mmap, found '" + options.engine + "'";
-  if (options.cache_bytes < 0 || options.io_threads < 1 || options.in_flight < 1 || options.window < 0)
-    return "options: expected no negative sizes and at least one thread and chunk in flight";
+  if (options.cache_bytes < 0 || options.io_threads < 1 || options.in_flight < 1 || options.window < 0 ||
+      !(options.hot_share >= 0 && options.hot_share <= 1))
+    return "options: expected no negative sizes, at least one thread and chunk in flight, and a hot share of 0 to 1";
   wrong = file.open(path, options.direct && !map);
   if (!wrong.empty()) return wrong;
   process = getpid();
@@ -404,9 +405,13 @@ std::string Offload::State::preload() {
     most = std::max(most, count.back());
   }
   cache->begin();
-  for (std::int64_t rank = most - 1; rank >= 0; --rank)  // the most frequent last: the last to leave
-    for (std::size_t l = 0; l < count.size(); ++l)
-      if (rank < count[l] && !cache->contains(first_key[l] + rank)) cache->insert(first_key[l] + rank);
+  for (std::int64_t rank = most - 1; rank >= 0; --rank) {  // the most frequent last: the last to leave
+    for (std::size_t l = 0; l < count.size(); ++l) {
+      const std::int64_t key = first_key[l] + rank;
+      const bool hot = static_cast<double>(rank) < options.hot_share * static_cast<double>(count[l]);
+      if (rank < count[l] && !cache->contains(key)) cache->insert(key, hot);
+    }
+  }
   for (std::size_t l = 0; l < count.size(); ++l) {
     const StoreLayer& about_l = file.layers()[l];
     layer = static_cast<std::int64_t>(l);

@@ -51,6 +51,20 @@ long by_hand() {
   }
   window.erase_older(0, 5, window.now() - 1);
   PI2_CHECK(!window.contains(1) && window.contains(2) && window.contains(8), "1 is older, 8 of another layer");
+  for (const CachePolicy kind : {CachePolicy::kLru, CachePolicy::kSieve}) {
+    NeuronCache hot(20, 3, kind);
+    hot.begin();
+    PI2_CHECK(hot.insert(9, true) >= 0, "a fixed key");
+    for (int key = 0; key < 8; ++key) {
+      hot.begin();
+      PI2_CHECK(hot.insert(key) >= 0 && hot.contains(9) && hot.used() <= 3, "key %d", key);
+    }
+    hot.erase_older(0, 20, hot.now() + 1);
+    PI2_CHECK(hot.contains(9) && hot.used() == 1 && hot.look_up(9) >= 0, "what is fixed stays");
+    hot.erase(9);
+    hot.begin();
+    PI2_CHECK(!hot.contains(9) && hot.insert(3) >= 0 && hot.insert(4) >= 0 && hot.insert(5) >= 0, "its slot is free");
+  }
   CachePolicy policy;
   PI2_CHECK(policy_of("clock", &policy) == "expected lru, sieve or static, found 'clock'", "a policy's name");
   return 12;

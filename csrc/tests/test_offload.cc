@@ -77,6 +77,7 @@ long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std:
         options.io_threads = 3;
         options.run_bytes = slots == 5 ? 1 : 4096;
         options.window = slots == 5 ? 2 : 0;
+        options.hot_share = slots == 5 ? 0.0 : 0.7;
         all.push_back(options);
         if (std::strcmp(engine, "mmap") == 0) break;
       }
@@ -247,7 +248,11 @@ long check_options(std::mt19937& rng) {
   options.cache_bytes = -1;
   PI2_CHECK(Offload::open(store.path, options, &problem) == nullptr && problem.find("options: expected") == 0, "%s",
             problem.c_str());
-  return 3;
+  options.cache_bytes = 0;
+  options.hot_share = 1.5;
+  PI2_CHECK(Offload::open(store.path, options, &problem) == nullptr && problem.find("a hot share of 0 to 1") > 0, "%s",
+            problem.c_str());
+  return 4;
 }
 
 }  // namespace

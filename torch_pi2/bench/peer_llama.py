@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.bench import cap
 from torch_pi2.bench.peer import Round, serve
 
 #: Levels of ggml's log that are shown: warning and error.
@@ -18,7 +19,13 @@ _log_problems: Any = None
 
 
 def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
-    """``settings``: gguf (path), threads, context (tokens). Defaults of llama.cpp otherwise: mmap, repacked weights."""
+    """``settings``: gguf (path), threads, context (tokens). Defaults of llama.cpp otherwise: mmap, repacked weights.
+
+    With ``repack`` false weights stay in the mapped file (repacked they are anonymous memory, as much again); with
+    ``cap`` (folder of a group) the process joins that group first.
+    """
+    if settings.get("cap"):
+        cap.join(settings["cap"])
     import llama_cpp
 
     @llama_cpp.llama_log_callback
@@ -31,7 +38,11 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     path, threads, context = settings["gguf"], settings["threads"], settings["context"]
     llama_cpp.llama_log_set(_log_problems, None)
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    repack = settings.get("repack", True)
+    model_params = llama_cpp.llama_model_default_params()
+    if not repack:
+        _map_only(llama_cpp, model_params)
+    model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {path}")
     params = llama_cpp.llama_context_default_params()
@@ -56,27 +67,41 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         started = time.perf_counter()
         feed([1 + i % 100 for i in range(prompt)])
+        disk = cap.read_bytes()
         between = time.perf_counter()
         for i in range(tokens):
             feed([1 + i % 100])
         ended = time.perf_counter()
+        after = cap.read_bytes()
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return {
             "prompt_s": between - started,
             "decode_s": ended - between,
             "peak_rss_bytes": usage.ru_maxrss * 1024,
             "major_faults": usage.ru_majflt - faults,
+            "disk_bytes": None if disk is None or after is None else after - disk,
         }
 
     about = {
         "engine": f"llama.cpp (llama-cpp-python {llama_cpp.__version__})",
-        "weights": "Q4_0, every matrix, mmap, repacked as llama.cpp chooses",
+        "weights": f"Q4_0, every matrix, mmap, {'repacked as llama.cpp chooses' if repack else 'not repacked'}",
         "bytes": Path(path).stat().st_size,
         "threads": threads,
         "context": context,
         "system": llama_cpp.llama_print_system_info().decode().strip(),
     }
     return about, run_round
+
+
+def _map_only(llama_cpp: Any, params: Any) -> None:
+    """Set ``params`` to mmap without repacking. Raises RuntimeError: this version has no such switch."""
+    if not hasattr(params, "use_extra_bufts"):
+        raise RuntimeError(f"llama-cpp-python {llama_cpp.__version__} cannot switch repacking off; install a newer one")
+    params.use_extra_bufts = False
+    if hasattr(params, "load_mode"):  # instead of use_mmap in newer versions
+        params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
+    else:
+        params.use_mmap = True
 
 
 if __name__ == "__main__":

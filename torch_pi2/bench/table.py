@@ -1,7 +1,7 @@
 """``bench/results/*.json`` as a page of tables with roofline columns: ``python -m torch_pi2.bench.table FOLDER``.
 
-Each file is what ``torch-pi2 bench decode --json`` or ``bench layer --json`` printed; nothing is computed here but
-ratios of figures of one run.
+Each file is what ``torch-pi2 bench decode``, ``layer`` or ``offload`` printed with ``--json``; nothing is computed here
+but ratios of figures of one run.
 """
 
 from __future__ import annotations
@@ -138,6 +138,36 @@ def _linear_row(name: str, result: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations, "
+    about += f"{100 * result['ffn_in_memory']:.0f} % of neurons"
+    rows = [
+        [
+            f"{about}, {mode}",
+            _number(m["tokens_per_s"]),
+            _range(m["spread"]["tokens_per_s"]),
+            _number(m["p50_ms"], 1),
+            _number(m["p90_ms"], 1),
+            _number(m["p99_ms"], 1),
+            _number((m["bytes_read_per_token"] or m["disk_bytes_per_token"] or 0) / 1e6, 1),
+            _number(m["reads_per_token"], 0),
+            "" if m["hit_rate"] is None else f"{100 * m['hit_rate']:.1f} %",
+            f"{100 * m['io_critical_share']:.1f} %",
+            _number(m["ffn_ms"], 1),
+            _number(m["peak_rss_bytes"] / 1e9, 2),
+            _number(result["cap_bytes"] / 1e9) if m["capped"] else "none",
+            _number(result["against"].get(mode)),
+        ]
+        for mode, m in result["modes"].items()
+    ]
+    for peer, p in result["peers"].items():
+        read = None if p["disk_bytes_per_token"] is None else p["disk_bytes_per_token"] / 1e6
+        figures = [_number(p["tokens_per_s"], 3), "", "", "", "", _number(read, 1), "", "", "", ""]
+        memory = [_number(p["peak_rss_bytes"] / 1e9, 2), _number(result["cap_bytes"] / 1e9)]
+        rows.append([f"{name}: {peer}", *figures, *memory, _number(p.get("ratio"))])
+    return rows
+
+
 _DECODE = (
     "run", "threads", "rounds", "tokens/s", "prompt tokens/s", "FFN read", "GB/token", "GB/s", "read GB/s",
     "gathered GB/s", "of read", "ms at read speed", "ms", "peak GB", "times as fast as",
@@ -148,17 +178,31 @@ _BATCHES = ("run", "batch", "rounds", "tokens/s", "range", "prompt tokens/s", "r
 _LAYERS = ("layer", "active", "ms", "GB/s", "gathered ms", "all streamed ms", "bound ms", "of bound")
 _LINEARS = ("dense linear", "ms", "GB/s", "read GB/s", "of read", "predictor rank", "predictor ms")
 
+_OFFLOAD = (
+    "run", "tokens/s", "range", "p50 ms", "p90 ms", "p99 ms", "MB/token read", "reads/token", "cache hits",
+    "I/O waited for", "FFN ms", "peak RSS GB", "memory cap GB", "pipeline / it",
+)  # fmt: skip
+_OFFLOAD_NOTE = """
+Half of the neurons' bytes, or what a row says, have room in memory; the rest is read from a store whose file is warm
+(one sequential read before), each mode in a process of its own, one after another, in a memory cap where the machine
+has one (page cache counts). Tokens are drawn at random, independently: no locality but that some neurons fire more
+often. I/O waited for is time in which compute threads had nothing to compute, of all their time.
+"""
+
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of results by name (file name without ``.json``)."""
     decodes = {name: r for name, r in results.items() if r["what"] == "decode"}
     layers = {name: r for name, r in results.items() if r["what"] == "layer"}
+    offloads = {name: r for name, r in results.items() if r["what"] == "offload"}
+    offload_title = f"## Larger than memory\n{_OFFLOAD_NOTE.rstrip()}"
     parts_title = f"### Milliseconds per token\n{_PARTS_NOTE.rstrip()}"
     sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
         ("## Whole models", _DECODE, [_decode_row(n, r) for n, r in decodes.items()]),
         (parts_title, _PARTS, [_part_row(n, r) for n, r in decodes.items() if "ms_per_token" in r]),
         ("### Other engines, in alternation", _PEERS, [row for n, r in decodes.items() for row in _peer_rows(n, r)]),
         ("### Batches", _BATCHES, [row for n, r in decodes.items() for row in _batch_rows(n, r)]),
+        (offload_title, _OFFLOAD, [row for n, r in offloads.items() for row in _offload_rows(n, r)]),
         ("## One feed-forward layer", _LAYERS, [row for n, r in layers.items() for row in _layer_rows(n, r)]),
         ("## Dense linears and predictors", _LINEARS, [_linear_row(n, r) for n, r in layers.items() if "linear" in r]),
     ]
@@ -182,7 +226,7 @@ def write(folder: str | Path) -> Path:
     """Read ``folder/*.json`` and write ``folder/README.md``; returns its path.
 
     Raises:
-        ArtifactError: a file is not a result of ``torch-pi2 bench decode`` or ``bench layer``.
+        ArtifactError: a file is not a result of ``torch-pi2 bench decode``, ``layer`` or ``offload``.
     """
     folder = Path(folder)
     results = {}
@@ -192,7 +236,7 @@ def write(folder: str | Path) -> Path:
             what = result["what"]
         except (ValueError, KeyError, TypeError) as error:
             raise _not_a_result(path, f"{type(error).__name__}: {error}") from error
-        if what not in ("decode", "layer"):
+        if what not in ("decode", "layer", "offload"):
             raise _not_a_result(path, f"a result of bench {what}")
         results[path.stem] = result
     target = folder / "README.md"
@@ -203,7 +247,7 @@ def write(folder: str | Path) -> Path:
 def _not_a_result(path: Path, found: str) -> ArtifactError:
     return ArtifactError(
         str(path),
-        expected="what `torch-pi2 bench decode --json` or `bench layer --json` printed",
+        expected="what `torch-pi2 bench decode --json`, `bench offload --json` or `bench layer --json` printed",
         found=found,
         fix="Remove the file, or run `make bench` again.",
     )

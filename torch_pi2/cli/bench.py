@@ -1,4 +1,4 @@
-"""Time things on this machine: `ffn` and `layer` are one feed-forward layer, `decode` is a whole model."""
+"""Time things on this machine: `ffn` and `layer` are one feed-forward layer, `decode` and `offload` whole models."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "a whole model, synthetic or in --folder, optionally against other engines",
             _add_decode,
         ),
+        ("offload", "a model larger than memory, step by step from mmap to the pipeline", _add_offload),
     ):
         kind = kinds.add_parser(name, help=help_line, description=help_line)
         add(kind)
@@ -110,8 +111,37 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
+def _add_offload(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--folder", type=Path, metavar="DIR", help="with a neuron store (torch-pi2 pack)")
+    source.add_argument("--shape", help="synthetic, made in work/bench if it is not there (default: mistral-7b)")
+    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, 0..1")
+    add(
+        "--modes",
+        type=_list_of(str),
+        default=["mmap", "bundle", "cache", "pipeline", "llm-in-a-flash"],
+        metavar="NAMES",
+        help="comma-separated (default: mmap,bundle,cache,pipeline,llm-in-a-flash)",
+    )
+    add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
+    add("--rounds", type=common.positive, default=2, metavar="N")
+    add("--engine", choices=["pread", "io_uring"], default="pread", help="of all modes but mmap")
+    add("--activations", default="int8", choices=["float", "int8"], help="int8 is lossy")
+    add("--eager", action="store_true", help="do not compile the decoding step")
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        choices=["llama.cpp"],
+        help="on the same shape, mapped, under the same memory cap (needs cgroup v1 and permission)",
+    )
+    add("--seed", type=int, default=0)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    result = {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode}[args.what](args)
+    kinds = {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode, "offload": _run_offload}
+    result = kinds[args.what](args)
     return {**result, "command": _command(args)}
 
 
@@ -188,8 +218,27 @@ def _run_decode(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _run_offload(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.bench import offload
+
+    return offload.run(
+        args.folder,
+        args.shape,
+        ffn_in_memory=args.ffn_in_memory,
+        modes=args.modes,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        engine=args.engine,
+        activations=args.activations,
+        compiled=not args.eager,
+        peers=args.peer,
+        seed=args.seed,
+    )
+
+
 def render(result: dict[str, Any]) -> str:
-    return {"ffn": _render_ffn, "layer": _render_layer, "decode": _render_decode}[result["what"]](result)
+    kinds = {"ffn": _render_ffn, "layer": _render_layer, "decode": _render_decode, "offload": _render_offload}
+    return kinds[result["what"]](result)
 
 
 def _render_ffn(result: dict[str, Any]) -> str:
@@ -277,3 +326,34 @@ def _render_decode(result: dict[str, Any]) -> str:
         )
     label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
     return "\n".join([*lines, label])
+
+
+def _render_offload(result: dict[str, Any]) -> str:
+    header = ("mode", "tokens/s", "p50 ms", "p99 ms", "MB/token", "hits", "I/O waited for", "FFN ms", "most memory")
+    rows = [
+        (
+            name,
+            f"{m['tokens_per_s']:.2f}",
+            f"{m['p50_ms']:.1f}",
+            f"{m['p99_ms']:.1f}",
+            f"{(m['bytes_read_per_token'] or m['disk_bytes_per_token'] or 0) / 1e6:.1f}",
+            "" if m["hit_rate"] is None else common.percent(m["hit_rate"]),
+            common.percent(m["io_critical_share"]),
+            f"{m['ffn_ms']:.1f}",
+            common.size(m["peak_rss_bytes"]) + (" (capped)" if m["capped"] else ""),
+        )
+        for name, m in result["modes"].items()
+    ]
+    lines = [
+        f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
+        f"{common.percent(result['ffn_in_memory'])} of {common.size(result['ffn_bytes'])} of neurons in memory, "
+        + (f"cap {common.size(result['cap_bytes'])}" if result["cap_bytes"] else "no memory cap here"),
+        common.table(header, rows),
+    ]
+    if result["against"]:
+        lines.append("pipeline is " + ", ".join(f"{r:.2f} times {name}" for name, r in result["against"].items()))
+    for name, peer in result["peers"].items():
+        ratio = f"; pipeline is {peer['ratio']:.2f} times as fast" if "ratio" in peer else ""
+        lines.append(f"{name}, same cap: {peer['tokens_per_s']:.3f} tokens/s{ratio}")
+    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
+    return "\n".join([*lines, f"tokens {result['tokens']}; file {result['file']}", label])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.sites import FFNSite
@@ -20,7 +21,7 @@ STATISTICS = (
     "calls", "wanted", "hits", "reads", "bytes_read", "evictions", "uncached",
     "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
 )  # fmt: skip
-ENGINES = ("pread", "io_uring", "mmap")
+ENGINES = ("auto", "pread", "io_uring", "mmap")
 POLICIES = ("lru", "sieve", "static")
 
 
@@ -29,28 +30,30 @@ class OffloadConfig:
     """How neurons come from flash. Every setting is lossless: results have the same bits with all of them.
 
     Attributes:
-        engine: ``pread`` (a pool of threads), ``io_uring`` (Linux, if built in) or ``mmap`` (no cache of our own: the
-            system's pages; for comparison).
+        engine: ``io_uring`` (Linux, if built in), ``pread`` (a pool of threads), ``auto`` (the first of them that there
+            is) or ``mmap`` (no cache of our own: the system's pages; for comparison).
         policy: what leaves the cache: ``lru``, ``sieve`` (used since the hand passed stays) or ``static`` (nothing).
-        io_threads: of ``pread``; for ``io_uring`` reads under way.
+        io_threads: of ``pread``; for ``io_uring`` reads that may be at the device together.
         direct: read past the page cache (``O_DIRECT``) where a trial read shows that this works.
         verify: check the CRC32C of every bundle read.
         pipeline: compute chunks of a layer while others are read; else wait for all of a layer's reads.
         window: keep only neurons of the last so many tokens ("LLM in a flash"); 0: as the policy says.
         in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
         run_bytes: neighbouring neurons are read together, up to this.
+        hot_share: of the cache, the part for the most frequent neurons, which nothing evicts (with ``preload``).
         preload: fill the cache with the most frequent neurons when the model is loaded.
     """
 
-    engine: str = "pread"
+    engine: str = "auto"
     policy: str = "lru"
-    io_threads: int = 16
+    io_threads: int = 64
     direct: bool = True
     verify: bool = True
     pipeline: bool = True
     window: int = 0
     in_flight: int = 8
     run_bytes: int = 1 << 18
+    hot_share: float = 0.75
     preload: bool = True
 
     def __post_init__(self) -> None:
@@ -62,6 +65,13 @@ class OffloadConfig:
                     found=repr(getattr(self, name)),
                     fix="Choose one of them.",
                 )
+        if not 0 <= self.hot_share <= 1:
+            raise ConfigError(
+                "OffloadConfig.hot_share",
+                expected="0 to 1",
+                found=str(self.hot_share),
+                fix="It is a share of the cache.",
+            )
         for name, least in (("io_threads", 1), ("in_flight", 1), ("run_bytes", 512), ("window", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(
@@ -86,15 +96,28 @@ class Store:
     def __init__(self, path: str | Path, cache_bytes: int, config: OffloadConfig | None = None) -> None:
         load()
         self.path, self.config = Path(path), config or OffloadConfig()
-        c = self.config
-        try:
-            self.number: int = torch.ops.pi2.store_open(
-                str(path), cache_bytes, c.engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline, c.window,
-                c.in_flight, c.run_bytes,
-            )  # fmt: skip
-        except RuntimeError as error:
-            raise self._damaged(_reason(error)) from error
+        self.number = self._open(cache_bytes)
         self._close = weakref.finalize(self, torch.ops.pi2.store_close, self.number)
+
+    def _open(self, cache_bytes: int) -> int:
+        c = self.config
+        for engine in ("io_uring", "pread") if c.engine == "auto" else (c.engine,):
+            try:
+                number: int = torch.ops.pi2.store_open(
+                    str(self.path), cache_bytes, engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline,
+                    c.window, c.in_flight, c.run_bytes, c.hot_share,
+                )  # fmt: skip
+                return number
+            except RuntimeError as error:
+                found = _reason(error)
+                if not found.startswith("engine: io_uring is not available"):
+                    raise self._damaged(found) from error
+        raise ConfigError(
+            "OffloadConfig.engine",
+            expected="one that this build and system have",
+            found="io_uring, which they have not",
+            fix="Use pread, or build with liburing installed (Debian and Ubuntu: liburing-dev).",
+        )
 
     def _damaged(self, found: str) -> ArtifactError:
         return ArtifactError(
@@ -129,6 +152,35 @@ class Store:
         """
         values = torch.ops.pi2.store_stats(self.number, reset).tolist()
         return dict(zip(STATISTICS, map(int, values), strict=True))
+
+
+def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
+    """What a model over a store (:func:`torch_pi2.load` with a budget) has read since the last reset.
+
+    Returns:
+        :meth:`Store.stats`; ``hit_rate``: of the bundles wanted, the share that was in the cache; ``wait_share``: of the
+        time of compute threads in layers, the share spent waiting for bundles; ``budget``: a
+        :class:`~torch_pi2.runtime.budget.Budget`; ``store``: the :class:`Store`.
+
+    Raises:
+        ConfigError: the model has no store.
+    """
+    parts = getattr(model, "torch_pi2_store", None)
+    if parts is None:
+        raise ConfigError(
+            type(model).__name__,
+            expected="a model over a neuron store",
+            found="one in memory",
+            fix="Load a packed folder with torch_pi2.load(folder, budget=...).",
+        )
+    store, budget = parts
+    found = store.stats(reset=reset)
+    return found | {
+        "hit_rate": found["hits"] / found["wanted"] if found["wanted"] else 0.0,
+        "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
+        "budget": budget,
+        "store": store,
+    }
 
 
 def _reason(error: RuntimeError) -> str:

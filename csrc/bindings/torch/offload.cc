@@ -28,7 +28,8 @@ std::shared_ptr<Offload> store_of(int64_t number) {
 }
 
 int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, std::string policy, int64_t io_threads,
-                   bool direct, bool verify, bool pipeline, int64_t window, int64_t in_flight, int64_t run_bytes) {
+                   bool direct, bool verify, bool pipeline, int64_t window, int64_t in_flight, int64_t run_bytes,
+                   double hot_share) {
   OffloadOptions options;
   options.cache_bytes = cache_bytes;
   options.engine = engine;
@@ -40,6 +41,7 @@ int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, st
   options.window = window;
   options.in_flight = in_flight;
   options.run_bytes = run_bytes;
+  options.hot_share = hot_share;
   std::string problem;
   std::shared_ptr<Offload> made = Offload::open(path, options, &problem);
   STD_TORCH_CHECK(made != nullptr, "pi2: store ", path, ": ", problem);
@@ -150,7 +152,7 @@ Tensor crc32c_rows(const Tensor& rows) {
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "store_open(str path, int cache_bytes, str engine, str policy, int io_threads, bool direct, bool verify, "
-      "bool pipeline, int window, int in_flight, int run_bytes) -> int");
+      "bool pipeline, int window, int in_flight, int run_bytes, float hot_share) -> int");
   m.def("store_close(int store) -> bool");
   m.def("store_layers(int store) -> Tensor");
   m.def("store_preload(int store) -> str");

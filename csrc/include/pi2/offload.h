@@ -20,6 +20,7 @@ struct OffloadOptions {
   bool verify = true;            // checksums of everything read
   bool pipeline = true;          // false: computing begins when every read of a layer is over
   std::int64_t window = 0;       // > 0: neurons not used in so many last tokens of their layer leave ("LLM in a flash")
+  double hot_share = 0.75;       // of the cache: most frequent neurons that preload() puts there and nothing evicts
   std::int64_t in_flight = 8;    // chunks of a layer whose reads may be under way together
   std::int64_t run_bytes = 1 << 18;  // neighbours are read together, up to this
 };

@@ -1,0 +1,347 @@
+"""A model larger than memory, step by step as the paper's ablation has it, beside llama.cpp under the same memory cap.
+
+Each mode is a setting of how neurons come from flash, in a process of its own (memory is then that mode's), one after
+another. The steps are those of PowerInfer-2 (arXiv 2406.06282): mmap, bundles, cache, pipeline; and a window over the
+last tokens without a pipeline, as "LLM in a flash" (arXiv 2312.11514) has it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.bench import cap, machine
+from torch_pi2.bench.gguf import write_gguf
+from torch_pi2.bench.peer import Peer
+from torch_pi2.checkpoint import PI2_FOLDER
+from torch_pi2.errors import ConfigError
+from torch_pi2.plan.plan import Plan
+from torch_pi2.predict.size import PREDICTORS_FILE, load_predictors
+from torch_pi2.runtime import budget as budgets
+from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.store.skeleton import model_config
+from torch_pi2.store.storefile import STORE_FILE, StoreReader
+
+PEERS = ("llama.cpp",)
+#: Tokens of a prompt, and of an answer that is not timed, before the first round.
+_PROMPT, _WARM_UP = 8, 8
+#: The same for llama.cpp, which takes seconds a token, and the tokens of its only round.
+_LLAMA_PROMPT, _LLAMA_WARM_UP, _LLAMA_TOKENS = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Mode:
+    """``cached``: whether neurons have a budget beyond what must stay in memory. ``settings``: of OffloadConfig."""
+
+    cached: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, engine: str) -> OffloadConfig:
+        return OffloadConfig(**{"engine": engine, **self.settings})
+
+
+MODES = {
+    "mmap": Mode(False, {"engine": "mmap", "pipeline": False}),
+    "bundle": Mode(False, {"pipeline": False}),
+    "cache": Mode(True, {"pipeline": False}),
+    "pipeline": Mode(True),
+    "llm-in-a-flash": Mode(True, {"pipeline": False, "window": 5}),
+}
+
+
+def run(
+    folder: str | Path | None = None,
+    shape: str | None = None,
+    *,
+    ffn_in_memory: float = 0.5,
+    modes: Iterable[str] = tuple(MODES),
+    tokens: int = 24,
+    rounds: int = 2,
+    engine: str = "pread",
+    activations: str = "int8",
+    compiled: bool = True,
+    peers: Iterable[str] = (),
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Decode with each mode, on torch's current number of threads.
+
+    Args:
+        folder: with a neuron store (default ``work/bench/<shape>-store``, made if it is not there).
+        shape: of the synthetic model that is made (default mistral-7b).
+        ffn_in_memory: share of the neurons' bytes for which modes with a cache have room.
+        modes: names in ``MODES``.
+        tokens, rounds: of each mode, after a prompt and some tokens of warm-up.
+        engine: of all modes but ``mmap``. activations: ``int8`` (lossy) or ``float``.
+        peers: names in ``PEERS``. llama.cpp runs the same shape in Q4_0 mapped and not repacked.
+        seed: of tokens and of what is synthetic.
+
+    Returns:
+        ``modes``: by name ``tokens_per_s``, milliseconds of a token (``p50_ms``, ``p90_ms``, ``p99_ms``), bytes and
+        reads a token, ``hit_rate``, ``io_critical_share`` (waiting for neurons, over wall time and threads), ``ffn_ms``
+        a token, ``cache_bytes``, ``peak_rss_bytes`` and ``capped``. Where groups of cgroup v1 can be made every mode
+        runs in one of ``cap_bytes``: the budget of a mode with a cache, and what a process takes before it loads a
+        model. ``against``: tokens/s of ``pipeline`` over those of other modes. ``peers``, machine and versions.
+
+    Raises:
+        ConfigError: a setting makes no sense, or no store in ``folder``. CapError: llama.cpp is asked for where memory
+            cannot be capped. Pi2Error: what making, loading and running a model raise.
+    """
+    modes, peers = list(dict.fromkeys(modes)), list(dict.fromkeys(peers))
+    _check(ffn_in_memory, modes, tokens, rounds, engine, peers)
+    folder = _store(folder, shape, seed)
+    capped = cap.available()
+    if peers and not capped:
+        with cap.MemoryCap(1 << 40):  # says why not
+            pass
+    settings: dict[str, Any] = {
+        "folder": str(folder),
+        "threads": torch.get_num_threads(),
+        "activations": activations,
+        "context": _PROMPT + _WARM_UP + rounds * tokens + 1,
+        "compiled": compiled,
+        "seed": seed,
+    }
+    rooms = _Rooms(folder, settings["context"])
+    base = _base_rss(settings["threads"])
+    budget_bytes = rooms.budget(MODES["pipeline"].config(engine), ffn_in_memory)
+    cap_bytes = budget_bytes + base if capped else None
+    path = folder / PI2_FOLDER / STORE_FILE
+    warmed = cap.warm(path)
+    measured: dict[str, dict[str, Any]] = {}
+    about: dict[str, Any] = {}
+    for name in modes:
+        config = MODES[name].config(engine)
+        room = rooms.budget(config, ffn_in_memory if MODES[name].cached else 0.0)
+        how = {**settings, "budget": room, "offload": asdict(config)}
+        about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds)
+    against_peers = {}
+    if "llama.cpp" in peers:
+        assert cap_bytes is not None
+        gguf = write_gguf(folder.parent / f"{about['subject']['stem']}.q4_0.gguf", rooms.hf, seed=seed)
+        against_peers["llama.cpp"] = _llama(gguf, settings["threads"], cap_bytes)
+        if "pipeline" in measured:
+            ours, theirs = measured["pipeline"]["tokens_per_s"], against_peers["llama.cpp"]["tokens_per_s"]
+            against_peers["llama.cpp"]["ratio"] = round(ours / theirs, 2)
+    subject = about["subject"]
+    return {
+        "what": "offload",
+        "shape": subject["shape"],
+        "weights": subject["weights"],
+        "activations": activations,
+        "synthetic": subject["synthetic"],
+        "engine": engine,
+        "ffn_in_memory": ffn_in_memory,
+        "ffn_bytes": rooms.neurons,
+        "token_bytes": rooms.token,
+        "budget_bytes": budget_bytes,
+        "base_rss_bytes": base,
+        "cap_bytes": cap_bytes,
+        "threads": settings["threads"],
+        "tokens": "drawn at random, independent: no locality but frequency",
+        "tokens_a_round": tokens,
+        "rounds": rounds,
+        "compiled": compiled,
+        "file": f"warmed by one sequential {warmed} read, then evicted from the page cache before each mode",
+        "order": "modes one after another, each in a process of its own",
+        "modes": measured,
+        "against": _against(measured),
+        "peers": against_peers,
+        **machine.describe(),
+    }
+
+
+def _check(
+    ffn_in_memory: float, modes: Sequence[str], tokens: int, rounds: int, engine: str, peers: Sequence[str]
+) -> None:
+    for name, value in {"tokens": tokens, "rounds": rounds, "modes": len(modes)}.items():
+        if value < 1:
+            raise ConfigError(name, expected="1 or more", found=str(value), fix="Choose a larger number.")
+    if not 0 <= ffn_in_memory <= 1:
+        raise ConfigError(
+            "ffn_in_memory", expected="0 to 1", found=f"{ffn_in_memory:g}", fix="It is a share of the neurons' bytes."
+        )
+    for what, names, allowed in (
+        ("mode", modes, tuple(MODES)),
+        ("engine", [engine], ("pread", "io_uring")),
+        ("peer", peers, PEERS),
+    ):
+        for name in names:
+            if name not in allowed:
+                raise ConfigError(what, expected=" or ".join(allowed), found=name, fix="Choose one of them.")
+
+
+def _store(folder: str | Path | None, shape: str | None, seed: int) -> Path:
+    """The folder with a store; made where none is named. Raises ConfigError, and what making it raises."""
+    import torch_pi2
+
+    if folder is not None:
+        folder = Path(folder)
+        if shape is not None:
+            raise ConfigError(
+                "--shape with --folder", expected="one of them", found="both", fix="The folder has its own shape."
+            )
+        if not (folder / PI2_FOLDER / STORE_FILE).is_file():
+            raise ConfigError(
+                str(folder),
+                expected=f"a folder with a neuron store ({PI2_FOLDER}/{STORE_FILE})",
+                found="none",
+                fix="Make one with `torch-pi2 pack`.",
+            )
+        return folder
+    shape = shape or "mistral-7b"
+    made = Path("work") / "bench" / f"{shape}-store"
+    if not (made / PI2_FOLDER / STORE_FILE).is_file():
+        source = made.with_name(f"{shape}-int4-0.1")
+        if not (source / PI2_FOLDER).is_dir():
+            torch_pi2.synthetic(source, shape, active=0.1, weights="int4", seed=seed)
+        torch_pi2.pack(source, made)
+    return made
+
+
+class _Rooms:
+    """What budgets a store can have.
+
+    Attributes:
+        hf: the model's configuration. neurons: bytes of all neurons. token: of those that an average token wants.
+    """
+
+    def __init__(self, folder: Path, context: int) -> None:
+        pi2 = folder / PI2_FOLDER
+        self._folder, self._context = folder, context
+        self._plan = Plan.load(pi2)
+        found = pi2 / PREDICTORS_FILE
+        self._predictors = load_predictors(pi2, model_hash=self._plan.model_hash) if found.exists() else {}
+        self.hf = model_config(folder)
+        whole = self._divided(OffloadConfig())
+        self.neurons, self.token = whole.neurons, whole.token
+
+    def budget(self, config: OffloadConfig, share: float) -> int:
+        """Bytes for all that must stay in memory and ``share`` of the neurons."""
+        whole = self._divided(config)
+        fixed = whole.fixed + whole.predictors + whole.tables + whole.kv + whole.staging
+        slots = math.floor(share * self._count)
+        # bookkeeping of slots is in `tables`, for all neurons here
+        return fixed - (self._count - slots) * budgets._SLOT_BYTES + slots * (whole.neurons // self._count)
+
+    def _divided(self, config: OffloadConfig) -> budgets.Budget:
+        """With room for everything."""
+        with StoreReader(self._folder / PI2_FOLDER / STORE_FILE) as reader:
+            self._count = sum(entry.neurons for entry in reader.entries)
+            return budgets.divide(
+                1 << 60,
+                reader,
+                self._plan,
+                self._predictors,
+                self.hf,
+                config=config,
+                context=self._context,
+                dtype=self.hf.dtype or reader.float_dtype or torch.float32,
+            )
+
+
+def _base_rss(threads: int) -> int:
+    """Resident memory of a process that is ready to load a model."""
+    peer = Peer("torch_pi2.bench.peer_offload", {"threads": threads})
+    peer.close()
+    return int(peer.about["base_rss_bytes"])
+
+
+def _mode(
+    settings: Mapping[str, Any], path: Path, cap_bytes: int | None, tokens: int, rounds: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the process says of itself, and the figures of one mode."""
+    cap.evict(path)
+    with cap.MemoryCap(cap_bytes) if cap_bytes else nullcontext() as group:
+        peer = Peer("torch_pi2.bench.peer_offload", {**settings, "cap": str(group.folder) if group else None})
+        try:
+            first = peer.round(_PROMPT, _WARM_UP)
+            kept = [peer.round(0, tokens) for _ in range(rounds)]
+            most = group.most_bytes() if group else None
+        finally:
+            peer.close()
+    figures = _figures(kept, int(settings["threads"]))
+    budget = peer.about["budget"]
+    return peer.about, {
+        **figures,
+        "prompt_s": round(first["prompt_s"], 2),
+        "reads": peer.about["reads"],
+        "offload": settings["offload"],
+        "budget_bytes": budget["total"],
+        "cache_bytes": kept[-1]["stats"]["cache_bytes"],
+        "ffn_in_memory": round(budget["cache"] / budget["neurons"], 4),
+        "peak_rss_bytes": kept[-1]["peak_rss_bytes"],
+        "capped": group is not None,
+        "group_peak_bytes": most,
+    }
+
+
+def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
+    steps = sorted(s for r in rounds for s in r["step_s"])
+    tokens, seconds = len(steps), sum(steps)
+    total = {key: sum(r["stats"][key] for r in rounds) for key in ("wanted", "hits", "reads", "bytes_read", "wait_ns")}
+    disk = [r["disk_bytes"] for r in rounds]
+    rates = [len(r["step_s"]) / sum(r["step_s"]) for r in rounds]
+    return {
+        "tokens_per_s": round(statistics.median(rates), 3),
+        "spread": {"tokens_per_s": [round(min(rates), 3), round(max(rates), 3)]},
+        **{f"p{p}_ms": round(_percentile(steps, p) * 1e3, 2) for p in (50, 90, 99)},
+        "bytes_read_per_token": round(total["bytes_read"] / tokens),
+        "disk_bytes_per_token": None if None in disk else round(sum(disk) / tokens),
+        "reads_per_token": round(total["reads"] / tokens, 1),
+        "hit_rate": round(total["hits"] / total["wanted"], 4) if total["wanted"] else None,
+        "io_critical_share": round(total["wait_ns"] / 1e9 / threads / seconds, 4),
+        "ffn_ms": round(sum(r["ffn_s"] for r in rounds) / tokens * 1e3, 2),
+    }
+
+
+def _percentile(ordered: Sequence[float], percent: int) -> float:
+    """The nearest rank: a value that was measured."""
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _against(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    if "pipeline" not in measured:
+        return {}
+    ours = measured["pipeline"]["tokens_per_s"]
+    return {name: round(ours / m["tokens_per_s"], 2) for name, m in measured.items() if name != "pipeline"}
+
+
+def _llama(gguf: Path, threads: int, cap_bytes: int) -> dict[str, Any]:
+    """llama.cpp in a group of ``cap_bytes``: a few tokens, as it takes seconds for each."""
+    warmed = cap.warm(gguf)
+    with cap.MemoryCap(cap_bytes) as group:
+        peer = Peer(
+            "torch_pi2.bench.peer_llama",
+            {
+                "gguf": str(gguf),
+                "threads": threads,
+                "context": _LLAMA_PROMPT + _LLAMA_TOKENS + 1,
+                "repack": False,
+                "cap": str(group.folder),
+            },
+        )
+        try:
+            peer.round(_LLAMA_PROMPT, _LLAMA_WARM_UP)
+            theirs = peer.round(_LLAMA_PROMPT, _LLAMA_TOKENS)
+            most = group.most_bytes()
+        finally:
+            peer.close()
+    disk = theirs["disk_bytes"]
+    return {
+        "tokens_per_s": round(_LLAMA_TOKENS / theirs["decode_s"], 4),
+        "tokens": _LLAMA_TOKENS,
+        "disk_bytes_per_token": None if disk is None else round(disk / _LLAMA_TOKENS),
+        "major_faults": theirs["major_faults"],
+        "peak_rss_bytes": theirs["peak_rss_bytes"],
+        "capped": True,
+        "group_peak_bytes": most,
+        "file": f"warmed by one sequential {warmed} read",
+        "about": peer.about,
+    }

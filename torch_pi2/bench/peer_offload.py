@@ -1,0 +1,92 @@
+"""Our engine over a neuron store, in a process of its own: so that memory is that of one mode, and can be capped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.bench import cap
+from torch_pi2.bench.peer import Round, serve
+
+#: Kind of a layer's work in ``torch.ops.pi2.timings``.
+_FFN = 2
+
+
+def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
+    """``settings``: threads; folder, budget (bytes), offload (fields of OffloadConfig), activations, context, compiled,
+    seed, and cap (folder of a group, or None). Without ``folder`` nothing is loaded, and ``about`` has what a process
+    takes before it loads a model.
+
+    A round without a prompt goes on where the last one ended. Tokens are drawn at random: what a model of random
+    weights says repeats itself, which would flatter the cache.
+    """
+    if settings.get("cap"):
+        cap.join(settings["cap"])
+    import torch
+    import torch._inductor.compile_fx
+    from transformers import AutoModelForCausalLM  # noqa: F401 imported by what loads a model: counts as overhead
+
+    import torch_pi2
+    from torch_pi2.bench import machine
+    from torch_pi2.bench.subject import Subject
+    from torch_pi2.ops import load as load_library
+    from torch_pi2.runtime.decode import Decoder
+    from torch_pi2.runtime.offload import OffloadConfig
+
+    torch.set_num_threads(settings["threads"])
+    load_library()
+    about: dict[str, Any] = {"base_rss_bytes": machine.peak_rss_bytes()}
+    if "folder" not in settings:
+        return about, lambda _prompt, _tokens: {}
+    model: Any = torch_pi2.load(
+        settings["folder"],
+        activations=settings["activations"],
+        budget=settings["budget"],
+        offload=OffloadConfig(**settings["offload"]),
+        context=settings["context"],
+    )
+    store, budget = model.torch_pi2_store
+    decoder = Decoder(model, max_tokens=settings["context"], compiled=settings["compiled"])
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(settings["seed"])
+
+    def drawn(tokens: int) -> torch.Tensor:
+        return torch.randint(vocabulary, (1, tokens), generator=generator)
+
+    def run_round(prompt: int, tokens: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        if prompt:
+            decoder.prompt(drawn(prompt))
+        prompt_s = time.perf_counter() - started
+        inputs_T11 = [drawn(1) for _ in range(tokens)]
+        store.stats(reset=True)
+        torch.ops.pi2.timings(True)
+        disk, step_s = cap.read_bytes(), []
+        for next_11 in inputs_T11:
+            started = time.perf_counter()
+            decoder.step(next_11)
+            step_s.append(time.perf_counter() - started)
+        after = cap.read_bytes()
+        return {
+            "prompt_s": prompt_s,
+            "step_s": step_s,
+            "stats": store.stats(),
+            "ffn_s": sum(row[4] for row in torch.ops.pi2.timings(True).tolist() if row[0] == _FFN) / 1e9,
+            "disk_bytes": None if disk is None or after is None else after - disk,
+            "peak_rss_bytes": machine.peak_rss_bytes(),
+        }
+
+    about |= {
+        "subject": asdict(Subject.of(model, Path(settings["folder"]))),
+        "reads": store.describe(),
+        "budget": asdict(budget),
+        "vocabulary": vocabulary,
+    }
+    return about, run_round
+
+
+if __name__ == "__main__":
+    serve(load)
