@@ -1,4 +1,4 @@
-"""Models over a neuron store under a budget: the bits of the model in memory, and specific errors when reading fails."""
+"""Models over a neuron store: the bits of the model in memory, the budget, and specific errors when reading fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.ops import load
+from torch_pi2.ops import load, reference_store
 from torch_pi2.runtime.budget import parse_bytes
 from torch_pi2.runtime.decode import Decoder
 from torch_pi2.runtime.offload import STATISTICS, OffloadConfig, OffloadedFFN, Store
@@ -126,7 +126,7 @@ def test_damage_after_loading_is_an_error_and_repair_heals_it(folders: tuple[Pat
     os.truncate(path, slots.start)
     with pytest.raises(RuntimeError, match=r"reading the neuron store: layer \d+, neuron .*Input/output error"):
         logits(model)
-    with pytest.raises(ArtifactError, match="model.pi2"):
+    with pytest.raises(ArtifactError, match=r"model\.pi2"):
         torch_pi2.load(folder, budget="1GiB")
 
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
     assert "holds less than the" in caplog.text
     assert "From a budget of" in caplog.text
     layer = next(m for m in model.modules() if isinstance(m, OffloadedFFN))
-    with pytest.raises(ConfigError, match="expected a layer in memory, found one in model.pi2"):
+    with pytest.raises(ConfigError, match=r"expected a layer in memory, found one in model\.pi2"):
         model.state_dict()
     with pytest.raises(ConfigError, match=r"a mask for .*expected a layer in memory"):
         layer._compute(torch.zeros(1, layer.site.hidden), torch.ones(1, 1, dtype=torch.bool), 0, 0.0)
@@ -170,7 +170,7 @@ def test_budgets_are_bytes_or_text() -> None:
         7,
     ]
     for wrong in ("much", "3 parsecs", "-1", -1):
-        with pytest.raises(ConfigError, match="expected bytes, or text such as 2.5GiB"):
+        with pytest.raises(ConfigError, match=r"expected bytes, or text such as 2\.5GiB"):
             parse_bytes(wrong)
 
 
@@ -185,6 +185,9 @@ def test_operators(folders: tuple[Path, Path]) -> None:
     settings = (store.number, 0, None, None, None, [], "none", 0.0, "", False, "relu", False, 0, 0.0)
     torch.library.opcheck(torch.ops.pi2.stored_ffn.default, (x, *settings))
     torch.library.opcheck(torch.ops.pi2.crc32c.default, (torch.randint(0, 256, (3, 77), dtype=torch.uint8),))
+    with StoreReader(store.path) as reader:
+        wanted = reference_store.stored_ffn(x, reader, *settings[1:])
+    torch.testing.assert_close(torch.ops.pi2.stored_ffn(x, *settings), wanted, rtol=1e-4, atol=1e-4)
     for position, value, message in (
         (1, 99, "layer: expected 0 to"),
         (0, 10**6, "store: expected an open one, found number 1000000"),
@@ -199,6 +202,21 @@ def test_operators(folders: tuple[Path, Path]) -> None:
             torch.ops.pi2.stored_ffn(x, *wrong)
     with pytest.raises(RuntimeError, match=f"hidden size of x: expected {hidden}"):
         torch.ops.pi2.stored_ffn(x[:, :-1], *settings)
+
+
+def test_the_operator_follows_its_reference_with_a_predictor(folders: tuple[Path, Path]) -> None:
+    model = torch_pi2.load(folders[1], budget="1GiB")
+    layer = next(m for m in model.modules() if isinstance(m, OffloadedFFN))
+    assert layer.has_predictor
+    x = torch.randn(3, layer.site.hidden)
+    predictor = [t for t in layer.predictor() if t is not None]
+    how = ("lowrank_q" if layer.predictor_weights else "lowrank", layer.predictor_threshold, layer.predictor_weights)
+    site = (layer.site.activation, layer.site.activation_on_up, layer.n_hot, layer.threshold)
+    biases = (layer.bias_gate, layer.bias_up, layer.bias_down)
+    with StoreReader(layer.store.path) as reader:
+        wanted = reference_store.stored_ffn(x, reader, layer.store_layer, *biases, predictor, *how, False, *site)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
 _MEASURE = """

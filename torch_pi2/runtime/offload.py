@@ -158,8 +158,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     """What a model over a store (:func:`torch_pi2.load` with a budget) has read since the last reset.
 
     Returns:
-        :meth:`Store.stats`; ``hit_rate``: of the bundles wanted, the share that was in the cache; ``wait_share``: of the
-        time of compute threads in layers, the share spent waiting for bundles; ``budget``: a
+        :meth:`Store.stats`; ``hit_rate``: of the bundles wanted, the share that was in the cache; ``wait_share``: of
+        the time of compute threads in layers, the share spent waiting for bundles; ``budget``: a
         :class:`~torch_pi2.runtime.budget.Budget`; ``store``: the :class:`Store`.
 
     Raises:
@@ -174,7 +174,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
             fix="Load a packed folder with torch_pi2.load(folder, budget=...).",
         )
     store, budget = parts
-    found = store.stats(reset=reset)
+    found: dict[str, Any] = store.stats(reset=reset)
     return found | {
         "hit_rate": found["hits"] / found["wanted"] if found["wanted"] else 0.0,
         "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
