@@ -87,6 +87,7 @@ def test_the_steps_are_what_they_are_called():
     assert {c.engine for name, c in made.items() if name != "mmap"} == {"io_uring"}
     assert [name for name, c in made.items() if c.pipeline] == ["pipeline"]
     assert made["llm-in-a-flash"].window == 5
+    assert made["llm-in-a-flash"].hot_share == 0
     assert made["cache"] == OffloadConfig(engine="io_uring", pipeline=False)
 
 

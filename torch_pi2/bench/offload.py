@@ -52,7 +52,8 @@ MODES = {
     "bundle": Mode(False, {"pipeline": False}),
     "cache": Mode(True, {"pipeline": False}),
     "pipeline": Mode(True),
-    "llm-in-a-flash": Mode(True, {"pipeline": False, "window": 5}),
+    # Nothing stays for being frequent there: only what the last tokens used.
+    "llm-in-a-flash": Mode(True, {"pipeline": False, "window": 5, "hot_share": 0.0, "preload": False}),
 }
 
 
@@ -285,7 +286,8 @@ def _mode(
 def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
     steps = sorted(s for r in rounds for s in r["step_s"])
     tokens, seconds = len(steps), sum(steps)
-    total = {key: sum(r["stats"][key] for r in rounds) for key in ("wanted", "hits", "reads", "bytes_read", "wait_ns")}
+    keys = ("wanted", "hits", "reads", "bytes_read", "evictions", "wait_ns")
+    total = {key: sum(r["stats"][key] for r in rounds) for key in keys}
     disk = [r["disk_bytes"] for r in rounds]
     rates = [len(r["step_s"]) / sum(r["step_s"]) for r in rounds]
     return {
@@ -295,6 +297,7 @@ def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any
         "bytes_read_per_token": round(total["bytes_read"] / tokens),
         "disk_bytes_per_token": None if None in disk else round(sum(disk) / tokens),
         "reads_per_token": round(total["reads"] / tokens, 1),
+        "evictions_per_token": round(total["evictions"] / tokens, 1),
         "hit_rate": round(total["hits"] / total["wanted"], 4) if total["wanted"] else None,
         "io_critical_share": round(total["wait_ns"] / 1e9 / threads / seconds, 4),
         "ffn_ms": round(sum(r["ffn_s"] for r in rounds) / tokens * 1e3, 2),
