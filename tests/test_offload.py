@@ -98,7 +98,7 @@ def test_two_models_over_one_store_and_closing(folders: tuple[Path, Path]) -> No
     wanted = logits(first)
     assert torch.equal(logits(second), wanted)
     torch_pi2.stats(first)["store"].close()
-    with pytest.raises(RuntimeError, match="store: expected an open one, found number"):
+    with pytest.raises(ArtifactError, match=r"and an open store, found a store that has been closed"):
         logits(first)
     assert torch.equal(logits(second), wanted)
 
@@ -118,13 +118,13 @@ def test_damage_after_loading_is_an_error_and_repair_heals_it(folders: tuple[Pat
     with path.open("r+b") as file:  # in place: the same file stays open
         file.seek(slots.start)
         file.write(bytes(b ^ 1 for b in whole[slots]))
-    with pytest.raises(RuntimeError, match=r"reading the neuron store: layer 1, neuron \d+ at \d+: its checksum does"):
+    with pytest.raises(ArtifactError, match=r"model\.pi2, read for .*found layer 1, neuron \d+ at \d+: its checksum"):
         logits(model)
     with path.open("r+b") as file:
         file.write(whole)
     assert torch.equal(logits(model), wanted)
     os.truncate(path, slots.start)
-    with pytest.raises(RuntimeError, match=r"reading the neuron store: layer \d+, neuron .*Input/output error"):
+    with pytest.raises(ArtifactError, match=r"found layer \d+, neuron .*Input/output error"):
         logits(model)
     with pytest.raises(ArtifactError, match=r"model\.pi2"):
         torch_pi2.load(folder, budget="1GiB")
@@ -146,6 +146,10 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
         model.state_dict()
     with pytest.raises(ConfigError, match=r"a mask for .*expected a layer in memory"):
         layer._compute(torch.zeros(1, layer.site.hidden), torch.ones(1, 1, dtype=torch.bool), 0, 0.0)
+    with pytest.raises(ConfigError, match="expected a budget with it, found none"):
+        torch_pi2.load(folder, offload=OffloadConfig())
+    with pytest.raises(ConfigError, match="context: expected 0 or more tokens, found -1"):
+        torch_pi2.load(folder, budget="1GiB", context=-1)
     with pytest.raises(ConfigError, match="expected a model over a neuron store, found one in memory"):
         torch_pi2.stats(nn.Linear(2, 2))
     with pytest.raises(ArtifactError, match="expected a sound neuron store, found cannot be opened: No such file"):
@@ -158,6 +162,51 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
     ):
         with pytest.raises(ConfigError, match=message):
             OffloadConfig(**settings)
+
+
+def test_copies_share_the_store_and_conversions_leave_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    import copy
+    import pickle
+
+    model = torch_pi2.load(folders[1], budget=smallest(folders[1]) + 50_000)
+    wanted = logits(model)
+    twin = copy.deepcopy(model).cpu()
+    del model
+    assert torch.equal(logits(twin), wanted)
+    assert logits(twin.to(torch.float32)).dtype == torch.float32
+    with pytest.raises(ConfigError, match="found an open neuron store, which means nothing to another process"):
+        pickle.dumps(twin)
+    with pytest.raises(ConfigError, match="over a neuron store: expected a model in memory, found 4 layers"):
+        torch_pi2.save(twin, tmp_path / "copy")
+
+
+def test_long_prompts_compute_what_models_in_memory_compute(folders: tuple[Path, Path]) -> None:
+    """A layer whose predictor keeps much gets all neurons of a long prompt, in memory or not."""
+    from torch_pi2.runtime.prompt import PREDICTED_SHARE, skips_predictor
+
+    model = torch_pi2.load(folders[1], budget="1GiB")
+    layer = next(m for m in model.modules() if isinstance(m, OffloadedFFN))
+    assert layer.expected_share > PREDICTED_SHARE
+    x = torch.randn(40, layer.site.hidden)
+    assert skips_predictor(layer, x)
+    assert not skips_predictor(layer, x[:20])
+    with torch.no_grad():
+        assert torch.equal(layer(x)[:1], layer._compute(x[:1], None, layer.n_hot, layer.threshold))
+    layer.expected_share = PREDICTED_SHARE
+    assert not skips_predictor(layer, x)
+
+
+def test_parts_of_a_budget_add_up(folders: tuple[Path, Path]) -> None:
+    least = smallest(folders[1])
+    small, large = (torch_pi2.stats(torch_pi2.load(folders[1], budget=b))["budget"] for b in (least, "20GiB"))
+    assert small.smallest == large.smallest <= least
+    assert small.whole == large.whole
+    assert large.cache == large.neurons
+    assert small.smallest < small.cliff < small.whole
+    at_cliff = torch_pi2.stats(torch_pi2.load(folders[1], budget=small.cliff))["budget"]
+    assert at_cliff.cache >= at_cliff.token
+    exact = torch_pi2.stats(torch_pi2.load(folders[1], budget=small.whole))["budget"]
+    assert exact.cache == exact.neurons
 
 
 def test_budgets_are_bytes_or_text() -> None:

@@ -42,6 +42,14 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         ConfigError: the model is dense. ArtifactError: the folder cannot be written, or holds
             other files. UnsupportedModelError: a quantised model that could not be loaded again.
     """
+    stored = [layer for layer in sparse_layers(model) if not layer.in_memory]
+    if stored:
+        raise ConfigError(
+            f"saving a {type(model).__name__} over a neuron store",
+            expected="a model in memory",
+            found=f"{len(stored)} layers whose weights are in a file already",
+            fix="Copy the store's folder, or load it without a budget.",
+        )
     parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
     quantised = weights_of(model) != "float"
@@ -129,7 +137,7 @@ def load(
     trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,
     activations: str = "float",
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     offload: OffloadConfig | None = None,
     context: int = 1024,
     progress: bool = False,
@@ -157,6 +165,13 @@ def load(
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
+    if offload is not None and budget is None:
+        raise ConfigError(
+            f"load({folder}, offload=...)",
+            expected="a budget with it",
+            found="none: all weights would be in memory",
+            fix="Pass budget=..., for instance '2.5GiB'.",
+        )
     plan = Plan.load(pi2)
     predictors = FittedPredictors()
     if (pi2 / PREDICTORS_FILE).exists():
@@ -174,8 +189,8 @@ def load(
             offloaded = load_offloaded(
                 folder, pi2, plan, predictors, parse_bytes(budget), offload or OffloadConfig(), context, **how
             )
-            # Predictors would be in memory twice: the layers have theirs.
-            object.__setattr__(offloaded, "torch_pi2", Optimized(plan, FittedPredictors(), stats))
+            # Predictors would be in memory twice: the layers have theirs. Statistics are in no budget.
+            object.__setattr__(offloaded, "torch_pi2", Optimized(plan, FittedPredictors(), None))
             return offloaded
         quantized = load_sparse(folder, pi2, plan, predictors, **how)
         object.__setattr__(quantized, "torch_pi2", Optimized(plan, predictors, stats))
@@ -204,7 +219,7 @@ def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> 
         raise ConfigError("load(activations=...)", expected="float or int8", found=repr(activations), fix="Correct it.")
 
 
-def _check_float(folder: Path, activations: str, budget: int | str | None = None) -> None:
+def _check_float(folder: Path, activations: str, budget: float | str | None = None) -> None:
     if budget is not None:
         raise ConfigError(
             f"load({folder}, budget=...)",

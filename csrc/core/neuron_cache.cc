@@ -33,7 +33,9 @@ std::int64_t NeuronCache::look_up(std::int64_t key) {
 
 std::int64_t NeuronCache::insert(std::int64_t key, bool fixed) {
   if (free_.empty()) {
+    if (full_at_ == now_) return -1;  // pins only grow until the next begin()
     const std::int64_t slot = victim();
+    if (slot < 0) full_at_ = now_;
     if (slot < 0) return -1;
     evict(slot);
     ++evictions_;
@@ -73,12 +75,14 @@ void NeuronCache::evict(std::int64_t slot) {
 }
 
 void NeuronCache::unlink(std::int64_t slot) {
+  --listed_;
   const Entry& e = entry(slot);
   (e.before < 0 ? newest_ : entry(e.before).after) = e.after;
   (e.after < 0 ? oldest_ : entry(e.after).before) = e.before;
 }
 
 void NeuronCache::push_front(std::int64_t slot) {
+  ++listed_;
   Entry& e = entry(slot);
   e.before = -1;
   e.after = newest_;
@@ -95,7 +99,7 @@ std::int64_t NeuronCache::victim() {
     case CachePolicy::kSieve: break;
   }
   // Twice round at most: once to clear marks, once to find one; pinned entries keep theirs.
-  for (std::int64_t steps = 2 * slots(); steps >= 0; --steps) {
+  for (std::int64_t steps = 2 * listed_; steps >= 0; --steps) {
     if (hand_ < 0) hand_ = oldest_;
     if (hand_ < 0) return -1;
     Entry& e = entry(hand_);

@@ -37,6 +37,9 @@ class NeuronCache {
   // Erases the keys of [first, last) that were last used before `time` (as now() was then).
   void erase_older(std::int64_t first, std::int64_t last, std::int64_t time);
 
+  // As look_up, but not a use.
+  std::int64_t slot_of(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)]; }
+
   bool contains(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)] >= 0; }
   std::int64_t slots() const { return static_cast<std::int64_t>(entries_.size()); }
   std::int64_t used() const { return used_; }
@@ -61,7 +64,8 @@ class NeuronCache {
   std::vector<Entry> entries_;
   std::vector<std::int32_t> free_;
   std::int32_t newest_ = -1, oldest_ = -1, hand_ = -1;
-  std::int64_t now_ = 1, used_ = 0, evictions_ = 0;
+  std::int64_t now_ = 1, used_ = 0, listed_ = 0, evictions_ = 0;
+  std::int64_t full_at_ = 0;  // the time at which every slot was found pinned
 };
 
 }  // namespace pi2

@@ -114,6 +114,7 @@ struct Offload::State final : BundleSource {
 
   std::string set_up(const std::string& path);
   std::string preload();
+  std::string load_first(const std::vector<std::int64_t>& count, std::int64_t most);
   std::string call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads);
   void drain(std::unique_lock<std::mutex>* lock);
   void forget_missing();
@@ -125,12 +126,14 @@ struct Offload::State final : BundleSource {
   const char* const* bundles() const override { return where[static_cast<std::size_t>(layer)].data(); }
   bool failed() const override { return broken.load(std::memory_order_acquire); }
   void submit_waiting();
+  void submit_chunks();
   void release(Chunk* chunk);
   void arrived(const Read& read, int error);
   std::string check(const Run& run, const Read& read, int error);
 };
 
 std::string Offload::State::set_up(const std::string& path) {
+  process = getpid();
   CachePolicy policy;
   std::string wrong = policy_of(options.policy, &policy);
   if (!wrong.empty()) return "policy: " + wrong;
@@ -140,9 +143,12 @@ std::string Offload::State::set_up(const std::string& path) {
   if (options.cache_bytes < 0 || options.io_threads < 1 || options.in_flight < 1 || options.window < 0 ||
       !(options.hot_share >= 0 && options.hot_share <= 1))
     return "options: expected no negative sizes, at least one thread and chunk in flight, and a hot share of 0 to 1";
+  options.in_flight = std::min<std::int64_t>(options.in_flight, 16);  // a layer has no more chunks
+  options.window = std::min<std::int64_t>(options.window, 1 << 30);
+  options.run_bytes = std::min<std::int64_t>(options.run_bytes, 1 << 30);
+  options.io_threads = std::min(options.io_threads, 1024);
   wrong = file.open(path, options.direct && !map);
   if (!wrong.empty()) return wrong;
-  process = getpid();
   std::int64_t keys = 0;
   for (const StoreLayer& l : file.layers()) {
     first_key.push_back(keys);
@@ -170,11 +176,15 @@ std::string Offload::State::set_up(const std::string& path) {
   cache = std::make_unique<NeuronCache>(keys, n_slots, policy);
   if (!slots.allocate(n_slots * slot_bytes, true) || !staging.allocate(options.in_flight * region_bytes, false))
     return "no memory for a cache of " + std::to_string(n_slots * slot_bytes) + " bytes";
+  // A child forked while the device writes here would get pages that the writes then miss.
+  if (staging.data() != nullptr)
+    madvise(staging.data(), static_cast<std::size_t>(options.in_flight * region_bytes), MADV_DONTFORK);
   for (std::int64_t r = options.in_flight - 1; r >= 0; --r) free_regions.push_back(r);
   const ReadDone told{[](void* self, const Read& read, int error) { static_cast<State*>(self)->arrived(read, error); },
                       this};
   if (options.engine == "io_uring") engine = uring_engine(file.descriptor(), options.io_threads, told);
   if (options.engine == "pread") engine = pread_engine(file.descriptor(), options.io_threads, told);
+  if (engine == nullptr && options.engine == "pread") return "engine: no thread could be started for reading";
   if (engine == nullptr) return "engine: io_uring is not available here (or not in this build); use pread";
   return "";
 }
@@ -236,8 +246,18 @@ void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, 
   submit_waiting();
 }
 
-// With the lock: reads of as many chunks as there are regions to read into.
+// With the lock, on any thread: reads of as many chunks as there are regions to read into.
 void Offload::State::submit_waiting() {
+  try {
+    submit_chunks();
+  } catch (const std::bad_alloc&) {
+    problem = "no memory";
+    broken.store(true, std::memory_order_release);
+    changed.notify_all();
+  }
+}
+
+void Offload::State::submit_chunks() {
   const StoreLayer& l = about(layer);
   std::vector<Read> reads;
   while (!waiting.empty() && !free_regions.empty() && !broken) {
@@ -266,18 +286,19 @@ void Offload::State::submit_waiting() {
     }
   }
   if (reads.empty()) return;
+  engine->submit(reads.data(), static_cast<std::int64_t>(reads.size()));
+  // After it, in case it throws; reads that are over already wait for the lock.
   if (reading == 0) io_since = Clock::now();
   reading += static_cast<std::int64_t>(reads.size());
   sums.reads += static_cast<std::int64_t>(reads.size());
   for (const Read& read : reads) sums.bytes_read += read.bytes;
-  engine->submit(reads.data(), static_cast<std::int64_t>(reads.size()));
 }
 
 std::string Offload::State::check(const Run& run, const Read& read, int error) {
   const StoreLayer& l = about(layer);
-  const std::string what = "layer " + std::to_string(layer) + ", neuron " + std::to_string(run.first) + ", " +
-                           std::to_string(read.bytes) + " bytes at " + std::to_string(read.offset);
-  if (error != 0) return what + ": " + std::strerror(error);
+  if (error != 0)
+    return "layer " + std::to_string(layer) + ", neuron " + std::to_string(run.first) + ", " +
+           std::to_string(read.bytes) + " bytes at " + std::to_string(read.offset) + ": " + std::strerror(error);
   if (!options.verify) return "";
   for (std::int64_t k = 0; k < run.count; ++k) {
     const std::int64_t id = run.ids[k];
@@ -371,7 +392,15 @@ std::string Offload::State::call(std::int64_t l, const std::function<void(Bundle
     problem.clear();
     chunks.clear();
   }
-  compute(this);
+  try {
+    compute(this);
+  } catch (...) {  // no memory: what was asked for must not be taken for read
+    std::unique_lock<std::mutex> lock(mutex);
+    broken = true;
+    drain(&lock);
+    forget_missing();
+    throw;
+  }
   std::unique_lock<std::mutex> lock(mutex);
   drain(&lock);
   ++sums.calls;
@@ -404,6 +433,22 @@ std::string Offload::State::preload() {
                                               static_cast<double>(keys)));
     most = std::max(most, count.back());
   }
+  // Whatever ends this early, nothing of it may be taken for loaded.
+  const auto forget = [&] {
+    for (std::size_t k = 0; k < count.size(); ++k)
+      for (std::int64_t rank = 0; rank < count[k]; ++rank) cache->erase(first_key[k] + rank);
+  };
+  try {
+    const std::string wrong = load_first(count, most);
+    if (!wrong.empty()) forget();
+    return wrong;
+  } catch (...) {
+    forget();
+    throw;
+  }
+}
+
+std::string Offload::State::load_first(const std::vector<std::int64_t>& count, std::int64_t most) {
   cache->begin();
   for (std::int64_t rank = most - 1; rank >= 0; --rank) {  // the most frequent last: the last to leave
     for (std::size_t l = 0; l < count.size(); ++l) {
@@ -426,13 +471,9 @@ std::string Offload::State::preload() {
       read.bytes = n * about_l.slot_bytes;
       read.into = staging.data();
       const std::string wrong = check(run, read, read_fully(file.descriptor(), read.into, read.bytes, read.offset));
-      if (!wrong.empty()) {
-        for (std::size_t k = 0; k < count.size(); ++k)  // nothing of it may be taken for loaded
-          for (std::int64_t rank = 0; rank < count[k]; ++rank) cache->erase(first_key[k] + rank);
-        return wrong;
-      }
+      if (!wrong.empty()) return wrong;
       for (const std::int64_t id : ids) {
-        const std::int64_t at = cache->look_up(first_key[l] + id);
+        const std::int64_t at = cache->slot_of(first_key[l] + id);  // not a use: the order is that of insertion
         if (at >= 0)
           std::memcpy(slot(at), read.into + (id - first) * about_l.slot_bytes,
                       static_cast<std::size_t>(about_l.bundle_bytes()));
@@ -443,7 +484,10 @@ std::string Offload::State::preload() {
 }
 
 Offload::Offload(std::unique_ptr<State> state) : state_(std::move(state)) {}
-Offload::~Offload() = default;
+// In a forked child the engine's threads do not exist, and locks may be held by them: nothing can be taken down there.
+Offload::~Offload() {
+  if (state_ != nullptr && state_->process != 0 && state_->process != getpid()) (void)state_.release();
+}
 
 std::unique_ptr<Offload> Offload::open(const std::string& path, const OffloadOptions& options, std::string* problem) {
   auto state = std::make_unique<State>();
@@ -499,6 +543,7 @@ std::string Offload::ffn(std::int64_t layer, const SignbitArgs& predictor, FfnAr
 std::string Offload::preload() { return state_->preload(); }
 
 OffloadStats Offload::stats(bool reset) {
+  if (state_->process != getpid()) return OffloadStats();
   const std::lock_guard<std::mutex> lock(state_->mutex);
   OffloadStats stats = state_->sums;
   stats.evictions = state_->cache->evictions() - state_->evictions_before;

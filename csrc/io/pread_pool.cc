@@ -2,6 +2,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -14,8 +15,13 @@ namespace {
 class PreadPool final : public ReadEngine {
  public:
   PreadPool(int descriptor, int threads, ReadDone done) : descriptor_(descriptor), done_(done) {
-    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+    try {
+      for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {  // a limit on threads: those that there are do
+    }
   }
+
+  bool works() const { return !threads_.empty(); }
 
   ~PreadPool() override {
     {
@@ -65,7 +71,9 @@ class PreadPool final : public ReadEngine {
 }  // namespace
 
 std::unique_ptr<ReadEngine> pread_engine(int descriptor, int threads, ReadDone done) {
-  return std::make_unique<PreadPool>(descriptor, threads < 1 ? 1 : threads, done);
+  auto pool = std::make_unique<PreadPool>(descriptor, threads < 1 ? 1 : threads, done);
+  if (!pool->works()) return nullptr;
+  return pool;
 }
 
 }  // namespace pi2

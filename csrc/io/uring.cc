@@ -5,9 +5,11 @@
 #include <liburing.h>
 
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -22,9 +24,21 @@ class Uring final : public ReadEngine {
 
   bool start(int depth) {
     if (io_uring_queue_init(static_cast<unsigned>(depth), &ring_, 0) != 0) return false;
+    io_uring_probe* probe = io_uring_get_probe_ring(&ring_);  // kernels before 5.6 have no plain reads, nor probes
+    const bool reads = probe != nullptr && io_uring_opcode_supported(probe, IORING_OP_READ) != 0;
+    io_uring_free_probe(probe);
+    if (!reads) {
+      io_uring_queue_exit(&ring_);
+      return false;
+    }
     slots_.resize(static_cast<std::size_t>(depth));
     for (int i = depth - 1; i >= 0; --i) free_.push_back(i);
-    reaper_ = std::thread([this] { reap(); });
+    try {
+      reaper_ = std::thread([this] { reap(); });
+    } catch (const std::system_error&) {
+      io_uring_queue_exit(&ring_);
+      return false;
+    }
     return true;
   }
 
@@ -51,7 +65,6 @@ class Uring final : public ReadEngine {
  private:
   // Hands waiting reads to the kernel while there are slots; with the lock.
   void push() {
-    bool any = false;
     while (!queue_.empty() && !free_.empty()) {
       io_uring_sqe* entry = io_uring_get_sqe(&ring_);
       if (entry == nullptr) break;
@@ -63,24 +76,31 @@ class Uring final : public ReadEngine {
                          static_cast<unsigned long long>(read.offset));
       io_uring_sqe_set_data64(entry, static_cast<unsigned long long>(slot));
       ++under_way_;
-      any = true;
     }
-    if (any) {
-      while (io_uring_submit(&ring_) == -EINTR) {
-      }
+    // The kernel may take fewer than it was given, or none for now (no memory): the reaper tries again.
+    while (io_uring_sq_ready(&ring_) > 0) {
+      const int taken = io_uring_submit(&ring_);
+      if (taken == -EINTR) continue;
+      if (taken <= 0) break;
     }
   }
 
   void reap() {
     for (;;) {
+      bool nothing_taken = false;
       {
         std::unique_lock<std::mutex> lock(mutex_);
         some_.wait(lock, [this] { return over_ || under_way_ > 0; });
         if (under_way_ == 0) return;
+        nothing_taken = static_cast<int>(io_uring_sq_ready(&ring_)) == under_way_;
       }
       io_uring_cqe* entry = nullptr;
-      const int failed = io_uring_wait_cqe(&ring_, &entry);
-      if (failed == -EINTR) continue;
+      if (nothing_taken || io_uring_wait_cqe(&ring_, &entry) != 0 || entry == nullptr) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        const std::lock_guard<std::mutex> lock(mutex_);
+        push();
+        continue;
+      }
       const auto slot = static_cast<std::size_t>(io_uring_cqe_get_data64(entry));
       const int result = entry->res;
       io_uring_cqe_seen(&ring_, entry);
@@ -94,7 +114,7 @@ class Uring final : public ReadEngine {
       }
       int error = result < 0 ? -result : 0;
       // Short reads and interruptions are finished the plain way.
-      if (error == EINTR || error == EAGAIN || (error == 0 && result < read.bytes))
+      if (error == EINTR || error == EAGAIN || error == ECANCELED || (error == 0 && result < read.bytes))
         error = read_fully(descriptor_, read.into, read.bytes, read.offset);
       done_.call(done_.context, read, error);
     }

@@ -226,10 +226,7 @@ class _Rooms:
     def budget(self, config: OffloadConfig, share: float) -> int:
         """Bytes for all that must stay in memory and ``share`` of the neurons."""
         whole = self._divided(config)
-        fixed = whole.fixed + whole.predictors + whole.tables + whole.kv + whole.staging
-        slots = math.floor(share * self._count)
-        # bookkeeping of slots is in `tables`, for all neurons here
-        return fixed - (self._count - slots) * budgets._SLOT_BYTES + slots * (whole.neurons // self._count)
+        return whole.smallest + math.floor(share * self._count) * (whole.slot + budgets._SLOT_BYTES)
 
     def _divided(self, config: OffloadConfig) -> budgets.Budget:
         """With room for everything."""

@@ -21,16 +21,16 @@ _log = logging.getLogger("torch_pi2")
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}{u}": 1024**i for i, p in enumerate("KMGT", 1) for u in ("i", "iB")}
 _UNITS |= {f"{p}{u}": 1000**i for i, p in enumerate("KMGT", 1) for u in ("", "B")}
-#: Bookkeeping per neuron: its order twice (int64), pointer, key and checksum.
-_NEURON_BYTES = 2 * 8 + 8 + 4 + 4
+#: Bookkeeping per neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
+_NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
 #: The same per slot of the cache.
-_SLOT_BYTES = 32
+_SLOT_BYTES = 40
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: float | str) -> int:
     """``2.5GiB``, ``700MB``, ``1G`` (decimal) or a number of bytes. Raises ConfigError."""
-    if isinstance(value, int):
-        found = value
+    if isinstance(value, int | float):
+        found = int(value)
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
         found = int(float(match.group(1)) * _UNITS[match.group(2)]) if match and match.group(2) in _UNITS else -1
@@ -47,35 +47,40 @@ class Budget:
 
     Attributes:
         total: what was asked for.
-        fixed: attention, embeddings, head, norms and biases. predictors: of all layers. tables: bookkeeping.
+        fixed: attention, embeddings, head, norms and biases. predictors: of all layers. neuron_tables: bookkeeping.
         kv: keys and values of ``context`` tokens. staging: where reads arrive.
-        cache: what is left, for neurons. neurons: all of them. token: the neurons of an average token.
+        cache: what is left, for neurons (and 40 bytes a slot). neurons: all of them. token: those of an average token.
+        slot: one of them in the cache.
     """
 
     total: int
     fixed: int
     predictors: int
-    tables: int
+    neuron_tables: int
     kv: int
     staging: int
     cache: int
     neurons: int
     token: int
-
-    @property
-    def whole(self) -> int:
-        """What the model takes with every neuron in memory."""
-        return self.total - self.cache + self.neurons
+    slot: int
 
     @property
     def smallest(self) -> int:
         """The least that is accepted: everything but neurons, which then all come from flash."""
-        return self.total - self.cache
+        return self.fixed + self.predictors + self.kv + self.staging + self.neuron_tables
+
+    @property
+    def whole(self) -> int:
+        """What the model takes with every neuron in memory."""
+        return self.smallest + self._in_slots(self.neurons)
 
     @property
     def cliff(self) -> int:
         """Below it, what one token wants does not fit: a cache that evicts the oldest then hits next to nothing."""
-        return self.smallest + self.token
+        return self.smallest + self._in_slots(self.token)
+
+    def _in_slots(self, size: int) -> int:
+        return -(-size // self.slot) * (self.slot + _SLOT_BYTES)
 
 
 def divide(
@@ -100,6 +105,8 @@ def divide(
     Raises:
         ConfigError: ``total`` does not hold what must stay in memory; the message has the least that does.
     """
+    if context < 0:
+        raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
     bundles = {f"{key}.bundles" for key in store.keys}
     ours = ("pi2.", *(f"{key}.checks" for key in store.keys))
     fixed = sum(
@@ -115,7 +122,7 @@ def divide(
         "predictors": sum(_predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
         "kv": _kv_bytes(model_config, context, dtype),
         "staging": 0 if config.engine == "mmap" else config.in_flight * regions,
-        "tables": count * _NEURON_BYTES,
+        "neuron_tables": count * _NEURON_BYTES,
     }
     left = total - sum(parts.values())
     token = sum(map(_wanted, plan.layers)) * slot
@@ -128,14 +135,7 @@ def divide(
             fix="Give it more, or lower context or OffloadConfig.in_flight.",
         )
     slots = min(count, left // (slot + _SLOT_BYTES))
-    parts["tables"] += slots * _SLOT_BYTES
-    made = Budget(
-        total=total,
-        cache=slots * slot if slots == count else left - slots * _SLOT_BYTES,
-        neurons=count * slot,
-        token=token,
-        **parts,
-    )
+    made = Budget(total=total, cache=slots * slot, neurons=count * slot, token=token, slot=slot, **parts)
     if slots < count and made.cache < token and config.engine != "mmap":
         _log.warning(
             "%s: the cache of %.0f MiB holds less than the %.0f MiB of neurons that a token wants on average; with %s "
@@ -171,7 +171,10 @@ def _predictor_bytes(predictor: Any, layer: LayerPlan) -> int:
 
 
 def _kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
+    if hasattr(model_config, "get_text_config"):
+        model_config = model_config.get_text_config()
     layers = model_config.num_hidden_layers
-    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    heads = getattr(model_config, "num_key_value_heads", None) or getattr(model_config, "num_kv_heads", None)
+    heads = 1 if getattr(model_config, "multi_query", False) else heads or model_config.num_attention_heads
     width = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     return int(2 * layers * heads * width * context * dtype.itemsize)

@@ -35,7 +35,7 @@ class OffloadConfig:
         policy: what leaves the cache: ``lru``, ``sieve`` (used since the hand passed stays) or ``static`` (nothing).
         io_threads: of ``pread``; for ``io_uring`` reads that may be at the device together.
         direct: read past the page cache (``O_DIRECT``) where a trial read shows that this works.
-        verify: check the CRC32C of every bundle read.
+        verify: check the CRC32C of every bundle read (not with ``mmap``, where the system reads).
         pipeline: compute chunks of a layer while others are read; else wait for all of a layer's reads.
         window: keep only neurons of the last so many tokens ("LLM in a flash"); 0: as the policy says.
         in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
@@ -109,7 +109,7 @@ class Store:
                 )  # fmt: skip
                 return number
             except RuntimeError as error:
-                found = _reason(error)
+                found = _reason(error, self.path)
                 if not found.startswith("engine: io_uring is not available"):
                     raise self._damaged(found) from error
         raise ConfigError(
@@ -125,6 +125,20 @@ class Store:
             expected="a sound neuron store",
             found=found,
             fix="Check it with `torch-pi2 inspect --verify`; copy it again, or pack the model again.",
+        )
+
+    def __copy__(self) -> Store:
+        return self
+
+    def __deepcopy__(self, _memo: Any) -> Store:
+        return self  # a copied model reads from the same store, which stays open as long as either
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            f"pickling a model over {self.path}",
+            expected="a model in memory",
+            found="an open neuron store, which means nothing to another process",
+            fix="Load the folder there with torch_pi2.load(folder, budget=...).",
         )
 
     def preload(self) -> None:
@@ -183,15 +197,17 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     }
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: RuntimeError, path: Path) -> str:
     """What the core says, without its prefix and torch's trace."""
-    return str(error).splitlines()[0].rpartition("pi2: store ")[2].partition(": ")[2] or str(error).splitlines()[0]
+    return str(error).splitlines()[0].rpartition(f"pi2: store {path}: ")[2]
 
 
 class OffloadedFFN(SparseFFN):
     """A quantised ``SparseFFN`` whose bundles are in a :class:`Store`, not in memory: the same bits.
 
-    ``bundles`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError.
+    ``bundles`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError. Reading that
+    fails raises ArtifactError (under ``torch.compile``, where no Python is in between, RuntimeError); the next call may
+    work.
     """
 
     in_memory = False
@@ -205,7 +221,7 @@ class OffloadedFFN(SparseFFN):
         """As :meth:`SparseFFN.empty`, whose ``settings`` it takes, with the neurons of a layer of ``store``."""
         layer = cls.empty(site, layer_plan, kind, **settings)
         assert isinstance(layer, OffloadedFFN)
-        layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module, and not copied
+        layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
         layer.has_tiles = False  # prompts go the way of decoding, in which bundles may come from anywhere
         wanted = (site.intermediate, site.hidden, site.rows_per_neuron)
         found = store.layers()[store_layer]
@@ -240,6 +256,25 @@ class OffloadedFFN(SparseFFN):
     def _stored(
         self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float
     ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self._call(x, predictor, kind, n_hot, threshold)
+        try:
+            return self._call(x, predictor, kind, n_hot, threshold)
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            reading = first.partition("reading the neuron store: ")[2]
+            if not reading and "pi2: store: expected an open one" not in first:
+                raise
+            raise ArtifactError(
+                f"{self.store.path}, read for {self.site.key}",
+                expected="the bundles that were packed, and an open store",
+                found=reading or "a store that has been closed",
+                fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
+            ) from error
+
+    def _call(
+        self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float
+    ) -> torch.Tensor:
         y: torch.Tensor = torch.ops.pi2.stored_ffn(
             x,
             self.store.number,
@@ -267,6 +302,16 @@ class OffloadedFFN(SparseFFN):
             found=f"one in {self.store.path.name}",
             fix="Load the model without a budget, or read the store (torch_pi2.store.storefile).",
         )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> OffloadedFFN:
+        """``model.to(...)``: the bundles, which are not here, stay on ``meta``."""
+        bundles = self.bundles
+        self._buffers["bundles"] = torch.empty(0, dtype=bundles.dtype)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers["bundles"] = bundles
+        return self
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, in {self.store.path.name}"

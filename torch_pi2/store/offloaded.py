@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def load_offloaded(
     folder: Path,
     pi2: Path,
     plan: Plan,
-    predictors: Mapping[str, Any],
+    predictors: dict[str, Any],
     total: int,
     config: OffloadConfig,
     context: int,
@@ -35,7 +34,10 @@ def load_offloaded(
     int8_activations: bool,
     progress: bool,
 ) -> nn.Module:
-    """The model of ``folder`` with ``total`` bytes of memory; see :func:`torch_pi2.load`."""
+    """The model of ``folder`` with ``total`` bytes of memory; see :func:`torch_pi2.load`.
+
+    ``predictors`` is emptied: layers have their own copies, and there must not be two when the cache is filled.
+    """
     if not (pi2 / STORE_FILE).exists():
         raise ConfigError(
             f"load({folder}, budget=...)",
@@ -59,7 +61,7 @@ def load_offloaded(
     layers: list[OffloadedFFN] = []
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, _index: int, kind: torch.dtype) -> SparseFFN:
-        tensors, threshold = predictor_tensors(predictors.get(layer.site.key))
+        tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
         ffn = OffloadedFFN.over(
             store,
             index_of[layer.site.key],

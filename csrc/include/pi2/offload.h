@@ -17,7 +17,7 @@ struct OffloadOptions {
   std::string policy = "lru";    // lru, sieve, static
   int io_threads = 16;           // of pread; depth of io_uring
   bool direct = true;            // O_DIRECT where it works
-  bool verify = true;            // checksums of everything read
+  bool verify = true;            // checksums of everything read (not of what is mapped)
   bool pipeline = true;          // false: computing begins when every read of a layer is over
   std::int64_t window = 0;       // > 0: neurons not used in so many last tokens of their layer leave ("LLM in a flash")
   double hot_share = 0.75;       // of the cache: most frequent neurons that preload() puts there and nothing evicts

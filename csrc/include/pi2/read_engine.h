@@ -26,7 +26,8 @@ class ReadEngine {
   virtual const char* name() const = 0;
 };
 
-// `threads` threads that each wait for one pread at a time: everywhere, also where io_uring is forbidden (Android).
+// `threads` threads (as many as can be started; null if none can) that each wait for one pread at a time: everywhere,
+// also where io_uring is forbidden (Android).
 std::unique_ptr<ReadEngine> pread_engine(int descriptor, int threads, ReadDone done);
 
 // io_uring with up to `depth` reads at the device; null where the kernel or the build has none.
