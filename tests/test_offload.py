@@ -259,7 +259,7 @@ def test_the_operator_follows_its_reference_with_a_predictor(folders: tuple[Path
     assert layer.has_predictor
     x = torch.randn(3, layer.site.hidden)
     predictor = [t for t in layer.predictor() if t is not None]
-    how = ("lowrank_q" if layer.predictor_weights else "lowrank", layer.predictor_threshold, layer.predictor_weights)
+    how = (layer.predictor_kind, layer.predictor_threshold, layer.predictor_weights)
     site = (layer.site.activation, layer.site.activation_on_up, layer.n_hot, layer.threshold)
     biases = (layer.bias_gate, layer.bias_up, layer.bias_down)
     with StoreReader(layer.store.path) as reader:

@@ -112,8 +112,7 @@ def test_both_ways_to_checksums_agree(shape: tuple[int, int]) -> None:
     rows = torch.randint(0, 256, shape, dtype=torch.uint8)
     found = crc32c_by_table(rows)
     assert (found.dtype, found.shape) == (torch.int64, shape[:1])
-    if not has_operator():
-        pytest.skip("no operator to compare with")
+    assert has_operator()  # else crc32c would be compared with itself
     assert torch.equal(crc32c(rows), found)
 
 

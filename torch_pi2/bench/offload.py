@@ -24,7 +24,7 @@ from torch_pi2.checkpoint import PI2_FOLDER
 from torch_pi2.errors import ConfigError
 from torch_pi2.plan.plan import Plan
 from torch_pi2.predict.size import PREDICTORS_FILE, load_predictors
-from torch_pi2.runtime import budget as budgets
+from torch_pi2.runtime.budget import Budget, divide
 from torch_pi2.runtime.offload import OffloadConfig
 from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
@@ -226,13 +226,13 @@ class _Rooms:
     def budget(self, config: OffloadConfig, share: float) -> int:
         """Bytes for all that must stay in memory and ``share`` of the neurons."""
         whole = self._divided(config)
-        return whole.smallest + math.floor(share * self._count) * (whole.slot + budgets._SLOT_BYTES)
+        return whole.smallest + whole.in_slots(math.floor(share * self._count) * whole.slot)
 
-    def _divided(self, config: OffloadConfig) -> budgets.Budget:
+    def _divided(self, config: OffloadConfig) -> Budget:
         """With room for everything."""
         with StoreReader(self._folder / PI2_FOLDER / STORE_FILE) as reader:
             self._count = sum(entry.neurons for entry in reader.entries)
-            return budgets.divide(
+            return divide(
                 1 << 60,
                 reader,
                 self._plan,

@@ -72,14 +72,15 @@ class Budget:
     @property
     def whole(self) -> int:
         """What the model takes with every neuron in memory."""
-        return self.smallest + self._in_slots(self.neurons)
+        return self.smallest + self.in_slots(self.neurons)
 
     @property
     def cliff(self) -> int:
         """Below it, what one token wants does not fit: a cache that evicts the oldest then hits next to nothing."""
-        return self.smallest + self._in_slots(self.token)
+        return self.smallest + self.in_slots(self.token)
 
-    def _in_slots(self, size: int) -> int:
+    def in_slots(self, size: int) -> int:
+        """What the cache takes for neurons of ``size`` bytes, bookkeeping included."""
         return -(-size // self.slot) * (self.slot + _SLOT_BYTES)
 
 

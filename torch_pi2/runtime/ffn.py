@@ -267,7 +267,6 @@ class SparseFFN(StandIn):
 
     def _predicted(self, x: torch.Tensor) -> torch.Tensor:
         """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
-        signs = self.predictor_signs is not None
         y: torch.Tensor = torch.ops.pi2.predicted_ffn(
             x,
             self.bundles,
@@ -275,7 +274,7 @@ class SparseFFN(StandIn):
             self.bias_up,
             self.bias_down,
             [tensor for tensor in self.predictor() if tensor is not None],
-            "signbit" if signs else "lowrank_q" if self.predictor_weights else "lowrank",
+            self.predictor_kind,
             self.predictor_threshold,
             self.predictor_weights,
             self.int8_activations and bool(self.predictor_weights),
@@ -292,6 +291,13 @@ class SparseFFN(StandIn):
     def has_predictor(self) -> bool:
         """Whether cold neurons are predicted (false for ``lowrank`` and ``signbit`` too if every neuron is hot)."""
         return self.predictor_a is not None or self.predictor_signs is not None
+
+    @property
+    def predictor_kind(self) -> str:
+        """What ``torch.ops.pi2.predicted_ffn`` calls the predictor: ``signbit``, ``lowrank_q`` or ``lowrank``."""
+        if self.predictor_signs is not None:
+            return "signbit"
+        return "lowrank_q" if self.predictor_weights else "lowrank"
 
     def predictor(self) -> tuple[torch.Tensor | None, ...]:
         """The predictor's tensors for cold neurons in plan order, as the operator of ``predictor_call`` takes them."""

@@ -239,9 +239,8 @@ class OffloadedFFN(SparseFFN):
         return self._store[0]
 
     def _predicted(self, x: torch.Tensor) -> torch.Tensor:
-        signs = self.predictor_signs is not None
-        kind = "signbit" if signs else "lowrank_q" if self.predictor_weights else "lowrank"
-        return self._stored(x, [t for t in self.predictor() if t is not None], kind, self.n_hot, self.threshold)
+        tensors = [tensor for tensor in self.predictor() if tensor is not None]
+        return self._stored(x, tensors, self.predictor_kind, self.n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
         if active is not None:

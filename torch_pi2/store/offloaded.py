@@ -11,7 +11,7 @@ from torch import nn
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.rewrite import predictor_tensors
 from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.runtime.budget import Budget, divide
+from torch_pi2.runtime.budget import divide
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN, Store
 from torch_pi2.store.skeleton import model_config, put
@@ -58,7 +58,6 @@ def load_offloaded(
         budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind)
         index_of = {key: i for i, key in enumerate(reader.keys)}
     store = Store(pi2 / STORE_FILE, budget.cache, config)
-    layers: list[OffloadedFFN] = []
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, _index: int, kind: torch.dtype) -> SparseFFN:
         tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
@@ -76,16 +75,11 @@ def load_offloaded(
         for name, spec in bundle_specs(layer.site, weights.kind).items():
             if name != f"{layer.site.key}.bundles":
                 put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
-        layers.append(ffn)
         return ffn
 
     model = load_sparse(folder, pi2, plan, predictors, bundles=over_store, **how)
     if config.preload:
         store.preload()
-    _remember(model, store, budget)
-    return model
-
-
-def _remember(model: nn.Module, store: Store, budget: Budget) -> None:
-    """So that ``torch_pi2.stats`` finds them; not among the modules."""
+    # where torch_pi2.stats finds them; not among the modules
     object.__setattr__(model, "torch_pi2_store", (store, budget))
+    return model
