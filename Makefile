@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install demo test test-python test-cpp test-arm sanitize lint format bench bench-kernels clean
+.PHONY: install demo test test-python test-cpp test-arm sanitize fuzz lint format bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -63,6 +63,18 @@ sanitize: install
 	  $(BIN)/cmake --build build/sanitize-$${kind%%,*} || exit 1; \
 	  $(BIN)/ctest --test-dir build/sanitize-$${kind%%,*} --output-on-failure --no-tests=error || exit 1; \
 	done
+
+# Random superblocks and stores against the core's parser (libFuzzer, with the address and undefined-behaviour sanitizers).
+# What it finds on its way stays in build/fuzz/corpus for the next time; an input that fails is build/fuzz/crash-*.
+FUZZ_SECONDS ?= 60
+fuzz: install
+	@command -v clang++ >/dev/null || { echo "make fuzz needs clang++: apt-get install clang" >&2; exit 1; }
+	@mkdir -p build/fuzz/corpus build/fuzz/seeds
+	$(BIN)/cmake -S . -B build/fuzz -G Ninja -DPI2_BUILD_FUZZ=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
+	$(BIN)/cmake --build build/fuzz --target fuzz_superblock make_seeds
+	build/fuzz/make_seeds build/fuzz/seeds
+	build/fuzz/fuzz_superblock -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -print_final_stats=1 -verbosity=0 \
+	  -artifact_prefix=build/fuzz/ build/fuzz/corpus build/fuzz/seeds
 
 lint: install
 	$(BIN)/ruff check .

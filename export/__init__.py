@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.graph.rewrite import is_optimized, sparse_layers
+from torch_pi2.graph.rewrite import homes, is_optimized
 from torch_pi2.runtime.lazy import LazyDown
 
 __all__ = ["program"]
@@ -44,7 +44,7 @@ def program(
             found="a dense model",
             fix="Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model.",
         )
-    layers = sparse_layers(model)
+    layers = homes(model)
     lazy = [m.sparse.site.key for m in model.modules() if isinstance(m, LazyDown)]
     if lazy:
         raise _dense_in_program(model, len(layers), len(layers) - len(lazy), f" (not {', '.join(lazy[:3])})")
@@ -62,7 +62,8 @@ def program(
                 fix="Export its dense form first to see whether torch_pi2 is the cause.",
             ) from error
     # a layer that is called twice gives two operators, so more of them are fine
-    found = sum(str(node.target).startswith("pi2.sparse_ffn") for node in exported.graph.nodes)
+    operators = ("pi2.sparse_ffn", "pi2.experts_ffn")
+    found = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)
     if found < len(layers):
         raise _dense_in_program(model, len(layers), found, "")
     return exported

@@ -37,6 +37,7 @@ def has_groups():
 def test_modes_from_the_command_line(folder, tmp_path, capsys):
     peer = has_groups() and find_spec("llama_cpp") is not None
     command = ["bench", "offload", "--folder", str(folder), "--eager", "--tokens", "3", "--rounds", "2", "--json"]
+    command += ["--trace", str(tmp_path / "out.trace")]
     assert main([*command, *(["--peer", "llama.cpp"] if peer else [])]) == 0
     r = json.loads(capsys.readouterr().out)
     assert r["what"] == "offload"
@@ -58,6 +59,10 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
         if name != "mmap":
             assert mode["bytes_read_per_token"] > mode["reads_per_token"] > 0
     bundle, pipeline = r["modes"]["bundle"], r["modes"]["pipeline"]
+    traced = json.loads((tmp_path / "out.trace").read_text())
+    assert {name: bool(mode["trace"]) for name, mode in r["modes"].items() if mode["trace"]} == {"pipeline": True}
+    assert pipeline["trace"]["events"] == traced["otherData"]["events"]
+    assert sum(event["name"] == "ffn" for event in traced["traceEvents"]) == 3 * 2  # tokens of a round, layers
     assert bundle["hit_rate"] == 0
     assert 0 < pipeline["hit_rate"] < 1
     assert pipeline["bytes_read_per_token"] < bundle["bytes_read_per_token"]
@@ -73,11 +78,12 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
     assert not list(cap.CONTROLLER.glob(f"pi2-bench-{os.getpid()}"))
     shown = render(r)
     assert "pipeline is " in shown
+    assert "pipeline (traced)" in shown
     assert "llm-in-a-flash" in shown
     (tmp_path / "run.json").write_text(json.dumps(r))
     page = table.write(tmp_path).read_text()
     assert "## Larger than memory" in page
-    assert "50 % of neurons, pipeline |" in page
+    assert "50 % of neurons, pipeline (traced) |" in page
     assert ("run: llama.cpp" in page) == peer
 
 
@@ -118,7 +124,7 @@ def test_percentiles_are_measured_values():
         ({"tokens": 0}, "tokens: expected 1 or more, found 0"),
         ({"rounds": 0}, "rounds: expected 1 or more, found 0"),
         ({"ffn_in_memory": 1.5}, "ffn_in_memory: expected 0 to 1, found 1.5"),
-        ({"engine": "mmap"}, "engine: expected pread or io_uring, found mmap"),
+        ({"engine": "mmap"}, "engine: expected auto or pread or io_uring, found mmap"),
         ({"peers": ["torch"]}, "peer: expected llama.cpp, found torch"),
         ({"shape": "tiny"}, "--shape with --folder: expected one of them, found both"),
     ],

@@ -219,6 +219,21 @@ def test_generate_for_people_starts_with_the_prompt(command, made) -> None:
     assert command(*argv).out.startswith("def f1(")
 
 
+def test_generate_records_a_trace(command, made, tmp_path) -> None:
+    argv = ["generate", made["lowrank"], "--prompt", "def f1(", "--max-new-tokens", "3", "--trust-remote-code"]
+    assert command(*argv, "--json").json["trace"] is None
+    path = tmp_path / "out.json"
+    shown = command(*argv, "--trace", path).out
+    assert f" events into {path}]" in shown
+    assert "recording 0 events" not in shown
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"ffn", "compute", "predict"} <= names
+    found = command(*argv, "--trace", path, "--json").json["trace"]
+    assert (found["path"], found["lost_events"]) == (str(path), 0)
+    error = _error(command(*argv, "--trace", tmp_path, "--json", ok=False))
+    assert error["type"] == "ArtifactError"
+
+
 @pytest.mark.parametrize("method", ["exact", "lowrank"])
 def test_eval_compares_dense_and_sparse(command, made, text_file, method) -> None:
     argv = ["--text", text_file, "--max-tokens", "500", "--decode-tokens", "3", "--rounds", "2", "--trust-remote-code"]

@@ -27,7 +27,6 @@ from torch_pi2.errors import (
     NonFiniteError,
     Pi2Error,
     StaleArtifactError,
-    UnsupportedModelError,
 )
 from torch_pi2.graph.find import find_sites
 from torch_pi2.graph.rewrite import sparse_layers
@@ -190,27 +189,6 @@ def test_what_optimize_leaves_float_stays_float_on_disk(tmp_path: Path, monkeypa
     assert float(loaded.model.layers[1].self_attn.number) == 0.5
     assert loaded.model.layers[1].self_attn.number.shape == ()
     assert logits(loaded).isfinite().all()
-
-
-def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path) -> None:
-    import transformers
-
-    sizes = WIDE | {"num_key_value_heads": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
-    for name, more in (
-        ("Mixtral", {"num_local_experts": 4}),
-        ("Qwen2Moe", {"num_experts": 3, "shared_expert_intermediate_size": 32}),
-    ):
-        config = getattr(transformers, f"{name}Config")(**sizes, **more)
-        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-        model.save_pretrained(tmp_path / name)
-        with pytest.raises(
-            UnsupportedModelError, match=r"expected a dense decoder, found a mixture of \d experts\. Quant"
-        ):
-            torch_pi2.quantize(tmp_path / name, tmp_path / "out")
-    optimised = torch_pi2.optimize(model, config=torch_pi2.Config(method="dense", weights="int4"))  # its shared expert
-    with pytest.raises(UnsupportedModelError, match=r"saving a quantised Qwen2MoeForCausalLM: .* mixture of 3 experts"):
-        torch_pi2.save(optimised, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_shards_and_large_matrices_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

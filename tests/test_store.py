@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifact
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.predict import load_predictors
+from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.files import resumable_folder
 from torch_pi2.store import pack as packing
 from torch_pi2.store.crc32c import crc32c, crc32c_by_table, has_operator
@@ -36,6 +38,8 @@ from torch_pi2.store.superblock import LayerEntry, Superblock, slot_bytes
 from torch_pi2.store.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.store.weights import bundle_specs, metadata
 
+#: The toys have no predictors: without it, their neurons would be in clusters.
+pack = functools.partial(torch_pi2.pack, cluster=1)
 HASH = "0123456789abcdef" * 4
 SMALL = {
     "model_type": "llama",
@@ -77,8 +81,12 @@ def toy(folder: Path, neurons: tuple[int, ...] = (50, 9), hidden: int = 40, *, m
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``in``, a quantised folder, and ``out``, its store."""
     root = tmp_path_factory.mktemp("toys")
-    torch_pi2.pack(toy(root / "in"), root / "out")
+    pack(toy(root / "in"), root / "out")
     return root
+
+
+def weights_of(folder: Path) -> Path:
+    return folder / "pi2" / "weights.safetensors"
 
 
 def store_of(folder: Path) -> Path:
@@ -194,16 +202,42 @@ def test_the_file_is_laid_out_as_documented(toys: Path) -> None:
     assert checks == crc32c_by_table(tensors["layers.0.bundles"][:, :108].contiguous()).tolist()
 
 
-@pytest.mark.parametrize("align", [None, 512, 8192])
-def test_everything_comes_back(tmp_path: Path, align: int | None) -> None:
+def test_clusters_share_slots(tmp_path: Path) -> None:
+    torch_pi2.pack(toy(tmp_path / "in"), tmp_path / "out", cluster=8)
+    data = store_of(tmp_path / "out").read_bytes()
+    block = Superblock.parse(data[4096:8192])
+    assert data[4096 + 8 : 4096 + 12] == bytes.fromhex("02000000")
+    assert data[4096 + 128 + 48 : 4096 + 128 + 52] == bytes.fromhex("08000000")
+    first, last = block.layers
+    assert (first.cluster, first.slot_bytes, first.slots_in_file) == (8, 1024, 7)  # 8 x 108 bytes; 50 neurons
+    assert (last.cluster, last.slot_bytes, last.slots_in_file) == (8, 1024, 2)  # 8 x 72 bytes; 9 neurons
+    with StoreReader(store_of(tmp_path / "out")) as store, TensorReader(weights_of(tmp_path / "in")) as weights:
+        wanted = weights.read("layers.0.bundles").flatten(1)
+        assert torch.equal(store.read("layers.0.bundles")[6, : 2 * 108], wanted[48:].flatten())
+        assert not store.read("layers.0.bundles")[6, 2 * 108 :].any()
+        assert torch.equal(store.read_layer(0, (7, 49)).flatten(1), wanted[7:49])
+
+
+def test_clusters_are_for_layers_without_predictors(tmp_path: Path) -> None:
+    torch_pi2.pack(toy(tmp_path / "in"), tmp_path / "out")
+    with StoreReader(store_of(tmp_path / "out")) as store:
+        assert [entry.cluster for entry in store.entries] == [64, 64]
+    for cluster in (0, 3, 128):
+        with pytest.raises(ConfigError, match=rf"a power of two from 1 to 64, found {cluster}"):
+            torch_pi2.pack(tmp_path / "in", tmp_path / "other", cluster=cluster)
+
+
+@pytest.mark.parametrize(("align", "cluster"), [(None, 1), (512, 1), (8192, 1), (None, None), (4096, 4)])
+def test_everything_comes_back(tmp_path: Path, align: int | None, cluster: int | None) -> None:
     source = toy(tmp_path / "in", (50, 9, 33))
-    report = torch_pi2.pack(source, tmp_path / "out", slot_align=align)
+    report = torch_pi2.pack(source, tmp_path / "out", slot_align=align, cluster=cluster)
     with TensorReader(source / "pi2" / "weights.safetensors") as old, StoreReader(store_of(tmp_path / "out")) as new:
         for i, key in enumerate(new.keys):
             wanted = old.read(f"{key}.bundles")
             assert torch.equal(new.read_layer(i), wanted)
             assert torch.equal(new.read_layer(i, (3, 8)), wanted[3:8])
-            assert new.entries[i].slot_bytes == (align or 512)
+            in_slot = new.entries[i].cluster * new.entries[i].bundle_bytes
+            assert new.entries[i].slot_bytes == slot_bytes(in_slot, align)
         for name in new.checks:
             assert old.spec(name) == new.spec(name)
             assert torch.equal(raw(new.read(name)), raw(old.read(name)))
@@ -222,11 +256,11 @@ def test_everything_comes_back(tmp_path: Path, align: int | None) -> None:
 def test_pieces_do_not_show(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("pack", "storefile"):
         monkeypatch.setattr(f"torch_pi2.store.{module}.PIECE", 4096)
-    torch_pi2.pack(toys / "in", tmp_path / "out")
+    pack(toys / "in", tmp_path / "out")
     assert store_of(tmp_path / "out").read_bytes() == store_of(toys / "out").read_bytes()
     with StoreReader(store_of(tmp_path / "out")) as store:
         store.verify()
-    torch_pi2.pack(toys / "out", tmp_path / "again")  # a store, packed once more
+    pack(toys / "out", tmp_path / "again")  # a store, packed once more
     with StoreReader(store_of(tmp_path / "again")) as store:
         store.verify()
         assert json.loads(store.metadata["provenance"])["from"] == "torch_pi2.store"
@@ -242,11 +276,11 @@ def test_pieces_do_not_show(toys: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_store_is_the_model_it_was_packed_from(tmp_path: Path, name: str, weights: str) -> None:
     tiny(name).save_pretrained(tmp_path / "float")
     torch_pi2.quantize(tmp_path / "float", tmp_path / "q", weights)
-    torch_pi2.pack(tmp_path / "q", tmp_path / "store")
+    pack(tmp_path / "q", tmp_path / "store")
     packed = torch_pi2.load(tmp_path / "store")
     assert torch.equal(logits(packed), logits(torch_pi2.load(tmp_path / "q")))
     assert torch.equal(logits(load_dense(tmp_path / "store")), logits(load_dense(tmp_path / "q")))
-    report = torch_pi2.pack(tmp_path / "float", tmp_path / "direct", weights=weights)
+    report = pack(tmp_path / "float", tmp_path / "direct", weights=weights)
     assert store_of(tmp_path / "direct").read_bytes() == store_of(tmp_path / "store").read_bytes()
     assert report.bytes_written >= report.file_bytes - 4096
     torch_pi2.save(packed, tmp_path / "saved")  # in memory it is a quantised model like any other
@@ -258,7 +292,7 @@ def test_a_store_is_the_model_it_was_packed_from(tmp_path: Path, name: str, weig
 def test_predictors_and_configuration_come_along(tmp_path: Path) -> None:
     torch_pi2.synthetic(tmp_path / "q", SMALL, rank=16)
     (tmp_path / "q" / "tokenizer.json").write_text("{}")
-    torch_pi2.pack(tmp_path / "q", tmp_path / "store")
+    pack(tmp_path / "q", tmp_path / "store")
     plan = Plan.load(tmp_path / "store" / "pi2")
     assert load_predictors(tmp_path / "store" / "pi2", model_hash=plan.model_hash).keys() == plan.by_key().keys()
     assert (tmp_path / "store" / "tokenizer.json").is_file()
@@ -269,17 +303,18 @@ def test_predictors_and_configuration_come_along(tmp_path: Path) -> None:
 
 def test_layers_can_be_made_by_somebody_else(tmp_path: Path) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
-    torch_pi2.pack(tmp_path / "float", tmp_path / "store", weights="int4")
+    pack(tmp_path / "float", tmp_path / "store", weights="int4")
     pi2 = tmp_path / "store" / "pi2"
     seen = []
 
-    def make(layer: LayerPlan, reader: Any, index: int, dtype: torch.dtype) -> None:
-        seen.append((layer.site.key, reader.keys[index], dtype, type(reader)))
+    def make(layer: LayerPlan, reader: Any, dtype: torch.dtype) -> SparseFFN:
+        seen.append((layer.site.key, dtype, type(reader)))
+        return SparseFFN.empty(layer.site, layer, reader.kind, dtype=dtype)
 
     options: dict[str, Any] = {"dtype": None, "trust_remote_code": False, "int8_activations": False, "progress": False}
-    load_sparse(tmp_path / "store", pi2, Plan.load(pi2), {}, **options, bundles=make)
+    load_sparse(tmp_path / "store", pi2, Plan.load(pi2), {}, **options, make_layer=make)
     key = "model.layers.{}.mlp"
-    assert seen == [(key.format(i), key.format(i), torch.float32, StoreReader) for i in (0, 1)]
+    assert seen == [(key.format(i), torch.float32, StoreReader) for i in (0, 1)]
 
 
 # --- kills, full disks, company ---
@@ -292,7 +327,7 @@ from torch_pi2.store import pack as packing
 torch.set_num_threads(1)
 packing._RECORD = 3000
 source, root = Path(sys.argv[1]), Path(sys.argv[2])
-torch_pi2.pack(source, root / "whole")
+torch_pi2.pack(source, root / "whole", cluster=1)
 def digest(folder):
     files = (p for p in folder.rglob("*") if p.is_file())
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
@@ -311,12 +346,12 @@ for n in range(1, 1000):
     if child == 0:
         for name in ("pwrite", "ftruncate", "fsync", "replace", "rename", "unlink", "mkdir"):
             setattr(os, name, counted(getattr(os, name)))
-        torch_pi2.pack(source, root / "out")
+        pack(source, root / "out")
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status):
         break
-    report = torch_pi2.pack(source, root / "out")
+    report = pack(source, root / "out")
     same = digest(root / "out") == digest(root / "whole")
     sizes = (report.bytes_written, report.resumed_layers, report.file_bytes)
     found.append((*sizes, same, sorted(os.listdir(root))))
@@ -362,13 +397,13 @@ def stopped(error: BaseException, monkeypatch: pytest.MonkeyPatch, source: Path,
     with monkeypatch.context() as patch:
         patch.setattr(packing, "_write_layer", write)
         with pytest.raises(type(error)):
-            torch_pi2.pack(source, out, **options)
+            pack(source, out, **options)
 
 
 def test_interrupted_it_goes_on(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None) -> None:
     stopped(KeyboardInterrupt(), monkeypatch, toys / "in", tmp_path / "out")
     assert os.listdir(tmp_path) == [".out.partial"]
-    assert torch_pi2.pack(toys / "in", tmp_path / "out").resumed_layers == 1
+    assert pack(toys / "in", tmp_path / "out").resumed_layers == 1
     assert store_of(tmp_path / "out").read_bytes() == store_of(toys / "out").read_bytes()
     assert os.listdir(tmp_path) == ["out"]
 
@@ -392,8 +427,8 @@ def test_another_source_is_begun_anew(
         os.truncate(partial / ".model.pi2.partial", 5000)
     else:
         (partial / ".model.pi2.partial").unlink()
-    assert torch_pi2.pack(source, tmp_path / "out", **options).resumed_layers == 0
-    torch_pi2.pack(source, tmp_path / "wanted", **options)
+    assert pack(source, tmp_path / "out", **options).resumed_layers == 0
+    pack(source, tmp_path / "wanted", **options)
     assert store_of(tmp_path / "out").read_bytes() == store_of(tmp_path / "wanted").read_bytes()
 
 
@@ -403,14 +438,14 @@ def test_float_weights_are_not_quantised_twice(tmp_path: Path, monkeypatch: pyte
     assert sorted(os.listdir(tmp_path)) == [".out.partial", ".out.quantized", "float"]
     with monkeypatch.context() as patch:
         patch.setattr(packing, "quantize", None)
-        assert torch_pi2.pack(tmp_path / "float", tmp_path / "out", weights="int4").resumed_layers == 1
+        assert pack(tmp_path / "float", tmp_path / "out", weights="int4").resumed_layers == 1
     assert sorted(os.listdir(tmp_path)) == ["float", "out"]
     stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights="int4")
-    torch_pi2.pack(tmp_path / "float", tmp_path / "out", weights="int8")  # other settings: quantised anew
+    pack(tmp_path / "float", tmp_path / "out", weights="int8")  # other settings: quantised anew
     with open_weights(tmp_path / "out" / "pi2") as store:
         assert store.kind == "int8"
     with pytest.raises(ArtifactError, match="expected a model's configuration"):
-        torch_pi2.pack(tmp_path / "none", tmp_path / "out", weights="int8")
+        pack(tmp_path / "none", tmp_path / "out", weights="int8")
     assert sorted(os.listdir(tmp_path)) == ["float", "out"]
 
 
@@ -425,7 +460,7 @@ def test_a_disk_without_space_is_seen_before_writing(
     with pytest.raises(
         ArtifactError, match=rf"expected {size} bytes of free space in .*, found 1000\. .* free some sp"
     ):
-        torch_pi2.pack(toys / "in", tmp_path / "out")
+        pack(toys / "in", tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
 
@@ -444,10 +479,10 @@ def test_a_disk_that_fills_up(toys: Path, tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(ArtifactError, match=r"expected \d+ bytes of free space in .*, found \d+\. Choose another"):
-            torch_pi2.pack(toys / "in", tmp_path / "out", slot_align=1024)
+            pack(toys / "in", tmp_path / "out", slot_align=1024)
     assert os.listdir(tmp_path) == ["out"]
     assert store_of(tmp_path / "out").read_bytes() == before
-    torch_pi2.pack(toys / "in", tmp_path / "out", slot_align=1024)
+    pack(toys / "in", tmp_path / "out", slot_align=1024)
     assert len(store_of(tmp_path / "out").read_bytes()) > len(before)
 
 
@@ -466,13 +501,13 @@ def test_one_at_a_time(toys: Path, tmp_path: Path) -> None:
             with pytest.raises(
                 ArtifactError, match=r"no other process that writes it, found one that has \.out\.partial"
             ):
-                torch_pi2.pack(toys / "in", tmp_path / "out")
+                pack(toys / "in", tmp_path / "out")
             assert (staging / "mine").read_text() == "x"
             raise Done
 
     with pytest.raises(Done):
         both()
-    torch_pi2.pack(toys / "in", tmp_path / "out")
+    pack(toys / "in", tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -488,18 +523,18 @@ def test_what_cannot_be_packed(toys: Path, tmp_path: Path) -> None:
         ({"folder_out": tmp_path / "other"}, ArtifactError, "found a folder with other files in it"),
     ):
         with pytest.raises(error, match=message):
-            torch_pi2.pack(**{"folder_in": toys / "in", "folder_out": tmp_path / "out", **options})
+            pack(**{"folder_in": toys / "in", "folder_out": tmp_path / "out", **options})
     tiny("llama-relu").save_pretrained(tmp_path / "float")
     with pytest.raises(ConfigError, match=r"expected weights='int4' or 'int8', as there are no quantised weights"):
-        torch_pi2.pack(tmp_path / "float", tmp_path / "out")
+        pack(tmp_path / "float", tmp_path / "out")
     with pytest.raises(ArtifactError, match="expected a hexadecimal model_hash, found 'xyz'"):
-        torch_pi2.pack(toy(tmp_path / "odd", model_hash="xyz"), tmp_path / "out")
+        pack(toy(tmp_path / "odd", model_hash="xyz"), tmp_path / "out")
     shutil.copytree(toys / "in", tmp_path / "in")
     plan = Plan.load(tmp_path / "in" / "pi2")
     plan.model_hash = "ef" * 32
     plan.save(tmp_path / "in" / "pi2")
     with pytest.raises(StaleArtifactError, match=r"as in plan\.json"):
-        torch_pi2.pack(tmp_path / "in", tmp_path / "out")
+        pack(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*"))
 
@@ -509,10 +544,10 @@ import re, sys, torch, torch_pi2
 def read(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 torch.set_num_threads(1)
-torch_pi2.pack(sys.argv[1], sys.argv[3])  # everything imported once
+torch_pi2.pack(sys.argv[1], sys.argv[3], cluster=1)  # everything imported once
 open("/proc/self/clear_refs", "w").write("5")
 before = read("VmRSS")
-report = torch_pi2.pack(sys.argv[2], sys.argv[4])
+report = torch_pi2.pack(sys.argv[2], sys.argv[4], cluster=1)
 print(read("VmHWM") - before, report.file_bytes)
 """
 
@@ -608,15 +643,16 @@ ON_OPENING: dict[str, tuple[Callable[[Damaged], Any], str]] = {
     ),
     "superblock not the first": (_superblock_last, r"pi2\.superblock is uint8 \[4096\] at byte"),
     "magic": (lambda d: d.number(0, 0x51), "magic b'Q"),
-    "version": (lambda d: d.number(8, 2), "superblock version 2"),
+    "version": (lambda d: d.number(8, 3), "superblock version 3"),
     "checksum": (lambda d: _flip(d, "pi2.superblock", 4000), r"superblock checksum \w{8} where it says \w{8}"),
     "superblock's size": (lambda d: d.number(16, 8192, "<Q"), "2 layers in 8192 of 4096 bytes, pages of 4096"),
     "page": (lambda d: d.number(36, 512), "2 layers in 4096 of 4096 bytes, pages of 512"),
     "number of layers": (lambda d: d.number(32, 3), "2 layers where the superblock has 3"),
     "no layer": (lambda d: d.number(32, 0), "0 layers in 4096 of 4096 bytes"),
     "too many layers": (lambda d: d.number(32, 4_000_000_000), "4000000000 layers in 4096 of"),
-    "reserved bytes": (lambda d: d.number(100, 1), "values where version 1 has zeros"),
-    "reserved bytes of an entry": (lambda d: d.number(128 + 48, 1), "values where version 1 has zeros"),
+    "reserved bytes": (lambda d: d.number(100, 1), "values where version 1 has others"),
+    "reserved bytes of an entry": (lambda d: d.number(128 + 48, 1), "values where version 1 has others"),
+    "clusters": (lambda d: (d.number(8, 2), d.number(128 + 48, 3)), "clusters of 3 neurons in layer 0"),
     "size of the file": (lambda d: d.number(24, 77, "<Q"), r"\d+ bytes where the superblock says 77"),
     "hash": (lambda d: d.meta.update(model_hash="ef" * 32), "model_hash efefefefefef where the superblock has 0123456"),
     "hash that is none": (lambda d: d.meta.update(model_hash="x" * 64), "ValueError: non-hexadecimal"),
@@ -755,7 +791,7 @@ def test_a_file_that_shrinks_or_is_replaced_while_open(toys: Path, tmp_path: Pat
 @pytest.mark.parametrize("change", ["order", "hot", "layers", "hash"])
 def test_plans_that_were_made_anew_are_refused(tmp_path: Path, change: str) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
-    torch_pi2.pack(tmp_path / "float", tmp_path / "store", weights="int4")
+    pack(tmp_path / "float", tmp_path / "store", weights="int4")
     plan = Plan.load(tmp_path / "store" / "pi2")
     if change == "order":
         plan.layers[1].order = plan.layers[1].order.flip(0)
@@ -852,7 +888,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert "59 neurons of 2 layers" in text
     assert "slot padding" in text
-    assert main(["pack", str(source), str(out), "--slot-align", "1024", "--json"]) == 0
+    assert main(["pack", str(source), str(out), "--slot-align", "1024", "--cluster", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["file_bytes"] == store_of(out).stat().st_size == sum(found["regions"].values())
     assert main(["inspect", str(out), "--verify", "--json"]) == 0

@@ -13,6 +13,7 @@ from torch_pi2.errors import Pi2Error
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import find_sites
 from torch_pi2.runtime.offload import OffloadConfig, stats
+from torch_pi2.runtime.trace import trace
 from torch_pi2.store.pack import pack
 from torch_pi2.store.quantize import quantize
 from torch_pi2.store.synthetic import synthetic
@@ -37,4 +38,5 @@ __all__ = [
     "save",
     "stats",
     "synthetic",
+    "trace",
 ]

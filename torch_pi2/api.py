@@ -323,6 +323,8 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> nn.Module:
     sites = _sites(model, None)
     smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
+    if any(site.experts is not None for site in sites):
+        smooth = []  # calibration is not there for experts yet: quantised, they compute all of their neurons
     if config.method in ("threshold", *PREDICTED) or (smooth and config.method == "auto"):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         raise CalibrationError(

@@ -18,7 +18,8 @@ from torch import nn
 
 from torch_pi2.api import Optimized, _apply, parts_of
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
-from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.graph.experts import check_known_experts
+from torch_pi2.graph.rewrite import homes
 from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.size import PREDICTORS_FILE, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.profile.stats import STATS_FILE, ActivationStats
@@ -29,7 +30,6 @@ from torch_pi2.store.dense import load_dense as quantized_as_dense
 from torch_pi2.store.offloaded import load_offloaded
 from torch_pi2.store.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.store.storefile import weights_path
-from torch_pi2.store.weights import check_no_experts
 
 PI2_FOLDER = "pi2"
 _WEIGHTS = "model.safetensors"
@@ -42,7 +42,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         ConfigError: the model is dense. ArtifactError: the folder cannot be written, or holds
             other files. UnsupportedModelError: a quantised model that could not be loaded again.
     """
-    stored = [layer for layer in sparse_layers(model) if not layer.in_memory]
+    stored = [home for home in homes(model) if not home.in_memory]
     if stored:
         raise ConfigError(
             f"saving a {type(model).__name__} over a neuron store",
@@ -53,8 +53,8 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
     quantised = weights_of(model) != "float"
-    if quantised and hasattr(model, "save_pretrained"):  # save_weights refuses others
-        check_no_experts(f"saving a quantised {type(model).__name__}", model.config.to_dict())  # type: ignore[union-attr,operator]
+    if quantised:
+        check_known_experts(f"saving a quantised {type(model).__name__}", model)
     with replacing_folder(folder) as staging:
         if quantised:
             save_weights(model, parts.plan, staging / PI2_FOLDER)
@@ -82,8 +82,8 @@ class _Values:
 
     def __init__(self, model: nn.Module) -> None:
         self._values: dict[str, torch.Tensor] = {}
-        for layer in sparse_layers(model):
-            self._values |= layer.dense_values()
+        for home in homes(model):
+            self._values |= home.dense_values()
 
     def get_parameter(self, name: str) -> torch.Tensor:
         return self._values[name]
@@ -161,7 +161,7 @@ def load(
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
-        UnsupportedModelError: a quantised mixture of experts. ConfigError: a setting that this folder cannot have.
+        UnsupportedModelError: experts of an unknown form. ConfigError: a setting that this folder cannot have.
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
@@ -206,8 +206,8 @@ def load(
 
 
 def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> None:
-    """Raises ConfigError or UnsupportedModelError for what a quantised folder cannot be loaded with."""
-    check_no_experts(str(folder), read_config(folder))
+    """Raises ConfigError for what a quantised folder cannot be loaded with."""
+    read_config(folder)  # raises if there is none
     if model is not None:
         raise ConfigError(
             f"load({folder}, model=...)",
@@ -252,7 +252,7 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
     pi2 = folder / PI2_FOLDER
     if weights_path(pi2) is None:
         return _from_pretrained(folder, trust_remote_code, dtype).eval()
-    check_no_experts(str(folder), read_config(folder))
+    read_config(folder)  # raises if there is none
     return quantized_as_dense(folder, pi2, Plan.load(pi2), dtype=dtype, trust_remote_code=trust_remote_code)
 
 

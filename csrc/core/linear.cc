@@ -8,6 +8,7 @@
 #include "core/prompt.h"
 #include "core/scratch.h"
 #include "core/timings.h"
+#include "core/trace.h"
 #include "pi2/kernels.h"
 
 namespace pi2 {
@@ -31,6 +32,7 @@ struct Pass {
   char* y;  // of the first token of the pass
 
   void rows(std::int64_t block) const {
+    const TraceSpan span(Stage::kLinearRows, block);
     const std::int64_t begin = block * block_rows, end = std::min(args.rows, begin + block_rows);
     for (std::int64_t r = begin; r < end; r += group_rows)
       for (std::int64_t t = 0; t < tokens; t += group)
@@ -65,6 +67,7 @@ struct Pass {
 
 void linear(const LinearArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kLinear, args.rows, args.columns);
+  const TraceSpan span(Stage::kLinear, args.rows, args.columns);
   const KernelTable& table = kernels();
   if (takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
     return linear_prompt(args, table, parallel);

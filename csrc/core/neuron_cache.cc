@@ -47,6 +47,7 @@ std::int64_t NeuronCache::insert(std::int64_t key, bool fixed) {
   e.last_use = now_;
   e.visited = false;
   e.fixed = fixed;
+  e.held = false;
   slot_of_[static_cast<std::size_t>(key)] = static_cast<std::int32_t>(slot);
   if (!fixed) push_front(slot);  // what is in no list is nobody's victim
   ++used_;
@@ -61,7 +62,7 @@ void NeuronCache::erase(std::int64_t key) {
 void NeuronCache::erase_older(std::int64_t first, std::int64_t last, std::int64_t time) {
   for (std::int64_t key = first; key < last; ++key) {
     const std::int64_t slot = slot_of_[static_cast<std::size_t>(key)];
-    if (slot >= 0 && !entry(slot).fixed && entry(slot).last_use < time) evict(slot);
+    if (slot >= 0 && !entry(slot).fixed && !entry(slot).held && entry(slot).last_use < time) evict(slot);
   }
 }
 
@@ -93,9 +94,12 @@ void NeuronCache::push_front(std::int64_t slot) {
 std::int64_t NeuronCache::victim() {
   switch (policy_) {
     case CachePolicy::kStatic: return -1;
-    case CachePolicy::kLru:
-      // Pinned entries are the newest: the oldest being pinned means that all are.
-      return oldest_ >= 0 && entry(oldest_).last_use != now_ ? oldest_ : -1;
+    case CachePolicy::kLru: {
+      // Pinned entries are the newest: the first of them means that all others are held.
+      std::int32_t slot = oldest_;
+      while (slot >= 0 && entry(slot).held && entry(slot).last_use != now_) slot = entry(slot).before;
+      return slot >= 0 && entry(slot).last_use != now_ ? slot : -1;
+    }
     case CachePolicy::kSieve: break;
   }
   // Twice round at most: once to clear marks, once to find one; pinned entries keep theirs.
@@ -103,7 +107,7 @@ std::int64_t NeuronCache::victim() {
     if (hand_ < 0) hand_ = oldest_;
     if (hand_ < 0) return -1;
     Entry& e = entry(hand_);
-    if (e.last_use != now_) {
+    if (e.last_use != now_ && !e.held) {
       if (!e.visited) return hand_;
       e.visited = false;
     }

@@ -31,6 +31,16 @@ class NeuronCache {
   // nothing. `fixed`: it is never evicted, whatever the policy (the hot region).
   std::int64_t insert(std::int64_t key, bool fixed = false);
 
+  // The slot's bytes are on their way: it is nobody's victim until they are there, however long ago it was asked for.
+  void hold(std::int64_t slot) { entry(slot).held = true; }
+  void let_go(std::int64_t slot) { entry(slot).held = false; }
+
+  // Tells the processor that the key is going to be looked up.
+  void expect(std::int64_t key) const {
+    const std::int32_t slot = slot_of_[static_cast<std::size_t>(key)];
+    if (slot >= 0) __builtin_prefetch(&entries_[static_cast<std::size_t>(slot)], 1);
+  }
+
   // Makes a key absent (its bytes never came).
   void erase(std::int64_t key);
 
@@ -43,6 +53,7 @@ class NeuronCache {
   bool contains(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)] >= 0; }
   std::int64_t slots() const { return static_cast<std::int64_t>(entries_.size()); }
   std::int64_t used() const { return used_; }
+  std::int64_t fixed() const { return used_ - listed_; }
   std::int64_t evictions() const { return evictions_; }
   std::int64_t now() const { return now_; }
 
@@ -50,7 +61,7 @@ class NeuronCache {
   struct Entry {
     std::int64_t key = -1, last_use = 0;
     std::int32_t before = -1, after = -1;  // in the list, newest first
-    bool visited = false, fixed = false;
+    bool visited = false, fixed = false, held = false;
   };
 
   Entry& entry(std::int64_t slot) { return entries_[static_cast<std::size_t>(slot)]; }

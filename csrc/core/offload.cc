@@ -11,12 +11,16 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <thread>
 #include <vector>
 
+#include "core/arena.h"
 #include "core/crc32c.h"
 #include "core/neuron_cache.h"
+#include "core/read_batch.h"
 #include "core/store_file.h"
-#include "pi2/memory.h"
+#include "core/trace.h"
+#include "io/simulated.h"
 #include "pi2/read_engine.h"
 
 namespace pi2 {
@@ -30,74 +34,56 @@ std::int64_t since(Clock::time_point start) {
 
 constexpr std::int64_t rounded(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Anonymous memory that is only taken as it is written to.
-class Arena {
- public:
-  ~Arena() {
-    if (data_ != nullptr) munmap(data_, static_cast<std::size_t>(bytes_));
-  }
+constexpr std::int64_t kAhead = 16;  // neurons between one that is looked up and one that is going to be
+// A worker that sleeps is often woken on a core where another one spins in OpenMP's barrier: on two cores a 7B model
+// decodes 1.4 times as fast if workers give way instead of sleeping for as long as a layer's reads take.
+constexpr std::chrono::milliseconds kSpin{4};
+constexpr std::int64_t kPieceBytes = 4 << 20;  // of preload()
 
-  bool allocate(std::int64_t bytes, bool huge) {
-    if (bytes == 0) return true;
-    void* at =
-        mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) return false;
-    data_ = static_cast<char*>(at);
-    bytes_ = bytes;
-    if (huge) advise_huge_pages(data_, bytes);
-    return true;
-  }
-
-  char* data() const { return data_; }
-
- private:
-  char* data_ = nullptr;
-  std::int64_t bytes_ = 0;
-};
-
-// Neighbouring bundles that are read together.
-struct Run {
-  std::int64_t chunk = 0, first = 0, last = 0;  // neurons
-  const std::int64_t* ids = nullptr;            // those that are wanted, ascending
-  std::int64_t count = 0;
-};
-
+// Of the call under way. A slot of the file is in one chunk only: clusters divide chunks.
 struct Chunk {
   const std::int64_t* ids = nullptr;
   std::int64_t count = 0;
-  std::vector<std::int64_t> missing;
-  std::int64_t runs_left = 0;
-  std::int64_t region = -1;
-  bool in_region = false;  // some bundles are computed where they were read
+  std::vector<std::int64_t> missing;  // slots of the file
+  std::size_t asked = 0;              // of them, reads have begun of so many
+  std::int64_t on_the_way = 0;        // slots of the file
+  std::vector<std::int32_t> spares;   // places that it gives back
+
+  bool there() const { return on_the_way == 0 && asked == missing.size(); }
 };
 
 }  // namespace
 
-// Its own source: see BundleSource.
+// Its own source: see BundleSource. A *slot of the file* has a cluster of bundles (mostly one); a *place* is memory for
+// one: first those of the cache, which outlive calls, then spares for what the cache has no room for.
 struct Offload::State final : BundleSource {
   OffloadOptions options;
   StoreFile file;
   std::unique_ptr<NeuronCache> cache;
   std::unique_ptr<ReadEngine> engine;
-  Arena slots, staging;
+  std::atomic<std::int64_t> late{0};  // see OffloadStats
+  Arena places;
   const char* mapped = nullptr;
-  std::int64_t slot_bytes = 0;    // of the cache: the largest bundle
-  std::int64_t region_bytes = 0;  // the largest chunk
-  std::vector<std::int64_t> first_key;
+  std::int64_t place_bytes = 0, n_spares = 0;
+  std::vector<std::int64_t> first_key;          // of the cache, by layer: keys are slots of the file
   std::vector<std::vector<const char*>> where;  // [layers][neurons], of the last call
   pid_t process = 0;
 
   std::mutex turn;  // one call at a time
 
-  // Of the call under way; `mutex` guards what I/O threads and workers share.
-  std::mutex mutex;
+  std::mutex mutex;  // of everything below, and of the cache
   std::condition_variable changed;
+  std::atomic<std::uint64_t> news{0};        // how often it was told
+  std::vector<std::uint8_t> loading, guess;  // by place: its bytes are on their way; nobody has wanted them yet
+  std::vector<std::int16_t> waiter;          // by place: the chunk that waits for it, or -1
+  std::vector<std::int32_t> free_spares;
   std::int64_t layer = 0;
   std::vector<Chunk> chunks;
-  std::deque<Run> runs;
-  std::deque<std::int64_t> ready, waiting;
-  std::vector<std::int64_t> free_regions;
+  std::deque<std::int64_t> ready, waiting;  // chunks: to be computed; with slots that no read was begun of
   std::int64_t given = 0, total = 0, reading = 0;
+  std::int64_t under_way = 0;  // reads: `reading` that this call waits for, and guesses
+  bool begun = false;
+  const std::function<void()>* then = nullptr;
   Clock::time_point io_since;
   std::atomic<bool> broken{false};
   std::string problem;
@@ -109,27 +95,51 @@ struct Offload::State final : BundleSource {
     if (mapped != nullptr) munmap(const_cast<char*>(mapped), static_cast<std::size_t>(file.file_bytes()));
   }
 
+  // With the lock.
+  void begun_reading(const ReadBatch& batch) {
+    if (under_way == 0) io_since = Clock::now();
+    under_way += batch.left;
+    if (batch.asked_for) reading += batch.left;
+  }
+  void ended_reading(const ReadBatch& batch) {
+    if (--under_way == 0) sums.io_ns += since(io_since);
+    if (batch.asked_for) --reading;
+  }
+  void tell() {
+    news.fetch_add(1);
+    changed.notify_all();
+  }
   const StoreLayer& about(std::int64_t l) const { return file.layers()[static_cast<std::size_t>(l)]; }
-  char* slot(std::int64_t index) const { return slots.data() + index * slot_bytes; }
+  std::int64_t key_of(std::int64_t l) const { return first_key[static_cast<std::size_t>(l)]; }
+  char* place(std::int64_t index) const { return places.data() + index * place_bytes; }
+
+  // What is read of a slot: its bundles, not the padding behind them.
+  std::int64_t read_bytes(const StoreLayer& l) const { return rounded(l.cluster * l.bundle_bytes(), file.unit()); }
 
   std::string set_up(const std::string& path);
+  std::string make_places(std::int64_t keys, CachePolicy policy);
   std::string preload();
   std::string load_first(const std::vector<std::int64_t>& count, std::int64_t most);
   std::string call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads);
-  void drain(std::unique_lock<std::mutex>* lock);
-  void forget_missing();
+  void clean_up(std::unique_lock<std::mutex>* lock);
+  void prefetch(std::int64_t l, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
 
+  void expect(std::int64_t n_chunks) override;
   void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
              std::int64_t n_chunks) override;
   std::int64_t next() override;
   void done(std::int64_t chunk) override;
   const char* const* bundles() const override { return where[static_cast<std::size_t>(layer)].data(); }
   bool failed() const override { return broken.load(std::memory_order_acquire); }
-  void submit_waiting();
-  void submit_chunks();
-  void release(Chunk* chunk);
-  void arrived(const Read& read, int error);
-  std::string check(const Run& run, const Read& read, int error);
+  void look_up(std::int64_t c);
+  void ask(std::unique_lock<std::mutex>* lock);
+  std::unique_ptr<ReadBatch> take(std::int64_t c);
+  bool submit(std::unique_ptr<ReadBatch> batch);
+  void fail(const std::string& why);
+  void arrived(const ReadResult* results, std::int64_t count);
+  void over(const ReadRun& run, const std::string& wrong);
+  std::string check(const ReadRun& run, const ReadResult& result) const;
+  std::string check_bundles(std::int64_t l, std::int64_t in_file, const char* data) const;
 };
 
 std::string Offload::State::set_up(const std::string& path) {
@@ -147,238 +157,352 @@ std::string Offload::State::set_up(const std::string& path) {
   options.window = std::min<std::int64_t>(options.window, 1 << 30);
   options.run_bytes = std::min<std::int64_t>(options.run_bytes, 1 << 30);
   options.io_threads = std::min(options.io_threads, 1024);
+  DeviceModel device;
+  if (!options.device.empty()) {
+    wrong = DeviceModel::parse(options.device, &device);
+    if (!wrong.empty()) return "device: " + wrong;
+    if (map) return "device: expected engine pread or io_uring, found mmap, whose reads are the system's";
+  }
   wrong = file.open(path, options.direct && !map);
   if (!wrong.empty()) return wrong;
   std::int64_t keys = 0;
   for (const StoreLayer& l : file.layers()) {
     first_key.push_back(keys);
-    keys += l.neurons;
-    slot_bytes = std::max(slot_bytes, rounded(l.bundle_bytes(), 64));
-    region_bytes =
-        std::max(region_bytes, rounded(std::min(chunk_neurons(l.neurons), l.neurons) * l.slot_bytes, kStorePage));
+    keys += l.n_slots();
     where.emplace_back(static_cast<std::size_t>(l.neurons), nullptr);
   }
   first_key.push_back(keys);
-  if (keys >= std::int64_t{1} << 31) return std::to_string(keys) + " neurons, more than a cache can name";
+  if (keys >= std::int64_t{1} << 31) return std::to_string(keys) + " slots, more than a cache can name";
   if (map) {
     void* at =
         mmap(nullptr, static_cast<std::size_t>(file.file_bytes()), PROT_READ, MAP_SHARED, file.plain_descriptor(), 0);
     if (at == MAP_FAILED) return "the file cannot be mapped";
     mapped = static_cast<const char*>(at);
     madvise(at, static_cast<std::size_t>(file.file_bytes()), MADV_RANDOM);
-    for (std::size_t l = 0; l < where.size(); ++l)
-      for (std::int64_t i = 0; i < file.layers()[l].neurons; ++i)
-        where[l][static_cast<std::size_t>(i)] = mapped + file.layers()[l].slots + i * file.layers()[l].slot_bytes;
+    for (std::size_t k = 0; k < where.size(); ++k) {
+      const StoreLayer& l = file.layers()[k];
+      for (std::int64_t i = 0; i < l.neurons; ++i)
+        where[k][static_cast<std::size_t>(i)] =
+            mapped + l.slots + i / l.cluster * l.slot_bytes + i % l.cluster * l.bundle_bytes();
+    }
     cache = std::make_unique<NeuronCache>(keys, 0, policy);
     return "";
   }
-  const std::int64_t n_slots = std::min(keys, options.cache_bytes / slot_bytes);
-  cache = std::make_unique<NeuronCache>(keys, n_slots, policy);
-  if (!slots.allocate(n_slots * slot_bytes, true) || !staging.allocate(options.in_flight * region_bytes, false))
-    return "no memory for a cache of " + std::to_string(n_slots * slot_bytes) + " bytes";
-  // A child forked while the device writes here would get pages that the writes then miss.
-  if (staging.data() != nullptr)
-    madvise(staging.data(), static_cast<std::size_t>(options.in_flight * region_bytes), MADV_DONTFORK);
-  for (std::int64_t r = options.in_flight - 1; r >= 0; --r) free_regions.push_back(r);
-  const ReadDone told{[](void* self, const Read& read, int error) { static_cast<State*>(self)->arrived(read, error); },
+  wrong = make_places(keys, policy);
+  if (!wrong.empty()) return wrong;
+  const ReadDone told{[](void* self, const ReadResult* results, std::int64_t count) {
+                        static_cast<State*>(self)->arrived(results, count);
+                      },
                       this};
-  if (options.engine == "io_uring") engine = uring_engine(file.descriptor(), options.io_threads, told);
-  if (options.engine == "pread") engine = pread_engine(file.descriptor(), options.io_threads, told);
+  const auto reading = [this](ReadDone done) {
+    return options.engine == "io_uring" ? uring_engine(file.descriptor(), options.io_threads, done)
+                                        : pread_engine(file.descriptor(), options.io_threads, done);
+  };
+  device.set_range(file.file_bytes());
+  engine = options.device.empty() ? reading(told) : simulated_engine(device, reading, told, &late);
   if (engine == nullptr && options.engine == "pread") return "engine: no thread could be started for reading";
   if (engine == nullptr) return "engine: io_uring is not available here (or not in this build); use pread";
   return "";
 }
 
-void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
-                           std::int64_t n_chunks) {
+std::string Offload::State::make_places(std::int64_t keys, CachePolicy policy) {
+  std::int64_t per_chunk = 0;
+  for (const StoreLayer& l : file.layers()) {
+    place_bytes = std::max(place_bytes, rounded(read_bytes(l), 64));
+    per_chunk = std::max(per_chunk, (std::min(chunk_neurons(l.neurons), l.neurons) + l.cluster - 1) / l.cluster);
+  }
+  const std::int64_t n_cached = std::min(keys, options.cache_bytes / place_bytes);
+  n_spares = options.in_flight * per_chunk;  // a chunk at least: then the first that waits always gets on
+  cache = std::make_unique<NeuronCache>(keys, n_cached, policy);
+  const std::int64_t n = n_cached + n_spares;
+  if (!places.allocate(n * place_bytes, true))
+    return "no memory for a cache of " + std::to_string(n * place_bytes) + " bytes";
+  loading.assign(static_cast<std::size_t>(n), 0);
+  guess.assign(static_cast<std::size_t>(n), 0);
+  waiter.assign(static_cast<std::size_t>(n), -1);
+  for (std::int64_t p = n - 1; p >= n_cached; --p) free_spares.push_back(static_cast<std::int32_t>(p));
+  return "";
+}
+
+void Offload::State::expect(std::int64_t n_chunks) {
   std::unique_lock<std::mutex> lock(mutex);
-  drain(&lock);  // of the tokens before, if reading has broken
+  changed.wait(lock, [this] { return reading == 0; });  // of the tokens before, if reading has broken
   if (broken) return;
-  std::vector<const char*>& at = where[static_cast<std::size_t>(layer)];
   chunks.assign(static_cast<std::size_t>(n_chunks), Chunk());
-  runs.clear();
   ready.clear();
   waiting.clear();
   given = 0;
   total = n_chunks;
-  if (mapped != nullptr) {
+  begun = false;
+}
+
+void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
+                           std::int64_t n_chunks) {
+  try {
+    const TraceSpan span(Stage::kBegin, layer, n_chunks);
+    std::unique_lock<std::mutex> lock(mutex);
+    if (broken) return;
     for (std::int64_t c = 0; c < n_chunks; ++c) {
-      sums.wanted += counts[c];
-      ready.push_back(c);
+      Chunk& chunk = chunks[static_cast<std::size_t>(c)];
+      chunk.ids = ids + c * chunk_size;
+      chunk.count = counts[c];
+      sums.wanted += chunk.count;
     }
-    return;
-  }
-  const std::int64_t key = first_key[static_cast<std::size_t>(layer)];
-  cache->begin();
-  // What is there is pinned before room is made for what is not.
-  for (std::int64_t c = 0; c < n_chunks; ++c) {
-    Chunk& chunk = chunks[static_cast<std::size_t>(c)];
-    chunk.ids = ids + c * chunk_size;
-    chunk.count = counts[c];
-    sums.wanted += chunk.count;
-    for (std::int64_t k = 0; k < chunk.count; ++k) {
-      const std::int64_t id = chunk.ids[k];
-      const std::int64_t found = cache->look_up(key + id);
-      if (found >= 0)
-        at[static_cast<std::size_t>(id)] = slot(found);
-      else
-        chunk.missing.push_back(id);
+    cache->begin();
+    // What is there is pinned before room is made for what is not.
+    for (std::int64_t c = 0; c < n_chunks; ++c) {
+      if (mapped == nullptr) look_up(c);
+      const Chunk& chunk = chunks[static_cast<std::size_t>(c)];
+      if (!chunk.missing.empty())
+        waiting.push_back(c);
+      else if (chunk.there())
+        ready.push_back(c);
     }
-    sums.hits += chunk.count - static_cast<std::int64_t>(chunk.missing.size());
+    if (options.window > 0) {
+      const std::int64_t calls_per_token = static_cast<std::int64_t>(file.layers().size());
+      cache->erase_older(key_of(layer), key_of(layer + 1), cache->now() - options.window * calls_per_token);
+    }
+    tell();
+    ask(&lock);
+    trace_counter(TraceCounter::kHotBundles, cache->fixed());
+    trace_counter(TraceCounter::kColdBundles, cache->used() - cache->fixed());
+    begun = true;
+    tell();
+  } catch (const std::bad_alloc&) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    fail("no memory");
   }
-  if (options.window > 0) {
-    const std::int64_t calls_per_token = static_cast<std::int64_t>(file.layers().size());
-    cache->erase_older(key, first_key[static_cast<std::size_t>(layer) + 1],
-                       cache->now() - options.window * calls_per_token);
-  }
-  for (std::int64_t c = 0; c < n_chunks; ++c) {
-    Chunk& chunk = chunks[static_cast<std::size_t>(c)];
-    for (const std::int64_t id : chunk.missing) {
-      const std::int64_t made = cache->insert(key + id);
-      at[static_cast<std::size_t>(id)] = made >= 0 ? slot(made) : nullptr;
-      if (made < 0) {
-        chunk.in_region = true;
-        ++sums.uncached;
+  if (then != nullptr && !broken) (*then)();
+}
+
+// With the lock.
+void Offload::State::look_up(std::int64_t c) {
+  const StoreLayer& l = about(layer);
+  std::vector<const char*>& at = where[static_cast<std::size_t>(layer)];
+  const std::int64_t key = key_of(layer);
+  Chunk& chunk = chunks[static_cast<std::size_t>(c)];
+  std::int64_t last = -1, found = -1;
+  bool hit = false;
+  for (std::int64_t k = 0; k < chunk.count; ++k) {
+    const std::int64_t id = chunk.ids[k], in_file = id / l.cluster;
+    if (k + kAhead < chunk.count) cache->expect(key + chunk.ids[k + kAhead] / l.cluster);
+    if (in_file != last) {
+      last = in_file;
+      found = cache->look_up(key + in_file);
+      hit = found >= 0;
+      if (!hit) chunk.missing.push_back(in_file);
+      if (hit && guess[static_cast<std::size_t>(found)]) {
+        guess[static_cast<std::size_t>(found)] = 0;
+        ++sums.used;
+        hit = false;
+      }
+      if (found >= 0 && loading[static_cast<std::size_t>(found)]) {
+        waiter[static_cast<std::size_t>(found)] = static_cast<std::int16_t>(c);
+        ++chunk.on_the_way;
       }
     }
-    (chunk.missing.empty() ? ready : waiting).push_back(c);
-  }
-  submit_waiting();
-}
-
-// With the lock, on any thread: reads of as many chunks as there are regions to read into.
-void Offload::State::submit_waiting() {
-  try {
-    submit_chunks();
-  } catch (const std::bad_alloc&) {
-    problem = "no memory";
-    broken.store(true, std::memory_order_release);
-    changed.notify_all();
+    if (found >= 0) at[static_cast<std::size_t>(id)] = place(found) + id % l.cluster * l.bundle_bytes();
+    sums.hits += hit;
   }
 }
 
-void Offload::State::submit_chunks() {
+// With the lock, which is given back meanwhile: begins reads for waiting chunks while there are places.
+void Offload::State::ask(std::unique_lock<std::mutex>* lock) {
+  while (!waiting.empty() && !broken) {
+    std::unique_ptr<ReadBatch> batch = take(waiting.front());
+    if (batch == nullptr) return;
+    lock->unlock();
+    const bool begun_to_read = submit(std::move(batch));
+    lock->lock();
+    if (!begun_to_read) fail("no memory");
+  }
+}
+
+// With the lock: reads of what the first waiting chunk misses, as far as there are places; null if there are none.
+std::unique_ptr<ReadBatch> Offload::State::take(std::int64_t c) {
   const StoreLayer& l = about(layer);
-  std::vector<Read> reads;
-  while (!waiting.empty() && !free_regions.empty() && !broken) {
-    const std::int64_t c = waiting.front();
-    waiting.pop_front();
-    Chunk& chunk = chunks[static_cast<std::size_t>(c)];
-    chunk.region = free_regions.back();
-    free_regions.pop_back();
-    char* into = staging.data() + chunk.region * region_bytes;
-    const std::vector<std::int64_t>& ids = chunk.missing;
-    for (std::size_t i = 0; i < ids.size();) {
-      std::size_t end = i + 1;
-      while (end < ids.size() && ids[end] == ids[end - 1] + 1 &&
-             (ids[end] - ids[i] + 1) * l.slot_bytes <= options.run_bytes)
-        ++end;
-      runs.push_back({c, ids[i], ids[end - 1], &ids[i], static_cast<std::int64_t>(end - i)});
-      Read read;
-      read.offset = l.slots + ids[i] * l.slot_bytes;
-      read.bytes = (ids[end - 1] - ids[i] + 1) * l.slot_bytes;
-      read.into = into;
-      read.owner = &runs.back();
-      into += read.bytes;
-      reads.push_back(read);
-      ++chunk.runs_left;
-      i = end;
+  std::vector<const char*>& at = where[static_cast<std::size_t>(layer)];
+  Chunk& chunk = chunks[static_cast<std::size_t>(c)];
+  auto batch = std::make_unique<ReadBatch>();
+  batch->layer = layer;
+  batch->chunk = c;
+  const std::size_t before = chunk.asked;
+  batch->wanted.reserve(chunk.missing.size() - before);
+  chunk.spares.reserve(chunk.missing.size());
+  for (; chunk.asked < chunk.missing.size(); ++chunk.asked) {
+    const std::int64_t in_file = chunk.missing[chunk.asked];
+    std::int64_t p = cache->insert(key_of(layer) + in_file);
+    if (p >= 0) {
+      cache->hold(p);
+    } else {
+      if (free_spares.empty()) break;
+      p = free_spares.back();
+      free_spares.pop_back();
+      chunk.spares.push_back(static_cast<std::int32_t>(p));
+      ++sums.uncached;
     }
+    loading[static_cast<std::size_t>(p)] = 1;
+    waiter[static_cast<std::size_t>(p)] = static_cast<std::int16_t>(c);
+    guess[static_cast<std::size_t>(p)] = 0;
+    ++chunk.on_the_way;
+    batch->wanted.push_back({in_file, static_cast<std::int32_t>(p)});
   }
-  if (reads.empty()) return;
-  engine->submit(reads.data(), static_cast<std::int64_t>(reads.size()));
-  // After it, in case it throws; reads that are over already wait for the lock.
-  if (reading == 0) io_since = Clock::now();
-  reading += static_cast<std::int64_t>(reads.size());
-  sums.reads += static_cast<std::int64_t>(reads.size());
-  for (const Read& read : reads) sums.bytes_read += read.bytes;
+  if (chunk.asked == chunk.missing.size()) waiting.pop_front();
+  if (batch->wanted.empty()) return nullptr;
+  std::size_t w = 0;
+  for (std::int64_t k = 0; k < chunk.count; ++k) {
+    const std::int64_t id = chunk.ids[k], in_file = id / l.cluster;
+    while (w < batch->wanted.size() && batch->wanted[w].in_file < in_file) ++w;
+    if (w == batch->wanted.size()) break;
+    if (batch->wanted[w].in_file == in_file)
+      at[static_cast<std::size_t>(id)] = place(batch->wanted[w].place) + id % l.cluster * l.bundle_bytes();
+  }
+  batch->plan(l, read_bytes(l), options.run_bytes, [this](std::int32_t p) { return place(p); });
+  begun_reading(*batch);
+  trace_counter(TraceCounter::kReading, reading);
+  return batch;
 }
 
-std::string Offload::State::check(const Run& run, const Read& read, int error) {
-  const StoreLayer& l = about(layer);
-  if (error != 0)
-    return "layer " + std::to_string(layer) + ", neuron " + std::to_string(run.first) + ", " +
-           std::to_string(read.bytes) + " bytes at " + std::to_string(read.offset) + ": " + std::strerror(error);
+// Without the lock. False if there is no memory: then nothing of it is read, and its places are empty again.
+bool Offload::State::submit(std::unique_ptr<ReadBatch> batch) {
+  const auto n = static_cast<std::int64_t>(batch->reads.size());
+  std::int64_t bytes = 0;
+  for (const Read& read : batch->reads) bytes += read.bytes;
+  batch->asked_ns = trace_time();
+  try {
+    const TraceSpan span(Stage::kSubmit, batch->layer, n);
+    engine->submit(batch->reads.data(), n);
+  } catch (const std::bad_alloc&) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const ReadRun& run : batch->runs) over(run, "no memory");
+    for (std::int64_t i = 0; i < n; ++i) ended_reading(*batch);
+    return false;
+  }
+  (void)batch.release();  // whoever is told of its last read deletes it, and may have
+  const std::lock_guard<std::mutex> lock(mutex);
+  sums.reads += n;
+  sums.bytes_read += bytes;
+  trace_counter(TraceCounter::kBytesRead, sums.bytes_read);
+  return true;
+}
+
+// With the lock.
+void Offload::State::fail(const std::string& why) {
+  if (!broken) problem = why;
+  broken.store(true, std::memory_order_release);
+  tell();
+}
+
+std::string Offload::State::check_bundles(std::int64_t l, std::int64_t in_file, const char* data) const {
+  const StoreLayer& layer_about = about(l);
+  const std::int64_t first = in_file * layer_about.cluster;
+  for (std::int64_t id = first; id < std::min(first + layer_about.cluster, layer_about.neurons); ++id)
+    if (crc32c(data + (id - first) * layer_about.bundle_bytes(),
+               static_cast<std::size_t>(layer_about.bundle_bytes())) != file.checks(l)[id])
+      return "layer " + std::to_string(l) + ", neuron " + std::to_string(id) + " at " +
+             std::to_string(layer_about.slots + in_file * layer_about.slot_bytes) + ": its checksum does not match";
+  return "";
+}
+
+// Without the lock: nobody looks at these places before they are said to be there.
+std::string Offload::State::check(const ReadRun& run, const ReadResult& result) const {
+  const ReadBatch& batch = *run.batch;
+  trace_async(Stage::kRead, batch.asked_ns, batch.layer, batch.chunk);
+  const TraceSpan span(Stage::kVerify, batch.layer, batch.chunk);
+  const Wanted* wanted = batch.wanted.data() + run.first;
+  if (result.error != 0)
+    return "layer " + std::to_string(batch.layer) + ", neuron " +
+           std::to_string(wanted->in_file * about(batch.layer).cluster) + ", " + std::to_string(result.read.bytes) +
+           " bytes at " + std::to_string(result.read.offset) + ": " + std::strerror(result.error);
   if (!options.verify) return "";
   for (std::int64_t k = 0; k < run.count; ++k) {
-    const std::int64_t id = run.ids[k];
-    const char* bundle = read.into + (id - run.first) * l.slot_bytes;
-    if (crc32c(bundle, static_cast<std::size_t>(l.bundle_bytes())) != file.checks(layer)[id])
-      return "layer " + std::to_string(layer) + ", neuron " + std::to_string(id) + " at " +
-             std::to_string(l.slots + id * l.slot_bytes) + ": its checksum does not match";
+    const std::string wrong = check_bundles(batch.layer, wanted[k].in_file, place(wanted[k].place));
+    if (!wrong.empty()) return wrong;
   }
   return "";
 }
 
-// On an I/O thread: bundles are checked and copied without the lock (their slots are pinned by this call).
-void Offload::State::arrived(const Read& read, int error) {
-  const Run& run = *static_cast<const Run*>(read.owner);
-  const StoreLayer& l = about(layer);
-  const std::string wrong = check(run, read, error);
-  if (wrong.empty()) {
-    std::vector<const char*>& at = where[static_cast<std::size_t>(layer)];
-    for (std::int64_t k = 0; k < run.count; ++k) {
-      const auto id = static_cast<std::size_t>(run.ids[k]);
-      char* bundle = read.into + (run.ids[k] - run.first) * l.slot_bytes;
-      if (at[id] != nullptr)
-        std::memcpy(const_cast<char*>(at[id]), bundle, static_cast<std::size_t>(l.bundle_bytes()));
-      else
-        at[id] = bundle;
+// On an I/O thread.
+void Offload::State::arrived(const ReadResult* results, std::int64_t count) {
+  std::string wrong[64];
+  for (std::int64_t first = 0; first < count; first += 64) {
+    const std::int64_t n = std::min<std::int64_t>(64, count - first);
+    for (std::int64_t i = 0; i < n; ++i)
+      wrong[i] = check(*static_cast<const ReadRun*>(results[first + i].read.owner), results[first + i]);
+    const std::lock_guard<std::mutex> lock(mutex);
+    const std::size_t ready_before = ready.size();
+    for (std::int64_t i = 0; i < n; ++i) {
+      const ReadRun& run = *static_cast<const ReadRun*>(results[first + i].read.owner);
+      ReadBatch* const batch = run.batch;
+      ended_reading(*batch);
+      over(run, wrong[i]);
+      if (--batch->left == 0) delete batch;
     }
+    trace_counter(TraceCounter::kReading, reading);
+    // Workers are woken for a chunk, not for each of its hundreds of bundles.
+    if (ready.size() != ready_before || reading == 0 || broken) tell();
   }
-  const std::lock_guard<std::mutex> lock(mutex);
-  Chunk& chunk = chunks[static_cast<std::size_t>(run.chunk)];
-  if (!wrong.empty() && !broken) {
-    problem = wrong;
-    broken.store(true, std::memory_order_release);
-  }
-  const bool whole = --chunk.runs_left == 0;
-  if (whole) {
-    if (!chunk.in_region) release(&chunk);
-    ready.push_back(run.chunk);
-    submit_waiting();
-  }
-  if (--reading == 0) sums.io_ns += since(io_since);
-  // Workers are woken for a chunk, not for each of its hundreds of bundles.
-  if (whole || reading == 0 || broken) changed.notify_all();
 }
 
-// With the lock.
-void Offload::State::release(Chunk* chunk) {
-  if (chunk->region < 0) return;
-  free_regions.push_back(chunk->region);
-  chunk->region = -1;
+// With the lock: the places of a read are there, or empty if something is wrong.
+void Offload::State::over(const ReadRun& run, const std::string& wrong) {
+  const Wanted* wanted = run.batch->wanted.data() + run.first;
+  for (std::int64_t k = 0; k < run.count; ++k) {
+    const auto p = static_cast<std::size_t>(wanted[k].place);
+    loading[p] = 0;
+    if (wanted[k].place < cache->slots()) {
+      cache->let_go(wanted[k].place);
+      if (!wrong.empty()) cache->erase(key_of(run.batch->layer) + wanted[k].in_file);
+    }
+    const std::int16_t c = waiter[p];
+    if (c < 0) continue;
+    waiter[p] = -1;
+    if (!wrong.empty()) fail(wrong);
+    Chunk& chunk = chunks[static_cast<std::size_t>(c)];
+    --chunk.on_the_way;
+    if (chunk.there()) ready.push_back(c);
+  }
 }
 
 std::int64_t Offload::State::next() {
   std::unique_lock<std::mutex> lock(mutex);
   const auto stop = [this] { return broken || given == total; };
-  const auto may_begin = [this] { return !ready.empty() && (options.pipeline || (reading == 0 && waiting.empty())); };
-  // Without the pipeline chunks that compute where they were read hold regions that others wait for: those go on.
-  const auto stuck = [this] { return !ready.empty() && reading == 0 && free_regions.empty(); };
-  if (!stop() && !may_begin() && !stuck()) {
+  // Without the pipeline, when all reads are over; chunks that wait for spares of those that are there do not count.
+  const auto may_begin = [this] { return !ready.empty() && (options.pipeline || (begun && reading == 0)); };
+  if (!stop() && !may_begin()) {
+    const TraceSpan span(Stage::kWait, layer);
     const Clock::time_point start = Clock::now();
-    changed.wait(lock, [&] { return stop() || may_begin() || stuck(); });
+    const Clock::time_point give_up = start + (options.spin ? kSpin : std::chrono::milliseconds(0));
+    while (!stop() && !may_begin()) {
+      const std::uint64_t seen = news.load();
+      if (Clock::now() >= give_up) {
+        changed.wait(lock, [&] { return stop() || may_begin(); });
+        break;
+      }
+      lock.unlock();
+      while (news.load(std::memory_order_relaxed) == seen && Clock::now() < give_up) std::this_thread::yield();
+      lock.lock();
+    }
     sums.wait_ns += since(start);
   }
   if (stop()) return -1;
   const std::int64_t c = ready.front();
   ready.pop_front();
-  if (++given == total) changed.notify_all();
+  if (++given == total) tell();
   return c;
 }
 
 void Offload::State::done(std::int64_t c) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_lock<std::mutex> lock(mutex);
   Chunk& chunk = chunks[static_cast<std::size_t>(c)];
-  if (chunk.region < 0) return;
-  release(&chunk);
-  submit_waiting();
-}
-
-// With the lock: until no read of the call is under way any more.
-void Offload::State::drain(std::unique_lock<std::mutex>* lock) {
-  changed.wait(*lock, [this] { return reading == 0; });
+  if (chunk.spares.empty()) return;
+  free_spares.insert(free_spares.end(), chunk.spares.begin(), chunk.spares.end());
+  chunk.spares.clear();
+  try {
+    ask(&lock);
+  } catch (const std::bad_alloc&) {
+    fail("no memory");
+  }
 }
 
 std::string Offload::State::call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads) {
@@ -391,45 +515,92 @@ std::string Offload::State::call(std::int64_t l, const std::function<void(Bundle
     broken = false;
     problem.clear();
     chunks.clear();
+    given = total = 0;
   }
   try {
     compute(this);
   } catch (...) {  // no memory: what was asked for must not be taken for read
     std::unique_lock<std::mutex> lock(mutex);
     broken = true;
-    drain(&lock);
-    forget_missing();
+    clean_up(&lock);
     throw;
   }
   std::unique_lock<std::mutex> lock(mutex);
-  drain(&lock);
+  clean_up(&lock);
   ++sums.calls;
   sums.busy_ns += since(start) * threads;
-  if (!broken) return "";
-  forget_missing();
-  return problem;
+  return broken ? problem : "";
 }
 
-// With the lock, after a failure: what this call made room for may never have come.
-void Offload::State::forget_missing() {
-  const std::int64_t key = first_key[static_cast<std::size_t>(layer)];
+// With the lock, at the end of a call: no read of it is under way any more, and nothing remembers its chunks.
+void Offload::State::clean_up(std::unique_lock<std::mutex>* lock) {
+  changed.wait(*lock, [this] { return reading == 0; });
+  if (!broken) return;
+  std::fill(waiter.begin(), waiter.end(), -1);  // of guesses, which may still be on their way
   for (Chunk& chunk : chunks) {
-    for (const std::int64_t id : chunk.missing) cache->erase(key + id);
-    release(&chunk);
+    free_spares.insert(free_spares.end(), chunk.spares.begin(), chunk.spares.end());
+    chunk.spares.clear();
   }
 }
 
-// Neurons of every layer from the first on, as many as there are slots, in pieces of a region.
+void Offload::State::prefetch(std::int64_t l, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) {
+  if (mapped != nullptr || getpid() != process) return;
+  const StoreLayer& layer_about = about(l);
+  const std::int64_t cold = layer_about.neurons - n_hot;
+  const auto wanted = [&](std::int64_t id) {
+    if (id < n_hot || active == nullptr) return true;
+    for (std::int64_t t = 0; t < tokens; ++t)
+      if (active[t * cold + id - n_hot]) return true;
+    return false;
+  };
+  auto batch = std::make_unique<ReadBatch>();
+  batch->layer = l;
+  batch->asked_for = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto forget = [&] {
+      for (const Wanted& w : batch->wanted) {
+        loading[static_cast<std::size_t>(w.place)] = guess[static_cast<std::size_t>(w.place)] = 0;
+        cache->erase(key_of(l) + w.in_file);
+      }
+    };
+    try {
+      for (std::int64_t id = 0; id < layer_about.neurons; ++id) {
+        const std::int64_t in_file = id / layer_about.cluster, key = key_of(l) + in_file;
+        if (!wanted(id)) continue;
+        id = (in_file + 1) * layer_about.cluster - 1;  // the rest of the slot comes with it
+        if (cache->contains(key)) continue;
+        batch->wanted.push_back({in_file, 0});
+        const std::int64_t p = cache->insert(key);
+        if (p < 0) {  // full of what is needed more
+          batch->wanted.pop_back();
+          break;
+        }
+        batch->wanted.back().place = static_cast<std::int32_t>(p);
+        cache->hold(p);
+        loading[static_cast<std::size_t>(p)] = guess[static_cast<std::size_t>(p)] = 1;
+      }
+      batch->plan(layer_about, read_bytes(layer_about), options.run_bytes, [this](std::int32_t p) { return place(p); });
+    } catch (const std::bad_alloc&) {
+      return forget();
+    }
+    sums.guessed += static_cast<std::int64_t>(batch->wanted.size());
+    begun_reading(*batch);
+  }
+  if (!batch->wanted.empty()) submit(std::move(batch));  // if that fails, they are asked for when they are wanted
+}
+
+// Neurons of every layer from the first on, as many as there are places in the cache.
 std::string Offload::State::preload() {
   if (getpid() != process) return "the store was opened in another process (fork): open it again in this one";
   const std::lock_guard<std::mutex> one(turn);
   const std::lock_guard<std::mutex> lock(mutex);
   const std::int64_t keys = first_key.back(), free = cache->slots() - cache->used();
   if (mapped != nullptr || free <= 0) return "";
-  std::vector<std::int64_t> count;
+  std::vector<std::int64_t> count;  // slots of the file, by layer
   std::int64_t most = 0;
   for (const StoreLayer& l : file.layers()) {
-    count.push_back(static_cast<std::int64_t>(static_cast<double>(free) * static_cast<double>(l.neurons) /
+    count.push_back(static_cast<std::int64_t>(static_cast<double>(free) * static_cast<double>(l.n_slots()) /
                                               static_cast<double>(keys)));
     most = std::max(most, count.back());
   }
@@ -457,26 +628,26 @@ std::string Offload::State::load_first(const std::vector<std::int64_t>& count, s
       if (rank < count[l] && !cache->contains(key)) cache->insert(key, hot);
     }
   }
-  for (std::size_t l = 0; l < count.size(); ++l) {
-    const StoreLayer& about_l = file.layers()[l];
-    layer = static_cast<std::int64_t>(l);
-    const std::int64_t piece = std::max<std::int64_t>(1, region_bytes / about_l.slot_bytes);
-    for (std::int64_t first = 0; first < count[l]; first += piece) {
-      const std::int64_t n = std::min(piece, count[l] - first);
-      std::vector<std::int64_t> ids(static_cast<std::size_t>(n));
-      for (std::int64_t k = 0; k < n; ++k) ids[static_cast<std::size_t>(k)] = first + k;
-      const Run run{0, first, first + n - 1, ids.data(), n};
-      Read read;
-      read.offset = about_l.slots + first * about_l.slot_bytes;
-      read.bytes = n * about_l.slot_bytes;
-      read.into = staging.data();
-      const std::string wrong = check(run, read, read_fully(file.descriptor(), read.into, read.bytes, read.offset));
-      if (!wrong.empty()) return wrong;
-      for (const std::int64_t id : ids) {
-        const std::int64_t at = cache->slot_of(first_key[l] + id);  // not a use: the order is that of insertion
-        if (at >= 0)
-          std::memcpy(slot(at), read.into + (id - first) * about_l.slot_bytes,
-                      static_cast<std::size_t>(about_l.bundle_bytes()));
+  std::int64_t largest = 0;
+  for (const StoreLayer& l : file.layers()) largest = std::max(largest, l.slot_bytes);
+  Arena piece;
+  if (!piece.allocate(std::max(kPieceBytes, largest), false)) return "no memory";
+  for (std::size_t k = 0; k < count.size(); ++k) {
+    const StoreLayer& l = file.layers()[k];
+    const std::int64_t step = std::max<std::int64_t>(1, kPieceBytes / l.slot_bytes);
+    for (std::int64_t first = 0; first < count[k]; first += step) {
+      const std::int64_t n = std::min(step, count[k] - first), offset = l.slots + first * l.slot_bytes;
+      const int error = read_fully(file.descriptor(), piece.data(), n * l.slot_bytes, offset);
+      if (error != 0)
+        return "layer " + std::to_string(k) + ", neuron " + std::to_string(first * l.cluster) + ", " +
+               std::to_string(n * l.slot_bytes) + " bytes at " + std::to_string(offset) + ": " + std::strerror(error);
+      for (std::int64_t i = 0; i < n; ++i) {
+        const char* slot = piece.data() + i * l.slot_bytes;
+        const std::string wrong =
+            options.verify ? check_bundles(static_cast<std::int64_t>(k), first + i, slot) : std::string();
+        if (!wrong.empty()) return wrong;
+        const std::int64_t p = cache->slot_of(first_key[k] + first + i);  // not a use: the order is that of insertion
+        if (p >= 0) std::memcpy(place(p), slot, static_cast<std::size_t>(l.cluster * l.bundle_bytes()));
       }
     }
   }
@@ -510,34 +681,21 @@ FfnArgs Offload::shape(std::int64_t layer) const {
   return args;
 }
 
-std::string Offload::ffn(std::int64_t layer, FfnArgs args, const ParallelFor& parallel) {
+std::string Offload::ffn(std::int64_t layer, const Predictor& predictor, FfnArgs args, const ParallelFor& parallel,
+                         const std::function<void()>& then) {
   return state_->call(
       layer,
       [&](BundleSource* source) {
+        state_->then = then ? &then : nullptr;
         args.source = source;
-        sparse_ffn(args, parallel);
-      },
-      std::max(1, parallel.threads));
-}
-
-std::string Offload::ffn(std::int64_t layer, const LowrankArgs& predictor, FfnArgs args, const ParallelFor& parallel) {
-  return state_->call(
-      layer,
-      [&](BundleSource* source) {
-        args.source = source;
+        args.layer = layer;
         predicted_ffn(predictor, args, parallel);
       },
       std::max(1, parallel.threads));
 }
 
-std::string Offload::ffn(std::int64_t layer, const SignbitArgs& predictor, FfnArgs args, const ParallelFor& parallel) {
-  return state_->call(
-      layer,
-      [&](BundleSource* source) {
-        args.source = source;
-        predicted_ffn(predictor, args, parallel);
-      },
-      std::max(1, parallel.threads));
+void Offload::prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) {
+  state_->prefetch(layer, n_hot, active, tokens);
 }
 
 std::string Offload::preload() { return state_->preload(); }
@@ -549,8 +707,9 @@ OffloadStats Offload::stats(bool reset) {
   stats.evictions = state_->cache->evictions() - state_->evictions_before;
   stats.resident = state_->cache->used();
   stats.slots = state_->cache->slots();
-  stats.cache_bytes = stats.slots * state_->slot_bytes;
-  stats.staging_bytes = state_->mapped != nullptr ? 0 : state_->options.in_flight * state_->region_bytes;
+  stats.cache_bytes = stats.slots * state_->place_bytes;
+  stats.staging_bytes = state_->n_spares * state_->place_bytes;
+  stats.late = reset ? state_->late.exchange(0) : state_->late.load();
   if (reset) {
     state_->sums = OffloadStats();
     state_->evictions_before = state_->cache->evictions();

@@ -7,6 +7,7 @@
 #include "core/convert.h"
 #include "core/scratch.h"
 #include "core/timings.h"
+#include "core/trace.h"
 #include "pi2/kernels.h"
 #include "pi2/predict.h"
 
@@ -90,6 +91,7 @@ struct Work {
   std::atomic<bool> ready{pass.a.items() == 0};  // rank 0: no last item, no z
 
   void run() {
+    const TraceSpan span(Stage::kPredictRows);
     const std::int64_t items_a = pass.a.items(), items_b = pass.b.items();
     for (std::int64_t i = next_a.fetch_add(1); i < items_a; i = next_a.fetch_add(1)) {
       pass.project(i);
@@ -107,6 +109,7 @@ struct Work {
 
 void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kPredictor, args.cold, args.hidden);
+  const TraceSpan span(Stage::kPredict, args.cold, args.tokens);
   if (args.tokens == 0 || args.cold == 0) return;
   const KernelTable& table = kernels();
   const int w = static_cast<int>(args.dtype);

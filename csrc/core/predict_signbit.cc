@@ -7,6 +7,7 @@
 #include "core/scratch.h"
 #include "core/signs.h"
 #include "core/timings.h"
+#include "core/trace.h"
 #include "pi2/kernels.h"
 #include "pi2/predict.h"
 
@@ -44,6 +45,7 @@ struct Pass {
   std::uint8_t* active;  // of the first token of the pass
 
   void rows(std::int64_t block) const {
+    const TraceSpan span(Stage::kPredictRows, block);
     const std::int64_t begin = block * kRows, count = std::min(kRows, args.cold - begin);
     const char* signs = static_cast<const char*>(args.signs) + begin * words * 8;
     std::int32_t differing[kRows];
@@ -60,6 +62,7 @@ struct Pass {
 
 void predict_signbit(const SignbitArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kPredictor, args.cold, args.columns);
+  const TraceSpan span(Stage::kPredict, args.cold, args.tokens);
   if (args.tokens == 0 || args.cold == 0) return;
   const std::int64_t words = sign_bytes(args.columns) / 8, tile = std::min(kTokenTile, args.tokens);
   static_assert(sizeof(std::uint64_t) == 2 * sizeof(float));

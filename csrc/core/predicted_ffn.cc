@@ -10,36 +10,40 @@ namespace {
 constexpr std::int64_t kTokenTile = 64;  // that of the predictors and of sparse_ffn: slices are whole tiles
 
 template <class Args>
-void run(Args predictor, FfnArgs args, void (*predict)(const Args&, const ParallelFor&), const ParallelFor& parallel) {
-  const std::int64_t cold = args.neurons - args.n_hot, all = args.tokens;
-  if (cold == 0) return sparse_ffn(args, parallel);
-  const std::int64_t tiles = std::max<std::int64_t>(1, kMaskBytes / (kTokenTile * cold));
-  const std::int64_t slice = std::min(all, tiles * kTokenTile);
-  auto* mask = reinterpret_cast<std::uint8_t*>(scratch(Scratch::kMask, (slice * cold + 3) / 4));
-  const std::int64_t token_bytes = row_bytes(args.x_dtype, args.hidden);
+Args of_layer(Args predictor, const FfnArgs& args, std::uint8_t* active) {
+  predictor.x = args.x;
   predictor.x_dtype = args.x_dtype;
-  predictor.cold = cold;
-  predictor.active = mask;
-  args.active = mask;
-  const auto* x = static_cast<const char*>(args.x);
-  auto* y = static_cast<char*>(args.y);
-  for (std::int64_t start = 0; start < all; start += slice) {
-    args.tokens = predictor.tokens = std::min(slice, all - start);
-    args.x = predictor.x = x + start * token_bytes;
-    args.y = y + start * token_bytes;
-    predict(predictor, parallel);
-    sparse_ffn(args, parallel);
-  }
+  predictor.tokens = args.tokens;
+  predictor.cold = args.neurons - args.n_hot;
+  predictor.active = active;
+  return predictor;
 }
 
 }  // namespace
 
-void predicted_ffn(const LowrankArgs& predictor, const FfnArgs& args, const ParallelFor& parallel) {
-  run(predictor, args, &predict_lowrank, parallel);
+void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* active, const ParallelFor& parallel) {
+  if (predictor.kind == Predictor::Kind::kSignbit)
+    predict_signbit(of_layer(predictor.signbit, args, active), parallel);
+  else
+    predict_lowrank(of_layer(predictor.lowrank, args, active), parallel);
 }
 
-void predicted_ffn(const SignbitArgs& predictor, const FfnArgs& args, const ParallelFor& parallel) {
-  run(predictor, args, &predict_signbit, parallel);
+void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const ParallelFor& parallel) {
+  FfnArgs args = layer;
+  const std::int64_t cold = args.neurons - args.n_hot, all = args.tokens;
+  if (cold == 0 || predictor.kind == Predictor::Kind::kNone) return sparse_ffn(args, parallel);
+  const std::int64_t tiles = std::max<std::int64_t>(1, kMaskBytes / (kTokenTile * cold));
+  const std::int64_t slice = std::min(all, tiles * kTokenTile);
+  auto* mask = reinterpret_cast<std::uint8_t*>(scratch(Scratch::kMask, (slice * cold + 3) / 4));
+  const std::int64_t token_bytes = row_bytes(args.x_dtype, args.hidden);
+  args.active = mask;
+  for (std::int64_t start = 0; start < all; start += slice) {
+    args.tokens = std::min(slice, all - start);
+    args.x = static_cast<const char*>(layer.x) + start * token_bytes;
+    args.y = static_cast<char*>(layer.y) + start * token_bytes;
+    predict(predictor, args, mask, parallel);
+    sparse_ffn(args, parallel);
+  }
 }
 
 }  // namespace pi2

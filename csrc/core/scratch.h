@@ -6,7 +6,18 @@
 
 namespace pi2 {
 
-enum class Scratch { kInput, kPartials, kIds, kMask, kCount };
+enum class Scratch {
+  kInput,
+  kPartials,
+  kIds,
+  kMask,
+  kExpertInputs,
+  kExpertResults,
+  kExpertIds,
+  kExpertWorks,
+  kGathered,
+  kCount
+};
 
 // A 64-byte aligned buffer of at least `count` floats; contents are undefined. Valid until the same thread asks for
 // the same slot again.

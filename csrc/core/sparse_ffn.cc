@@ -19,6 +19,7 @@
 #include "core/prompt.h"
 #include "core/scratch.h"
 #include "core/timings.h"
+#include "core/trace.h"
 #include "pi2/ffn.h"
 #include "pi2/kernels.h"
 
@@ -234,6 +235,7 @@ void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::
 }
 
 void run_chunk(const Pass& pass, std::int64_t chunk) {
+  const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
   const FfnArgs& args = pass.args;
   const std::int64_t begin = chunk * pass.chunk_size;
   const std::int64_t end = std::min(begin + pass.chunk_size, args.neurons);
@@ -261,6 +263,7 @@ constexpr std::int64_t kReduceColumns = 1024;
 
 // y[:, block of columns] = sum of partial sums in chunk order.
 void reduce_columns(const Pass& pass, std::int64_t block) {
+  const TraceSpan span(Stage::kReduce, pass.args.layer, block);
   const AxpyFn add = pass.table.axpy[static_cast<int>(DType::kF32)];
   const std::int64_t begin = block * kReduceColumns, width = std::min(kReduceColumns, pass.width - begin);
   for (std::int64_t t = 0; t < pass.tokens; ++t) {
@@ -288,9 +291,12 @@ struct Work {
   const Pass& pass;
   std::int64_t column_blocks;
   std::atomic<std::int64_t> next_chunk{0}, done_chunks{0}, next_block{0};
+  std::atomic<bool> begun{false};
 
   void run() {
     if (pass.args.source != nullptr) {
+      // Looking up and asking for thousands of bundles takes its time, in which the others can compute what is there.
+      if (!begun.exchange(true)) pass.args.source->begin(pass.ids, pass.counts, pass.chunk_size, pass.chunks);
       run_from(*pass.args.source);
     } else {
       for (std::int64_t c = next_chunk.fetch_add(1); c < pass.chunks; c = next_chunk.fetch_add(1)) {
@@ -298,12 +304,19 @@ struct Work {
         done_chunks.fetch_add(1, std::memory_order_release);
       }
     }
-    while (done_chunks.load(std::memory_order_acquire) < pass.chunks) {
-      if (pass.args.source != nullptr && pass.args.source->failed()) return;
-      std::this_thread::yield();
-    }
+    if (!join()) return;
     for (std::int64_t b = next_block.fetch_add(1); b < column_blocks; b = next_block.fetch_add(1))
       reduce_columns(pass, b);
+  }
+
+  // Until the chunks in other workers' hands are done; false if some never will be.
+  bool join() const {
+    const TraceSpan span(Stage::kJoin, pass.args.layer);
+    while (done_chunks.load(std::memory_order_acquire) < pass.chunks) {
+      if (pass.args.source != nullptr && pass.args.source->failed()) return false;
+      std::this_thread::yield();
+    }
+    return true;
   }
 
   // Chunks in the order in which their bundles come; where they are added does not depend on it.
@@ -320,6 +333,7 @@ struct Work {
 
 void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kFfn, args.neurons, args.hidden);
+  const TraceSpan span(Stage::kFfn, args.layer, args.tokens);
   const KernelTable& table = kernels();
   const std::int64_t pairs = args.tokens * args.neurons;
   count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
@@ -358,7 +372,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
         const std::int64_t begin = c * chunk_size;
         pass.counts[c] = gather(pass, begin, std::min(begin + chunk_size, args.neurons), ids + begin);
       }
-      args.source->begin(ids, pass.counts, chunk_size, chunks);
+      args.source->expect(chunks);
       pass.where = args.source->bundles();
     }
     Work work{pass, (width + kReduceColumns - 1) / kReduceColumns};

@@ -15,7 +15,8 @@ namespace pi2 {
 namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'S', 'T', 'O', 'R', 'E'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;  // 1: a slot for every neuron
+constexpr std::uint32_t kMostCluster = 64;
 constexpr std::int64_t kHead = 128, kEntry = 128;
 constexpr std::int64_t kMostHeader = 100000000;  // of a safetensors file
 constexpr std::int64_t kMostSuperblock = 1 << 26;
@@ -34,23 +35,30 @@ bool known(std::uint32_t w_dtype) {
   return w_dtype < static_cast<std::uint32_t>(kDTypes) && static_cast<DType>(w_dtype) != DType::kI8;
 }
 
-std::string parse_layer(const unsigned char* p, std::int64_t first_data, std::int64_t file_bytes, StoreLayer* layer) {
+std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int64_t first_data, std::int64_t file_bytes,
+                        StoreLayer* layer) {
   const auto end = static_cast<std::uint64_t>(file_bytes);
   const std::uint64_t slots = u64(p), checks = u64(p + 8), neurons = u32(p + 16), hidden = u32(p + 20);
   const std::uint64_t rows = u32(p + 24), slot_bytes = u32(p + 32), bytes_of_row = u32(p + 36), n_hot = u32(p + 40);
+  const std::uint64_t cluster = version == 1 ? 1 : u32(p + 48);
   if (!known(u32(p + 28))) return "weights of kind " + text(u32(p + 28));
   layer->w_dtype = static_cast<DType>(u32(p + 28));
   if (neurons == 0 || hidden == 0 || (rows != 2 && rows != 3))
     return text(neurons) + " neurons of " + text(rows) + " rows of " + text(hidden);
   if (bytes_of_row != static_cast<std::uint64_t>(row_bytes(layer->w_dtype, static_cast<std::int64_t>(hidden))))
     return "rows of " + text(bytes_of_row) + " bytes for " + text(hidden) + " numbers";
-  if (slot_bytes < rows * bytes_of_row || slot_bytes % kDirectUnit != 0)
-    return "slots of " + text(slot_bytes) + " bytes for bundles of " + text(rows * bytes_of_row);
+  // Divides the number of neurons of any chunk, so that no slot is in two.
+  if (cluster == 0 || cluster > kMostCluster || (cluster & (cluster - 1)) != 0)
+    return "clusters of " + text(cluster) + " neurons";
+  if (slot_bytes < cluster * rows * bytes_of_row || slot_bytes % kDirectUnit != 0)
+    return "slots of " + text(slot_bytes) + " bytes for " + (cluster == 1 ? "" : text(cluster) + " ") + "bundles of " +
+           text(rows * bytes_of_row);
+  const std::uint64_t n_slots = (neurons + cluster - 1) / cluster;
   if (n_hot > neurons) return text(n_hot) + " hot of " + text(neurons) + " neurons";
   // Both factors fit into 32 bits, so their product into 64; compared without adding.
   if (slots % kStorePage != 0 || slots < static_cast<std::uint64_t>(first_data) || slots > end ||
-      neurons * slot_bytes > end - slots)
-    return text(neurons) + " slots of " + text(slot_bytes) + " bytes at " + text(slots) + " in a file of " + text(end);
+      n_slots * slot_bytes > end - slots)
+    return text(n_slots) + " slots of " + text(slot_bytes) + " bytes at " + text(slots) + " in a file of " + text(end);
   if (checks < static_cast<std::uint64_t>(first_data) || checks > end || 4 * neurons > end - checks)
     return text(neurons) + " checksums at " + text(checks) + " in a file of " + text(end);
   layer->slots = static_cast<std::int64_t>(slots);
@@ -62,10 +70,11 @@ std::string parse_layer(const unsigned char* p, std::int64_t first_data, std::in
   layer->row_bytes = static_cast<std::int64_t>(bytes_of_row);
   layer->n_hot = static_cast<std::int64_t>(n_hot);
   layer->number = static_cast<std::int64_t>(u32(p + 44));
+  layer->cluster = static_cast<std::int64_t>(cluster);
   return "";
 }
 
-std::string problem(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
+std::string problem(const char* what, int error) { return std::string(what) + ": " + std::strerror(error); }
 
 }  // namespace
 
@@ -75,7 +84,9 @@ std::string parse_superblock(const void* data, std::int64_t bytes, std::int64_t 
   layers->clear();
   if (bytes < kHead) return "a superblock of " + std::to_string(bytes) + " bytes";
   if (std::memcmp(p, kMagic, sizeof(kMagic)) != 0) return "no superblock where the data begins (not a store?)";
-  if (u32(p + 8) != kVersion) return "version " + text(u32(p + 8)) + " where this library knows " + text(kVersion);
+  const std::uint32_t version = u32(p + 8);
+  if (version < 1 || version > kVersion)
+    return "version " + text(version) + " where this library knows 1 to " + text(kVersion);
   const std::uint64_t size = u64(p + 16), count = u32(p + 32);
   if (size != static_cast<std::uint64_t>(bytes) || size % kStorePage != 0)
     return "a superblock of " + text(size) + " bytes, of which there are " + std::to_string(bytes);
@@ -90,7 +101,7 @@ std::string parse_superblock(const void* data, std::int64_t bytes, std::int64_t 
   for (std::uint64_t i = 0; i < count; ++i) {
     StoreLayer layer;
     const std::string wrong =
-        parse_layer(p + kHead + static_cast<std::int64_t>(i) * kEntry, start + bytes, file_bytes, &layer);
+        parse_layer(p + kHead + static_cast<std::int64_t>(i) * kEntry, version, start + bytes, file_bytes, &layer);
     if (!wrong.empty()) {
       layers->clear();
       return "layer " + text(i) + ": " + wrong;
@@ -114,12 +125,27 @@ int read_fully(int descriptor, void* into, std::int64_t bytes, std::int64_t offs
   return 0;
 }
 
+int read_fully(int descriptor, const Read& read) {
+  if (read.n_parts == 0) return read_fully(descriptor, read.into, read.bytes, read.offset);
+  ssize_t got;
+  do {
+    got = preadv(descriptor, read.parts, static_cast<int>(read.n_parts), read.offset);
+  } while (got < 0 && errno == EINTR);
+  if (got == read.bytes) return 0;
+  // What came short is read again part by part.
+  std::int64_t offset = read.offset;
+  for (std::int64_t i = 0; i < read.n_parts; ++i) {
+    const auto bytes = static_cast<std::int64_t>(read.parts[i].iov_len);
+    const int error = read_fully(descriptor, read.parts[i].iov_base, bytes, offset);
+    if (error != 0) return error;
+    offset += bytes;
+  }
+  return 0;
+}
+
 // Some file systems take O_DIRECT and fail, or return other bytes, at the first read; some devices only know pages. A
-// trial with bytes we know: the smallest read that slots of this alignment lead to, and not the first.
-bool StoreFile::direct_works(const void* known, std::int64_t start) const {
-  std::int64_t unit = kStorePage;
-  for (const StoreLayer& layer : layers_)
-    if (layer.slot_bytes % kStorePage != 0) unit = kDirectUnit;
+// trial with bytes we know, a page in pieces of `unit`.
+bool StoreFile::direct_works(const void* known, std::int64_t start, std::int64_t unit) const {
   const std::unique_ptr<void, decltype(&std::free)> page(std::aligned_alloc(kStorePage, kStorePage), &std::free);
   if (page == nullptr) return false;
   auto* to = static_cast<char*>(page.get());
@@ -135,39 +161,49 @@ StoreFile::~StoreFile() {
 
 std::string StoreFile::open(const std::string& path, bool direct) {
   plain_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (plain_ < 0) return problem("cannot be opened");
+  if (plain_ < 0) return problem("cannot be opened", errno);
   struct stat about;
-  if (fstat(plain_, &about) != 0) return problem("no size");
+  if (fstat(plain_, &about) != 0) return problem("no size", errno);
   file_bytes_ = about.st_size;
   unsigned char length[8];
-  if (file_bytes_ < 8 || read_fully(plain_, length, 8, 0) != 0) return std::to_string(file_bytes_) + " bytes";
+  if (file_bytes_ < 8) return std::to_string(file_bytes_) + " bytes";
+  int failed = read_fully(plain_, length, 8, 0);
+  if (failed != 0) return problem("its header cannot be read", failed);
   const std::uint64_t header = u64(length);
   if (header > static_cast<std::uint64_t>(kMostHeader) || static_cast<std::int64_t>(header) > file_bytes_ - 8)
     return "a header of " + text(header) + " bytes in a file of " + std::to_string(file_bytes_);
   const std::int64_t start = 8 + static_cast<std::int64_t>(header);
   if (start % kStorePage != 0) return "data at byte " + std::to_string(start) + ", not on a page (not a store?)";
   unsigned char head[kHead];
-  if (file_bytes_ - start < kHead || read_fully(plain_, head, kHead, start) != 0) return "no superblock";
+  if (file_bytes_ - start < kHead) return "no superblock";
+  failed = read_fully(plain_, head, kHead, start);
+  if (failed != 0) return problem("its superblock cannot be read", failed);
   const std::uint64_t size = u64(head + 16);
   if (std::memcmp(head, kMagic, sizeof(kMagic)) != 0) return "no superblock where the data begins (not a store?)";
   if (size > static_cast<std::uint64_t>(kMostSuperblock) || static_cast<std::int64_t>(size) > file_bytes_ - start)
     return "a superblock of " + text(size) + " bytes";
   std::vector<unsigned char> superblock(static_cast<std::size_t>(size));
-  const int failed = read_fully(plain_, superblock.data(), static_cast<std::int64_t>(size), start);
-  if (failed != 0) return std::string("its superblock cannot be read: ") + std::strerror(failed);
+  failed = read_fully(plain_, superblock.data(), static_cast<std::int64_t>(size), start);
+  if (failed != 0) return problem("its superblock cannot be read", failed);
   const std::string wrong =
       parse_superblock(superblock.data(), static_cast<std::int64_t>(size), start, file_bytes_, &layers_);
   if (!wrong.empty()) return wrong;
   for (const StoreLayer& layer : layers_) {
     std::vector<std::uint32_t> checks(static_cast<std::size_t>(layer.neurons));
-    const int error = read_fully(plain_, checks.data(), 4 * layer.neurons, layer.checks);
-    if (error != 0) return std::string("checksums cannot be read: ") + std::strerror(error);
+    failed = read_fully(plain_, checks.data(), 4 * layer.neurons, layer.checks);
+    if (failed != 0) return problem("its checksums cannot be read", failed);
     checks_.push_back(std::move(checks));
   }
 #if defined(O_DIRECT)
   if (direct) {
     direct_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-    if (direct_ >= 0 && !direct_works(superblock.data(), start)) {
+    bool pages = true;  // every slot is of whole pages
+    for (const StoreLayer& layer : layers_) pages = pages && layer.slot_bytes % kStorePage == 0;
+    if (direct_ >= 0 && direct_works(superblock.data(), start, kDirectUnit)) {
+      unit_ = kDirectUnit;
+    } else if (direct_ >= 0 && pages && direct_works(superblock.data(), start, kStorePage)) {
+      unit_ = kStorePage;
+    } else if (direct_ >= 0) {
       close(direct_);
       direct_ = -1;
     }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/store_file.h"
+#include "core/trace.h"
 #include "pi2/read_engine.h"
 
 namespace pi2 {
@@ -47,6 +48,7 @@ class PreadPool final : public ReadEngine {
 
  private:
   void work() {
+    trace_io_thread();
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       some_.wait(lock, [this] { return over_ || !queue_.empty(); });
@@ -54,9 +56,15 @@ class PreadPool final : public ReadEngine {
       const Read read = queue_.front();
       queue_.pop_front();
       lock.unlock();
-      done_.call(done_.context, read, read_fully(descriptor_, read.into, read.bytes, read.offset));
+      const ReadResult result{read, traced(read)};
+      done_.call(done_.context, &result, 1);
       lock.lock();
     }
+  }
+
+  int traced(const Read& read) const {
+    const TraceSpan span(Stage::kPread, read.bytes, read.offset);
+    return read_fully(descriptor_, read);
   }
 
   int descriptor_;

@@ -14,9 +14,12 @@
 #include <vector>
 
 #include "core/store_file.h"
+#include "core/trace.h"
 
 namespace pi2 {
 namespace {
+
+constexpr unsigned kMostAtOnce = 32;
 
 class Uring final : public ReadEngine {
  public:
@@ -72,8 +75,11 @@ class Uring final : public ReadEngine {
       free_.pop_back();
       const Read& read = slots_[static_cast<std::size_t>(slot)] = queue_.front();
       queue_.pop_front();
-      io_uring_prep_read(entry, descriptor_, read.into, static_cast<unsigned>(read.bytes),
-                         static_cast<unsigned long long>(read.offset));
+      const auto offset = static_cast<unsigned long long>(read.offset);
+      if (read.n_parts > 0)
+        io_uring_prep_readv(entry, descriptor_, read.parts, static_cast<unsigned>(read.n_parts), offset);
+      else
+        io_uring_prep_read(entry, descriptor_, read.into, static_cast<unsigned>(read.bytes), offset);
       io_uring_sqe_set_data64(entry, static_cast<unsigned long long>(slot));
       ++under_way_;
     }
@@ -86,6 +92,7 @@ class Uring final : public ReadEngine {
   }
 
   void reap() {
+    trace_io_thread();
     for (;;) {
       bool nothing_taken = false;
       {
@@ -101,23 +108,36 @@ class Uring final : public ReadEngine {
         push();
         continue;
       }
-      const auto slot = static_cast<std::size_t>(io_uring_cqe_get_data64(entry));
-      const int result = entry->res;
-      io_uring_cqe_seen(&ring_, entry);
-      Read read;
+      // All that are there: one lock, and one call for whoever asked, for many of them.
+      io_uring_cqe* entries[kMostAtOnce];
+      const unsigned n = io_uring_peek_batch_cqe(&ring_, entries, kMostAtOnce);
+      std::size_t slots[kMostAtOnce];
+      int results[kMostAtOnce];
+      for (unsigned i = 0; i < n; ++i) {
+        slots[i] = static_cast<std::size_t>(io_uring_cqe_get_data64(entries[i]));
+        results[i] = entries[i]->res;
+      }
+      io_uring_cq_advance(&ring_, n);
+      ReadResult over[kMostAtOnce];
       {
         const std::lock_guard<std::mutex> lock(mutex_);
-        read = slots_[slot];
-        free_.push_back(static_cast<int>(slot));
-        --under_way_;
+        for (unsigned i = 0; i < n; ++i) {
+          over[i].read = slots_[slots[i]];
+          free_.push_back(static_cast<int>(slots[i]));
+        }
+        under_way_ -= static_cast<int>(n);
         push();
       }
-      int error = result < 0 ? -result : 0;
-      // Short reads and interruptions are finished the plain way.
-      if (error == EINTR || error == EAGAIN || error == ECANCELED || (error == 0 && result < read.bytes))
-        error = read_fully(descriptor_, read.into, read.bytes, read.offset);
-      done_.call(done_.context, read, error);
+      for (unsigned i = 0; i < n; ++i) over[i].error = outcome(over[i].read, results[i]);
+      done_.call(done_.context, over, n);
     }
+  }
+
+  // The errno of a read of which the kernel says `result`. Short reads and interruptions are finished the plain way.
+  int outcome(const Read& read, int result) const {
+    const int error = result < 0 ? -result : 0;
+    const bool again = error == EINTR || error == EAGAIN || error == ECANCELED || (error == 0 && result < read.bytes);
+    return again ? read_fully(descriptor_, read) : error;
   }
 
   int descriptor_;

@@ -34,7 +34,7 @@ struct StoreFixture {
   static constexpr std::int64_t kStart = pi2::kStorePage;  // of the data; the header is spaces and two braces
 
   StoreFixture(std::mt19937& rng, int n_layers, std::int64_t neurons, std::int64_t rows, std::int64_t hidden,
-               pi2::DType dtype, std::int64_t n_hot = 0) {
+               pi2::DType dtype, std::int64_t n_hot = 0, std::int64_t cluster = 1) {
     char name[] = "/tmp/pi2-store-XXXXXX";
     close(mkstemp(name));
     path = name;
@@ -50,7 +50,8 @@ struct StoreFixture {
       layer.rows = rows;
       layer.w_dtype = dtype;
       layer.row_bytes = pi2::row_bytes(dtype, hidden);
-      layer.slot_bytes = (layer.bundle_bytes() + 511) / 512 * 512;
+      layer.cluster = cluster;
+      layer.slot_bytes = (cluster * layer.bundle_bytes() + 511) / 512 * 512;
       layer.n_hot = n_hot;
       layer.number = l;
       bundles.emplace_back();
@@ -66,8 +67,10 @@ struct StoreFixture {
         }
         bundles.back().insert(bundles.back().end(), bundle.begin(), bundle.end());
         checks.push_back(pi2::crc32c(bundle.data(), bundle.size()));
-        bundle.resize(static_cast<std::size_t>(layer.slot_bytes));
         file.insert(file.end(), bundle.begin(), bundle.end());
+        const std::int64_t slots_before = i / cluster + 1;  // with that of this neuron
+        if ((i + 1) % cluster == 0 || i + 1 == neurons)
+          file.resize(static_cast<std::size_t>(layer.slots + slots_before * layer.slot_bytes));
       }
       layer.checks = static_cast<std::int64_t>(file.size());
       const char* from = reinterpret_cast<const char*>(checks.data());
@@ -76,7 +79,7 @@ struct StoreFixture {
     }
     pad();
     std::memcpy(superblock.data(), "PI2STORE", 8);
-    put(&superblock, 8, 1, 4);
+    put(&superblock, 8, cluster == 1 ? 1 : 2, 4);
     put(&superblock, 16, superblock.size(), 8);
     put(&superblock, 24, file.size(), 8);
     put(&superblock, 32, layers.size(), 4);
@@ -89,6 +92,7 @@ struct StoreFixture {
       const std::int64_t numbers[] = {layer.neurons,    layer.hidden,    layer.rows,  static_cast<int>(dtype),
                                       layer.slot_bytes, layer.row_bytes, layer.n_hot, layer.number};
       for (std::size_t k = 0; k < 8; ++k) put(&superblock, at + 16 + 4 * k, static_cast<std::uint64_t>(numbers[k]), 4);
+      if (cluster > 1) put(&superblock, at + 48, static_cast<std::uint64_t>(cluster), 4);
     }
     seal(&superblock);
     write();

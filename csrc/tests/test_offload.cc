@@ -59,10 +59,10 @@ std::unique_ptr<Offload> opened(const StoreFixture& store, const OffloadOptions&
 }
 
 long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype,
-                std::int64_t n_hot) {
-  const StoreFixture store(rng, 2, neurons, rows, hidden, dtype, n_hot);
+                std::int64_t n_hot, std::int64_t cluster = 1) {
+  const StoreFixture store(rng, 2, neurons, rows, hidden, dtype, n_hot, cluster);
   long cases = 0;
-  const std::int64_t bundle = (store.layers[0].bundle_bytes() + 63) / 64 * 64;
+  const std::int64_t bundle = (store.layers[0].bundle_bytes() + 63) / 64 * 64;  // a slot's share of the cache, about
   std::vector<OffloadOptions> all;
   for (const char* engine : {"pread", "io_uring", "mmap"}) {
     for (const char* policy : {"lru", "sieve", "static"}) {
@@ -101,7 +101,10 @@ long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std:
       std::fill(in.y.begin(), in.y.end(), -1.0f);
       args.bundles = nullptr;
       ThreadPool pool(1 + round % 3);
-      const std::string wrong = offload->ffn(layer, args, pool.parallel());
+      // A guess that is right for some neurons, as early as can be; a wrong one while the layer is computed.
+      if (round > 2) offload->prefetch(layer, args.n_hot, in.active.data(), 1);
+      const auto guess = [&] { offload->prefetch(1 - layer, args.n_hot, in.active.data(), tokens); };
+      const std::string wrong = offload->ffn(layer, Predictor(), args, pool.parallel(), guess);
       PI2_CHECK(wrong.empty(), "%s", wrong.c_str());
       PI2_CHECK(std::memcmp(wanted.data(), in.y.data(), wanted.size() * sizeof(float)) == 0,
                 "%s %s, %ld bytes: round %d differs", options.engine.c_str(), options.policy.c_str(),
@@ -112,10 +115,11 @@ long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std:
     PI2_CHECK(stats.calls == 6 && stats.hits <= stats.wanted && stats.resident <= stats.slots, "statistics");
     if (options.engine != "mmap") {
       PI2_CHECK(stats.cache_bytes <= options.cache_bytes, "%ld bytes of cache", static_cast<long>(stats.cache_bytes));
-      PI2_CHECK((stats.bytes_read == 0) == (stats.reads == 0) && stats.reads <= stats.wanted - stats.hits,
-                "%ld reads for %ld bundles", static_cast<long>(stats.reads),
-                static_cast<long>(stats.wanted - stats.hits));
-      PI2_CHECK(options.cache_bytes > 0 || stats.hits == 0, "hits without a cache");
+      PI2_CHECK((stats.bytes_read == 0) == (stats.reads == 0) &&
+                    stats.reads <= stats.wanted - stats.hits + stats.guessed && stats.used <= stats.guessed,
+                "%ld reads for %ld bundles and %ld guesses", static_cast<long>(stats.reads),
+                static_cast<long>(stats.wanted - stats.hits), static_cast<long>(stats.guessed));
+      PI2_CHECK(options.cache_bytes > 0 || stats.hits + stats.guessed == 0, "hits without a cache");
     }
     PI2_CHECK(offload->stats(false).wanted == 0, "reset");
   }
@@ -153,32 +157,33 @@ long check_faults(std::mt19937& rng) {
     const std::int64_t bad = l.slots + 42 * l.slot_bytes + 17;
     flip(bad);
     for (int i = 0; i < 3; ++i) {
-      const std::string found = offload->ffn(1, args, pool.parallel());
+      const std::string found = offload->ffn(1, Predictor(), args, pool.parallel());
       PI2_CHECK(found == "layer 1, neuron 42 at " + std::to_string(l.slots + 42 * l.slot_bytes) +
                              ": its checksum does not match",
                 "found '%s'", found.c_str());
     }
     Inputs other = inputs(rng, store.layers[0], 1, 2);
-    PI2_CHECK(offload->ffn(0, arguments(store.layers[0], &other, 1, true), pool.parallel()).empty(), "another layer");
+    PI2_CHECK(offload->ffn(0, Predictor(), arguments(store.layers[0], &other, 1, true), pool.parallel()).empty(),
+              "another layer");
     flip(bad);
-    PI2_CHECK(offload->ffn(1, args, pool.parallel()).empty() && same(), "after the repair");
+    PI2_CHECK(offload->ffn(1, Predictor(), args, pool.parallel()).empty() && same(), "after the repair");
     offload->stats(true);
-    PI2_CHECK(offload->ffn(1, args, pool.parallel()).empty() && same(), "from the cache");
+    PI2_CHECK(offload->ffn(1, Predictor(), args, pool.parallel()).empty() && same(), "from the cache");
     PI2_CHECK(offload->stats(false).bytes_read == 0, "read again");
   }
   // Slots' padding is nobody's: not checked, not read.
   const std::unique_ptr<Offload> padded = opened(store, options);
   flip(l.slots + 43 * l.slot_bytes + l.bundle_bytes());
-  PI2_CHECK(padded->ffn(1, args, pool.parallel()).empty() && same(), "padding");
+  PI2_CHECK(padded->ffn(1, Predictor(), args, pool.parallel()).empty() && same(), "padding");
   // The file becomes shorter while it is open.
   const std::unique_ptr<Offload> cut = opened(store, options);
   PI2_CHECK(truncate(store.path.c_str(), l.slots + 10 * l.slot_bytes) == 0, "truncate");
-  const std::string found = cut->ffn(1, args, pool.parallel());
+  const std::string found = cut->ffn(1, Predictor(), args, pool.parallel());
   PI2_CHECK(found.find("layer 1, neuron ") == 0 && found.find("Input/output error") != std::string::npos, "found '%s'",
             found.c_str());
   PI2_CHECK(cut->preload().find("Input/output error") != std::string::npos, "preload of a file cut short");
   store.write();
-  PI2_CHECK(cut->ffn(1, args, pool.parallel()).empty() && same(), "after it is whole again");
+  PI2_CHECK(cut->ffn(1, Predictor(), args, pool.parallel()).empty() && same(), "after it is whole again");
   return 12;
 }
 
@@ -187,6 +192,7 @@ long check_preload(std::mt19937& rng) {
   const StoreFixture store(rng, 2, 100, 3, 64, DType::kQ4);
   OffloadOptions options;
   options.cache_bytes = 40 * ((store.layers[0].bundle_bytes() + 63) / 64 * 64);
+  options.direct = false;  // its places are multiples of a sector
   options.hot_share = 0;
   const std::unique_ptr<Offload> offload = opened(store, options);
   PI2_CHECK(offload->preload().empty() && offload->stats(true).resident == 40, "20 of each layer");
@@ -195,13 +201,44 @@ long check_preload(std::mt19937& rng) {
   const auto hits = [&](std::int64_t layer, std::int64_t first, std::int64_t last) {
     std::fill(in.active.begin(), in.active.end(), static_cast<std::uint8_t>(0));
     std::fill(in.active.begin() + first, in.active.begin() + last, static_cast<std::uint8_t>(1));
-    PI2_CHECK(offload->ffn(layer, arguments(l, &in, 1, true), serial()).empty(), "a call");
+    PI2_CHECK(offload->ffn(layer, Predictor(), arguments(l, &in, 1, true), serial()).empty(), "a call");
     return offload->stats(true).hits;
   };
   PI2_CHECK(hits(0, 90, 100) == 0, "ten that are not there; the rarest five of each layer leave");
   PI2_CHECK(hits(0, 0, 15) == 15 && hits(1, 0, 15) == 15, "the most frequent stay");
   PI2_CHECK(hits(0, 15, 20) == 0, "the rarest have left");
   return 4;
+}
+
+// What was guessed right is not read again, in whatever moment it comes; a guess that cannot be read does no harm.
+long check_prefetch(std::mt19937& rng) {
+  StoreFixture store(rng, 2, 300, 3, 64, DType::kQ4);
+  OffloadOptions options;
+  options.cache_bytes = 1 << 20;
+  const std::unique_ptr<Offload> offload = opened(store, options);
+  const StoreLayer& l = store.layers[1];
+  Inputs in = inputs(rng, l, 1, 3);
+  const FfnArgs args = arguments(l, &in, 1, true);
+  offload->prefetch(1, 0, in.active.data(), 1);
+  PI2_CHECK(offload->ffn(1, Predictor(), args, serial()).empty(), "a call");
+  OffloadStats stats = offload->stats(true);
+  PI2_CHECK(stats.guessed == stats.wanted && stats.used == stats.wanted && stats.hits == 0 && stats.wanted > 50,
+            "%ld guessed, %ld used of %ld", static_cast<long>(stats.guessed), static_cast<long>(stats.used),
+            static_cast<long>(stats.wanted));
+  const std::int64_t read = stats.bytes_read;
+  PI2_CHECK(offload->ffn(1, Predictor(), args, serial()).empty(), "a call");
+  stats = offload->stats(true);
+  PI2_CHECK(stats.hits == stats.wanted && stats.bytes_read == 0 && read > 0, "they are in the cache");
+  // Of layer 0 nothing can be read.
+  PI2_CHECK(truncate(store.path.c_str(), store.layers[0].slots) == 0, "truncate");
+  offload->prefetch(0, 0, nullptr, 1);
+  PI2_CHECK(offload->ffn(1, Predictor(), args, serial()).empty(), "a call while a guess fails");
+  Inputs other = inputs(rng, store.layers[0], 1, 3);
+  const FfnArgs first = arguments(store.layers[0], &other, 1, true);
+  PI2_CHECK(offload->ffn(0, Predictor(), first, serial()).find("layer 0, neuron ") == 0, "what it was a guess about");
+  store.write();
+  PI2_CHECK(offload->ffn(0, Predictor(), first, serial()).empty(), "when it is whole again");
+  return 8;
 }
 
 // Two threads on one store, and two stores of one file.
@@ -225,7 +262,7 @@ long check_company(std::mt19937& rng) {
     threads.emplace_back([&, i] {
       for (int round = 0; round < 20; ++round) {
         FfnArgs args = arguments(store.layers[0], &in[static_cast<std::size_t>(i)], 1, true);
-        const std::string wrong = (i < 3 ? shared : own)->ffn(0, args, serial());
+        const std::string wrong = (i < 3 ? shared : own)->ffn(0, Predictor(), args, serial());
         PI2_CHECK(wrong.empty() && in[static_cast<std::size_t>(i)].y == wanted[static_cast<std::size_t>(i)],
                   "thread %d: %s", i, wrong.c_str());
       }
@@ -242,8 +279,9 @@ long check_fork(std::mt19937& rng) {
   FfnArgs args = arguments(store.layers[0], &in, 1, true);
   const pid_t child = fork();
   if (child == 0) {
-    const bool refused = offload->ffn(0, args, serial()).find("in another process (fork)") != std::string::npos &&
-                         offload->preload().find("in another process (fork)") != std::string::npos;
+    const bool refused =
+        offload->ffn(0, Predictor(), args, serial()).find("in another process (fork)") != std::string::npos &&
+        offload->preload().find("in another process (fork)") != std::string::npos;
     const bool quiet = offload->stats(true).calls == 0;
     offload.reset();  // must neither wait for threads that are not there nor crash
     _exit(refused && quiet ? 0 : 1);
@@ -251,7 +289,7 @@ long check_fork(std::mt19937& rng) {
   int status = 0;
   waitpid(child, &status, 0);
   PI2_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked child");
-  PI2_CHECK(offload->ffn(0, args, serial()).empty(), "its parent");
+  PI2_CHECK(offload->ffn(0, Predictor(), args, serial()).empty(), "its parent");
   return 2;
 }
 
@@ -287,7 +325,10 @@ int main() {
   cases += check_bits(rng, 150, 3, 96, DType::kQ4, 10);
   cases += check_bits(rng, 70, 2, 33, DType::kF32, 0);
   cases += check_bits(rng, 300, 3, 64, DType::kBF16, 300);
+  cases += check_bits(rng, 300, 3, 64, DType::kQ4, 0, 8);
+  cases += check_bits(rng, 70, 2, 33, DType::kF32, 3, 64);
   cases += check_faults(rng);
+  cases += check_prefetch(rng);
   cases += check_preload(rng);
   cases += check_company(rng);
   cases += check_fork(rng);

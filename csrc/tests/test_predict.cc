@@ -242,6 +242,20 @@ struct Signbit {
   }
 };
 
+Predictor any(const LowrankArgs& args) {
+  Predictor made;
+  made.kind = Predictor::Kind::kLowrank;
+  made.lowrank = args;
+  return made;
+}
+
+Predictor any(const SignbitArgs& args) {
+  Predictor made;
+  made.kind = Predictor::Kind::kSignbit;
+  made.signbit = args;
+  return made;
+}
+
 // A prompt whose mask would be larger than kMaskBytes goes in slices of whole tiles, with the bits of one go.
 long check_slices(std::mt19937& rng, ThreadPool& pool) {
   constexpr std::int64_t kHidden = 8, kTokens = 130, kCold = kMaskBytes / 64;
@@ -260,7 +274,7 @@ long check_slices(std::mt19937& rng, ThreadPool& pool) {
   ffn.y = y.data();
   Signbit predictor(rng, kCold, kHidden);
   reset_counters();
-  predicted_ffn(predictor.args, ffn, pool.parallel());
+  predicted_ffn(any(predictor.args), ffn, pool.parallel());
   const Counters done = read_counters();
   PI2_CHECK(done.calls == 3 && done.tokens == kTokens, "%ld slices of %ld tokens", static_cast<long>(done.calls),
             static_cast<long>(done.tokens));
@@ -321,7 +335,7 @@ void check_predicted(std::mt19937& rng, ThreadPool& pool, Args predictor, std::i
     ffn.bundles = bundles.data();
     ffn.y = y.data();
     reset_counters();
-    predicted_ffn(predictor, ffn, pool.parallel());
+    predicted_ffn(any(predictor), ffn, pool.parallel());
     const Counters done = read_counters();
     PI2_CHECK(done.gate_rows > tokens * ffn.n_hot && done.gate_rows < tokens * ffn.neurons, "%ld gate rows",
               static_cast<long>(done.gate_rows));
@@ -339,7 +353,7 @@ void check_predicted(std::mt19937& rng, ThreadPool& pool, Args predictor, std::i
     ffn.active = nullptr;
     sparse_ffn(ffn, serial());
     ffn.y = y.data();
-    predicted_ffn(predictor, ffn, serial());
+    predicted_ffn(any(predictor), ffn, serial());
     PI2_CHECK(std::memcmp(y.data(), wanted.data(), y.size() * sizeof(float)) == 0, "all neurons hot: other bits");
   }
 }

@@ -62,7 +62,13 @@ long check_damage(std::mt19937& rng) {
   const std::uint64_t huge = ~std::uint64_t{0} & ~std::uint64_t{4095};
   const Damage cases[] = {
       {"no superblock where the data begins", [](StoreFixture* s) { s->superblock[0] = 'Q'; }},
-      {"version 2 where this library knows 1", [](StoreFixture* s) { number(s, 8, 2, 4); }},
+      {"version 3 where this library knows 1 to 2", [](StoreFixture* s) { number(s, 8, 3, 4); }},
+      {"version 0 where this library knows 1 to 2", [](StoreFixture* s) { number(s, 8, 0, 4); }},
+      {"layer 0: clusters of 0 neurons", [](StoreFixture* s) { number(s, 8, 2, 4); }},
+      {"layer 0: clusters of 3 neurons", [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 3, 4); }},
+      {"layer 0: clusters of 128 neurons", [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 128, 4); }},
+      {"layer 0: slots of 512 bytes for 4 bundles of",
+       [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 4, 4); }},
       {"checksum does not match", [](StoreFixture* s) { s->superblock[300] ^= 1; }, false},
       {"checksum does not match", [](StoreFixture* s) { s->superblock[4000] ^= 1; }, false},
       {"checksum does not match", [](StoreFixture* s) { number(s, 16, 8192, 8); }},

@@ -21,10 +21,10 @@ from torch_pi2.bench.memory import BYTES, Memory
 from torch_pi2.bench.peer import Peer
 from torch_pi2.bench.subject import Subject
 from torch_pi2.errors import ConfigError
+from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.runtime import counters
 from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.ffn import SparseFFN
 
 PEERS = ("llama.cpp", "torch")
 #: Kinds in ``torch.ops.pi2.timings``.
@@ -164,7 +164,7 @@ def measure(
     for engine in ours:
         engine.round(prompt, tokens)
     peak = machine.peak_rss_bytes()
-    sites = [layer for layer in model.modules() if isinstance(layer, SparseFFN)]
+    sites = sparse_layers(model)
     bundle_bytes = sites[0].bundles[0].nbytes if sites else 1 << 14
     memory = Memory(bundle_bytes, ours[0].active_share() or 0.1, size=memory_size, seed=seed)
     plain: dict[str, list[float]] = {"read_gb_per_s": [], "gather_gb_per_s": []}

@@ -26,10 +26,26 @@ from torch_pi2.plan.plan import Plan
 from torch_pi2.predict.size import PREDICTORS_FILE, load_predictors
 from torch_pi2.runtime.budget import Budget, divide
 from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.runtime.trace import check_path
+from torch_pi2.store.devices import find_device
+from torch_pi2.store.firing import TOPIC_TOKENS
 from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 
 PEERS = ("llama.cpp",)
+STREAMS = {
+    "topics": f"drawn at random, of one topic for {TOPIC_TOKENS} tokens on average: the locality of LLM in a flash",
+    "independent": "drawn at random, independent: no locality but frequency",
+}
+#: Shapes in which another share of neurons fires than 10 %: 15 % of each expert's in TurboSparse-Mixtral; a quarter of
+#: SmallThinker's, whose gates are all computed and whose experts are evenly used.
+FIRING: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {"active": 0.15},
+    "mixtral-8x7b-quarter": {"active": 0.15},
+    "smallthinker-4b": {"active": 0.25, "predictor": None, "locality": 0.0},
+}
+#: For recording a trace, and for writing it.
+TRACE_BYTES = 1 << 29
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
 #: The same for llama.cpp, which takes seconds a token, and the tokens of its only round.
@@ -43,8 +59,8 @@ class Mode:
     cached: bool
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def config(self, engine: str) -> OffloadConfig:
-        return OffloadConfig(**{"engine": engine, **self.settings})
+    def config(self, engine: str, device: str | None = None) -> OffloadConfig:
+        return OffloadConfig(**{"engine": engine, "device": device, **self.settings})
 
 
 MODES = {
@@ -65,10 +81,13 @@ def run(
     modes: Iterable[str] = tuple(MODES),
     tokens: int = 24,
     rounds: int = 2,
-    engine: str = "pread",
+    engine: str = "auto",
+    stream: str = "topics",
+    device: str | None = None,
     activations: str = "int8",
     compiled: bool = True,
     peers: Iterable[str] = (),
+    trace: str | Path | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Decode with each mode, on torch's current number of threads.
@@ -79,23 +98,31 @@ def run(
         ffn_in_memory: share of the neurons' bytes for which modes with a cache have room.
         modes: names in ``MODES``.
         tokens, rounds: of each mode, after a prompt and some tokens of warm-up.
-        engine: of all modes but ``mmap``. activations: ``int8`` (lossy) or ``float``.
+        engine: of all modes but ``mmap``. device: that reads are as slow as (docs/DEVICES.md): then figures are
+            simulated, and ``mmap`` is left out. activations: ``int8`` (lossy) or ``float``.
         peers: names in ``PEERS``. llama.cpp runs the same shape in Q4_0 mapped and not repacked.
+        trace: file for what threads do in the last round of ``pipeline`` (docs/TRACES.md). All its rounds are
+            recorded, in ``TRACE_BYTES`` of memory beside its cap: figures to look into, not to compare.
         seed: of tokens and of what is synthetic.
 
     Returns:
         ``modes``: by name ``tokens_per_s``, milliseconds of a token (``p50_ms``, ``p90_ms``, ``p99_ms``), bytes and
         reads a token, ``hit_rate``, ``io_critical_share`` (waiting for neurons, over wall time and threads), ``ffn_ms``
-        a token, ``cache_bytes``, ``peak_rss_bytes`` and ``capped``. Where groups of cgroup v1 can be made every mode
-        runs in one of ``cap_bytes``: the budget of a mode with a cache, and what a process takes before it loads a
-        model. ``against``: tokens/s of ``pipeline`` over those of other modes. ``peers``, machine and versions.
+        a token, ``cache_bytes``, ``peak_rss_bytes``, ``trace`` (what was recorded, or None) and ``capped``. Where
+        groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the budget of a mode with a cache, and
+        what a process takes before it loads a model. ``against``: tokens/s of ``pipeline`` over those of other modes.
+        ``peers``, machine and versions.
 
     Raises:
         ConfigError: a setting makes no sense, or no store in ``folder``. CapError: llama.cpp is asked for where memory
             cannot be capped. Pi2Error: what making, loading and running a model raise.
     """
     modes, peers = list(dict.fromkeys(modes)), list(dict.fromkeys(peers))
-    _check(ffn_in_memory, modes, tokens, rounds, engine, peers)
+    if device is not None:
+        modes = _simulated(device, modes, peers)
+    _check(ffn_in_memory, modes, tokens, rounds, engine, stream, peers)
+    if trace is not None:
+        _check_trace(trace, modes)
     folder = _store(folder, shape, seed)
     capped = cap.available()
     if peers and not capped:
@@ -108,19 +135,21 @@ def run(
         "context": _PROMPT + _WARM_UP + rounds * tokens + 1,
         "compiled": compiled,
         "seed": seed,
+        "topics": stream == "topics",
     }
     rooms = _Rooms(folder, settings["context"])
     base = _base_rss(settings["threads"])
-    budget_bytes = rooms.budget(MODES["pipeline"].config(engine), ffn_in_memory)
+    budget_bytes = rooms.budget(MODES["pipeline"].config(engine, device), ffn_in_memory)
     cap_bytes = budget_bytes + base if capped else None
     path = folder / PI2_FOLDER / STORE_FILE
     warmed = cap.warm(path)
     measured: dict[str, dict[str, Any]] = {}
     about: dict[str, Any] = {}
     for name in modes:
-        config = MODES[name].config(engine)
+        config = MODES[name].config(engine, device)
         room = rooms.budget(config, ffn_in_memory if MODES[name].cached else 0.0)
         how = {**settings, "budget": room, "offload": asdict(config)}
+        how["trace"] = str(trace) if trace is not None and name == "pipeline" else None
         about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds)
     against_peers = {}
     if "llama.cpp" in peers:
@@ -138,6 +167,7 @@ def run(
         "activations": activations,
         "synthetic": subject["synthetic"],
         "engine": engine,
+        "simulated": device or False,
         "ffn_in_memory": ffn_in_memory,
         "ffn_bytes": rooms.neurons,
         "token_bytes": rooms.token,
@@ -145,7 +175,7 @@ def run(
         "base_rss_bytes": base,
         "cap_bytes": cap_bytes,
         "threads": settings["threads"],
-        "tokens": "drawn at random, independent: no locality but frequency",
+        "tokens": STREAMS[stream],
         "tokens_a_round": tokens,
         "rounds": rounds,
         "compiled": compiled,
@@ -158,8 +188,27 @@ def run(
     }
 
 
+def _simulated(device: str, modes: Sequence[str], peers: Sequence[str]) -> list[str]:
+    """Modes that a device can be simulated for. Raises ConfigError: no such device, or another engine to compare."""
+    find_device(device)
+    if peers:
+        raise ConfigError(
+            "--device with --peer",
+            expected="one of them",
+            found="both",
+            fix="Another engine reads at this machine's speed; compare with it without a device.",
+        )
+    return [name for name in modes if name != "mmap"]
+
+
 def _check(
-    ffn_in_memory: float, modes: Sequence[str], tokens: int, rounds: int, engine: str, peers: Sequence[str]
+    ffn_in_memory: float,
+    modes: Sequence[str],
+    tokens: int,
+    rounds: int,
+    engine: str,
+    stream: str,
+    peers: Sequence[str],
 ) -> None:
     for name, value in {"tokens": tokens, "rounds": rounds, "modes": len(modes)}.items():
         if value < 1:
@@ -170,12 +219,24 @@ def _check(
         )
     for what, names, allowed in (
         ("mode", modes, tuple(MODES)),
-        ("engine", [engine], ("pread", "io_uring")),
+        ("engine", [engine], ("auto", "pread", "io_uring")),
+        ("stream", [stream], STREAMS),
         ("peer", peers, PEERS),
     ):
         for name in names:
             if name not in allowed:
                 raise ConfigError(what, expected=" or ".join(allowed), found=name, fix="Choose one of them.")
+
+
+def _check_trace(path: str | Path, modes: Sequence[str]) -> None:
+    if "pipeline" not in modes:
+        raise ConfigError(
+            f"trace {path}",
+            expected="the mode pipeline, which is what is recorded",
+            found=",".join(modes),
+            fix="Add it to the modes.",
+        )
+    check_path(Path(path))
 
 
 def _store(folder: str | Path | None, shape: str | None, seed: int) -> Path:
@@ -199,9 +260,10 @@ def _store(folder: str | Path | None, shape: str | None, seed: int) -> Path:
     shape = shape or "mistral-7b"
     made = Path("work") / "bench" / f"{shape}-store"
     if not (made / PI2_FOLDER / STORE_FILE).is_file():
-        source = made.with_name(f"{shape}-int4-0.1")
+        firing = {"active": 0.1} | FIRING.get(shape, {})
+        source = made.with_name(f"{shape}-int4-{firing['active']:g}")
         if not (source / PI2_FOLDER).is_dir():
-            torch_pi2.synthetic(source, shape, active=0.1, weights="int4", seed=seed)
+            torch_pi2.synthetic(source, shape, weights="int4", seed=seed, **firing)
         torch_pi2.pack(source, made)
     return made
 
@@ -231,7 +293,7 @@ class _Rooms:
     def _divided(self, config: OffloadConfig) -> Budget:
         """With room for everything."""
         with StoreReader(self._folder / PI2_FOLDER / STORE_FILE) as reader:
-            self._count = sum(entry.neurons for entry in reader.entries)
+            self._count = sum(entry.slots_in_file for entry in reader.entries)
             return divide(
                 1 << 60,
                 reader,
@@ -256,6 +318,8 @@ def _mode(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the process says of itself, and the figures of one mode."""
     cap.evict(path)
+    if cap_bytes and settings["trace"]:
+        cap_bytes += TRACE_BYTES
     with cap.MemoryCap(cap_bytes) if cap_bytes else nullcontext() as group:
         peer = Peer("torch_pi2.bench.peer_offload", {**settings, "cap": str(group.folder) if group else None})
         try:
@@ -271,6 +335,7 @@ def _mode(
         "prompt_s": round(first["prompt_s"], 2),
         "reads": peer.about["reads"],
         "offload": settings["offload"],
+        "trace": kept[-1]["trace"],
         "budget_bytes": budget["total"],
         "cache_bytes": kept[-1]["stats"]["cache_bytes"],
         "ffn_in_memory": round(budget["cache"] / budget["neurons"], 4),
@@ -283,7 +348,7 @@ def _mode(
 def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
     steps = sorted(s for r in rounds for s in r["step_s"])
     tokens, seconds = len(steps), sum(steps)
-    keys = ("wanted", "hits", "reads", "bytes_read", "evictions", "wait_ns")
+    keys = ("wanted", "hits", "reads", "bytes_read", "evictions", "wait_ns", "late")
     total = {key: sum(r["stats"][key] for r in rounds) for key in keys}
     disk = [r["disk_bytes"] for r in rounds]
     rates = [len(r["step_s"]) / sum(r["step_s"]) for r in rounds]
@@ -294,6 +359,7 @@ def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any
         "bytes_read_per_token": round(total["bytes_read"] / tokens),
         "disk_bytes_per_token": None if None in disk else round(sum(disk) / tokens),
         "reads_per_token": round(total["reads"] / tokens, 1),
+        "late_share": round(total["late"] / total["reads"], 4) if total["reads"] else 0.0,
         "evictions_per_token": round(total["evictions"] / tokens, 1),
         "hit_rate": round(total["hits"] / total["wanted"], 4) if total["wanted"] else None,
         "io_critical_share": round(total["wait_ns"] / 1e9 / threads / seconds, 4),

@@ -17,11 +17,12 @@ _FFN = 2
 
 def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     """``settings``: threads; folder, budget (bytes), offload (fields of OffloadConfig), activations, context, compiled,
-    seed, and cap (folder of a group, or None). Without ``folder`` nothing is loaded, and ``about`` has what a process
-    takes before it loads a model.
+    seed, topics (tokens stay with a topic for a while, else they are independent), cap (folder of a group, or None) and
+    trace (file for what threads do in the last round without a prompt, or None). Without ``folder`` nothing is loaded,
+    and ``about`` has what a process takes before it loads a model.
 
-    A round without a prompt goes on where the last one ended. Tokens are drawn at random: what a model of random
-    weights says repeats itself, which would flatter the cache.
+    A round without a prompt goes on where the last one ended. Tokens are drawn, not what the model says
+    (:class:`~torch_pi2.store.firing.TokenStream`).
     """
     if settings.get("cap"):
         cap.join(settings["cap"])
@@ -35,6 +36,8 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     from torch_pi2.ops import load as load_library
     from torch_pi2.runtime.decode import Decoder
     from torch_pi2.runtime.offload import OffloadConfig
+    from torch_pi2.runtime.trace import trace
+    from torch_pi2.store.firing import TokenStream
 
     torch.set_num_threads(settings["threads"])
     load_library()
@@ -52,9 +55,10 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     decoder = Decoder(model, max_tokens=settings["context"], compiled=settings["compiled"])
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(settings["seed"])
+    stream = TokenStream(vocabulary, topics=settings["topics"], generator=generator)
 
     def drawn(tokens: int) -> torch.Tensor:
-        return torch.randint(vocabulary, (1, tokens), generator=generator)
+        return stream.draw(tokens)[None]
 
     def run_round(prompt: int, tokens: int) -> dict[str, Any]:
         started = time.perf_counter()
@@ -65,12 +69,15 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         store.stats(reset=True)
         torch.ops.pi2.timings(True)
         disk, step_s = cap.read_bytes(), []
+        recorded = trace(settings["trace"]) if settings["trace"] and not prompt else None
+        if recorded:
+            recorded.start()
         for next_11 in inputs_T11:
             started = time.perf_counter()
             decoder.step(next_11)
             step_s.append(time.perf_counter() - started)
         after = cap.read_bytes()
-        return {
+        figures = {
             "prompt_s": prompt_s,
             "step_s": step_s,
             "stats": store.stats(),
@@ -78,6 +85,9 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
             "disk_bytes": None if disk is None or after is None else after - disk,
             "peak_rss_bytes": machine.peak_rss_bytes(),
         }
+        if recorded:
+            recorded.stop()
+        return {**figures, "trace": recorded and recorded.summary()}
 
     about |= {
         "subject": asdict(Subject.of(model, Path(settings["folder"]))),

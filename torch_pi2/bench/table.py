@@ -141,9 +141,10 @@ def _linear_row(name: str, result: Mapping[str, Any]) -> list[str]:
 def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations, "
     about += f"{100 * result['ffn_in_memory']:.0f} % of neurons"
+    about += f", SIMULATED {result['simulated']}" if result.get("simulated") else ""
     rows = [
         [
-            f"{about}, {mode}",
+            f"{about}, {mode}" + (" (traced)" if m.get("trace") else ""),
             _number(m["tokens_per_s"]),
             _range(m["spread"]["tokens_per_s"]),
             _number(m["p50_ms"], 1),

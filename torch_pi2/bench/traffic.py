@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.runtime.experts import SparseExperts
 from torch_pi2.runtime.ffn import SparseFFN
 
 #: Buffers of a SparseFFN that a forward pass does not read.
@@ -22,13 +24,14 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def fixed_bytes(model: nn.Module, head: nn.Module | None) -> dict[str, int]:
     """Bytes that every token reads: ``attention`` (all linears but ``head``), ``head``, ``predictor``, ``embedding``.
 
-    Norms and biases count where they are; of an embedding one row.
+    Norms and biases count where they are; of an embedding one row; of experts those that a token has.
     """
     parts = dict.fromkeys(("attention", "head", "predictor", "embedding"), 0)
     for module in model.modules():
         tensors = _tensors(module)
-        if isinstance(module, SparseFFN):
-            parts["predictor"] += sum(t.nbytes for name, t in tensors.items() if name.startswith("predictor_"))
+        if isinstance(module, SparseFFN | SparseExperts):
+            predictor = sum(t.nbytes for name, t in tensors.items() if name.startswith("predictor_"))
+            parts["predictor"] += round(predictor * _chosen_share(model, module))
         elif isinstance(module, nn.Embedding):
             parts["embedding"] += module.weight[0].nbytes
         else:
@@ -36,9 +39,17 @@ def fixed_bytes(model: nn.Module, head: nn.Module | None) -> dict[str, int]:
     return parts
 
 
+def _chosen_share(model: Any, module: SparseFFN | SparseExperts) -> float:
+    """Share of its experts that a token goes through."""
+    if not isinstance(module, SparseExperts):
+        return 1.0
+    chosen = getattr(model.config, "num_experts_per_tok", None)
+    return (chosen or len(module.sites)) / len(module.sites)
+
+
 def ffn_row_bytes(model: nn.Module) -> float:
     """Mean bytes of one gate row, up row or down column over the sparse layers, weighted by their neurons."""
-    layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
+    layers = sparse_layers(model)
     rows = sum(layer.bundles.shape[0] * layer.bundles.shape[1] for layer in layers)
     return sum(layer.bundles.nbytes for layer in layers) / rows if rows else 0.0
 

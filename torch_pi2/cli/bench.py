@@ -126,7 +126,14 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
     add("--rounds", type=common.positive, default=2, metavar="N")
-    add("--engine", choices=["pread", "io_uring"], default="pread", help="of all modes but mmap")
+    add("--engine", choices=["auto", "pread", "io_uring"], default="auto", help="of all modes but mmap")
+    add("--device", metavar="NAME", help="simulate reads of ufs-4.0, ufs-3.1, nvme or a JSON file (docs/DEVICES.md)")
+    add(
+        "--stream",
+        choices=["topics", "independent"],
+        default="topics",
+        help="tokens: of one topic for a while, as text is (default), or independent: the worst case",
+    )
     add("--activations", default="int8", choices=["float", "int8"], help="int8 is lossy")
     add("--eager", action="store_true", help="do not compile the decoding step")
     add(
@@ -136,6 +143,7 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
         choices=["llama.cpp"],
         help="on the same shape, mapped, under the same memory cap (needs cgroup v1 and permission)",
     )
+    add("--trace", type=Path, metavar="FILE", help="what threads did in mode pipeline, for Perfetto (docs/TRACES.md)")
     add("--seed", type=int, default=0)
 
 
@@ -229,9 +237,12 @@ def _run_offload(args: argparse.Namespace) -> dict[str, Any]:
         tokens=args.tokens,
         rounds=args.rounds,
         engine=args.engine,
+        device=args.device,
+        stream=args.stream,
         activations=args.activations,
         compiled=not args.eager,
         peers=args.peer,
+        trace=args.trace,
         seed=args.seed,
     )
 
@@ -332,7 +343,7 @@ def _render_offload(result: dict[str, Any]) -> str:
     header = ("mode", "tokens/s", "p50 ms", "p99 ms", "MB/token", "hits", "I/O waited for", "FFN ms", "most memory")
     rows = [
         (
-            name,
+            name + (" (traced)" if m.get("trace") else ""),
             f"{m['tokens_per_s']:.2f}",
             f"{m['p50_ms']:.1f}",
             f"{m['p99_ms']:.1f}",
@@ -350,6 +361,9 @@ def _render_offload(result: dict[str, Any]) -> str:
         + (f"cap {common.size(result['cap_bytes'])}" if result["cap_bytes"] else "no memory cap here"),
         common.table(header, rows),
     ]
+    if result["simulated"]:
+        late = common.percent(max(m["late_share"] for m in result["modes"].values()))
+        lines.insert(1, f"simulated device {result['simulated']}; at most {late} of reads took longer here than there")
     if result["against"]:
         lines.append("pipeline is " + ", ".join(f"{r:.2f} times {name}" for name, r in result["against"].items()))
     for name, peer in result["peers"].items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dense", action="store_true", help="run the dense model instead (DIR may be any checkpoint)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     common.add_loading(parser)
 
 
@@ -26,6 +29,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from torch_pi2.errors import ConfigError
+    from torch_pi2.runtime.trace import trace
 
     if args.temperature < 0 or not 0 < args.top_p <= 1:
         raise ConfigError(
@@ -34,6 +38,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found=f"{args.temperature} and {args.top_p}",
             fix="Leave both out for greedy decoding.",
         )
+    recorded = trace(args.trace) if args.trace else None  # a path that cannot be written is found before loading
     model: Any = common.load_dense(args) if args.dense else common.load_sparse(args)
     tokenizer = common.load_tokenizer(args)
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
@@ -44,11 +49,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         sampling |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     torch.manual_seed(args.seed)
     started = time.perf_counter()
-    with torch.no_grad():
+    with recorded or nullcontext(), torch.no_grad():
         ids_BT = model.generate(
             **inputs, max_new_tokens=args.max_new_tokens, pad_token_id=_pad_token(tokenizer), **sampling
         )
-    elapsed = time.perf_counter() - started
+        elapsed = time.perf_counter() - started
     new_T = ids_BT[0, inputs["input_ids"].shape[1] :]
     return {
         "prompt": args.prompt,
@@ -57,6 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "new_tokens": len(new_T),
         "ms_per_token": elapsed * 1e3 / max(1, len(new_T)),
         "sparse": not args.dense,
+        "trace": recorded and recorded.summary(),
     }
 
 
@@ -68,4 +74,6 @@ def _pad_token(tokenizer: Any) -> int | None:
 def render(result: dict[str, Any]) -> str:
     kind = "sparse" if result["sparse"] else "dense"
     speed = f"{result['new_tokens']} tokens, {result['ms_per_token']:.1f} ms each with the prompt, {kind}"
+    if result["trace"]:
+        speed += f", while recording {result['trace']['events']} events into {result['trace']['path']}"
     return f"{result['prompt']}{result['text']}\n[{speed}]"

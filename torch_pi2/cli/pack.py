@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="slots are multiples of this (default: 4096, 512 for small ones)",
     )
+    parser.add_argument(
+        "--cluster",
+        type=common.positive,
+        metavar="N",
+        help="neurons that are read together (default: 1 with predictors, else some 200 KB)",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
 
 
@@ -37,6 +43,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.out,
         weights=args.weights,
         slot_align=args.slot_align,
+        cluster=args.cluster,
         trust_remote_code=args.trust_remote_code,
         progress=True,
     )

@@ -6,25 +6,49 @@ For measuring speed: nothing it says means anything, and it is labelled syntheti
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.errors import ConfigError
 
 EXAMPLE = "torch-pi2 synthetic m7b --shape mistral-7b --active 0.1 --weights int4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument("--shape", default="mistral-7b", help="mistral-7b, llama-1b, qwen2-7b, mixtral-8x7b or tiny")
+    parser.add_argument(
+        "--shape",
+        default="mistral-7b",
+        help="mistral-7b, llama-1b, qwen2-7b, mixtral-8x7b, mixtral-8x7b-quarter, smallthinker-4b or tiny; or "
+        "configuration values as JSON, with model_type",
+    )
     parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire")
     parser.add_argument("--weights", choices=["int4", "int8"], default="int4")
     parser.add_argument("--predictor", choices=["lowrank", "signbit", "none"], default="lowrank")
     parser.add_argument("--rank", type=common.positive, default=512, metavar="R", help="of the low-rank predictor")
     parser.add_argument("--predictor-weights", choices=["int4", "int8"], default="int4")
     parser.add_argument("--layers", type=common.positive, metavar="N", help="another number of layers")
+    parser.add_argument(
+        "--locality",
+        type=float,
+        metavar="C",
+        help="part of a token's noise that its topic shares (default: as measured on text; 0: experts evenly used)",
+    )
     parser.add_argument("--seed", type=int, default=0)
+
+
+def _shape(text: str) -> str | dict[str, Any]:
+    """A name, or what JSON says. Raises ConfigError."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        values: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ConfigError("--shape", expected="a name, or JSON", found=str(error), fix="Correct it.") from error
+    return values
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -33,13 +57,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     label = torch_pi2.synthetic(
         args.out,
-        args.shape,
+        _shape(args.shape),
         active=args.active,
         weights=args.weights,
         predictor=None if args.predictor == "none" else args.predictor,
         rank=args.rank,
         predictor_weights=args.predictor_weights,
         layers=args.layers,
+        **({} if args.locality is None else {"locality": args.locality}),
         seed=args.seed,
         progress=True,
     )

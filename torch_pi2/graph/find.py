@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from torch_pi2.errors import ConfigError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
+from torch_pi2.graph.experts import expert_sites, find_experts, unknown_experts, without_experts
 from torch_pi2.graph.match import Match, Projection, Seen, Stream, match_ffns
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops.activations import ACTIVATIONS
@@ -34,7 +35,8 @@ def find_sites(
     """The model's feed-forward layers in order of execution, whatever its modules are called.
 
     The model runs once, in eval mode without gradients, on ``args`` and ``kwargs`` (a Hugging Face model needs
-    none: see :func:`torch_pi2.graph.example_inputs`). Weights used several times give one site.
+    none: see :func:`torch_pi2.graph.example_inputs`). Weights used several times give one site. Each expert of a
+    mixture is a site of its own (:mod:`torch_pi2.graph.experts`); with experts, the order is that of registration.
 
     Args:
         strict: refuse a model in which a layer looks like an FFN but has an activation that the kernels do not
@@ -64,7 +66,9 @@ def find_sites(
     known: set[tuple[int, ...]] = set()
     all_seen: list[Seen] = []
     unknown: list[str] = []
-    for graph in capture(model, args, kwargs, on_meta=on_meta):
+    with without_experts(model):
+        graphs = capture(model, args, kwargs, on_meta=on_meta)
+    for graph in graphs:
         graph.tensors = {node: t for node, t in graph.tensors.items() if id(t) in names}
         matches, seen = match_ffns(graph.gm, graph.tensors)
         all_seen.append(seen)
@@ -81,9 +85,29 @@ def find_sites(
         raise _unknown_activation(model, unknown)
     if unknown:
         _log.warning("left dense, activation not known: %s", "; ".join(unknown))
+    sites = _with_experts(model, sites)
+    if sites and (unknown_forms := unknown_experts(model)):
+        _log.warning("left dense, experts of an unknown form: %s", "; ".join(unknown_forms))
     if not sites:
         raise _nothing_found(model, all_seen)
     return _with_unique_keys(sites)
+
+
+def _with_experts(model: nn.Module, sites: list[FFNSite]) -> list[FFNSite]:
+    """``sites`` and those of experts, in the order in which their parameters are registered."""
+    from dataclasses import replace
+
+    forms = find_experts(model)
+    if not forms:
+        return sites
+    experts = [s for name, form in forms.items() for s in expert_sites(name, form, _class_name(model, name))]
+    places = {name: i for i, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    in_order = sorted([*sites, *experts], key=lambda site: places[site.up.weight])  # stable: experts stay together
+    return [replace(site, layer=layer) for layer, site in enumerate(in_order)]
+
+
+def _class_name(model: nn.Module, name: str) -> str:
+    return type(model.get_submodule(name)).__name__
 
 
 def _projections(match: Match) -> list[Projection]:
@@ -250,6 +274,4 @@ def _known_unsupported(model: nn.Module) -> list[str]:
         name = type(module).__name__
         if name == "Conv1D":
             found["Conv1D (addmm with weights stored [in, out], as in GPT-2)"] = None
-        elif any(p.dim() == 3 and "conv" not in name.lower() for p in module.parameters(recurse=False)):
-            found[f"{name} (experts stacked in one 3-D tensor)"] = None
-    return list(found)
+    return [*found, *unknown_experts(model)]

@@ -7,6 +7,8 @@ Per FFN one of three ways is taken, the first that is *seen* to compute the same
   rest pass through (OPT's ``fc1, activation_fn, fc2``).
 * **lazy**: some of the FFN is code of the block; its linears exchange a lazy tensor (:mod:`torch_pi2.runtime.lazy`).
 
+Experts are replaced together, by the first way: the module that holds them.
+
 ``restore`` needs no record: every stand-in keeps what it stands for.
 """
 
@@ -22,11 +24,13 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.activation import Formula, apply_formula
+from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.sites import FFNSite, FFNWeights, check_weights
 from torch_pi2.ops import reference
 from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.quant.linears import Storage, relative
+from torch_pi2.runtime.experts import SparseExperts, expert_groups
 from torch_pi2.runtime.ffn import SparseFFN, dense_reference
 from torch_pi2.runtime.lazy import LazyDown, LazySource
 from torch_pi2.runtime.linear import QuantLinear
@@ -97,14 +101,16 @@ def rewrite(
     _check_names(model, plan)
     if check_hash:
         plan.check_model(model)
-    storage = storage or Storage()
+    storage, groups = storage or Storage(), expert_groups(plan.layers)
     if storage.quantised:
-        for layer in plan.layers:
-            _check_layer(model, layer, (predictors or {}).get(layer.site.key), storage)
+        for group in groups:
+            _check_group(model, group, predictors or {}, storage)
     try:
-        for layer in tqdm(plan.layers, "rewrite", disable=not (progress and sys.stderr.isatty())):
-            predictor = (predictors or {}).get(layer.site.key)
-            _rewrite_layer(model, layer, predictor, storage)
+        for group in tqdm(groups, "rewrite", disable=not (progress and sys.stderr.isatty())):
+            if group[0].site.experts is not None:
+                _rewrite_experts(model, group, predictors or {}, storage)
+            else:
+                _rewrite_layer(model, group[0], (predictors or {}).get(group[0].site.key), storage)
     except BaseException as error:
         abandon(model, error)
         raise
@@ -159,9 +165,16 @@ def sites_of(model: nn.Module) -> list[FFNSite]:
 
 
 def sparse_layers(model: nn.Module) -> list[SparseFFN]:
-    """The sparse layers in ``model``, in order of execution."""
-    layers = {id(s._home[0]): s._home[0] for _, _, s in _stand_ins(model)}
-    return sorted(layers.values(), key=lambda layer: layer.site.layer)
+    """The sparse layers in ``model``, in order of execution; of experts each its own, over views of their buffers."""
+    layers: list[SparseFFN] = []
+    for home in homes(model):
+        layers += home.experts() if isinstance(home, SparseExperts) else [home]
+    return sorted(layers, key=lambda layer: layer.site.layer)
+
+
+def homes(model: nn.Module) -> list[SparseFFN | SparseExperts]:
+    """What holds the weights of sparse layers in ``model``: the layers, and modules of experts."""
+    return list({id(s._home[0]): s._home[0] for _, _, s in _stand_ins(model)}.values())
 
 
 def _stand_ins(model: nn.Module) -> Iterator[tuple[nn.Module, str, StandIn]]:
@@ -195,20 +208,80 @@ def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None
     return predictor.tensors(), float(predictor.threshold)
 
 
-def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> None:
-    site = layer.site
-    weights = site.weights(model)
+def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:
     lowrank, threshold = predictor_tensors(predictor)
-    ffn = SparseFFN(
-        site,
-        weights,
+    return SparseFFN(
+        layer.site,
+        layer.site.weights(model),
         layer,
         lowrank,
         threshold,
         kind=storage.weights,
         int8_activations=storage.int8_activations,
-        importance=storage.importance(site.key),
+        importance=storage.importance(layer.site.key),
     )
+
+
+def _rewrite_experts(
+    model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage
+) -> None:
+    parts = (_make_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group)
+    sparse = SparseExperts(parts, len(group)).eval()
+    with torch.no_grad():
+        swap = experts_way(model, group, sparse)
+        if storage.quantised:
+            x_TH = torch.randn((8, sparse.site.hidden), generator=torch.Generator().manual_seed(0))
+            _check_quantised(sparse.expert(0), x_TH)
+        elif all(layer.method == "exact" for layer in group):
+            arguments, wanted = probe_experts(model, sparse.sites)
+            if not _same(sparse(*arguments), wanted):
+                raise _no_way(sparse.site, ["the sparse operator does not reproduce the experts (a damaged build?)"])
+        _install(model, sparse.site, sparse, [swap])
+
+
+def experts_way(
+    model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts | None, tried: int | None = None
+) -> Any:
+    """The swap that puts ``sparse`` in the place of the module of experts that ``group`` names.
+
+    Args:
+        tried: of so many experts (None: all) see first that its forward computes what their sites say; these need
+            their weights for that.
+
+    Raises:
+        StaleArtifactError: it has another number of experts, or sizes. UnsupportedModelError: it computes something
+            else as well.
+    """
+    first = group[0].site
+    module = model.get_submodule(str(first.experts))
+    shapes = [tuple(model.get_parameter(ref.weight).shape) for ref in (first.up, first.down)]
+    wanted = [
+        (len(group), 2 * first.intermediate, first.hidden),
+        (len(group), first.hidden, first.intermediate),
+    ]
+    if shapes != wanted:
+        raise StaleArtifactError(
+            f"plan of {first.experts}",
+            expected=f"experts of sizes {wanted[0]} and {wanted[1]}",
+            found=f"{type(module).__name__} with {shapes[0]} and {shapes[1]}",
+            fix="Make a new plan for this model.",
+        )
+    problem = _more_than(first, model, {str(first.experts): module})
+    reason = f"owner: it also holds {problem}" if problem else ""
+    if tried != 0 and not reason:
+        arguments, result = probe_experts(model, [layer.site for layer in group[:tried]])
+        with evaluating(module):
+            problem = _runs_to(lambda x: module.forward(x, *arguments[1:]), [(arguments[0], result)])
+        reason = f"owner: {first.experts} {problem}" if problem else ""
+    if reason:
+        raise _no_way(first, [reason])
+    return None if sparse is None else Swap(module, sparse)
+
+
+def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> None:
+    site = layer.site
+    weights = site.weights(model)
+    ffn = _make_layer(model, layer, predictor, storage)
     with torch.no_grad():
         probes = _probes(site, weights)
         if storage.quantised:
@@ -232,8 +305,19 @@ def _find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
     raise _no_way(site, reasons)
 
 
-def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> None:
-    """Refuse what :func:`_rewrite_layer` would refuse, without changing anything."""
+def _check_group(model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage) -> None:
+    """Refuse what rewriting would refuse, without changing anything."""
+    empty = [_check_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group]
+    with torch.no_grad():
+        if group[0].site.experts is not None:
+            SparseExperts(empty, len(group))
+            experts_way(model, group, None)
+        else:
+            _find_way(model, group[0].site, empty[0], _probes(group[0].site, group[0].site.weights(model)))
+
+
+def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:
+    """An empty layer, if one can be made of the weights and the predictor."""
     site = layer.site
     weights = site.weights(model)
     check_weights(site, weights)
@@ -241,9 +325,7 @@ def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: St
         if ref is not None and w is not None:
             check_quantizable(f"{ref.weight} of {site.key}", w, storage.weights)
     lowrank, threshold = predictor_tensors(predictor)
-    ffn = SparseFFN.empty(site, layer, storage.weights, lowrank, threshold)
-    with torch.no_grad():
-        _find_way(model, site, ffn, _probes(site, weights))
+    return SparseFFN.empty(site, layer, storage.weights, lowrank, threshold)
 
 
 def _check_quantised(ffn: SparseFFN, x: torch.Tensor) -> None:
@@ -390,7 +472,7 @@ def _module_name(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _install(model: nn.Module, site: FFNSite, ffn: SparseFFN, swaps: Sequence[Swap]) -> None:
+def _install(model: nn.Module, site: FFNSite, ffn: SparseFFN | SparseExperts, swaps: Sequence[Swap]) -> None:
     """Register the stand-ins, then give back the memory of parameters that nothing else uses."""
     wanted = {name for ref in (site.gate, site.up, site.down) if ref for name in (ref.weight, ref.bias) if name}
     site_name = {id(model.get_parameter(name)): name for name in wanted}

@@ -26,11 +26,18 @@ class LinearRef:
         bias: name of the bias or None.
         rows: ``(start, stop)`` output rows of the weight that belong to this matmul (fused ``gate_up``), or
             None for all of them.
+        expert: the weight is ``[experts, out, in]``, and this is the index of the expert's; None: it is a matrix.
     """
 
     weight: str
     bias: str | None = None
     rows: tuple[int, int] | None = None
+    expert: int | None = None
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor:
+        """The view of the parameter ``weight`` that belongs to this matmul."""
+        matrix = weight if self.expert is None else weight[self.expert]
+        return matrix if self.rows is None else matrix[self.rows[0] : self.rows[1]]
 
 
 class FFNWeights(NamedTuple):
@@ -56,7 +63,8 @@ class FFNSite:
         gate: the gate matmul, None for a plain FFN.
         up, down: the other two.
         hidden, intermediate: H and I.
-        owner: fully-qualified name of the deepest module that contains all of the site's parameters.
+        owner: fully-qualified name of the deepest module that contains all of the site's parameters; of one expert of
+            many, whose parameters have them all, that name and the expert's number.
         owner_class: its class name, for messages.
         inner: modules that alone compute everything between the projections (OPT's ``activation_fn``), in order
             of execution; empty where any of it is code of the owner. Lets a rewrite swap modules one by one.
@@ -83,6 +91,11 @@ class FFNSite:
         return self.gate is not None
 
     @property
+    def experts(self) -> str | None:
+        """Name of the module that holds this expert among others; None for a layer that is no expert."""
+        return None if self.up.expert is None else self.up.weight.rpartition(".")[0]
+
+    @property
     def rows_per_neuron(self) -> int:
         """R: matrix rows that make one neuron."""
         return 3 if self.gated else 2
@@ -93,10 +106,9 @@ class FFNSite:
         def take(ref: LinearRef | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             if ref is None:
                 return None, None
-            weight = model.get_parameter(ref.weight).detach()
+            weight = ref.take(model.get_parameter(ref.weight).detach())
             bias = model.get_parameter(ref.bias).detach() if ref.bias else None
             if ref.rows is not None:
-                weight = weight[ref.rows[0] : ref.rows[1]]
                 bias = None if bias is None else bias[ref.rows[0] : ref.rows[1]]
             return weight, bias
 
@@ -116,7 +128,7 @@ class FFNSite:
             if value is None:
                 return None
             rows = value.get("rows")
-            return LinearRef(value["weight"], value.get("bias"), tuple(rows) if rows else None)
+            return LinearRef(value["weight"], value.get("bias"), tuple(rows) if rows else None, value.get("expert"))
 
         fields = dict(data)
         for name in ("gate", "up", "down"):

@@ -7,11 +7,15 @@ Operators, all under ``torch.ops.pi2``:
 * ``linear``, ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``: neuron
   stores by number, see :mod:`torch_pi2.runtime.offload`; ``stored_ffn``: a layer whose neurons are in one.
+* ``experts_ffn`` and ``stored_experts``: mixtures of experts, see :mod:`torch_pi2.ops.reference_experts`.
+* ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.store.devices`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
   clock, since the last reset; at most 256 sizes, further ones together as kind 3.
+* ``trace_start(capacity) -> bool``, ``trace_stop() -> int64 [n, 7]``, ``trace_threads() -> int64 [n, 4]``: see
+  :mod:`torch_pi2.runtime.trace`, which uses them.
 * ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 
@@ -26,7 +30,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
-from torch_pi2.ops import fakes_ffn, fakes_predict, fakes_quant, fakes_store
+from torch_pi2.ops import fakes_experts, fakes_ffn, fakes_predict, fakes_quant, fakes_store
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
@@ -89,7 +93,8 @@ def _check_instruction_set() -> None:
 
 def _register_python_parts() -> torch.library.Library:
     fragment = torch.library.Library("pi2", "FRAGMENT")
-    for name, fake in {**fakes_ffn.FAKES, **fakes_predict.FAKES, **fakes_quant.FAKES, **fakes_store.FAKES}.items():
+    modules = (fakes_ffn, fakes_predict, fakes_quant, fakes_store, fakes_experts)
+    for name, fake in [item for module in modules for item in module.FAKES.items()]:
         fragment.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"pi2::{name}", fake, lib=fragment)
     return fragment

@@ -138,9 +138,9 @@ def greedy_plan(
 
 def plan_without_data(sites: Sequence[FFNSite], model_hash: str, config: Config) -> Plan:
     """Exact gate (or dense) in the model's own neuron order: needs no calibration and is lossless."""
-    dense = config.method == "dense"
     layers = []
     for site in sites:
+        dense = config.method == "dense" and site.experts is None  # nothing of an expert is hot: exact, the same bits
         order = torch.arange(site.intermediate, dtype=torch.int32)
         layers.append(LayerPlan(site, "dense" if dense else "exact", site.intermediate if dense else 0, order))
     return Plan(layers, model_hash, {"planner": "none", "config": asdict(config)})

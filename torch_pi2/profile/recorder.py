@@ -127,10 +127,18 @@ class ActivationRecorder(TorchDispatchMode):
 
 
 def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
-    """Refuse an empty list of sites and weights that cannot be used (see ``check_weights``)."""
+    """Refuse an empty list of sites, experts, and weights that cannot be used (see ``check_weights``)."""
     if not sites:
         raise ConfigError(
             "FFN sites", expected="at least one", found="none", fix="Pass torch_pi2.graph.find_sites(model, ...)."
+        )
+    experts = {site.experts: site.owner_class for site in sites if site.experts is not None}
+    for name, owner_class in experts.items():
+        raise UnsupportedModelError(
+            f"calibrating {name} ({owner_class})",
+            expected="feed-forward layers that every token goes through",
+            found=f"{len(experts)} modules of experts, of which no activations are recorded yet",
+            fix="Leave calibration and predictors out: optimize(model, config=Config(method='exact', weights='int4')).",
         )
     for site in sites:
         check_weights(site, site.weights(model))

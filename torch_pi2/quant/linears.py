@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.graph.capture import capture, example_inputs
+from torch_pi2.graph.experts import without_experts
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profile.data import Batch
@@ -129,10 +130,11 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
             model(**example_inputs(model))
         else:
             inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
-            try:
-                model(**inputs, use_cache=False)
-            except Exception:  # code that looks at values, which Dynamo does not run
-                capture(model, on_meta=True)
+            with without_experts(model):
+                try:
+                    model(**inputs, use_cache=False)
+                except Exception:  # code that looks at values, which Dynamo does not run
+                    capture(model, on_meta=True)
 
 
 def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Storage | None = None) -> None:

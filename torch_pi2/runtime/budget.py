@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
 from torch_pi2.runtime.offload import OffloadConfig
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.superblock import SECTOR, LayerEntry
 
 _log = logging.getLogger("torch_pi2")
 
@@ -48,9 +50,9 @@ class Budget:
     Attributes:
         total: what was asked for.
         fixed: attention, embeddings, head, norms and biases. predictors: of all layers. neuron_tables: bookkeeping.
-        kv: keys and values of ``context`` tokens. staging: where reads arrive.
+        kv: keys and values of ``context`` tokens. staging: where neurons go that a full cache has no room for.
         cache: what is left, for neurons (and 40 bytes a slot). neurons: all of them. token: those of an average token.
-        slot: one of them in the cache.
+        slot: one of them (or a cluster, if a store has such) in the cache.
     """
 
     total: int
@@ -115,18 +117,24 @@ def divide(
         for name, spec in store.specs.items()
         if name not in bundles and not name.startswith(ours)
     )
-    slot = max(-(-entry.rows * entry.row_bytes // 64) * 64 for entry in store.entries)
-    count = sum(entry.neurons for entry in store.entries)
-    regions = max(_region(entry.neurons, entry.slot_bytes) for entry in store.entries)
+    # As the core rounds it: what is read past the page cache goes straight to its place, in whole sectors.
+    unit = SECTOR if config.direct else 64
+    slot = max(-(-entry.cluster * entry.bundle_bytes // unit) * unit for entry in store.entries)
+    count = sum(entry.slots_in_file for entry in store.entries)
+    chunk = max(_chunk_slots(entry) * entry.slot_bytes for entry in store.entries)
     parts = {
         "fixed": fixed,
         "predictors": sum(_predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
         "kv": _kv_bytes(model_config, context, dtype),
-        "staging": 0 if config.engine == "mmap" else config.in_flight * regions,
-        "neuron_tables": count * _NEURON_BYTES,
+        "staging": 0 if config.engine == "mmap" else min(config.in_flight, 16) * chunk,
+        "neuron_tables": sum(entry.neurons for entry in store.entries) * _NEURON_BYTES,
     }
     left = total - sum(parts.values())
-    token = sum(map(_wanted, plan.layers)) * slot
+    chosen = _chosen_share(plan, model_config)
+    token = slot * sum(
+        -(-round(_wanted(layer) * chosen.get(layer.site.experts, 1.0)) // entry.cluster)
+        for layer, entry in zip(plan.layers, store.entries)
+    )
     if left < 0:
         needed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
         raise ConfigError(
@@ -150,18 +158,26 @@ def divide(
     return made
 
 
+def _chosen_share(plan: Plan, model_config: Any) -> dict[str | None, float]:
+    """Module of experts -> the share of them that a token has, as the configuration says."""
+    counts = Counter(layer.site.experts for layer in plan.layers if layer.site.experts is not None)
+    if hasattr(model_config, "get_text_config"):
+        model_config = model_config.get_text_config()
+    chosen = getattr(model_config, "num_experts_per_tok", None)
+    return {name: min(1.0, (chosen or count) / count) for name, count in counts.items()}
+
+
 def _wanted(layer: LayerPlan) -> int:
-    """Neurons of a layer that an average token reads: all of them where no predictor says which."""
+    """Neurons of a layer that a token reads on average, if it has it: all of them where no predictor says which."""
     if layer.method not in PREDICTED:
         return layer.site.intermediate
     return layer.n_hot + round(layer.n_cold * layer.expected_active)
 
 
-def _region(neurons: int, slot_bytes: int) -> int:
-    """Bytes into which a chunk is read: as ``chunk_neurons`` in csrc/include/pi2/ffn.h has it, whole pages."""
-    sixteenth = (neurons + 15) // 16
-    chunk = min(neurons, (sixteenth + 63) // 64 * 64)
-    return (chunk * slot_bytes + 4095) // 4096 * 4096
+def _chunk_slots(entry: LayerEntry) -> int:
+    """Slots of a chunk of neurons: as ``chunk_neurons`` in csrc/include/pi2/ffn.h has it."""
+    sixteenth = (entry.neurons + 15) // 16
+    return -(-min(entry.neurons, (sixteenth + 63) // 64 * 64) // entry.cluster)
 
 
 def _predictor_bytes(predictor: Any, layer: LayerPlan) -> int:

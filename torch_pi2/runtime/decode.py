@@ -111,7 +111,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, next_B1: torch.Tensor) -> torch.Tensor:
-        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones.
+        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A step that fails can be repeated.
 
         Raises:
             ShapeError: the cache is full, no prompt has been read, or another batch size.
@@ -130,11 +130,17 @@ class Decoder:
                 found=f"{list(next_B1.shape)} after {self.length} tokens",
                 fix="Make a Decoder with more max_tokens, or for this batch.",
             )
-        if self._step is not self._forward and not self._compiled_once:
-            result = self._first_step(next_B1)
-        else:
-            result = self._step(next_B1)
-        self.length += 1
+        try:
+            if self._step is not self._forward and not self._compiled_once:
+                result = self._first_step(next_B1)
+            else:
+                result = self._step(next_B1)
+            self.length += 1
+        except BaseException:
+            # Layers before the one that failed have the token already: repeated, it would be there twice.
+            for layer in self.cache.layers:
+                layer.cumulative_length.fill_(self.length)
+            raise
         return result
 
     _compiled_once = False

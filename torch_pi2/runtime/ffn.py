@@ -344,20 +344,7 @@ class SparseFFN(StandIn):
 
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
-        if x.shape[-1] != self.site.hidden:
-            raise ShapeError(
-                f"hidden size of the input of {self.site.key}",
-                expected=str(self.site.hidden),
-                found=f"{x.shape[-1]} (shape {tuple(x.shape)})",
-                fix="Pass activations of the model that this layer was made from.",
-            )
-        if torch.is_grad_enabled() and (x.requires_grad or self.training):
-            raise GradientError(
-                f"gradients through {self.site.key}",
-                expected="inference, without gradients",
-                found="an input that requires grad" if x.requires_grad else "a model in training mode",
-                fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
-            )
+        check_ffn_input(self.site, self.training, x)
 
     # --- the dense parameters, reconstructed from the bundles and written back into them ---
 
@@ -465,6 +452,24 @@ class SparseFFN(StandIn):
             else f"{s.activation}(up)"
         )
         return f"{s.hidden} -> {s.intermediate} -> {s.hidden}, {form}, {self.method}, {self.n_hot} hot{stored}"
+
+
+def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor) -> None:
+    """Raises ShapeError on a wrong hidden size, GradientError where a dense layer would have recorded a gradient."""
+    if x.shape[-1] != site.hidden:
+        raise ShapeError(
+            f"hidden size of the input of {site.key}",
+            expected=str(site.hidden),
+            found=f"{x.shape[-1]} (shape {tuple(x.shape)})",
+            fix="Pass activations of the model that this layer was made from.",
+        )
+    if torch.is_grad_enabled() and (x.requires_grad or training):
+        raise GradientError(
+            f"gradients through {site.key}",
+            expected="inference, without gradients",
+            found="an input that requires grad" if x.requires_grad else "a model in training mode",
+            fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
+        )
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:

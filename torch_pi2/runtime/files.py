@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,24 +18,27 @@ from torch_pi2.errors import ArtifactError
 Tensors = Mapping[str, torch.Tensor]
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write_synced(path: Path, data: Iterable[bytes]) -> None:
     with path.open("wb") as f:
-        f.write(data)
+        f.writelines(data)
         f.flush()
         os.fsync(f.fileno())
 
 
-def atomic_write(path: str | Path, data: bytes | str) -> None:
-    """Write ``data`` to ``path`` by temporary file, fsync and rename. Raises ArtifactError if it cannot."""
+def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
+    """Write ``data``, or its pieces, to ``path``: temporary file, fsync, rename. Raises ArtifactError if it cannot."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_synced(temporary, data.encode() if isinstance(data, str) else data)
+        whole = data.encode() if isinstance(data, str) else data
+        _write_synced(temporary, [whole] if isinstance(whole, bytes) else whole)
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:  # of what makes the pieces, too
         temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
-        raise not_written(path, error) from error
+        if isinstance(error, OSError):
+            raise not_written(path, error) from error
+        raise
 
 
 def not_written(path: Path, error: OSError) -> ArtifactError:

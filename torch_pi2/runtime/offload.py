@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load
 from torch_pi2.plan.plan import LayerPlan
 from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.store.devices import find_device
 
 #: Figures of ``torch.ops.pi2.store_stats``, in its order.
 STATISTICS = (
     "calls", "wanted", "hits", "reads", "bytes_read", "evictions", "uncached",
     "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
+    "guessed", "used", "late",
 )  # fmt: skip
 ENGINES = ("auto", "pread", "io_uring", "mmap")
 POLICIES = ("lru", "sieve", "static")
@@ -41,7 +44,12 @@ class OffloadConfig:
         in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
         run_bytes: neighbouring neurons are read together, up to this.
         hot_share: of the cache, the part for the most frequent neurons, which nothing evicts (with ``preload``).
+        spin: threads that wait for reads keep their cores for some milliseconds before they sleep: faster where all
+            cores compute, at the price of their power.
         preload: fill the cache with the most frequent neurons when the model is loaded.
+        device: reads take as long as this device's: a preset or a JSON file, see
+            :func:`torch_pi2.store.devices.find_device`. What is measured is then simulated, and called so; preloading
+            is not slowed down. Not with ``mmap``.
     """
 
     engine: str = "auto"
@@ -53,8 +61,10 @@ class OffloadConfig:
     window: int = 0
     in_flight: int = 8
     run_bytes: int = 1 << 18
-    hot_share: float = 0.75
+    hot_share: float = 0.5
     preload: bool = True
+    spin: bool = True
+    device: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("engine", ENGINES), ("policy", POLICIES)):
@@ -80,6 +90,15 @@ class OffloadConfig:
                     found=str(getattr(self, name)),
                     fix="Choose a larger number.",
                 )
+        if self.device is not None:
+            find_device(self.device)  # raises
+            if self.engine == "mmap":
+                raise ConfigError(
+                    "OffloadConfig.device",
+                    expected="engine pread or io_uring",
+                    found="mmap, whose reads are the system's",
+                    fix="Choose another engine, or measure mmap without a device.",
+                )
 
 
 class Store:
@@ -96,6 +115,7 @@ class Store:
     def __init__(self, path: str | Path, cache_bytes: int, config: OffloadConfig | None = None) -> None:
         load()
         self.path, self.config = Path(path), config or OffloadConfig()
+        self.device = None if self.config.device is None else find_device(self.config.device)
         self.number = self._open(cache_bytes)
         self._close = weakref.finalize(self, torch.ops.pi2.store_close, self.number)
 
@@ -105,7 +125,7 @@ class Store:
             try:
                 number: int = torch.ops.pi2.store_open(
                     str(self.path), cache_bytes, engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline,
-                    c.window, c.in_flight, c.run_bytes, c.hot_share,
+                    c.window, c.in_flight, c.run_bytes, c.hot_share, c.spin, self.device.numbers if self.device else (),
                 )  # fmt: skip
                 return number
             except RuntimeError as error:
@@ -153,11 +173,16 @@ class Store:
 
     def layers(self) -> list[tuple[int, int, int]]:
         """(neurons, hidden size, rows per neuron) of each layer."""
+        return list(self._sizes)
+
+    @cached_property
+    def _sizes(self) -> list[tuple[int, int, int]]:
         return [(int(n), int(h), int(r)) for n, h, r, *_ in torch.ops.pi2.store_layers(self.number).tolist()]
 
     def describe(self) -> str:
-        """Engine, and whether reads are direct: ``pread, direct``."""
-        return str(torch.ops.pi2.store_describe(self.number))
+        """Engine, and whether reads are direct: ``pread, direct``, or ``simulated ufs-4.0 over pread, direct``."""
+        found = str(torch.ops.pi2.store_describe(self.number))
+        return found.replace("simulated device", f"simulated {self.device.name}") if self.device else found
 
     def stats(self, *, reset: bool = False) -> dict[str, int]:
         """Since the last reset: calls, bundles wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
@@ -174,7 +199,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     Returns:
         :meth:`Store.stats`; ``hit_rate``: of the bundles wanted, the share that was in the cache; ``wait_share``: of
         the time of compute threads in layers, the share spent waiting for bundles; ``budget``: a
-        :class:`~torch_pi2.runtime.budget.Budget`; ``store``: the :class:`Store`.
+        :class:`~torch_pi2.runtime.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether reads are as
+        slow as a described device's (``late`` of them took longer than there).
 
     Raises:
         ConfigError: the model has no store.
@@ -194,12 +220,40 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
         "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
         "budget": budget,
         "store": store,
+        "simulated": store.device is not None,
     }
 
 
 def _reason(error: RuntimeError, path: Path) -> str:
     """What the core says, without its prefix and torch's trace."""
     return str(error).splitlines()[0].rpartition(f"pi2: store {path}: ")[2]
+
+
+def check_store_layer(store: Store, layer: int, site: FFNSite) -> None:
+    """Raises ArtifactError unless ``layer`` of ``store`` has the sizes of ``site``."""
+    wanted = (site.intermediate, site.hidden, site.rows_per_neuron)
+    found = store.layers()[layer]
+    if found != wanted:
+        raise ArtifactError(
+            f"{store.path}, layer {layer}",
+            expected=f"{wanted[0]} neurons of {wanted[2]} rows of {wanted[1]}, as {site.key} has",
+            found=f"{found[0]} neurons of {found[2]} rows of {found[1]}",
+            fix="The store is of another model; pack it again.",
+        )
+
+
+def unreadable(error: RuntimeError, store: Store, site: FFNSite) -> ArtifactError | None:
+    """What to raise for an operator's ``error`` on ``store``; None if it is not about reading."""
+    first = str(error).splitlines()[0]
+    reading = first.partition("reading the neuron store: ")[2]
+    if not reading and "pi2: store: expected an open one" not in first:
+        return None
+    return ArtifactError(
+        f"{store.path}, read for {site.key}",
+        expected="the bundles that were packed, and an open store",
+        found=reading or "a store that has been closed",
+        fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
+    )
 
 
 class OffloadedFFN(SparseFFN):
@@ -223,15 +277,7 @@ class OffloadedFFN(SparseFFN):
         assert isinstance(layer, OffloadedFFN)
         layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
         layer.has_tiles = False  # prompts go the way of decoding, in which bundles may come from anywhere
-        wanted = (site.intermediate, site.hidden, site.rows_per_neuron)
-        found = store.layers()[store_layer]
-        if found != wanted:
-            raise ArtifactError(
-                f"{store.path}, layer {store_layer}",
-                expected=f"{wanted[0]} neurons of {wanted[2]} rows of {wanted[1]}, as {site.key} has",
-                found=f"{found[0]} neurons of {found[2]} rows of {found[1]}",
-                fix="The store is of another model; pack it again.",
-            )
+        check_store_layer(store, store_layer, site)
         return layer
 
     @property
@@ -260,16 +306,10 @@ class OffloadedFFN(SparseFFN):
         try:
             return self._call(x, predictor, kind, n_hot, threshold)
         except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            reading = first.partition("reading the neuron store: ")[2]
-            if not reading and "pi2: store: expected an open one" not in first:
+            explained = unreadable(error, self.store, self.site)
+            if explained is None:
                 raise
-            raise ArtifactError(
-                f"{self.store.path}, read for {self.site.key}",
-                expected="the bundles that were packed, and an open store",
-                found=reading or "a store that has been closed",
-                fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
-            ) from error
+            raise explained from error
 
     def _call(
         self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float

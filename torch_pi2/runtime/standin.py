@@ -19,6 +19,7 @@ from torch import nn
 from torch_pi2.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch_pi2.runtime.experts import SparseExperts
     from torch_pi2.runtime.ffn import SparseFFN
 
 _log = logging.getLogger("torch_pi2")
@@ -29,7 +30,7 @@ class StandIn(nn.Module):
 
     Attributes set by :meth:`stand_for`, kept out of ``_modules`` by tuples so that they are not registered:
         _original: ``(module,)`` that stood here; empty for a free-standing module.
-        _home: ``(SparseFFN,)`` that holds the values.
+        _home: ``(SparseFFN,)`` (or ``(SparseExperts,)``) that holds the values.
         _names: parameter name within the original -> fully-qualified name in the site.
         _keyword: name of the first argument of the original's forward.
         _released: those names whose memory was given back (a parameter tied to something outside keeps its).
@@ -38,12 +39,12 @@ class StandIn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._original: tuple[nn.Module, ...] = ()
-        self._home: tuple[SparseFFN, ...] = ()
+        self._home: tuple[SparseFFN | SparseExperts, ...] = ()
         self._names: dict[str, str] = {}
         self._keyword = "x"
         self._released: tuple[str, ...] = ()
 
-    def stand_for(self, original: nn.Module, home: SparseFFN, names: Mapping[str, str]) -> None:
+    def stand_for(self, original: nn.Module, home: SparseFFN | SparseExperts, names: Mapping[str, str]) -> None:
         """Take the place of ``original``; its parameters ``names`` live in ``home`` (see the class)."""
         self._original, self._home, self._names = (original,), (home,), dict(names)
         self._keyword = next(iter(inspect.signature(original.forward).parameters), "x")

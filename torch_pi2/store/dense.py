@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.sites import LinearRef
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import LayerPlan, Plan
@@ -29,6 +31,7 @@ def load_dense(
     with open_weights(pi2) as weights:
         weights.check_plan(plan)
         model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
+        check_known_experts(str(folder), model)
         check_names(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
@@ -63,9 +66,13 @@ class _Reader:
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
         if name in self._parts:
-            pieces = sorted(self._parts[name], key=lambda part: part[1].rows or (0, 0))
-            values = [self._projection(layer, role, name == ref.bias) for layer, ref, role in pieces]
-            return values[0] if len(values) == 1 else torch.cat(values)
+            parts = self._parts[name]
+            if parts[0][1].expert is None:
+                return self._joined(name, parts)
+            stack = new_tensor(like.shape, self._dtype)
+            for expert in range(len(stack)):
+                stack[expert] = self._joined(name, [part for part in parts if part[1].expert == expert])
+            return stack
         module, _, local = name.rpartition(".")
         if local == "weight" and module in self._weights.linears:
             columns = self._weights.linears[module]
@@ -74,6 +81,12 @@ class _Reader:
             )
             return value
         return self._weights.read_like(name, like, self._dtype)
+
+    def _joined(self, name: str, parts: Sequence[tuple[LayerPlan, LinearRef, str]]) -> torch.Tensor:
+        """The matrix or bias ``name``, whose rows are those of ``parts``."""
+        pieces = sorted(parts, key=lambda part: part[1].rows or (0, 0))
+        values = [self._projection(layer, role, name == ref.bias) for layer, ref, role in pieces]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def _projection(self, layer: LayerPlan, role: str, bias: bool) -> torch.Tensor:
         """A matrix or bias in the model's own shape and neuron order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.graph.rewrite import predictor_tensors
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.runtime.budget import divide
+from torch_pi2.runtime.experts import OffloadedExperts, SparseExperts
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN, Store
-from torch_pi2.store.skeleton import model_config, put
+from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.sparse import load_sparse
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
-from torch_pi2.store.weights import QuantizedWeights, bundle_specs
+from torch_pi2.store.weights import QuantizedWeights
 
 
 def load_offloaded(
@@ -59,9 +61,9 @@ def load_offloaded(
         index_of = {key: i for i, key in enumerate(reader.keys)}
     store = Store(pi2 / STORE_FILE, budget.cache, config)
 
-    def over_store(layer: LayerPlan, weights: QuantizedWeights, _index: int, kind: torch.dtype) -> SparseFFN:
+    def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
         tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
-        ffn = OffloadedFFN.over(
+        return OffloadedFFN.over(
             store,
             index_of[layer.site.key],
             layer.site,
@@ -72,12 +74,16 @@ def load_offloaded(
             int8_activations=int8_activations,
             dtype=kind,
         )
-        for name, spec in bundle_specs(layer.site, weights.kind).items():
-            if name != f"{layer.site.key}.bundles":
-                put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
-        return ffn
 
-    model = load_sparse(folder, pi2, plan, predictors, bundles=over_store, **how)
+    def experts_over_store(parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:
+        def copied() -> Iterator[SparseFFN]:
+            for layer, part in zip(group, parts, strict=True):
+                predictors.pop(layer.site.key, None)
+                yield part
+
+        return OffloadedExperts(copied(), len(group), store, index_of[group[0].site.key])
+
+    model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
     if config.preload:
         store.preload()
     # where torch_pi2.stats finds them; not among the modules

@@ -19,7 +19,7 @@ import torch
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops.rows import row_bytes
-from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
 from torch_pi2.runtime.files import atomic_write, resumable_folder
 from torch_pi2.store.crc32c import crc32c
 from torch_pi2.store.quantize import check_separate, copy_small_files, quantize
@@ -39,6 +39,7 @@ from torch_pi2.store.storefile import (
     weights_path,
 )
 from torch_pi2.store.superblock import (
+    MOST_CLUSTER,
     PAGE,
     SECTOR,
     WEIGHT_CODES,
@@ -53,6 +54,8 @@ from torch_pi2.store.weights import KINDS, QuantizedWeights
 
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
+#: Of a slot of clusters, at most: from here on devices read at full speed.
+_CLUSTER_BYTES = 1 << 18
 _PROGRESS, _PARTIAL = "progress.json", f".{STORE_FILE}.partial"
 #: Stands in the header until all is written.
 _NO_CHECK = "0" * 8
@@ -88,6 +91,7 @@ def pack(
     *,
     weights: str | None = None,
     slot_align: int | None = None,
+    cluster: int | None = None,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> PackReport:
@@ -104,6 +108,8 @@ def pack(
             ``folder_out`` for the time being. Quantised folders: None, or what they are.
         slot_align: bytes from one neuron to the next are a multiple of it, a power of two from 512 to 65536 (default:
             4096, the page that a device reads; 512 for neurons below that).
+        cluster: neurons that are read and kept together, a power of two up to 64. Default: 1 if there is a predictor
+            that says which are wanted; else all of a layer are, and clusters have some 200 KB, which devices read best.
         trust_remote_code: passed to transformers, for float checkpoints with modelling code of their own.
 
     Raises:
@@ -112,20 +118,20 @@ def pack(
             together. Whatever :func:`torch_pi2.quantize` raises.
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
-    _check(weights, slot_align)
+    _check(weights, slot_align, cluster)
     check_separate("pack", source, folder)
     check_replaceable(folder)
     start = time.perf_counter()
     if weights_path(source / PI2_FOLDER) is not None:
-        report = _pack(source, folder, weights, slot_align, progress)
+        report = _pack(source, folder, weights, slot_align, cluster, progress)
     else:
         with _quantized(source, folder, weights, trust_remote_code, progress) as made:
-            report = _pack(made, folder, weights, slot_align, progress)
+            report = _pack(made, folder, weights, slot_align, cluster, progress)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def _check(weights: str | None, slot_align: int | None) -> None:
+def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> None:
     if weights not in (None, *KINDS):
         raise ConfigError("pack(weights=...)", expected=" or ".join(KINDS), found=repr(weights), fix="Choose one.")
     if slot_align is not None and (slot_align & (slot_align - 1) or not SECTOR <= slot_align <= 65536):
@@ -134,6 +140,13 @@ def _check(weights: str | None, slot_align: int | None) -> None:
             expected="a power of two from 512 to 65536",
             found=repr(slot_align),
             fix="Leave it out, or take the block size of the device.",
+        )
+    if cluster is not None and (cluster & (cluster - 1) or not 1 <= cluster <= MOST_CLUSTER):
+        raise ConfigError(
+            "pack(cluster=...)",
+            expected=f"a power of two from 1 to {MOST_CLUSTER}",
+            found=repr(cluster),
+            fix="Leave it out.",
         )
 
 
@@ -164,7 +177,9 @@ def _quantized(
     shutil.rmtree(made, ignore_errors=True)
 
 
-def _pack(source: Path, folder: Path, weights: str | None, slot_align: int | None, progress: bool) -> PackReport:
+def _pack(
+    source: Path, folder: Path, weights: str | None, slot_align: int | None, cluster: int | None, progress: bool
+) -> PackReport:
     plan = Plan.load(source / PI2_FOLDER)
     with open_weights(source / PI2_FOLDER) as reader:
         if weights not in (None, reader.kind):
@@ -175,7 +190,7 @@ def _pack(source: Path, folder: Path, weights: str | None, slot_align: int | Non
                 fix="Leave it out, or pack the float checkpoint.",
             )
         reader.check_plan(plan)
-        layout = _Layout(reader, plan, slot_align)
+        layout = _Layout(reader, plan, slot_align, cluster)
         with resumable_folder(folder) as staging:
             for path in staging.iterdir():
                 if path.name not in (_PROGRESS, _PARTIAL):
@@ -199,7 +214,7 @@ class _Layout:
         reader, plan: of the folder. specs, metadata: of the store. others: its tensors that are copied as they are.
     """
 
-    def __init__(self, reader: QuantizedWeights, plan: Plan, slot_align: int | None) -> None:
+    def __init__(self, reader: QuantizedWeights, plan: Plan, slot_align: int | None, cluster: int | None) -> None:
         import torch_pi2
 
         self.reader, self.plan = reader, plan
@@ -212,13 +227,12 @@ class _Layout:
         self.specs: dict[str, Spec] = {}
         self._end = self._paddings = 0
         self._add(SUPERBLOCK, Spec((superblock_bytes(len(keys)),), torch.uint8))
-        self._slots = {
-            layer.site.key: slot_bytes(self._row_bytes(layer) * layer.site.rows_per_neuron, slot_align)
-            for layer in plan.layers
-        }
+        bundles = {layer.site.key: self._row_bytes(layer) * layer.site.rows_per_neuron for layer in plan.layers}
+        self.cluster = cluster or _cluster(plan, max(bundles.values()))
+        self._slots = {key: slot_bytes(self.cluster * size, slot_align) for key, size in bundles.items()}
         for layer in plan.layers:
             self._to_page()
-            slots = Spec((layer.site.intermediate, self._slots[layer.site.key]), torch.uint8)
+            slots = Spec((-(-layer.site.intermediate // self.cluster), self._slots[layer.site.key]), torch.uint8)
             self._add(f"{layer.site.key}.bundles", slots)
         for layer in plan.layers:
             self._add(f"{layer.site.key}.checks", Spec((4 * layer.site.intermediate,), torch.uint8))
@@ -275,7 +289,16 @@ class _Layout:
             row_bytes=self._row_bytes(layer),
             n_hot=hot_neurons(layer),
             layer=site.layer,
+            cluster=self.cluster,
         )
+
+
+def _cluster(plan: Plan, bundle_bytes: int) -> int:
+    """Neurons of a slot. One size for all layers: a place in the cache has to fit any slot."""
+    if any(layer.method in PREDICTED for layer in plan.layers):
+        return 1
+    most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // bundle_bytes))
+    return 1 << (most.bit_length() - 1)
 
 
 class _Writer(TensorWriter):
@@ -380,7 +403,7 @@ def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
                 out.skip(_tensors(item))
                 continue
             if isinstance(item, LayerPlan):
-                _write_layer(item, reader, out)
+                _write_layer(item, reader, out, layout.cluster)
             else:
                 checks[item] = _write_other(item, reader, out)
             if out.written - recorded >= _RECORD:
@@ -410,18 +433,23 @@ def _tensors(item: LayerPlan | str) -> list[str]:
     return [item] if isinstance(item, str) else [f"{item.site.key}.{what}" for what in ("bundles", "checks")]
 
 
-def _write_layer(layer: LayerPlan, reader: QuantizedWeights, out: _Writer) -> None:
-    key = layer.site.key
-    neurons, per_slot = out.specs[f"{key}.bundles"].shape
+def _write_layer(layer: LayerPlan, reader: QuantizedWeights, out: _Writer, cluster: int) -> None:
+    key, neurons = layer.site.key, layer.site.intermediate
+    n_slots, per_slot = out.specs[f"{key}.bundles"].shape
     step = max(1, PIECE // per_slot)
-    slots = torch.zeros((min(step, neurons), per_slot), dtype=torch.uint8)
     checks = []
-    for start in range(0, neurons, step):
-        bundles = reader.read_bundles(layer.site, (start, min(start + step, neurons))).flatten(1)
+    for slot in range(0, n_slots, step):
+        count = min(step, n_slots - slot)
+        first, last = slot * cluster, min((slot + count) * cluster, neurons)
+        bundles = reader.read_bundles(layer.site, (first, last)).flatten(1)
         checks.append(crc32c(bundles))
-        part = slots[: len(bundles)]
-        part[:, : bundles.shape[1]] = bundles
-        out.write(f"{key}.bundles", part, row=start)
+        slots = torch.zeros((count, per_slot), dtype=torch.uint8)
+        whole, size = (last - first) // cluster, bundles.shape[1]
+        slots[:whole, : cluster * size] = bundles[: whole * cluster].reshape(whole, cluster * size)
+        if whole < count:  # the layer's last, of fewer neurons
+            rest = bundles[whole * cluster :].flatten()
+            slots[whole, : len(rest)] = rest
+        out.write(f"{key}.bundles", slots, row=slot)
     out.write(f"{key}.checks", check_bytes(torch.cat(checks)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from torch import nn
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph import rewrite
 from torch_pi2.graph.sites import FFNSite
-from torch_pi2.plan.plan import Plan
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.runtime.experts import SparseExperts
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.standin import Absorbed
 from torch_pi2.store.skeleton import put
 from torch_pi2.store.weights import WAYS
 
+#: Experts of a module whose weights are read to see what it computes.
+TRIED_EXPERTS = 2
 _TRY: dict[str, Any] = {"owner": rewrite._owner_way, "chain": rewrite._chain_way}
 
 
@@ -47,6 +51,8 @@ def way_taken(model: nn.Module, layer: SparseFFN) -> str:
     Raises:
         UnsupportedModelError: one that cannot be taken without weights.
     """
+    if layer.site.experts is not None:
+        return "owner"
     mine = {name: m for name, m in model.named_modules() if getattr(m, "_home", ()) == (layer,)}
     if all(module is layer for module in mine.values()):
         return "owner"
@@ -75,3 +81,19 @@ def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, way: str) -> None:
     if isinstance(swaps, str):
         raise _refused(site, swaps)
     rewrite._install(model, site, ffn, swaps)
+
+
+def find_experts_way(model: nn.Module, group: Sequence[LayerPlan]) -> str:
+    """As :func:`find_way`, for the experts of one module, of which the first ``TRIED_EXPERTS`` have values."""
+    with torch.no_grad():
+        rewrite.experts_way(model, group, None, tried=TRIED_EXPERTS)
+    return "owner"
+
+
+def place_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts) -> None:
+    """Put ``sparse`` in the place of the module of experts that ``group`` names, whose parameters need no values."""
+    swap = rewrite.experts_way(model, group, sparse, tried=0)
+    site = group[0].site
+    for ref in (site.up, site.down):
+        put(model, [ref.weight], torch.empty(0, dtype=model.get_parameter(ref.weight).dtype))
+    rewrite._install(model, sparse.site, sparse, [swap])

@@ -16,6 +16,7 @@ from torch import nn
 
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, read_config
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import find_sites
 from torch_pi2.graph.sites import FFNSite, LinearRef, check_weights
 from torch_pi2.ops import load as load_library
@@ -24,12 +25,14 @@ from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.quant.linears import find_linears
+from torch_pi2.runtime.experts import expert_groups
 from torch_pi2.runtime.files import replacing_folder
-from torch_pi2.store.place import check_names, find_way
+from torch_pi2.store.names import ExpertMatrix, stored_name
+from torch_pi2.store.place import TRIED_EXPERTS, check_names, find_experts_way, find_way
 from torch_pi2.store.skeleton import places, put, skeleton
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.tensorfile import Spec, TensorWriter
-from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, check_no_experts, metadata
+from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, metadata
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
@@ -88,7 +91,7 @@ def quantize(
     _check(source, folder, weights, quantization)
     check_replaceable(folder)
     start = time.perf_counter()
-    check_no_experts(f"quantize({source})", read_config(source))
+    read_config(source)  # raises if there is none
     plan, linears = _layers_of(source, trust_remote_code)
     with replacing_folder(folder) as staging:
         (staging / PI2_FOLDER).mkdir()
@@ -146,6 +149,7 @@ def _layers_of(source: Path, trust_remote_code: bool) -> tuple[Plan, dict[str, i
     """The plan of a checkpoint, and name -> inputs of the linears to quantise: from the structure of its model."""
     with torch.device("meta"):
         model = skeleton(source, trust_remote_code=trust_remote_code)
+    check_known_experts(f"quantize({source})", model)
     plan = Plan.load(source / PI2_FOLDER) if (source / PI2_FOLDER / "plan.json").exists() else _new_plan(model)
     check_names(model, plan)
     linears, _ = find_linears(model, [layer.site for layer in plan.layers], on_meta=True)
@@ -156,7 +160,7 @@ def _new_plan(model: nn.Module) -> Plan:
     layers = []
     for site in find_sites(model, on_meta=True):
         order = torch.arange(site.intermediate, dtype=torch.int32)
-        exact = site.activation in SPARSE_ACTIVATIONS
+        exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None  # nothing of an expert is hot
         layers.append(LayerPlan(site, "exact" if exact else "dense", 0 if exact else site.intermediate, order))
     return Plan(layers, _NO_HASH, {"planner": "none"})
 
@@ -194,7 +198,7 @@ class _Quantizer:
             (site.up, site.intermediate, site.hidden),
             (site.down, site.hidden, site.intermediate),
         ):
-            for name in () if ref is None else (ref.weight, ref.bias):
+            for name in () if ref is None or site.experts is not None else (ref.weight, ref.bias):
                 if ref is None or name is None:
                     continue
                 stored = self._stored(name)
@@ -210,11 +214,34 @@ class _Quantizer:
                         fix="The plan, or config.json, is of another model.",
                     )
 
+        if site.experts is not None:
+            self._check_expert(site)
+
+    def _check_expert(self, site: FFNSite) -> None:
+        """As :meth:`_check_site`."""
+        for role, ref in _refs(site):
+            found = ExpertMatrix(self._checkpoint, site, ref, role)
+            if not found.fits:
+                raise ArtifactError(
+                    f"{found.name} in {self._checkpoint.folder}",
+                    expected=f"{role} {list(found.shape)} of {site.key}",
+                    found=str(list(self._checkpoint.spec(found.name).shape)),
+                    fix="The plan, or config.json, is of another model.",
+                )
+            self._checkpoint.check_float(found.name)
+
     def _ways(self, model: nn.Module) -> dict[str, str]:
         """How each layer's modules can be replaced: tried with the weights of one layer of every form."""
         by_form: dict[Any, str] = {}
-        ways = {}
-        for site in (layer.site for layer in self._plan.layers):
+        ways: dict[str, str] = {}
+        for group in expert_groups(self._plan.layers):
+            site = group[0].site
+            if site.experts is not None:
+                experts = (site.owner_class, site.activation, site.intermediate, len(group))
+                if experts not in by_form:
+                    by_form[experts] = self._try_experts(model, group)
+                ways |= dict.fromkeys((layer.site.key for layer in group), by_form[experts])
+                continue
             inner = tuple(name.rpartition(".")[2] for name in site.inner)
             form = (site.owner_class, site.activation, site.activation_on_up, site.intermediate, site.owner_runs, inner)
             if form not in by_form:
@@ -234,10 +261,29 @@ class _Quantizer:
             for name, parameter in empty.items():
                 put(model, [name], parameter)
 
+    def _try_experts(self, model: nn.Module, group: list[LayerPlan]) -> str:
+        """Tried with some of the experts: all of a layer may be more than there is memory for."""
+        first = group[0].site
+        empty = {ref.weight: model.get_parameter(ref.weight) for ref in (first.up, first.down)}
+        dtype = self._checkpoint.spec(ExpertMatrix(self._checkpoint, first, first.up, "up").name).dtype
+        try:
+            for name, parameter in empty.items():
+                put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # the system gives what is written to
+            for layer in group[:TRIED_EXPERTS]:
+                for role, ref in _refs(layer.site):
+                    found = ExpertMatrix(self._checkpoint, layer.site, ref, role)
+                    found.read_into(matrix := torch.empty(found.shape, dtype=dtype))
+                    ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)
+                check_weights(layer.site, layer.site.weights(model))
+            return find_experts_way(model, group)
+        finally:
+            for name, parameter in empty.items():
+                put(model, [name], parameter)
+
     def _stored(self, name: str) -> str:
         """The checkpoint's name of parameter ``name``, which may be tied to another."""
         aliases = self._alias.get(name, [name])
-        return next((n for n in (name, *aliases) if n in self._checkpoint), name)
+        return next((n for n in (name, *aliases) if n in self._checkpoint), stored_name(self._checkpoint, name))
 
     def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
         """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
@@ -307,11 +353,10 @@ class _Quantizer:
         specs = bundle_specs(site, self._kind)
         bundles = self._scratch(specs[f"{site.key}.bundles"])
         error = _Error()
-        gate = [] if site.gate is None else [("gate", site.gate)]
-        refs = [*gate, ("up", site.up), ("down", site.down)]
+        refs = _refs(site)
         step = max(1, _CHUNK // (4 * site.hidden))
         for row, (role, ref) in enumerate(refs):
-            matrix = self._matrix(ref)
+            matrix = self._matrix(site, ref, role)
             _update(digest, matrix)
             by_neuron = matrix.T if role == "down" else matrix
             for start in range(0, site.intermediate, step):
@@ -326,7 +371,12 @@ class _Quantizer:
                 out.write(f"{site.key}.bias_{role}", (bias if role == "down" else bias[order]).float())
         return error.relative
 
-    def _matrix(self, ref: LinearRef) -> torch.Tensor:
+    def _matrix(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
+        if ref.expert is not None:
+            found = ExpertMatrix(self._checkpoint, site, ref, role)
+            matrix = self._scratch(Spec(found.shape, self._checkpoint.spec(found.name).dtype))
+            found.read_into(matrix)
+            return matrix
         stored = self._stored(ref.weight)
         spec = self._checkpoint.spec(stored)
         start, stop = ref.rows or (0, spec.shape[0])
@@ -341,6 +391,11 @@ class _Quantizer:
         if held is None or held.numel() < size:
             held = self._held[spec.dtype] = torch.empty(size, dtype=spec.dtype)
         return held[:size].view(spec.shape)
+
+
+def _refs(site: FFNSite) -> list[tuple[str, LinearRef]]:
+    gate = [] if site.gate is None else [("gate", site.gate)]
+    return [*gate, ("up", site.up), ("down", site.down)]
 
 
 class _Error:

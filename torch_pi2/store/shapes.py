@@ -7,7 +7,8 @@ from typing import Any
 
 from torch_pi2.errors import ConfigError, LibraryMissingError
 
-#: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model.
+#: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
+#: ``smallthinker-4b`` those of SmallThinker-4B-A0.6B's experts, with the attention of Qwen3-MoE.
 SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": {
         "model_type": "mistral",
@@ -49,6 +50,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": None,
     },
+    "smallthinker-4b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1536,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
     "tiny": {
         "model_type": "llama",
         "hidden_size": 256,
@@ -59,8 +73,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 1024,
     },
 }
+SHAPES["mixtral-8x7b-quarter"] = SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 8}
 #: Configuration and causal model classes of transformers, by ``model_type``.
-CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "mixtral": "Mixtral"}
+CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "olmoe": "Olmoe",
+}
 _COMMON = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,

@@ -87,6 +87,10 @@ class Checkpoint:
         """Fill ``tensor`` with the tensor's rows from ``row`` on."""
         self._file(name).read_into(name, tensor, row=row)
 
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of the tensor, uint8."""
+        return self._file(name).read_bytes(name, start, stop)
+
     def check_float(self, name: str) -> None:
         """Raises DtypeError if the tensor is no float matrix that can be quantised (a checkpoint quantised already)."""
         dtype = self.spec(name).dtype

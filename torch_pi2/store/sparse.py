@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,26 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.rewrite import predictor_tensors, sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.runtime.experts import SparseExperts, expert_groups
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.linear import QuantLinear
 from torch_pi2.store.dense import untie
-from torch_pi2.store.place import check_names, place, way_taken
+from torch_pi2.store.place import check_names, place, place_experts, way_taken
 from torch_pi2.store.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.store.storefile import open_weights
-from torch_pi2.store.tensorfile import Spec, TensorWriter
+from torch_pi2.store.tensorfile import Spec, TensorWriter, new_tensor
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
-#: Plan of a layer, the open file, the layer's place in the plan, dtype of the float parameters -> the layer, or None.
-MakeLayer = Callable[[LayerPlan, QuantizedWeights, int, torch.dtype], SparseFFN | None]
+#: Plan of a layer, the open file, dtype of the float parameters -> the layer.
+MakeLayer = Callable[[LayerPlan, QuantizedWeights, torch.dtype], SparseFFN]
+#: The layers of all experts of a module, how many they are -> the module.
+MakeExperts = Callable[[Iterable[SparseFFN], Sequence[LayerPlan]], SparseExperts]
 
 
 def weights_of(model: nn.Module) -> str:
@@ -93,17 +97,20 @@ def load_sparse(
     trust_remote_code: bool,
     int8_activations: bool,
     progress: bool,
-    bundles: MakeLayer | None = None,
+    make_layer: MakeLayer | None = None,
+    make_experts: MakeExperts | None = None,
 ) -> nn.Module:
     """The quantised model of ``folder``, all of its weights in place; see :func:`torch_pi2.load`.
 
     Args:
-        bundles: makes the layers whose bundles stay in the file, and None for those that are to be read (default: all).
+        make_layer, make_experts: for layers whose bundles stay in the file (default: they are read); experts are given
+            without their bundles.
     """
     load_library()
     with open_weights(pi2) as weights:
         weights.check_plan(plan)
         model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
+        check_known_experts(str(folder), model)
         check_names(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
@@ -113,10 +120,23 @@ def load_sparse(
         for name, columns in _shown(weights.linears.items(), "linear layers", progress):
             ours |= {f"{name}.weight", f"{name}.bias"}
             _put_linear(model, weights, name, columns, int8_activations)
-        for index, layer in enumerate(_shown(plan.layers, "feed-forward layers", progress)):
-            ffn = None if bundles is None else bundles(layer, weights, index, kind)
-            if ffn is None:
-                ffn = _read_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
+
+        def empty(layer: LayerPlan) -> SparseFFN:
+            return _empty_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
+
+        for group in _shown(expert_groups(plan.layers), "feed-forward layers", progress):
+            if group[0].site.experts is not None:
+                for layer in group:
+                    weights.way(layer.site.key)  # raises if the file does not know it
+                parts = (empty(layer) for layer in group)
+                experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
+                if experts.in_memory:
+                    _read_experts(experts, weights)
+                place_experts(model, group, experts.eval())
+                continue
+            layer = group[0]
+            ffn = empty(layer) if make_layer is None else make_layer(layer, weights, kind)
+            _read_layer(ffn, weights)
             place(model, layer.site, ffn, weights.way(layer.site.key))
             ffn.eval()
 
@@ -149,11 +169,11 @@ def _put_linear(model: nn.Module, weights: QuantizedWeights, name: str, columns:
     setattr(model.get_submodule(parent), local, made.eval())
 
 
-def _read_layer(
+def _empty_layer(
     layer: LayerPlan, predictor: Any, weights: QuantizedWeights, int8_activations: bool, dtype: torch.dtype
 ) -> SparseFFN:
     tensors, threshold = predictor_tensors(predictor)
-    ffn = SparseFFN.empty(
+    return SparseFFN.empty(
         layer.site,
         layer,
         kind=weights.kind,
@@ -162,11 +182,19 @@ def _read_layer(
         int8_activations=int8_activations,
         dtype=dtype,
     )
-    for name, spec in bundle_specs(layer.site, weights.kind).items():
-        is_bundles = name == f"{layer.site.key}.bundles"
-        put(
-            ffn,
-            [name.rpartition(".")[2]],
-            weights.read_bundles(layer.site) if is_bundles else weights.take(name, spec),
-        )
-    return ffn
+
+
+def _read_layer(ffn: SparseFFN, weights: QuantizedWeights) -> None:
+    """Biases, and the bundles unless they stay in the file."""
+    for name, spec in bundle_specs(ffn.site, weights.kind).items():
+        if name != f"{ffn.site.key}.bundles":
+            put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
+        elif ffn.in_memory:
+            put(ffn, ["bundles"], weights.read_bundles(ffn.site))
+
+
+def _read_experts(experts: SparseExperts, weights: QuantizedWeights) -> None:
+    bundles = new_tensor(experts.bundles.shape, torch.uint8)
+    for expert, site in enumerate(experts.sites):
+        bundles[expert] = weights.read_bundles(site)
+    put(experts, ["bundles"], bundles)

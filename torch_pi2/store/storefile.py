@@ -143,11 +143,11 @@ class StoreReader(QuantizedWeights):
             "neurons": entry.neurons >= 1 and entry.hidden >= 1,
             "weights": entry.weights == WEIGHT_CODES[self.kind],
             "row_bytes": entry.row_bytes == row_bytes(self.kind, entry.hidden),
-            "slot_bytes": entry.slot_bytes >= entry.bundle_bytes and entry.slot_bytes % SECTOR == 0,
+            "slot_bytes": entry.slot_bytes >= entry.cluster * entry.bundle_bytes and entry.slot_bytes % SECTOR == 0,
             "n_hot": entry.n_hot <= entry.neurons,
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,
             "checks": entry.checks == self.offset(f"{key}.checks"),
-            "bundles": self.specs[f"{key}.bundles"] == Spec((entry.neurons, entry.slot_bytes), torch.uint8),
+            "bundles": self.specs[f"{key}.bundles"] == Spec((entry.slots_in_file, entry.slot_bytes), torch.uint8),
             "length of checks": self.specs[f"{key}.checks"] == Spec((4 * entry.neurons,), torch.uint8),
         }
         wrong = [name for name, good in wanted.items() if not good]
@@ -214,13 +214,16 @@ class StoreReader(QuantizedWeights):
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Position of a neuron, and bundles ``[n, bundle_bytes]`` from there on, compared with their checksums."""
         entry, key = self.entries[index], self.keys[index]
+        first, last = start // entry.cluster, -(-stop // entry.cluster)  # slots
         step = max(1, PIECE // entry.slot_bytes)
-        slots = torch.empty((min(step, stop - start), entry.slot_bytes), dtype=torch.uint8)
-        for at in range(start, stop, step):
-            part = slots[: min(step, stop - at)]
-            self.read_into(f"{key}.bundles", part, row=at)
-            bundles = part[:, : entry.bundle_bytes].contiguous()
-            stored = self.read_bytes(f"{key}.checks", 4 * at, 4 * (at + len(part))).numpy().view("<u4")
+        slots = torch.empty((min(step, last - first), entry.slot_bytes), dtype=torch.uint8)
+        for slot in range(first, last, step):
+            part = slots[: min(step, last - slot)]
+            self.read_into(f"{key}.bundles", part, row=slot)
+            whole = part[:, : entry.cluster * entry.bundle_bytes].reshape(-1, entry.bundle_bytes)
+            at, end = max(start, slot * entry.cluster), min(stop, (slot + len(part)) * entry.cluster)
+            bundles = whole[at - slot * entry.cluster : end - slot * entry.cluster].contiguous()
+            stored = self.read_bytes(f"{key}.checks", 4 * at, 4 * end).numpy().view("<u4")
             found = crc32c(bundles).numpy()
             wrong = np.flatnonzero(found != stored)
             if len(wrong):
@@ -245,7 +248,7 @@ class StoreReader(QuantizedWeights):
             for index, entry in enumerate(self.entries):
                 for _, bundles in self._pieces(index, 0, entry.neurons):
                     done += bundles.nbytes
-                    bar.update(len(bundles) * entry.slot_bytes)
+                    bar.update(len(bundles) * entry.slot_bytes // entry.cluster)
             for name in self.checks:
                 size = self.specs[name].nbytes
                 blocks = []
@@ -265,7 +268,7 @@ class StoreReader(QuantizedWeights):
         """Bytes of the file by what they are for; together all of it."""
         found = {"header": self.offset(SUPERBLOCK), "superblock": self.specs[SUPERBLOCK].nbytes}
         found["bundles"] = sum(entry.neurons * entry.bundle_bytes for entry in self.entries)
-        found["slot_padding"] = sum(entry.neurons * entry.slot_bytes for entry in self.entries) - found["bundles"]
+        found["slot_padding"] = sum(entry.slots_in_file * entry.slot_bytes for entry in self.entries) - found["bundles"]
         found["checks"] = sum(4 * entry.neurons for entry in self.entries)
         rows = {f"{name}.weight" for name in self.linears}
         found["linears"] = sum(self.specs[name].nbytes for name in self.checks if name in rows)

@@ -10,15 +10,18 @@ import torch
 from torch_pi2.store.crc32c import crc32c
 
 MAGIC = b"PI2STORE"
-VERSION = 1
+#: 1: a slot for every neuron; 2: slots of clusters.
+VERSIONS = (1, 2)
 #: Slots of a layer, the superblock and the data begin at multiples of this.
 PAGE = 4096
 #: Slots are multiples of this, the smallest block of a device.
 SECTOR = 512
+#: Neurons in a slot at most: divides the number of neurons of any chunk that is computed.
+MOST_CLUSTER = 64
 #: Bytes of the part that is there once, and of a layer's entry.
 _PART = 128
 _HEADER = struct.Struct("<8sIIQQII32s")
-_ENTRY = struct.Struct("<QQIIIIIIII")
+_ENTRY = struct.Struct("<QQIIIIIIIII")
 #: ``pi2::DType`` of the core.
 WEIGHT_CODES = {"int4": 4, "int8": 5}
 
@@ -32,6 +35,7 @@ class LayerEntry:
         neurons, hidden, rows: I, H and R. weights: a value of ``WEIGHT_CODES``.
         slot_bytes: from one slot to the next. row_bytes: of one of the R rows that a slot begins with.
         n_hot: the first neurons, computed densely. layer: the site's number.
+        cluster: neurons in a slot, a power of two up to ``MOST_CLUSTER``; the last slot may have fewer.
     """
 
     slots: int
@@ -44,11 +48,17 @@ class LayerEntry:
     row_bytes: int
     n_hot: int
     layer: int
+    cluster: int = 1
 
     @property
     def bundle_bytes(self) -> int:
-        """Of a slot: the rest is zeros."""
+        """Of a neuron. A slot has ``cluster`` of them; the rest is zeros."""
         return self.rows * self.row_bytes
+
+    @property
+    def slots_in_file(self) -> int:
+        """How many slots the neurons take."""
+        return -(-self.neurons // self.cluster)
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,12 @@ class Superblock:
         """Its bytes, ``superblock_bytes(len(layers))`` of them."""
         size = superblock_bytes(len(self.layers))
         fields = (size, self.file_bytes, len(self.layers), PAGE, self.model_hash)
-        entries = b"".join(_ENTRY.pack(*astuple(entry)).ljust(_PART, b"\0") for entry in self.layers)
+        version = 1 if all(entry.cluster == 1 for entry in self.layers) else 2
+        packed = ((*astuple(entry)[:-1], entry.cluster if version > 1 else 0) for entry in self.layers)
+        entries = b"".join(_ENTRY.pack(*values).ljust(_PART, b"\0") for values in packed)
 
         def with_checksum(checksum: int) -> bytes:
-            return (_HEADER.pack(MAGIC, VERSION, checksum, *fields).ljust(_PART, b"\0") + entries).ljust(size, b"\0")
+            return (_HEADER.pack(MAGIC, version, checksum, *fields).ljust(_PART, b"\0") + entries).ljust(size, b"\0")
 
         return with_checksum(_checksum(with_checksum(0)))
 
@@ -82,17 +94,21 @@ class Superblock:
         magic, version, checksum, size, file_bytes, layers, page, model_hash = _HEADER.unpack_from(data)
         if magic != MAGIC:
             raise ValueError(f"magic {magic!r}")
-        if version != VERSION:
+        if version not in VERSIONS:
             raise ValueError(f"superblock version {version}")
         found = _checksum(data[:12] + bytes(4) + data[16:])
         if found != checksum:
             raise ValueError(f"superblock checksum {found:08x} where it says {checksum:08x}")
         if size != len(data) or size != superblock_bytes(layers) or not layers or page != PAGE:
             raise ValueError(f"{layers} layers in {size} of {len(data)} bytes, pages of {page}")
-        entries = (LayerEntry(*_ENTRY.unpack_from(data, _PART * (i + 1))) for i in range(layers))
+        unpacked = (_ENTRY.unpack_from(data, _PART * (i + 1)) for i in range(layers))
+        entries = [LayerEntry(*(*values[:-1], values[-1] if version > 1 else 1)) for values in unpacked]
+        for i, entry in enumerate(entries):
+            if not 0 < entry.cluster <= MOST_CLUSTER or entry.cluster & (entry.cluster - 1):
+                raise ValueError(f"clusters of {entry.cluster} neurons in layer {i}")
         block = Superblock(file_bytes, model_hash, tuple(entries))
         if block.pack() != data:
-            raise ValueError("values where version 1 has zeros")
+            raise ValueError(f"values where version {version} has others")
         return block
 
 

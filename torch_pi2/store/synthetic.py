@@ -20,13 +20,14 @@ import torch
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
 from torch_pi2.config import Config
 from torch_pi2.errors import ConfigError
+from torch_pi2.graph.experts import ExpertsForm, expert_sites
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.predict.size import FittedPredictors, save_predictors
 from torch_pi2.runtime.files import replacing_folder
-from torch_pi2.store.firing import RESIDUAL, GateMaker, direction, power_law, random_rows
+from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
 from torch_pi2.store.shapes import CLASSES, build_config
 from torch_pi2.store.tensorfile import Spec, TensorWriter
 from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, metadata
@@ -50,6 +51,7 @@ def synthetic(
     predictor_weights: str = "int4",
     hot_frequency: float | None = None,
     layers: int | None = None,
+    locality: float = LOCALITY,
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, Any]:
@@ -60,19 +62,20 @@ def synthetic(
 
     Args:
         shape: a name in ``torch_pi2.store.shapes.SHAPES``, or configuration values with ``model_type`` llama, mistral,
-            qwen2 or mixtral.
+            qwen2, mixtral, qwen3_moe or olmoe. Routers of experts choose all of them about equally often.
         active: mean share of neurons that fire for a token, in every layer.
         weights: ``int4`` or ``int8``.
         predictor: ``lowrank`` (of ``rank``, in ``predictor_weights``), ``signbit``, or None for the exact gate.
         hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
         layers: another number of layers than the shape's.
+        locality: part of the noise that tokens of one topic share (:mod:`torch_pi2.store.firing`); 0: none.
 
     Raises:
         ConfigError: a setting makes no sense. ArtifactError: the folder cannot be written, or holds other files.
         LibraryMissingError: transformers is not installed.
     """
     load_library()
-    _check(active, weights, hidden_act, predictor, rank, predictor_weights)
+    _check(active, weights, hidden_act, predictor, rank, predictor_weights, locality)
     label = {
         "synthetic": "random weights: speed means something, quality does not",
         "shape": shape if isinstance(shape, str) else dict(shape),
@@ -84,6 +87,7 @@ def synthetic(
         "hot_frequency": Config().hot_frequency if hot_frequency is None else hot_frequency,
         "law": "p(u) = min(0.95, c u^-s), 43 % of neurons make 80 % of activations (PowerInfer, arXiv 2312.12456)",
         "residual": RESIDUAL,
+        "locality": locality,
         "seed": seed,
     }
     more = {"hidden_act": hidden_act} | ({} if layers is None else {"num_hidden_layers": layers})
@@ -97,7 +101,13 @@ def synthetic(
 
 
 def _check(
-    active: float, weights: str, hidden_act: str, predictor: str | None, rank: int, predictor_weights: str
+    active: float,
+    weights: str,
+    hidden_act: str,
+    predictor: str | None,
+    rank: int,
+    predictor_weights: str,
+    locality: float,
 ) -> None:
     checks = (
         ("active", active, 0 < active <= 0.9, "more than 0, at most 0.9"),
@@ -106,10 +116,21 @@ def _check(
         ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
         ("rank", rank, rank >= 1, "at least 1"),
         ("predictor_weights", predictor_weights, predictor_weights in KINDS, " or ".join(KINDS)),
+        ("locality", locality, 0 <= locality < 1, "0 or more, less than 1"),
     )
     for name, value, good, expected in checks:
         if not good:
             raise ConfigError(f"synthetic({name}=...)", expected=expected, found=repr(value), fix="Correct it.")
+
+
+def _check_all_sparse(config: Any) -> None:
+    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
+        raise ConfigError(
+            "shape",
+            expected="experts in every layer",
+            found=f"decoder_sparse_step {config.decoder_sparse_step}, mlp_only_layers {config.mlp_only_layers}",
+            fix="Leave these out: a synthetic model has layers of one form.",
+        )
 
 
 class _Writer:
@@ -121,23 +142,30 @@ class _Writer:
         self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or self.hidden // self.heads
-        self.experts = getattr(config, "num_local_experts", 0) if config.model_type == "mixtral" else 0
+        self.experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
+        if config.model_type == "qwen3_moe":
+            _check_all_sparse(config)
+            self.intermediate = config.moe_intermediate_size
         self._generator = torch.Generator().manual_seed(int(label["seed"]))
         self._d = direction(self.hidden, self._generator)
         self._p = power_law(self.intermediate, float(label["active"]))
-        self.n_hot = int((self._p >= float(label["hot_frequency"])).sum())
+        # which neurons of an expert are hot would depend on how often it is chosen
+        self.n_hot = 0 if self.experts else int((self._p >= float(label["hot_frequency"])).sum())
 
     def sites(self) -> list[FFNSite]:
-        """As ``find_sites`` finds them (experts, which it does not find, under names of the same kind)."""
+        """As ``find_sites`` finds them."""
         owners = [f"model.layers.{i}.mlp" for i in range(self.config.num_hidden_layers)]
+        class_name = CLASSES[self.config.model_type]
+        sites: list[FFNSite] = []
         if self.experts:
-            owners = [f"{owner}.experts.{e}" for owner in owners for e in range(self.experts)]
-        owner_class = "MixtralExperts" if self.experts else f"{CLASSES[self.config.model_type]}MLP"
-        sites = []
+            form = ExpertsForm(self.experts, self.intermediate, self.hidden, "relu", False)
+            for owner in owners:
+                sites += expert_sites(f"{owner}.experts", form, f"{class_name}Experts", len(sites))
+            return sites
         for index, owner in enumerate(owners):
             gate, up, down = (LinearRef(f"{owner}.{name}_proj.weight") for name in ("gate", "up", "down"))
             size = (self.hidden, self.intermediate)
-            sites.append(FFNSite(owner, index, "relu", False, gate, up, down, *size, owner, owner_class))
+            sites.append(FFNSite(owner, index, "relu", False, gate, up, down, *size, owner, f"{class_name}MLP"))
         return sites
 
     def linears(self) -> dict[str, tuple[int, int, float]]:
@@ -164,6 +192,10 @@ class _Writer:
                 shapes |= {f"{layer}.self_attn.{n}_proj.bias": (heads * self.head_dim,) for n, heads in rows}
             if self.experts:
                 shapes[f"{layer}.mlp.gate.weight"] = (self.experts, self.hidden)
+            if self.config.model_type in ("qwen3_moe", "olmoe"):
+                whole = self.config.model_type == "olmoe"  # one norm over all heads, not one for each
+                for n, heads in (("q", self.heads), ("k", self.kv_heads)):
+                    shapes[f"{layer}.self_attn.{n}_norm.weight"] = (self.head_dim * (heads if whole else 1),)
         return shapes | {"model.norm.weight": (self.hidden,)}
 
     def write(self, folder: Path) -> None:
@@ -205,11 +237,14 @@ class _Writer:
         if name.endswith("embed_tokens.weight"):
             for start in range(0, shape[0], _CHUNK):
                 rows = (min(_CHUNK, shape[0] - start), shape[1])
-                yield start, torch.randn(rows, generator=self._generator) + self._d
+                yield start, embedding_noise(*rows, float(self.label["locality"]), self._generator) + self._d
         elif name.endswith("bias"):
             yield 0, torch.randn(shape, generator=self._generator) * 0.1
         elif name.endswith("mlp.gate.weight"):
-            yield 0, torch.randn(shape, generator=self._generator) / math.sqrt(self.hidden)
+            # nothing along d, which all tokens have, and of one length: experts are chosen about equally often
+            router = torch.randn(shape, generator=self._generator)
+            router -= (router @ self._d)[:, None] * (self._d / self.hidden)
+            yield 0, router / router.norm(dim=1, keepdim=True)
         else:
             yield 0, torch.ones(shape)
 

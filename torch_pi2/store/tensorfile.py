@@ -296,13 +296,21 @@ class TensorReader:
             fix="Copy it again, or make it again.",
         )
 
+    def _pread(self, size: int, at: int) -> bytes:
+        """``size`` bytes from ``at`` on, fewer only at the end of the file."""
+        parts = []
+        while size and (part := os.pread(self._file, size, at)):
+            parts.append(part)
+            size, at = size - len(part), at + len(part)
+        return b"".join(parts)
+
     def _read_header(self) -> tuple[dict[str, Spec], dict[str, int], dict[str, str]]:
         size = os.fstat(self._file).st_size
-        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        length = int.from_bytes(self._pread(8, 0), "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
             self._damaged(f"a header of {length} bytes in a file of {size}")
         try:
-            header = json.loads(os.pread(self._file, length, 8), object_pairs_hook=_without_repeats)
+            header = json.loads(self._pread(length, 8), object_pairs_hook=_without_repeats)
             if not isinstance(header, dict):
                 raise TypeError(f"the header is a {type(header).__name__}")
             metadata = header.pop("__metadata__", {})

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, StaleArtifactError, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import Plan
@@ -27,23 +27,6 @@ FORMAT = "torch_pi2.weights"
 KINDS = ("int4", "int8")
 #: How a layer's modules are replaced: see :mod:`torch_pi2.graph.rewrite`. The third way needs weights to be tried with.
 WAYS = ("owner", "chain")
-
-#: Values of a configuration that say how many experts share a feed-forward layer; 1 is an ordinary decoder.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-def check_no_experts(what: str, config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for a mixture of experts, by its ``config.json``; ``what`` is for the message."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
-        for experts in (part.get(name) for name in _EXPERTS):
-            if isinstance(experts, int) and experts > 1:
-                raise UnsupportedModelError(
-                    what,
-                    expected="a dense decoder",
-                    found=f"a mixture of {experts} experts",
-                    fix="Quantised experts cannot be loaded yet; keep the float weights.",
-                )
 
 
 def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mapping[str, str]) -> dict[str, str]:

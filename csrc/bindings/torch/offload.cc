@@ -1,5 +1,5 @@
 // torch.ops.pi2.store_*: stores, by number; stored_ffn: a layer whose neurons are in one.
-#include "pi2/offload.h"
+#include "bindings/torch/offload.h"
 
 #include <map>
 #include <memory>
@@ -19,6 +19,8 @@ std::map<int64_t, std::shared_ptr<Offload>>& stores() {
   return *all;
 }
 
+}  // namespace
+
 std::shared_ptr<Offload> store_of(int64_t number) {
   const std::lock_guard<std::mutex> lock(stores_mutex);
   const auto found = stores().find(number);
@@ -27,9 +29,11 @@ std::shared_ptr<Offload> store_of(int64_t number) {
   return found->second;
 }
 
+namespace {
+
 int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, std::string policy, int64_t io_threads,
                    bool direct, bool verify, bool pipeline, int64_t window, int64_t in_flight, int64_t run_bytes,
-                   double hot_share) {
+                   double hot_share, bool spin, std::vector<double> device) {
   OffloadOptions options;
   options.cache_bytes = cache_bytes;
   options.engine = engine;
@@ -42,6 +46,8 @@ int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, st
   options.in_flight = in_flight;
   options.run_bytes = run_bytes;
   options.hot_share = hot_share;
+  options.spin = spin;
+  options.device = device;
   std::string problem;
   std::shared_ptr<Offload> made = Offload::open(path, options, &problem);
   STD_TORCH_CHECK(made != nullptr, "pi2: store ", path, ": ", problem);
@@ -83,8 +89,9 @@ std::string store_describe(int64_t store) { return store_of(store)->describe(); 
 // In the order of torch_pi2.runtime.offload.STATISTICS.
 Tensor store_stats(int64_t store, bool reset) {
   const OffloadStats s = store_of(store)->stats(reset);
-  const int64_t all[] = {s.calls,   s.wanted,  s.hits,  s.reads,    s.bytes_read, s.evictions,   s.uncached,
-                         s.wait_ns, s.busy_ns, s.io_ns, s.resident, s.slots,      s.cache_bytes, s.staging_bytes};
+  const int64_t all[] = {s.calls,       s.wanted,        s.hits,    s.reads, s.bytes_read, s.evictions,
+                         s.uncached,    s.wait_ns,       s.busy_ns, s.io_ns, s.resident,   s.slots,
+                         s.cache_bytes, s.staging_bytes, s.guessed, s.used,  s.late};
   Tensor out = torch::stable::empty({static_cast<int64_t>(std::size(all))}, ScalarType::Long);
   std::copy(std::begin(all), std::end(all), static_cast<int64_t*>(out.mutable_data_ptr()));
   return out;
@@ -116,18 +123,15 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   Tensor out = torch::stable::new_empty(x, x.sizes());
   args.x = x_dense.const_data_ptr();
   args.y = out.mutable_data_ptr();
-  std::string problem;
-  if (kind == "none") {
+  Predictor any;
+  if (kind != "none") {
+    any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
+  } else {
     STD_TORCH_CHECK(predictor.empty(), "pi2: predictor: expected no tensors for kind none, found ", predictor.size(),
                     ". See torch_pi2.ops.reference_store.stored_ffn.");
-    if (args.tokens > 0) problem = offload->ffn(layer, args, torch_threads());
-  } else {
-    const AnyPredictor any =
-        any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
-    if (args.tokens > 0)
-      problem = any.is_signbit ? offload->ffn(layer, any.signbit, args, torch_threads())
-                               : offload->ffn(layer, any.lowrank, args, torch_threads());
   }
+  if (args.tokens == 0) return out;
+  const std::string problem = offload->ffn(layer, any, args, torch_threads());
   STD_TORCH_CHECK(problem.empty(), "pi2: reading the neuron store: ", problem);
   return out;
 }
@@ -152,7 +156,7 @@ Tensor crc32c_rows(const Tensor& rows) {
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "store_open(str path, int cache_bytes, str engine, str policy, int io_threads, bool direct, bool verify, "
-      "bool pipeline, int window, int in_flight, int run_bytes, float hot_share) -> int");
+      "bool pipeline, int window, int in_flight, int run_bytes, float hot_share, bool spin, float[] device) -> int");
   m.def("store_close(int store) -> bool");
   m.def("store_layers(int store) -> Tensor");
   m.def("store_preload(int store) -> str");

@@ -123,8 +123,8 @@ Tensor predict_signbit(const Tensor& x, const Tensor& signs, int64_t columns, do
 
 }  // namespace
 
-AnyPredictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<Tensor>& tensors,
-                           const std::string& kind, double cut, const std::string& weights, bool int8_activations) {
+Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<Tensor>& tensors,
+                        const std::string& kind, double cut, const std::string& weights, bool int8_activations) {
   const size_t least = kind == "lowrank" ? 4 : kind == "lowrank_q" ? 2 : kind == "signbit" ? 1 : 0;
   STD_TORCH_CHECK(least > 0, "pi2: kind: expected lowrank, lowrank_q or signbit, found '", kind,
                   "'. See torch_pi2.ops.reference.predicted_ffn.");
@@ -132,16 +132,17 @@ AnyPredictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vect
   STD_TORCH_CHECK(tensors.size() == least || tensors.size() == most, "pi2: predictor: expected ", least,
                   most > least ? " tensors (and a bias)" : " tensor", " for kind ", kind, ", found ", tensors.size(),
                   ". See torch_pi2.ops.reference.predicted_ffn.");
-  AnyPredictor made;
+  Predictor made;
   const MaybeTensor bias = tensors.size() > least ? MaybeTensor(tensors[least]) : std::nullopt;
-  made.is_signbit = kind == "signbit";
-  if (made.is_signbit)
+  const bool signbit = kind == "signbit";
+  made.kind = signbit ? Predictor::Kind::kSignbit : Predictor::Kind::kLowrank;
+  if (signbit)
     made.signbit = signbit_args(x, tensors[0], args.hidden, cut);
   else if (kind == "lowrank")
     made.lowrank = lowrank_args(x, tensors[0], tensors[1], tensors[2], tensors[3], bias, cut);
   else
     made.lowrank = lowrank_q_args(x, tensors[0], tensors[1], bias, weights, int8_activations, cut);
-  const int64_t found = made.is_signbit ? made.signbit.cold : made.lowrank.cold;
+  const int64_t found = signbit ? made.signbit.cold : made.lowrank.cold;
   STD_TORCH_CHECK(found == args.neurons - args.n_hot, "pi2: predictor: expected ", args.neurons - args.n_hot,
                   " cold neurons (", args.neurons, " less ", args.n_hot, " hot), found ", found,
                   ". Its rows are those of cold neurons in plan order.");
@@ -157,16 +158,12 @@ Tensor predicted_ffn(const Tensor& x, const Tensor& bundles, const MaybeTensor& 
                      bool int8_activations) {
   FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
                           weights, int8_activations);
-  const AnyPredictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
+  const Predictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
   const Tensor x_dense = dense(x);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   args.x = x_dense.const_data_ptr();
   args.y = out.mutable_data_ptr();
-  if (args.tokens == 0) return out;
-  if (any.is_signbit)
-    pi2::predicted_ffn(any.signbit, args, torch_threads());
-  else
-    pi2::predicted_ffn(any.lowrank, args, torch_threads());
+  if (args.tokens > 0) pi2::predicted_ffn(any, args, torch_threads());
   return out;
 }
 

@@ -9,16 +9,9 @@
 
 namespace pi2::binding {
 
-// A predictor of any kind but for x's data: one of the two.
-struct AnyPredictor {
-  bool is_signbit = false;
-  LowrankArgs lowrank;
-  SignbitArgs signbit;
-};
-
-// The predictor of `kind` (lowrank, lowrank_q, signbit) whose `tensors` are for the cold neurons of a layer of
-// args.neurons. The tensors must outlive what is returned.
-AnyPredictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<Tensor>& tensors,
-                           const std::string& kind, double cut, const std::string& weights, bool int8_activations);
+// The predictor of `kind` (lowrank, lowrank_q, signbit), but for x's data, whose `tensors` are for the cold neurons of
+// a layer of args.neurons. The tensors must outlive what is returned.
+Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<Tensor>& tensors,
+                        const std::string& kind, double cut, const std::string& weights, bool int8_activations);
 
 }  // namespace pi2::binding

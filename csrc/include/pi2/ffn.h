@@ -17,20 +17,23 @@ constexpr std::int64_t chunk_neurons(std::int64_t neurons) {
   return (sixteenth + 63) / 64 * 64;
 }
 
-// Where bundles come from that are not all in memory: see pi2/offload.h. Of one call of sparse_ffn at a time: begin,
-// then next and done from its workers until next has nothing left.
+// Where bundles come from that are not all in memory: see pi2/offload.h. Of one call of sparse_ffn at a time: expect,
+// then begin from one of its workers, and next and done from all of them until next has nothing left.
 class BundleSource {
  public:
   virtual ~BundleSource() = default;
-  // Chunk c < `chunks` of the layer is going to read the bundles ids[c * chunk_size + k], k < counts[c], ascending. May
-  // be called again within a call, for further tokens, when every chunk of the time before is done.
+  // begin is going to be called for so many chunks; again within a call, for further tokens, when every chunk of the
+  // time before is done.
+  virtual void expect(std::int64_t chunks) = 0;
+  // Chunk c < `chunks` of the layer is going to read the bundles ids[c * chunk_size + k], k < counts[c], ascending.
+  // Other workers may be in next() already.
   virtual void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
                      std::int64_t chunks) = 0;
   // A chunk whose bundles are there, each once, in the order in which they come; waits for it. -1: all have been given
   // out, or reading has failed.
   virtual std::int64_t next() = 0;
   virtual void done(std::int64_t chunk) = 0;
-  // Where the bundle of each neuron is; of those that next has announced.
+  // Where the bundle of each neuron is; from expect on, of those that next has announced.
   virtual const char* const* bundles() const = 0;
   virtual bool failed() const = 0;
 };
@@ -47,6 +50,7 @@ struct FfnArgs {
   // [neurons, rows] rows of hidden numbers (row_bytes), w_dtype; rows: 3 = gate, up, down; 2 = up, down
   const void* bundles = nullptr;
   BundleSource* source = nullptr;  // instead of bundles; if it fails, y means nothing
+  std::int64_t layer = -1;         // its number in a store, for traces
   DType w_dtype = DType::kF32;
   std::int64_t neurons = 0;
   std::int64_t rows = 3;

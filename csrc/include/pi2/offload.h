@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "pi2/ffn.h"
 #include "pi2/predict.h"
@@ -12,30 +14,35 @@
 namespace pi2 {
 
 struct OffloadOptions {
-  std::int64_t cache_bytes = 0;  // for neurons in memory; what reads pass through (staging_bytes) comes on top
+  std::int64_t cache_bytes =
+      0;  // for neurons in memory; what a full cache has no room for (staging_bytes) comes on top
   std::string engine = "pread";  // pread, io_uring; mmap: computed where it is mapped, without a cache
   std::string policy = "lru";    // lru, sieve, static
   int io_threads = 16;           // of pread; depth of io_uring
   bool direct = true;            // O_DIRECT where it works
   bool verify = true;            // checksums of everything read (not of what is mapped)
   bool pipeline = true;          // false: computing begins when every read of a layer is over
+  bool spin = true;              // workers that wait for reads keep their cores for some milliseconds before they sleep
   std::int64_t window = 0;       // > 0: neurons not used in so many last tokens of their layer leave ("LLM in a flash")
-  double hot_share = 0.75;       // of the cache: most frequent neurons that preload() puts there and nothing evicts
+  double hot_share = 0.5;        // of the cache: most frequent neurons that preload() puts there and nothing evicts
   std::int64_t in_flight = 8;    // chunks of a layer whose reads may be under way together
   std::int64_t run_bytes = 1 << 18;  // neighbours are read together, up to this
+  std::vector<double> device;        // not empty: reads take as long as this device's (io/device_model.h); simulated
 };
 
 struct OffloadStats {
   std::int64_t calls = 0;
-  std::int64_t wanted = 0, hits = 0;  // bundles
+  std::int64_t wanted = 0, hits = 0;   // bundles; hits: in memory already, and not because of a guess
+  std::int64_t guessed = 0, used = 0;  // slots read because prefetch() asked; those of them that were wanted afterwards
   std::int64_t reads = 0, bytes_read = 0;
   std::int64_t evictions = 0;
-  std::int64_t uncached = 0;             // read for one use: every slot was taken by the same call
+  std::int64_t uncached = 0;             // slots read for one use: the cache was full of what the same call wants
   std::int64_t wait_ns = 0;              // of all workers, waiting for bundles
   std::int64_t busy_ns = 0;              // of all workers, from a call's beginning to its end
   std::int64_t io_ns = 0;                // with at least one read under way
   std::int64_t resident = 0, slots = 0;  // bundles in the cache now, and room for
-  std::int64_t cache_bytes = 0, staging_bytes = 0;
+  std::int64_t cache_bytes = 0, staging_bytes = 0;  // what cannot be cached passes through staging
+  std::int64_t late = 0;                            // of a simulated device: reads that took longer here than there
 };
 
 // One open store. Calls from several threads take turns. Not usable in a forked child, which has none of its threads:
@@ -50,17 +57,22 @@ class Offload {
   // Sizes of a layer as sparse_ffn wants them: hidden, neurons, rows, w_dtype.
   FfnArgs shape(std::int64_t layer) const;
 
-  // As sparse_ffn and predicted_ffn, with the neurons of a layer: the same bits. Returns "" or why reading failed; the
-  // next call may work.
-  std::string ffn(std::int64_t layer, FfnArgs args, const ParallelFor& parallel);
-  std::string ffn(std::int64_t layer, const LowrankArgs& predictor, FfnArgs args, const ParallelFor& parallel);
-  std::string ffn(std::int64_t layer, const SignbitArgs& predictor, FfnArgs args, const ParallelFor& parallel);
+  // As predicted_ffn, with the neurons of a layer: the same bits. Returns "" or why reading failed; the next call may
+  // work. `then`, if any, is called once on a thread of the call when all that this layer wants has been asked for, and
+  // may call prefetch() only.
+  std::string ffn(std::int64_t layer, const Predictor& predictor, FfnArgs args, const ParallelFor& parallel,
+                  const std::function<void()>& then = nullptr);
+
+  // Begins to read what a layer is going to want into the cache: the first n_hot neurons and
+  // of the others those with a mark in active [tokens, neurons - n_hot], all if null. Changes no result; what cannot be
+  // read is asked for again when it is wanted.
+  void prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
 
   // Fills free slots with the first neurons of every layer (a store is ordered by frequency), in large reads.
   std::string preload();
 
   OffloadStats stats(bool reset);
-  // Engine in use, and whether reads are direct: "pread, direct".
+  // Engine in use, and whether reads are direct: "pread, direct"; "simulated device over pread, direct".
   std::string describe() const;
 
  private:

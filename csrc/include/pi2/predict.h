@@ -50,12 +50,22 @@ struct SignbitArgs {
 
 void predict_signbit(const SignbitArgs& args, const ParallelFor& parallel);
 
-// A prediction and the layer it is for, one after the other: the bits of predict_* followed by sparse_ffn. The
-// predictor's x, x_dtype, tokens, cold neurons and mask are taken from the layer; hidden sizes must agree. Long prompts
-// go in slices of kMaskBytes of mask (64 tokens at least), so that memory does not grow with the prompt; a slice counts
-// as a call in counters and timings.
+// A predictor of any kind, or none.
+struct Predictor {
+  enum class Kind { kNone, kLowrank, kSignbit };
+  Kind kind = Kind::kNone;
+  LowrankArgs lowrank;
+  SignbitArgs signbit;
+};
+
+// The mask [args.tokens, args.neurons - args.n_hot] of what the layer is to compute: x, its dtype, tokens and cold
+// neurons are taken from the layer. Not for kind kNone.
+void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* active, const ParallelFor& parallel);
+
+// A prediction and the layer it is for, one after the other: the bits of predict followed by sparse_ffn; hidden
+// sizes must agree. Long prompts go in slices of kMaskBytes of mask (64 tokens at least), so that memory does not grow
+// with the prompt; a slice counts as a call in counters and timings. Of kind kNone, sparse_ffn alone.
 constexpr std::int64_t kMaskBytes = 1 << 22;
-void predicted_ffn(const LowrankArgs& predictor, const FfnArgs& args, const ParallelFor& parallel);
-void predicted_ffn(const SignbitArgs& predictor, const FfnArgs& args, const ParallelFor& parallel);
+void predicted_ffn(const Predictor& predictor, const FfnArgs& args, const ParallelFor& parallel);
 
 }  // namespace pi2

@@ -1,27 +1,38 @@
 // How bytes come from a file, many requests at a time. One engine per file in csrc/io.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <cstdint>
 #include <memory>
 
 namespace pi2 {
 
+// Offset, bytes, addresses and lengths of parts are multiples of 512 where the descriptor is direct.
 struct Read {
-  std::int64_t offset = 0, bytes = 0;  // multiples of 512 where the descriptor is direct, as is the address of `into`
-  char* into = nullptr;
+  std::int64_t offset = 0, bytes = 0;
+  char* into = nullptr;          // where all of it goes, if there are no parts
+  const iovec* parts = nullptr;  // where it goes, one after another, `bytes` in all; valid until it is told of
+  std::int64_t n_parts = 0;
   void* owner = nullptr;  // for whoever asked
 };
 
-// What is told when a read is over: by an I/O thread, in any order. `error` is an errno, 0 if every byte is there.
+// A read that is over: `error` is an errno, 0 if every byte is there.
+struct ReadResult {
+  Read read;
+  int error = 0;
+};
+
+// What is told of reads that are over: by an I/O thread, in any order.
 struct ReadDone {
-  void (*call)(void* context, const Read& read, int error) = nullptr;
+  void (*call)(void* context, const ReadResult* results, std::int64_t count) = nullptr;
   void* context = nullptr;
 };
 
 class ReadEngine {
  public:
   virtual ~ReadEngine() = default;  // waits for what is under way
-  // Returns soon; every read is told of once. Thread-safe.
+  // Returns soon; every read is told of once. Thread-safe. If it throws (no memory), none of them was begun.
   virtual void submit(const Read* reads, std::int64_t count) = 0;
   virtual const char* name() const = 0;
 };

@@ -1,0 +1,159 @@
+// torch.ops.pi2.experts_ffn and stored_experts: mixtures of experts, in memory and over a neuron store.
+#include "pi2/experts.h"
+
+#include <cmath>
+
+#include "bindings/torch/common.h"
+#include "bindings/torch/ffn.h"
+#include "bindings/torch/offload.h"
+#include "bindings/torch/predict.h"
+
+namespace pi2::binding {
+namespace {
+
+// Tensors as the core reads them, and the arguments that point into them.
+struct Routed {
+  Tensor x, index, routing, y;
+  ExpertsArgs args;
+};
+
+Routed routed(const Tensor& x, const Tensor& index, const Tensor& routing, int64_t experts) {
+  check_plain(x, "x");
+  check_plain(index, "index");
+  check_plain(routing, "routing");
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "pi2: shape of x: expected [tokens, hidden], found ", shape_of(x),
+                  ". Flatten the leading dimensions.");
+  STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long,
+                  "pi2: dtype of index: expected int64, found another. Use .long().");
+  STD_TORCH_CHECK(index.dim() == 2 && index.size(0) == x.size(0), "pi2: shape of index: expected [", x.size(0),
+                  " (tokens of x), slots], found ", shape_of(index), ". Pass the router's top k of these tokens.");
+  STD_TORCH_CHECK(routing.dim() == 2 && routing.size(0) == index.size(0) && routing.size(1) == index.size(1),
+                  "pi2: shape of routing: expected that of index, ", shape_of(index), ", found ", shape_of(routing),
+                  ". Pass the router's top k of these tokens.");
+  Routed r{dense(x), dense(index), dense(routing), torch::stable::new_empty(x, x.sizes()), {}};
+  r.args.x = r.x.const_data_ptr();
+  r.args.y = r.y.mutable_data_ptr();
+  r.args.x_dtype = float_dtype(x, "x");
+  r.args.tokens = x.size(0);
+  r.args.hidden = x.size(1);
+  r.args.index = static_cast<const int64_t*>(r.index.const_data_ptr());
+  r.args.routing = r.routing.const_data_ptr();
+  r.args.routing_dtype = float_dtype(routing, "routing");
+  r.args.slots = index.size(1);
+  r.args.experts = experts;
+  return r;
+}
+
+// `layer` with the predictors of all experts; the tensors must outlive what is returned.
+ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, const std::vector<Tensor>& tensors,
+                     const std::string& kind, const std::vector<double>& cuts, const std::string& weights,
+                     bool int8_activations) {
+  ExpertStack stack;
+  stack.layer = layer;
+  if (kind == "none") {
+    STD_TORCH_CHECK(tensors.empty() && cuts.empty(),
+                    "pi2: predictor: expected no tensors and cuts for kind none, found ", tensors.size(), " and ",
+                    cuts.size(), ". See torch_pi2.ops.reference_experts.");
+    return stack;
+  }
+  STD_TORCH_CHECK(static_cast<int64_t>(cuts.size()) == experts, "pi2: cuts: expected ", experts,
+                  ", one for each expert, found ", cuts.size(), ". See torch_pi2.ops.reference_experts.");
+  std::vector<Tensor> first;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const std::string name = "predictor tensor " + std::to_string(i);
+    check_plain(tensors[i], name.c_str());
+    STD_TORCH_CHECK(tensors[i].dim() >= 2 && tensors[i].size(0) == experts && tensors[i].is_contiguous(), "pi2: ", name,
+                    ": expected contiguous [", experts, " experts, ...], found ",
+                    tensors[i].is_contiguous() ? "" : "strided ", shape_of(tensors[i]),
+                    ". Stack the tensors of all experts.");
+    first.push_back(torch::stable::select(tensors[i], 0, 0));
+  }
+  stack.predictor = any_predictor(x, layer, first, kind, cuts[0], weights, int8_activations);
+  for (size_t e = 0; e < cuts.size(); ++e)
+    STD_TORCH_CHECK(kind == "signbit" ? cuts[e] >= 0 && std::isfinite(cuts[e]) : !std::isnan(cuts[e]),
+                    "pi2: cuts: expected ", kind == "signbit" ? "finite margins of at least 0" : "thresholds",
+                    ", found ", cuts[e], " for expert ", e, ". Fit the predictor again.");
+  stack.cuts = cuts.data();
+  return stack;
+}
+
+Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, const Tensor& bundles,
+                   std::vector<Tensor> predictor, std::string kind, std::vector<double> cuts,
+                   std::string predictor_weights, bool predictor_int8_activations, std::string activation,
+                   bool activation_on_up, double threshold, std::string weights, bool int8_activations) {
+  check_plain(bundles, "bundles");
+  STD_TORCH_CHECK(bundles.dim() == 4 && bundles.is_contiguous() && bundles.numel() > 0,
+                  "pi2: bundles: expected contiguous [experts, neurons, 3 (gate, up, down) or 2 (up, down), hidden], "
+                  "none of them 0, found ",
+                  bundles.is_contiguous() ? "" : "strided ", shape_of(bundles), ". Stack the bundles of all experts.");
+  const Routed r = routed(x, index, routing, bundles.size(0));
+  const Tensor first = torch::stable::select(bundles, 0, 0);
+  const FfnArgs layer = ffn_args(x, first, std::nullopt, std::nullopt, std::nullopt, activation, activation_on_up, 0,
+                                 threshold, weights, int8_activations);
+  const ExpertStack stack =
+      stack_of(x, layer, r.args.experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations);
+  const std::string problem = pi2::experts_ffn(r.args, stack, torch_threads());
+  STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
+  return r.y;
+}
+
+// The sizes of layers [first, first + experts) of a store, which must have the same.
+FfnArgs common_shape(const Offload& store, int64_t first, int64_t experts) {
+  STD_TORCH_CHECK(experts >= 1 && experts <= store.layers(), "pi2: experts: expected 1 to ", store.layers(), ", found ",
+                  experts, ". The store is of another model.");
+  STD_TORCH_CHECK(first >= 0 && first <= store.layers() - experts, "pi2: first_layer: expected 0 to ",
+                  store.layers() - experts, " (", experts, " experts of ", store.layers(), " layers), found ", first,
+                  ". The store is of another model.");
+  FfnArgs shape = store.shape(first);
+  for (int64_t l = first + 1; l < first + experts; ++l) {
+    const FfnArgs other = store.shape(l);
+    STD_TORCH_CHECK(other.neurons == shape.neurons && other.rows == shape.rows && other.hidden == shape.hidden &&
+                        other.w_dtype == shape.w_dtype,
+                    "pi2: experts: expected layers of equal sizes, found layer ", l, " of ", other.neurons, " x ",
+                    other.rows, " x ", other.hidden, " ", name_of(other.w_dtype), " and layer ", first, " of ",
+                    shape.neurons, " x ", shape.rows, " x ", shape.hidden, " ", name_of(shape.w_dtype),
+                    ". The store is of another model.");
+  }
+  shape.n_hot = 0;
+  return shape;
+}
+
+Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routing, int64_t store, int64_t first_layer,
+                      int64_t experts, std::vector<Tensor> predictor, std::string kind, std::vector<double> cuts,
+                      std::string predictor_weights, bool predictor_int8_activations, std::string activation,
+                      bool activation_on_up, double threshold, bool int8_activations) {
+  const std::shared_ptr<Offload> offload = store_of(store);
+  FfnArgs layer = common_shape(*offload, first_layer, experts);
+  const Routed r = routed(x, index, routing, experts);
+  check_hidden(x, layer.hidden);
+  STD_TORCH_CHECK(!int8_activations || is_quantized(layer.w_dtype),
+                  "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
+  layer = with_settings(layer, x, ScalarType::Float, std::nullopt, std::nullopt, std::nullopt, activation,
+                        activation_on_up, threshold, int8_activations);
+  const ExpertStack stack =
+      stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations);
+  const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads());
+  STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
+  return r.y;
+}
+
+}  // namespace
+}  // namespace pi2::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
+  const std::string tokens = "Tensor x, Tensor index, Tensor routing, ";
+  const std::string predictor =
+      "Tensor[] predictor, str kind, float[] cuts, str predictor_weights, bool predictor_int8_activations, "
+      "str activation, bool activation_on_up, float threshold, ";
+  m.def(
+      ("experts_ffn(" + tokens + "Tensor bundles, " + predictor + "str weights, bool int8_activations=False) -> Tensor")
+          .c_str());
+  m.def(("stored_experts(" + tokens + "int store, int first_layer, int experts, " + predictor +
+         "bool int8_activations=False) -> Tensor")
+            .c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
+  m.impl("experts_ffn", TORCH_BOX(&pi2::binding::experts_ffn));
+  m.impl("stored_experts", TORCH_BOX(&pi2::binding::stored_experts));
+}

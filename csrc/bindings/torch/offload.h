@@ -1,0 +1,14 @@
+// Open stores, for the operators that compute over one.
+#pragma once
+
+#include <memory>
+
+#include "bindings/torch/common.h"
+#include "pi2/offload.h"
+
+namespace pi2::binding {
+
+// The store that store_open gave this number; refuses numbers of closed ones.
+std::shared_ptr<Offload> store_of(int64_t number);
+
+}  // namespace pi2::binding

@@ -1,0 +1,41 @@
+// Anonymous memory that is only taken as it is written to.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstdint>
+
+#include "pi2/memory.h"
+
+namespace pi2 {
+
+class Arena {
+ public:
+  Arena() = default;
+  ~Arena() {
+    if (data_ != nullptr) munmap(data_, static_cast<std::size_t>(bytes_));
+  }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  bool allocate(std::int64_t bytes, bool huge) {
+    if (bytes == 0) return true;
+    void* at =
+        mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED) return false;
+    data_ = static_cast<char*>(at);
+    bytes_ = bytes;
+    if (huge) advise_huge_pages(data_, bytes);
+    // A child forked while a device writes here would get pages that the writes then miss.
+    madvise(at, static_cast<std::size_t>(bytes), MADV_DONTFORK);
+    return true;
+  }
+
+  char* data() const { return data_; }
+
+ private:
+  char* data_ = nullptr;
+  std::int64_t bytes_ = 0;
+};
+
+}  // namespace pi2

@@ -1,0 +1,80 @@
+// Mixtures of experts: tokens grouped by the experts that they are routed to, and what those compute added up again.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "pi2/ffn.h"
+#include "pi2/offload.h"
+#include "pi2/predict.h"
+
+namespace pi2 {
+
+// y[t] = sum over slots j, in this order, of routing[t, j] * FFN of expert index[t, j] (x[t]). All of it in float32,
+// from x widened (exact) to the sum, which is rounded to x's dtype once: a token's bits do not depend on other tokens
+// (with int8 activations as far as sparse_ffn's do not; a token that names an expert twice goes to it once).
+struct ExpertsArgs {
+  const void* x = nullptr;  // [tokens, hidden], x_dtype
+  void* y = nullptr;        // [tokens, hidden], x_dtype
+  DType x_dtype = DType::kF32;
+  std::int64_t tokens = 0;
+  std::int64_t hidden = 0;
+  const std::int64_t* index = nullptr;  // [tokens, slots]; `experts` itself is no expert and adds nothing
+  const void* routing = nullptr;        // [tokens, slots], routing_dtype
+  DType routing_dtype = DType::kF32;
+  std::int64_t slots = 0;
+  std::int64_t experts = 0;
+};
+
+// Long prompts go in slices of this many bytes of inputs and results in scratch (64 tokens at least), so that memory
+// does not grow with the prompt: per token its input, a copy of it where tokens are gathered, and `slots` results.
+constexpr std::int64_t kExpertBytes = 1 << 26;
+constexpr std::int64_t expert_slice(std::int64_t slots, std::int64_t hidden) {
+  return std::max<std::int64_t>(64, kExpertBytes / ((slots + 2) * hidden * static_cast<std::int64_t>(sizeof(float))));
+}
+
+// What one expert has to compute of a slice.
+struct ExpertWork {
+  std::int64_t expert = 0;
+  std::int64_t tokens = 0;            // 1 or more
+  const std::int64_t* ids = nullptr;  // [tokens] of the slice, ascending, each once
+  const float* x = nullptr;           // [all tokens of the slice, hidden]
+  float* y = nullptr;                 // [tokens, hidden]
+  std::int64_t hidden = 0;
+};
+
+// `layer`, which is to compute `work`, with its input, output and number of tokens. The input may be gathered in this
+// thread's scratch: valid until the next call.
+FfnArgs of_expert(FfnArgs layer, const ExpertWork& work);
+
+// Whoever computes experts.
+class ExpertLayers {
+ public:
+  virtual ~ExpertLayers() = default;
+  // Everything that is going to be computed of a slice, in this order, before the first of it.
+  virtual void announce(const ExpertWork* /*works*/, std::int64_t /*count*/, const ParallelFor& /*parallel*/) {}
+  // Returns "" or what went wrong.
+  virtual std::string compute(const ExpertWork& work, const ParallelFor& parallel) = 0;
+};
+
+// Expert after expert, ascending. Returns "" or what went wrong: an index out of range, before anything is computed, or
+// what `layers` said; y means nothing then.
+std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const ParallelFor& parallel);
+
+// Experts of equal sizes and settings without biases: expert 0, behind whose tensors those of the others lie.
+struct ExpertStack {
+  FfnArgs layer;                 // but for x, y and tokens; over a store without bundles
+  Predictor predictor;           // but for its cut
+  const double* cuts = nullptr;  // [experts]: the predictors' thresholds, or margins; not for kind kNone
+};
+
+Predictor predictor_of(const ExpertStack& stack, std::int64_t expert);
+
+std::string experts_ffn(const ExpertsArgs& args, const ExpertStack& stack, const ParallelFor& parallel);
+
+// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles.
+std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
+                           const ParallelFor& parallel);
+
+}  // namespace pi2

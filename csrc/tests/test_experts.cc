@@ -1,0 +1,341 @@
+// Mixtures of experts against one token and one slot at a time, bit for bit: in memory and over a store, whatever the
+// threads and the company; what is announced; slices; indices that name nobody.
+#include <cstring>
+
+#include "core/convert.h"
+#include "pi2/experts.h"
+#include "pi2/thread_pool.h"
+#include "tests/store_fixture.h"
+
+namespace {
+
+using namespace pi2;
+using namespace pi2_test;
+using Kind = Predictor::Kind;
+
+constexpr std::int64_t kRank = 21;
+
+// Experts of one size with predictors of one kind.
+struct Experts {
+  std::vector<char> bundles, a, b, signs;
+  std::vector<float> a_scale, b_scale, b_bias;
+  std::vector<double> cuts;
+  ExpertStack stack;
+  std::int64_t count;
+
+  Experts(std::mt19937& rng, std::int64_t n, std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype,
+          Kind kind, DType predictor_dtype, bool int8_activations)
+      : count(n) {
+    for (std::int64_t r = 0; r < n * neurons * rows; ++r) append(&bundles, rng, dtype, hidden);
+    describe(bundles.data(), neurons, rows, hidden, dtype, int8_activations);
+    predict_with(rng, kind, predictor_dtype);
+  }
+
+  Experts(const Experts&) = delete;
+
+  static void append(std::vector<char>* out, std::mt19937& rng, DType dtype, std::int64_t columns) {
+    const std::vector<char> row =
+        is_quantized(dtype) ? quantized_row(rng, dtype, columns) : stored(rng, dtype, columns);
+    out->insert(out->end(), row.begin(), row.end());
+  }
+
+  void describe(const char* data, std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype, bool a8) {
+    FfnArgs& layer = stack.layer;
+    layer.bundles = data;
+    layer.neurons = neurons;
+    layer.rows = rows;
+    layer.hidden = hidden;
+    layer.w_dtype = dtype;
+    layer.int8_activations = a8;
+  }
+
+  void predict_with(std::mt19937& rng, Kind kind, DType dtype) {
+    const std::int64_t neurons = stack.layer.neurons, hidden = stack.layer.hidden;
+    stack.predictor.kind = kind;
+    for (std::int64_t e = 0; e < count; ++e) cuts.push_back(kind == Kind::kSignbit ? 0.9 + 0.1 * e : 0.1 * e);
+    for (std::int64_t r = 0; r < count * kRank; ++r) append(&a, rng, dtype, hidden);
+    for (std::int64_t r = 0; r < count * neurons; ++r) append(&b, rng, dtype, kRank);
+    for (std::int64_t i = 0; i < count * neurons * sign_bytes(hidden); ++i) signs.push_back(static_cast<char>(rng()));
+    a_scale = floats(rng, count * kRank);
+    b_scale = floats(rng, count * neurons);
+    b_bias = floats(rng, count * neurons);
+    LowrankArgs& l = stack.predictor.lowrank;
+    l.hidden = hidden;
+    l.dtype = dtype;
+    l.a = a.data();
+    l.b = b.data();
+    if (dtype == DType::kI8) {
+      l.a_scale = a_scale.data();
+      l.b_scale = b_scale.data();
+    }
+    l.b_bias = b_bias.data();
+    l.rank = kRank;
+    l.cold = neurons;
+    SignbitArgs& s = stack.predictor.signbit;
+    s.columns = hidden;
+    s.signs = signs.data();
+    s.cold = neurons;
+    stack.cuts = cuts.data();
+  }
+
+  // What expert e makes of one token, without the code under test: its own copies of the tensors, cut out.
+  std::vector<float> of_one(std::int64_t e, const float* x) const {
+    const FfnArgs& all = stack.layer;
+    std::vector<float> y(static_cast<std::size_t>(all.hidden));
+    FfnArgs layer = all;
+    layer.x = x;
+    layer.y = y.data();
+    layer.tokens = 1;
+    layer.bundles =
+        static_cast<const char*>(all.bundles) + e * (all.neurons * all.rows * row_bytes(all.w_dtype, all.hidden));
+    Predictor p = stack.predictor;
+    const auto part = [&](const std::vector<char>& data) {
+      return data.data() + static_cast<std::size_t>(e) * (data.size() / static_cast<std::size_t>(count));
+    };
+    p.lowrank.a = part(a);
+    p.lowrank.b = part(b);
+    if (p.lowrank.a_scale != nullptr) {
+      p.lowrank.a_scale = &a_scale[static_cast<std::size_t>(e * kRank)];
+      p.lowrank.b_scale = &b_scale[static_cast<std::size_t>(e * all.neurons)];
+    }
+    p.lowrank.b_bias = &b_bias[static_cast<std::size_t>(e * all.neurons)];
+    p.lowrank.threshold = static_cast<float>(cuts[static_cast<std::size_t>(e)]);
+    p.signbit.signs = part(signs);
+    p.signbit.margin = cuts[static_cast<std::size_t>(e)];
+    predicted_ffn(p, layer, serial());
+    return y;
+  }
+};
+
+// Tokens, and where they are routed.
+struct Tokens {
+  std::int64_t count, hidden, slots;
+  DType dtype, routing_dtype;
+  std::vector<char> x, routing, y;
+  std::vector<std::int64_t> index;
+  ExpertsArgs args;
+
+  Tokens(std::mt19937& rng, std::int64_t tokens, std::int64_t width, std::int64_t k, std::int64_t experts,
+         DType x_dtype, DType weights)
+      : count(tokens), hidden(width), slots(k), dtype(x_dtype), routing_dtype(weights) {
+    x = stored(rng, dtype, count * hidden);
+    routing = stored(rng, routing_dtype, count * slots);
+    y.assign(x.size(), 77);
+    // One in experts + 1 goes nowhere, and some tokens name an expert twice.
+    for (std::int64_t i = 0; i < count * slots; ++i)
+      index.push_back(static_cast<std::int64_t>(rng() % static_cast<unsigned>(experts + 1)));
+    args = {x.data(), y.data(), dtype, count, hidden, index.data(), routing.data(), routing_dtype, slots, experts};
+  }
+
+  Tokens(const Tokens&) = delete;
+
+  std::vector<char> wanted(const Experts& experts) const {
+    std::vector<char> out(x.size());
+    std::vector<float> x_H(static_cast<std::size_t>(hidden));
+    for (std::int64_t t = 0; t < count; ++t) {
+      widen(x.data() + t * row_bytes(dtype, hidden), dtype, x_H.data(), hidden);
+      std::vector<float> sum(static_cast<std::size_t>(hidden));
+      for (std::int64_t j = 0; j < slots; ++j) {
+        const std::int64_t e = index[static_cast<std::size_t>(t * slots + j)];
+        if (e == experts.count) continue;
+        const std::vector<float> y_H = experts.of_one(e, x_H.data());
+        const float weight = load_float(routing.data(), routing_dtype, t * slots + j);
+        for (std::size_t k = 0; k < sum.size(); ++k) {
+          const volatile float product = weight * y_H[k];  // two roundings, as the core is compiled
+          sum[k] += product;
+        }
+      }
+      narrow(sum.data(), out.data() + t * row_bytes(dtype, hidden), dtype, hidden);
+    }
+    return out;
+  }
+};
+
+long check_bits(std::mt19937& rng, std::int64_t experts, std::int64_t neurons, std::int64_t rows, std::int64_t hidden,
+                std::int64_t tokens, std::int64_t slots, DType w_dtype, bool a8) {
+  static const struct {
+    Kind kind;
+    DType dtype;
+  } predictors[] = {{Kind::kNone, DType::kI8},
+                    {Kind::kLowrank, DType::kI8},
+                    {Kind::kLowrank, DType::kQ4},
+                    {Kind::kSignbit, DType::kQ8}};
+  static const DType floats_of[] = {DType::kF32, DType::kBF16, DType::kF16};
+  long cases = 0;
+  for (const auto& p : predictors) {
+    const Experts made(rng, experts, neurons, rows, hidden, w_dtype, p.kind, p.dtype, a8);
+    Tokens in(rng, tokens, hidden, slots, experts, floats_of[cases % 3], floats_of[(cases + experts) % 3]);
+    const std::vector<char> wanted = in.wanted(made);
+    for (const int threads : {1, 3}) {
+      ThreadPool pool(threads);
+      std::fill(in.y.begin(), in.y.end(), static_cast<char>(77));
+      const std::string wrong = experts_ffn(in.args, made.stack, pool.parallel());
+      PI2_CHECK(wrong.empty(), "%s", wrong.c_str());
+      PI2_CHECK(in.y == wanted, "%ld experts, %ld tokens, %ld slots, predictor %d, %d threads",
+                static_cast<long>(experts), static_cast<long>(tokens), static_cast<long>(slots),
+                static_cast<int>(p.kind), threads);
+    }
+    ++cases;
+  }
+  return cases;
+}
+
+// A token that names one expert in all its slots is one token of that expert: not 24 of them, which go by tiles.
+long check_repeats(std::mt19937& rng) {
+  const Experts made(rng, 2, 100, 3, 64, DType::kQ4, Kind::kNone, DType::kQ4, true);
+  Tokens in(rng, 8, 64, 3, 2, DType::kF32, DType::kF32);
+  std::fill(in.index.begin(), in.index.end(), 1);
+  PI2_CHECK(experts_ffn(in.args, made.stack, serial()).empty() && in.y == in.wanted(made), "repeated experts");
+  return 1;
+}
+
+// Writes what it is told, and computes (expert + 1) x.
+struct Recorder : ExpertLayers {
+  std::vector<ExpertWork> announced;
+  std::vector<std::vector<std::int64_t>> ids;
+  std::int64_t slices = 0, computed = 0, fails_at = -1;
+
+  void announce(const ExpertWork* works, std::int64_t n, const ParallelFor&) override {
+    ++slices;
+    computed = 0;
+    announced.assign(works, works + n);
+    ids.clear();
+    for (const ExpertWork& work : announced) ids.emplace_back(work.ids, work.ids + work.tokens);
+  }
+
+  std::string compute(const ExpertWork& work, const ParallelFor&) override {
+    PI2_CHECK(announced[static_cast<std::size_t>(computed++)].y == work.y, "in the announced order");
+    if (work.expert == fails_at) return "expert " + std::to_string(work.expert) + " is away";
+    const FfnArgs layer = of_expert(FfnArgs(), work);
+    const auto* x = static_cast<const float*>(layer.x);
+    PI2_CHECK(layer.tokens == work.tokens && layer.x_dtype == DType::kF32 && layer.y == work.y, "of_expert");
+    for (std::int64_t i = 0; i < work.tokens * work.hidden; ++i) work.y[i] = static_cast<float>(work.expert + 1) * x[i];
+    return "";
+  }
+};
+
+long check_announcement(std::mt19937& rng) {
+  Tokens in(rng, 4, 5, 2, 6, DType::kBF16, DType::kF32);
+  in.index = {4, 2, 6, 4, 6, 6, 2, 2};
+  in.args.index = in.index.data();
+  Recorder layers;
+  PI2_CHECK(mix_experts(in.args, layers, serial()).empty(), "a mixture");
+  PI2_CHECK(layers.slices == 1 && layers.ids == (std::vector<std::vector<std::int64_t>>{{0, 3}, {0, 1}}), "token ids");
+  PI2_CHECK(layers.announced[0].expert == 2 && layers.announced[1].expert == 4 && layers.computed == 2, "experts");
+  for (int k = 0; k < 5; ++k) {
+    PI2_CHECK(load_float(in.y.data(), in.dtype, 10 + k) == 0, "a token that goes nowhere");
+    float wanted = 0, r[2];
+    for (int j = 0; j < 2; ++j) r[j] = load_float(in.routing.data(), DType::kF32, j);
+    const volatile float first = r[0] * (5 * load_float(in.x.data(), in.dtype, k));
+    const volatile float second = r[1] * (3 * load_float(in.x.data(), in.dtype, k));
+    wanted = first + second;
+    char narrowed[2];
+    narrow(&wanted, narrowed, in.dtype, 1);
+    PI2_CHECK(std::memcmp(narrowed, &in.y[static_cast<std::size_t>(2 * k)], 2) == 0, "slots in order");
+  }
+  layers.fails_at = 4;
+  PI2_CHECK(mix_experts(in.args, layers, serial()) == "expert 4 is away" && layers.slices == 2, "a failure");
+  in.index[5] = 7;
+  const std::string wrong = mix_experts(in.args, layers, serial());
+  PI2_CHECK(wrong ==
+                "index: expected 0 to 5, or 6 for no expert, found 7 for token 2, slot 1. The router is of another "
+                "model.",
+            "%s", wrong.c_str());
+  in.index[5] = -1;
+  PI2_CHECK(mix_experts(in.args, layers, serial()).find("found -1 for token 2, slot 1") != std::string::npos &&
+                layers.slices == 2,
+            "before anything is computed");
+  in.args.tokens = 0;
+  PI2_CHECK(mix_experts(in.args, layers, serial()).empty() && layers.slices == 2, "no tokens");
+  return 6;
+}
+
+// A prompt in slices: as many as kExpertBytes says, each token where it belongs.
+long check_slices(std::mt19937& rng) {
+  const std::int64_t hidden = 16384, slots = 2, slice = expert_slice(slots, hidden), tokens = slice + 3;
+  PI2_CHECK(slice == 256 && expert_slice(8, 1 << 20) == 64, "%ld tokens", static_cast<long>(slice));
+  Tokens in(rng, tokens, hidden, slots, 3, DType::kF32, DType::kF32);
+  Recorder layers;
+  ThreadPool pool(3);
+  PI2_CHECK(mix_experts(in.args, layers, pool.parallel()).empty() && layers.slices == 2, "two slices");
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    for (const std::int64_t k : {std::int64_t{0}, hidden - 1}) {
+      float sum = 0;
+      for (std::int64_t j = 0; j < slots; ++j) {
+        const std::int64_t e = in.index[static_cast<std::size_t>(t * slots + j)];
+        const float part = static_cast<float>(e + 1) * load_float(in.x.data(), in.dtype, t * hidden + k);
+        const volatile float product = load_float(in.routing.data(), in.routing_dtype, t * slots + j) * part;
+        if (e < 3) sum += product;
+      }
+      PI2_CHECK(sum == load_float(in.y.data(), in.dtype, t * hidden + k), "token %ld", static_cast<long>(t));
+    }
+  }
+  return tokens;
+}
+
+// Layers 1 to 4 of a store are experts: the bits of the same in memory, for every budget; errors of reading as they
+// are.
+long check_store(std::mt19937& rng, Kind kind, DType w_dtype, bool a8) {
+  const std::int64_t experts = 4, neurons = 90, hidden = 64;
+  const StoreFixture store(rng, experts + 1, neurons, 3, hidden, w_dtype);
+  Experts made(rng, experts, neurons, 3, hidden, w_dtype, kind, DType::kQ4, a8);
+  made.bundles.clear();
+  for (std::int64_t e = 1; e <= experts; ++e) {
+    const std::vector<char>& part = store.bundles[static_cast<std::size_t>(e)];
+    made.bundles.insert(made.bundles.end(), part.begin(), part.end());
+  }
+  made.stack.layer.bundles = made.bundles.data();
+  ExpertStack stored = made.stack;
+  stored.layer.bundles = nullptr;
+  long cases = 0;
+  for (const char* engine : {"pread", "mmap"}) {
+    for (const std::int64_t slots : {0, 7, 150, 1000}) {
+      OffloadOptions options;
+      options.engine = engine;
+      options.cache_bytes = slots * ((store.layers[0].bundle_bytes() + 63) / 64 * 64);
+      options.io_threads = 3;
+      std::string problem;
+      const std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
+      PI2_CHECK(offload != nullptr, "%s", problem.c_str());
+      if (offload == nullptr) return 0;
+      for (const std::int64_t tokens : {1, 6, 1}) {
+        Tokens in(rng, tokens, hidden, 2, experts, DType::kBF16, DType::kBF16);
+        ThreadPool pool(2);
+        PI2_CHECK(experts_ffn(in.args, made.stack, serial()).empty(), "in memory");
+        const std::vector<char> wanted = in.y;
+        std::fill(in.y.begin(), in.y.end(), static_cast<char>(77));
+        const std::string wrong = stored_experts(in.args, stored, *offload, 1, pool.parallel());
+        PI2_CHECK(wrong.empty() && in.y == wanted, "%s, %ld bundles: %s", engine, static_cast<long>(slots),
+                  wrong.c_str());
+        ++cases;
+      }
+      if (std::strcmp(engine, "mmap") == 0) continue;
+      if (slots > 0) continue;
+      Tokens in(rng, 1, hidden, 1, experts, DType::kF32, DType::kF32);
+      in.index[0] = 2;
+      PI2_CHECK(truncate(store.path.c_str(), store.layers[3].slots) == 0, "truncate");
+      const std::string wrong = stored_experts(in.args, stored, *offload, 1, serial());
+      PI2_CHECK(wrong.find("reading the neuron store: layer 3, neuron ") == 0, "found '%s'", wrong.c_str());
+      const_cast<StoreFixture&>(store).write();
+      PI2_CHECK(stored_experts(in.args, stored, *offload, 1, serial()).empty(), "after it is whole again");
+    }
+  }
+  return cases;
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 rng(11);
+  long cases = check_announcement(rng) + check_repeats(rng) + check_slices(rng);
+  cases += check_bits(rng, 1, 1, 3, 1, 1, 1, DType::kF32, false);
+  cases += check_bits(rng, 3, 70, 2, 33, 5, 2, DType::kBF16, false);
+  cases += check_bits(rng, 4, 85, 3, 111, 70, 3, DType::kF16, false);
+  cases += check_bits(rng, 5, 85, 3, 111, 11, 3, DType::kQ4, true);
+  cases += check_bits(rng, 2, 1100, 3, 160, 3, 2, DType::kQ8, false);
+  for (const Kind kind : {Kind::kNone, Kind::kLowrank, Kind::kSignbit}) {
+    cases += check_store(rng, kind, DType::kQ4, true);
+    cases += check_store(rng, kind, DType::kF32, false);
+  }
+  return finish("test_experts", cases);
+}

@@ -1,0 +1,349 @@
+"""Mixtures of experts as operators: against the references, in any company, in memory and over a store; refusals."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_pi2
+from torch_pi2.errors import GradientError, ShapeError
+from torch_pi2.ops import load, reference_experts
+from torch_pi2.ops.rows import GROUP, row_bytes
+from torch_pi2.predict import pack_signs
+from torch_pi2.runtime.offload import Store
+from torch_pi2.store.storefile import SUPERBLOCK, StoreReader
+from torch_pi2.store.superblock import Superblock
+
+load()
+KINDS = ["none", "lowrank", "lowrank_q", "signbit"]
+RANK = 21
+ARGUMENTS = (
+    "x", "index", "routing", "bundles", "predictor", "kind", "cuts", "predictor_weights", "predictor_int8_activations",
+    "activation", "activation_on_up", "threshold", "weights", "int8_activations",
+)  # fmt: skip
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def quantised(*shape: int, weights: str, seed: int) -> torch.Tensor:
+    """Random rows of ``shape[-1]`` numbers of about unit size."""
+    *leading, n = shape
+    size, groups = row_bytes(weights, n), -(-n // GROUP)
+    out = torch.randint(0, 256, (*leading, size), dtype=torch.uint8, generator=generator(seed))
+    scale = (0.5 + torch.rand(*leading, groups, generator=generator(seed + 1))) * (0.2 if weights == "int4" else 0.014)
+    out[..., size - 2 * groups :] = scale.half().view(torch.uint8)
+    return out
+
+
+def predictors(kind: str, experts: int, neurons: int, hidden: int) -> tuple[list[torch.Tensor], str, list[float], str]:
+    """Stacked tensors, kind, cuts and weights: every expert has its own cut."""
+    g = generator(4)
+    cuts = [0.1 * e for e in range(experts)]
+    if kind == "none":
+        return [], kind, [], ""
+    if kind == "signbit":
+        signs = pack_signs(torch.randn(experts * neurons, hidden, generator=g)).view(experts, neurons, -1)
+        return [signs], kind, [0.9 + cut for cut in cuts], ""
+    bias = torch.randn(experts, neurons, generator=g)
+    if kind == "lowrank_q":
+        a = quantised(experts, RANK, hidden, weights="int4", seed=5)
+        return [a, quantised(experts, neurons, RANK, weights="int4", seed=6), bias], kind, cuts, "int4"
+    a8 = torch.randint(-127, 128, (experts, RANK, hidden), dtype=torch.int8, generator=g)
+    b8 = torch.randint(-127, 128, (experts, neurons, RANK), dtype=torch.int8, generator=g)
+    scales = torch.rand(experts, RANK, generator=g) * 0.01, torch.rand(experts, neurons, generator=g) * 0.01
+    return [a8, scales[0], b8, scales[1], bias], kind, cuts, ""
+
+
+def routed(
+    experts: int, tokens: int, slots: int, hidden: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, where they go (some nowhere, some twice to one expert) and how that is weighed."""
+    g = generator(1)
+    x = torch.randn(tokens, hidden, generator=g).to(dtype)
+    index = torch.randint(0, experts + 1, (tokens, slots), generator=g)
+    return x, index, torch.rand(tokens, slots, generator=g)
+
+
+def mixture(
+    kind: str = "none",
+    weights: str = "int4",
+    experts: int = 4,
+    tokens: int = 7,
+    slots: int = 2,
+    sizes: tuple[int, int, int] = (85, 3, 111),
+    dtype: torch.dtype = torch.float32,
+    **changed: object,
+) -> dict[str, object]:
+    """Arguments of ``experts_ffn``; sizes are I, R and H; ``weights`` may be the name of a float dtype."""
+    neurons, rows, hidden = sizes
+    if weights in ("int4", "int8"):
+        bundles = quantised(experts, neurons, rows, hidden, weights=weights, seed=2)
+    else:
+        bundles = torch.randn(experts, neurons, rows, hidden, generator=generator(2)) * hidden**-0.5
+        bundles, weights = bundles.to(getattr(torch, weights)), "float"
+    how = predictors(kind, experts, neurons, hidden)
+    values = (*routed(experts, tokens, slots, hidden, dtype), bundles, *how, False, "relu", False, 0.0, weights, False)
+    return dict(zip(ARGUMENTS, values, strict=True)) | changed
+
+
+def run(arguments: dict[str, object]) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.pi2.experts_ffn(**arguments)
+    return found
+
+
+def assert_follows_reference(arguments: dict[str, object]) -> None:
+    found, wanted = run(arguments), reference_experts.experts_ffn(**arguments)
+    assert found.dtype is wanted.dtype
+    # Half: one rounding of nearly the same sum. Predicted: a neuron at its cut may go either way.
+    relative = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[found.dtype]
+    off = (found.float() - wanted.float()).abs().amax(-1) > relative * float(wanted.float().abs().max()) + 1e-7
+    assert int(off.sum()) <= (0 if arguments["kind"] in ("none", "signbit") else len(off) // 10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "float16", "int4", "int8"])
+def test_follows_the_reference(kind: str, weights: str) -> None:
+    assert_follows_reference(mixture(kind, weights))
+    assert_follows_reference(mixture(kind, weights, tokens=30, slots=3, sizes=(70, 2, 33)))
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 5])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sizes_and_dtypes(experts: int, slots: int, dtype: torch.dtype) -> None:
+    for sizes in ((1, 3, 1), (300, 3, 65)):
+        arguments = mixture("signbit", "float32", experts, 5, slots, sizes, dtype)
+        arguments["routing"] = arguments["routing"].to(dtype)
+        assert_follows_reference(arguments)
+
+
+def test_settings() -> None:
+    assert_follows_reference(mixture(activation="silu", activation_on_up=True))
+    assert_follows_reference(mixture(activation="gelu_tanh", threshold=0.5))
+    assert_follows_reference(mixture(int8_activations=True))
+    lossy = mixture("lowrank_q", predictor_int8_activations=True, tokens=40)
+    assert_follows_reference(lossy)
+    assert not torch.equal(run(lossy), run(lossy | {"predictor_int8_activations": False}))
+    assert not torch.equal(run(lossy), run(lossy | {"cuts": [0.0] * 4}))
+
+
+def test_tensors_may_be_strided() -> None:
+    arguments = mixture(tokens=6)
+    wanted = run(arguments)
+    for name in ("x", "index", "routing"):
+        strided = arguments[name].T.contiguous().T
+        assert not strided.is_contiguous()
+        assert torch.equal(run(arguments | {name: strided}), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("weights", "int8_activations"), [("int4", True), ("int8", False), ("bfloat16", False)])
+def test_bits_depend_on_neither_company_nor_threads(kind: str, weights: str, int8_activations: bool) -> None:
+    tokens = 11 if int8_activations else 150  # from 12 tokens of an expert on, int8 activations have tiles
+    arguments = mixture(kind, weights, tokens=tokens, slots=3, int8_activations=int8_activations, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = run(arguments)
+        torch.set_num_threads(1)
+        for t in range(0, tokens, 7):
+            alone = {name: arguments[name][t : t + 1] for name in ("x", "index", "routing")}
+            assert torch.equal(run(arguments | alone)[0], together[t])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_expert_twice_none_at_all_and_no_tokens() -> None:
+    one = mixture(tokens=1, slots=1, index=torch.tensor([[3]]), routing=torch.ones(1, 1))
+    y = run(one)
+    twice = run(one | {"index": torch.tensor([[3, 4, 3]]), "routing": torch.tensor([[0.5, float("nan"), 0.25]])})
+    assert torch.equal(twice, 0.5 * y + 0.25 * y)
+    assert torch.equal(run(one | {"index": torch.tensor([[4]])}), torch.zeros(1, 111))
+    empty = {name: one[name][:0] for name in ("x", "index", "routing")}
+    assert run(one | empty).shape == (0, 111)
+    assert torch.equal(run(one | {"index": one["index"][:, :0], "routing": one["routing"][:, :0]}), torch.zeros(1, 111))
+
+
+def test_a_nan_stays_with_its_token() -> None:
+    arguments = mixture("signbit", index=torch.tensor([[0, 1]] * 7))
+    arguments["x"][2, 5] = float("nan")
+    found = run(arguments).isnan().any(-1)
+    assert found.tolist() == [t == 2 for t in range(7)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of layers of equal sizes, which could as well be experts."""
+    base = tmp_path_factory.mktemp("experts")
+    shape = {"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 5, "vocab_size": 64}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch_pi2.synthetic(base / "plain", shape, active=0.2, weights="int8", predictor=None)
+    torch_pi2.pack(base / "plain", base / "store")
+    return base / "store" / "pi2" / "model.pi2"
+
+
+def stored(path: Path, kind: str, **changed: object) -> tuple[dict[str, object], dict[str, object], StoreReader]:
+    """Arguments of ``stored_experts`` for layers 1 and on, but for the store; those of ``experts_ffn`` for the same."""
+    with StoreReader(path) as reader:
+        experts, entry = len(reader.entries) - 1, reader.entries[1]
+        bundles = torch.stack([reader.read_layer(1 + e) for e in range(experts)])
+    sizes = (entry.neurons, entry.rows, entry.hidden)
+    memory = mixture(kind, "int8", experts, sizes=sizes, dtype=torch.bfloat16, **changed) | {"bundles": bundles}
+    over = {name: value for name, value in memory.items() if name not in ("bundles", "weights")}
+    return over | {"first_layer": 1, "experts": experts}, memory, reader
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("int8_activations", [False, True])
+def test_bits_do_not_depend_on_where_experts_are(path: Path, kind: str, int8_activations: bool) -> None:
+    over, memory, reader = stored(path, kind, int8_activations=int8_activations)
+    wanted = run(memory)
+    assert wanted.abs().max() > 0
+    for budget in (0, 30_000, 1 << 30):
+        store = Store(path, budget)
+        for _ in range(2):
+            assert torch.equal(torch.ops.pi2.stored_experts(**over, store=store.number), wanted)
+    with StoreReader(reader.path) as again:
+        reference = reference_experts.stored_experts(**over, reader=again)
+    assert torch.equal(reference, reference_experts.experts_ffn(**memory))
+
+
+def test_opcheck(path: Path) -> None:
+    for kind in KINDS:
+        torch.library.opcheck(torch.ops.pi2.experts_ffn.default, (), mixture(kind))
+    store = Store(path, 1 << 20)
+    over, _, _ = stored(path, "signbit")
+    torch.library.opcheck(torch.ops.pi2.stored_experts.default, (), over | {"store": store.number})
+
+
+def test_gradients_are_refused() -> None:
+    arguments = mixture()
+    values = [arguments[name] for name in ARGUMENTS]
+    values[2].requires_grad_()
+    with pytest.raises(GradientError, match=r"experts_ffn.*argument 2 requires grad"):
+        torch.ops.pi2.experts_ffn(*values)
+
+
+LONG = torch.zeros(7, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(7, 1, 111)}, r"shape of x: expected \[tokens, hidden\], found \[7, 1, 111\]"),
+        ({"x": torch.zeros(7, 0)}, r"shape of x: expected \[tokens, hidden\], found \[7, 0\]"),
+        ({"x": torch.zeros(7, 111).double()}, "dtype of x: expected float32, bfloat16 or float16, found another"),
+        ({"x": torch.zeros(7, 96)}, r"bundles: expected rows of 54 bytes \(hidden size 96"),
+        ({"index": LONG.int()}, "dtype of index: expected int64, found another. Use .long"),
+        ({"index": LONG[1:]}, r"shape of index: expected \[7 \(tokens of x\), slots\], found \[6, 2\]"),
+        ({"index": LONG + 5}, "index: expected 0 to 3, or 4 for no expert, found 5 for token 0, slot 0"),
+        ({"index": -(LONG == LONG).cumsum(1)}, "index: expected 0 to 3, .* found -1 for token 0, slot 0. The router"),
+        ({"routing": torch.zeros(7, 3)}, r"shape of routing: expected that of index, \[7, 2\], found \[7, 3\]"),
+        ({"routing": LONG}, "dtype of routing: expected float32, bfloat16 or float16, found another"),
+        ({"bundles": torch.zeros(85, 3, 72).byte()}, r"bundles: expected contiguous \[experts, .*found \[85, 3, 72\]"),
+        ({"bundles": torch.zeros(0, 85, 3, 72).byte()}, r"none of them 0, found \[0, 85, 3, 72\]. Stack the bundles"),
+        ({"bundles": torch.zeros(85, 4, 3, 72).byte().transpose(0, 1)}, r"found strided \[4, 85, 3, 72\]"),
+        (
+            {"bundles": torch.zeros(4, 85, 4, 72).byte()},
+            r"bundles: expected contiguous \[neurons, 3 \(gate, up, down\)",
+        ),
+        ({"bundles": torch.zeros(4, 85, 3, 111)}, "dtype of bundles: expected uint8 with weights 'int4'"),
+        ({"weights": "float"}, "dtype of bundles: expected float32, bfloat16 or float16 with weights 'float', found"),
+        ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
+        ({"activation": "tanh"}, "activation: expected relu, .* found 'tanh'"),
+        ({"threshold": -1.0}, "threshold: expected 0 or more, found -1"),
+        ({"kind": "none"}, "predictor: expected no tensors and cuts for kind none, found 1 and 4"),
+        ({"kind": "oracle"}, "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
+        ({"kind": "lowrank_q"}, r"predictor: expected 2 tensors \(and a bias\) for kind lowrank_q, found 1"),
+        ({"cuts": [1.0] * 3}, "cuts: expected 4, one for each expert, found 3"),
+        ({"cuts": [1.0, 1.0, -2.0, 1.0]}, "cuts: expected finite margins of at least 0, found -2 for expert 2"),
+        (
+            {"predictor": [torch.zeros(3, 85, 16).byte()]},
+            r"tensor 0: expected contiguous \[4 experts, ...\], found \[3",
+        ),
+        ({"predictor": [torch.zeros(85, 4, 16).byte().transpose(0, 1)]}, r"tensor 0: .*, found strided \[4, 85, 16\]"),
+        ({"predictor": [torch.zeros(4, 9, 16).byte()]}, r"predictor: expected 85 cold neurons .*, found 9"),
+        (
+            {"predictor": [torch.zeros(4, 85, 8).byte()]},
+            r"shape of signs: expected \[neurons, 16\] .*, found \[85, 8\]",
+        ),
+    ],
+)
+def test_bad_arguments(change: dict[str, object], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run(mixture("signbit") | change)
+
+
+def test_bad_thresholds_and_float_weights() -> None:
+    with pytest.raises(RuntimeError, match=r"cuts: expected thresholds, found -?nan for expert 1"):
+        run(mixture("lowrank", cuts=[0.0, float("nan"), 0.0, 0.0]))
+    with pytest.raises(RuntimeError, match="int8_activations: expected false with float weights, found true"):
+        run(mixture(weights="float32", int8_activations=True))
+    with pytest.raises(RuntimeError, match=r"hidden size of x: expected 111 \(the layer's\), found 96"):
+        run(mixture(weights="float32", x=torch.zeros(7, 96)))
+
+
+def test_bad_stores(path: Path) -> None:
+    store = Store(path, 0)
+    over, _, reader = stored(path, "none")
+    layers = len(reader.entries)
+    call = functools.partial(torch.ops.pi2.stored_experts, store=store.number)
+    for change, message in (
+        ({"experts": 0}, f"experts: expected 1 to {layers}, found 0. The store is of another model"),
+        ({"experts": layers + 1}, f"experts: expected 1 to {layers}, found {layers + 1}"),
+        ({"first_layer": 2}, rf"first_layer: expected 0 to 1 \({layers - 1} experts of {layers} layers\), found 2"),
+        ({"first_layer": -1}, "first_layer: expected 0 to 1 .* found -1"),
+        ({"x": over["x"][:, :-1]}, r"hidden size of x: expected \d+ \(the layer's\), found \d+"),
+        ({"cuts": [1.0]}, "predictor: expected no tensors and cuts for kind none, found 0 and 1"),
+        ({"index": over["index"] + layers}, rf"index: expected 0 to {layers - 2}, or {layers - 1} for no expert"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(**over | change)
+    with pytest.raises(RuntimeError, match="store: expected an open one, found number 1000000"):
+        torch.ops.pi2.stored_experts(**over, store=1_000_000)
+
+
+def test_layers_of_two_sizes_are_no_experts(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "model.pi2"
+    data = path.read_bytes()
+    with StoreReader(path) as reader:
+        at, size = reader.offset(SUPERBLOCK), reader.specs[SUPERBLOCK].nbytes
+    block = Superblock.parse(data[at : at + size])
+    entries = [replace(entry, neurons=entry.neurons - (i == 3)) for i, entry in enumerate(block.layers)]
+    other.write_bytes(data[:at] + replace(block, layers=tuple(entries)).pack() + data[at + size :])
+    over, _, _ = stored(path, "none")
+    store = Store(other, 0)
+    message = "expected layers of equal sizes, found layer 3 of 319 x 3 x 96 int8 and layer 1 of 320 x 3 x 96 int8"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.pi2.stored_experts(**over, store=store.number)
+
+
+def test_fakes_check_shapes() -> None:
+    with FakeTensorMode():
+        index = torch.empty(7, 2, dtype=torch.int64)
+        good = {"x": torch.empty(7, 111), "index": index, "routing": torch.empty(7, 2)}
+        bundles = torch.empty(4, 85, 3, 72, dtype=torch.uint8)
+        rest = ([], "none", [], "", False, "relu", False, 0.0)
+        assert torch.ops.pi2.experts_ffn(*good.values(), bundles, *rest, "int4").shape == (7, 111)
+        assert torch.ops.pi2.stored_experts(*good.values(), 1, 0, 4, *rest).shape == (7, 111)
+        for change, message in (
+            (
+                {"routing": torch.empty(7, 3)},
+                r"routing: expected \[tokens, slots\], .*, found \(7, 3\) for x \(7, 111\)",
+            ),
+            ({"index": index[1:]}, r"index: expected \[tokens, slots\], .*, found \(6, 2\) for x"),
+            ({"x": torch.empty(7, 1, 111)}, r"index: expected .* for x \[tokens, hidden\], found \(7, 2\)"),
+        ):
+            with pytest.raises(ShapeError, match=message):
+                torch.ops.pi2.stored_experts(*(good | change).values(), 1, 0, 4, *rest)
+        with pytest.raises(ShapeError, match=r"bundles: expected \[experts, neurons, 3 or 2, hidden\], found \(85, 3"):
+            torch.ops.pi2.experts_ffn(*good.values(), bundles[0], *rest, "int4")
+        with pytest.raises(ShapeError, match=r"bundles: expected rows of 136 bytes \(hidden size 111 of x in int8\)"):
+            torch.ops.pi2.experts_ffn(*good.values(), bundles, *rest, "int8")

@@ -1,0 +1,61 @@
+"""Where a checkpoint has the parameters of a model, if not under their names.
+
+transformers stacks the experts of a block when it loads a checkpoint, which has them one by one, and Mixtral's blocks
+have another name there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.store.source import Checkpoint
+
+#: Part of a parameter's name -> what checkpoints may have in its place.
+_BLOCKS = (".mlp.", ".block_sparse_moe.")
+#: Names of an expert's matrices in checkpoints.
+_MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+
+
+def stored_name(checkpoint: Checkpoint, name: str) -> str:
+    """The checkpoint's name of parameter ``name``; that name itself if it has none."""
+    return next((n for n in (name, name.replace(*_BLOCKS)) if n in checkpoint), name)
+
+
+class ExpertMatrix:
+    """One of the matrices of an expert in a checkpoint: alone, or in a stack of all experts.
+
+    Attributes:
+        name: of the tensor. shape: of the matrix as it should be. first: number of its first row in the tensor.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, site: FFNSite, ref: LinearRef, role: str) -> None:
+        self._checkpoint = checkpoint
+        n, hidden = site.intermediate, site.hidden
+        self.shape = (hidden, n) if role == "down" else (n, hidden)
+        alone = [stored_name(checkpoint, f"{site.key}.{part}.weight") for part in _MATRICES[role]]
+        self.name = next((name for name in alone if name in checkpoint), stored_name(checkpoint, ref.weight))
+        self.first, self.stacked = 0, self.name not in alone
+        if self.stacked and ref.expert is not None:
+            per_expert = hidden if role == "down" else 2 * n
+            self.first = ref.expert * per_expert + (ref.rows or (0, 0))[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the tensor can have such a matrix in it. Raises ArtifactError: there is none."""
+        shape = self._checkpoint.spec(self.name).shape
+        if not self.stacked:
+            return shape == self.shape
+        return len(shape) == 3 and shape[2] == self.shape[1] and self.first + self.shape[0] <= shape[0] * shape[1]
+
+    def read_into(self, matrix: torch.Tensor) -> None:
+        """Fill ``matrix``, of this shape and the tensor's dtype."""
+        if not self.stacked:
+            self._checkpoint.read_into(self.name, matrix)
+            return
+        per_row = self.shape[1] * matrix.element_size()
+        start = self.first * per_row
+        data = self._checkpoint.read_bytes(self.name, start, start + math.prod(self.shape) * matrix.element_size())
+        matrix.copy_(data.view(matrix.dtype).view(self.shape))
