@@ -50,7 +50,8 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
         assert mode["tokens_per_s"] > 0
         assert 0 < mode["p50_ms"] <= mode["p90_ms"] <= mode["p99_ms"]
         assert mode["ffn_ms"] < mode["p99_ms"]
-        assert 0 <= mode["io_critical_share"] < 1
+        assert (mode["io_critical_share"] is None) == (name == "mmap") == (mode["hit_rate"] is None)
+        assert name == "mmap" or 0 <= mode["io_critical_share"] < 1
         assert mode["capped"] == has_groups()
         assert mode["peak_rss_bytes"] > 1e8
         cached = offload.MODES[name].cached
@@ -91,7 +92,7 @@ def test_the_steps_are_what_they_are_called():
     made = {name: mode.config("io_uring") for name, mode in offload.MODES.items()}
     assert made["mmap"].engine == "mmap"
     assert {c.engine for name, c in made.items() if name != "mmap"} == {"io_uring"}
-    assert [name for name, c in made.items() if c.pipeline] == ["pipeline"]
+    assert [name for name, c in made.items() if c.pipeline] == ["pipeline", "lookahead"]
     assert made["llm-in-a-flash"].window == 5
     assert made["llm-in-a-flash"].hot_share == 0
     assert made["cache"] == OffloadConfig(engine="io_uring", pipeline=False)

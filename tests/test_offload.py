@@ -48,6 +48,7 @@ CONFIGS = {
     "pread, buffered, no pipeline": OffloadConfig(engine="pread", direct=False, pipeline=False, io_threads=2),
     "sieve, no preload": OffloadConfig(policy="sieve", preload=False, in_flight=1),
     "static": OffloadConfig(policy="static", hot_share=1.0),
+    "look-ahead": OffloadConfig(lookahead=True, spin=False),
     "window": OffloadConfig(window=2, hot_share=0.0, run_bytes=512),
     "mmap": OffloadConfig(engine="mmap"),
 }
@@ -76,6 +77,26 @@ def test_the_bits_do_not_depend_on_the_budget(
         if extra == 1 << 30 and config.engine != "mmap" and config.preload and not config.window:
             assert stats["hit_rate"] == 1
             assert stats["bytes_read"] == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_guesses_about_the_next_layer_are_read_before_it(folders: tuple[Path, Path], compiled: bool) -> None:
+    plain, store = folders
+    ids = torch.arange(3, 43)[:, None, None]
+
+    def decoded(model: nn.Module) -> list[int]:
+        decoder = Decoder(model, max_tokens=64, compiled=compiled)
+        decoder.prompt(IDS[:1])
+        if hasattr(model, "torch_pi2_store"):
+            torch_pi2.stats(model, reset=True)
+        return [int(decoder.step(token)) for token in ids]
+
+    config = OffloadConfig(lookahead=True, preload=False)
+    model = torch_pi2.load(store, budget=smallest(store) + 100_000, offload=config, context=64)
+    assert decoded(model) == decoded(torch_pi2.load(plain))
+    stats = torch_pi2.stats(model)
+    assert 0.5 * stats["guessed"] < stats["used"] <= stats["guessed"]
+    assert stats["used"] > 0.4 * (stats["wanted"] - stats["hits"])  # of four layers the first has none before it
 
 
 def test_compiled_decoding_over_a_store(folders: tuple[Path, Path]) -> None:
@@ -251,6 +272,23 @@ def test_operators(folders: tuple[Path, Path]) -> None:
             torch.ops.pi2.stored_ffn(x, *wrong)
     with pytest.raises(RuntimeError, match=f"hidden size of x: expected {hidden}"):
         torch.ops.pi2.stored_ffn(x[:, :-1], *settings)
+
+
+def test_lookahead_refuses_what_does_not_fit(folders: tuple[Path, Path]) -> None:
+    store = Store(folders[1] / "pi2" / "model.pi2", 1 << 20)
+    announce, signs = torch.ops.pi2.store_lookahead, torch.zeros(1024, 32, dtype=torch.uint8)
+    how = ("signbit", 1.0, "", False)
+    assert announce(store.number, 1, [signs], *how, 0)
+    for layer in (0, 4):
+        with pytest.raises(RuntimeError, match=f"layer: expected 1 to 3, found {layer}"):
+            announce(store.number, layer, [signs], *how, 0)
+    with pytest.raises(RuntimeError, match="n_hot: expected 0 to 1024, found 1025"):
+        announce(store.number, 1, [signs], *how, 1025)
+    with pytest.raises(RuntimeError, match="expected 1000 cold neurons"):
+        announce(store.number, 1, [signs], *how, 24)
+    store.close()
+    with pytest.raises(RuntimeError, match="expected an open one"):
+        announce(store.number, 1, [signs], *how, 0)
 
 
 def test_the_operator_follows_its_reference_with_a_predictor(folders: tuple[Path, Path]) -> None:

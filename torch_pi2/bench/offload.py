@@ -68,6 +68,8 @@ MODES = {
     "bundle": Mode(False, {"pipeline": False}),
     "cache": Mode(True, {"pipeline": False}),
     "pipeline": Mode(True),
+    # Guesses are right nearly always where weights are random, as every layer then sees nearly the same input.
+    "lookahead": Mode(True, {"lookahead": True}),
     # Nothing stays for being frequent there: only what the last tokens used.
     "llm-in-a-flash": Mode(True, {"pipeline": False, "window": 5, "hot_share": 0.0, "preload": False}),
 }
@@ -107,9 +109,9 @@ def run(
 
     Returns:
         ``modes``: by name ``tokens_per_s``, milliseconds of a token (``p50_ms``, ``p90_ms``, ``p99_ms``), bytes and
-        reads a token, ``hit_rate``, ``io_critical_share`` (waiting for neurons, over wall time and threads), ``ffn_ms``
-        a token, ``cache_bytes``, ``peak_rss_bytes``, ``trace`` (what was recorded, or None) and ``capped``. Where
-        groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the budget of a mode with a cache, and
+        reads a token, ``hit_rate``, ``io_critical_share`` (waiting for neurons, over wall time and threads; both None
+        where the system reads), ``ffn_ms`` a token, ``cache_bytes``, ``peak_rss_bytes``, ``trace`` (what was recorded,
+        or None) and ``capped``. Where groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the budget of a mode with a cache, and
         what a process takes before it loads a model. ``against``: tokens/s of ``pipeline`` over those of other modes.
         ``peers``, machine and versions.
 
@@ -332,6 +334,7 @@ def _mode(
     budget = peer.about["budget"]
     return peer.about, {
         **figures,
+        **({"hit_rate": None, "io_critical_share": None} if settings["offload"]["engine"] == "mmap" else {}),
         "prompt_s": round(first["prompt_s"], 2),
         "reads": peer.about["reads"],
         "offload": settings["offload"],

@@ -153,7 +153,7 @@ def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
             _number((m["bytes_read_per_token"] or m["disk_bytes_per_token"] or 0) / 1e6, 1),
             _number(m["reads_per_token"], 0),
             "" if m["hit_rate"] is None else f"{100 * m['hit_rate']:.1f} %",
-            f"{100 * m['io_critical_share']:.1f} %",
+            "" if m["io_critical_share"] is None else f"{100 * m['io_critical_share']:.1f} %",
             _number(m["ffn_ms"], 1),
             _number(m["peak_rss_bytes"] / 1e9, 2),
             _number(result["cap_bytes"] / 1e9) if m["capped"] else "none",

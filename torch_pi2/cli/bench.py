@@ -120,9 +120,9 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     add(
         "--modes",
         type=_list_of(str),
-        default=["mmap", "bundle", "cache", "pipeline", "llm-in-a-flash"],
+        default=["mmap", "bundle", "cache", "pipeline", "lookahead", "llm-in-a-flash"],
         metavar="NAMES",
-        help="comma-separated (default: mmap,bundle,cache,pipeline,llm-in-a-flash)",
+        help="comma-separated (default: mmap,bundle,cache,pipeline,lookahead,llm-in-a-flash)",
     )
     add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
     add("--rounds", type=common.positive, default=2, metavar="N")
@@ -349,7 +349,7 @@ def _render_offload(result: dict[str, Any]) -> str:
             f"{m['p99_ms']:.1f}",
             f"{(m['bytes_read_per_token'] or m['disk_bytes_per_token'] or 0) / 1e6:.1f}",
             "" if m["hit_rate"] is None else common.percent(m["hit_rate"]),
-            common.percent(m["io_critical_share"]),
+            "" if m["io_critical_share"] is None else common.percent(m["io_critical_share"]),
             f"{m['ffn_ms']:.1f}",
             common.size(m["peak_rss_bytes"]) + (" (capped)" if m["capped"] else ""),
         )

@@ -47,6 +47,9 @@ class OffloadConfig:
         spin: threads that wait for reads keep their cores for some milliseconds before they sleep: faster where all
             cores compute, at the price of their power.
         preload: fill the cache with the most frequent neurons when the model is loaded.
+        lookahead: while a layer is computed for a few tokens, begin to read what the next one's predictor says of the
+            same input. Wrong guesses cost reads: it pays where the device is not busy all the time and a layer's input
+            is like the one before.
         device: reads take as long as this device's: a preset or a JSON file, see
             :func:`torch_pi2.store.devices.find_device`. What is measured is then simulated, and called so; preloading
             is not slowed down. Not with ``mmap``.
@@ -63,6 +66,7 @@ class OffloadConfig:
     run_bytes: int = 1 << 18
     hot_share: float = 0.5
     preload: bool = True
+    lookahead: bool = False
     spin: bool = True
     device: str | Path | None = None
 
@@ -283,6 +287,21 @@ class OffloadedFFN(SparseFFN):
     @property
     def store(self) -> Store:
         return self._store[0]
+
+    def announce(self) -> None:
+        """Let the layer before this one in the store begin to read for it (``OffloadConfig.lookahead``)."""
+        if self.has_predictor and self.store_layer > 0:
+            tensors = [tensor for tensor in self.predictor() if tensor is not None]
+            torch.ops.pi2.store_lookahead(
+                self.store.number,
+                self.store_layer,
+                tensors,
+                self.predictor_kind,
+                self.predictor_threshold,
+                self.predictor_weights,
+                self.int8_activations and bool(self.predictor_weights),
+                self.n_hot,
+            )
 
     def _predicted(self, x: torch.Tensor) -> torch.Tensor:
         tensors = [tensor for tensor in self.predictor() if tensor is not None]

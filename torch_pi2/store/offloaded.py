@@ -58,7 +58,7 @@ def load_offloaded(
         hf = model_config(folder, trust_remote_code=trust_remote_code)
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
         budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind)
-        index_of = {key: i for i, key in enumerate(reader.keys)}
+        index_of, entries = {key: i for i, key in enumerate(reader.keys)}, reader.entries
     store = Store(pi2 / STORE_FILE, budget.cache, config)
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
@@ -86,6 +86,10 @@ def load_offloaded(
     model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
     if config.preload:
         store.preload()
+    if config.lookahead and len({entry.hidden for entry in entries}) == 1:
+        for module in model.modules():
+            if isinstance(module, OffloadedFFN):
+                module.announce()
     # where torch_pi2.stats finds them; not among the modules
     object.__setattr__(model, "torch_pi2_store", (store, budget))
     return model

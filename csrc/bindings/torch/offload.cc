@@ -12,21 +12,38 @@
 namespace pi2::binding {
 namespace {
 
+// What predicts a layer's neurons from the input of the layer before.
+struct Lookahead {
+  std::vector<Tensor> tensors;  // that the predictor points into
+  Predictor predictor;
+  int64_t n_hot = 0;
+};
+
+struct Open {
+  std::shared_ptr<Offload> offload;
+  std::map<int64_t, std::shared_ptr<const Lookahead>> lookahead;  // by layer
+};
+
 // Open stores. A call holds its store, so that closing it meanwhile is harmless.
 std::mutex stores_mutex;
-std::map<int64_t, std::shared_ptr<Offload>>& stores() {
-  static auto* const all = new std::map<int64_t, std::shared_ptr<Offload>>();  // never destroyed: threads may still run
+std::map<int64_t, Open>& stores() {
+  static auto* const all = new std::map<int64_t, Open>();  // never destroyed: threads may still run
   return *all;
+}
+
+// With the lock.
+Open& open_store(int64_t number) {
+  const auto found = stores().find(number);
+  STD_TORCH_CHECK(found != stores().end(), "pi2: store: expected an open one, found number ", number,
+                  ", which is closed or never was. Load the model again.");
+  return found->second;
 }
 
 }  // namespace
 
 std::shared_ptr<Offload> store_of(int64_t number) {
   const std::lock_guard<std::mutex> lock(stores_mutex);
-  const auto found = stores().find(number);
-  STD_TORCH_CHECK(found != stores().end(), "pi2: store: expected an open one, found number ", number,
-                  ", which is closed or never was. Load the model again.");
-  return found->second;
+  return open_store(number).offload;
 }
 
 namespace {
@@ -53,12 +70,12 @@ int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, st
   STD_TORCH_CHECK(made != nullptr, "pi2: store ", path, ": ", problem);
   const std::lock_guard<std::mutex> lock(stores_mutex);
   static int64_t next = 1;
-  stores()[next] = made;
+  stores()[next].offload = made;
   return next++;
 }
 
 bool store_close(int64_t store) {
-  std::shared_ptr<Offload> last;  // destroyed after the lock is given back: it waits for reads
+  Open last;  // destroyed after the lock is given back: it waits for reads
   const std::lock_guard<std::mutex> lock(stores_mutex);
   const auto found = stores().find(store);
   if (found == stores().end()) return false;
@@ -97,6 +114,48 @@ Tensor store_stats(int64_t store, bool reset) {
   return out;
 }
 
+// Says what predicts `layer`, so that stored_ffn of the layer before can begin to read what it is going to want.
+bool store_lookahead(int64_t store, int64_t layer, std::vector<Tensor> predictor, std::string kind, double cut,
+                     std::string predictor_weights, bool predictor_int8_activations, int64_t n_hot) {
+  const std::shared_ptr<Offload> offload = store_of(store);
+  STD_TORCH_CHECK(layer > 0 && layer < offload->layers(), "pi2: layer: expected 1 to ", offload->layers() - 1,
+                  ", found ", layer, ". The first layer has none before it.");
+  FfnArgs args = offload->shape(layer);
+  STD_TORCH_CHECK(args.hidden == offload->shape(layer - 1).hidden, "pi2: hidden size of layer ", layer, ": expected ",
+                  offload->shape(layer - 1).hidden, ", as the layer before has, found ", args.hidden,
+                  ". Leave look-ahead out.");
+  STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
+                  ". Check the plan.");
+  args.n_hot = n_hot;
+  const auto made = std::make_shared<Lookahead>();
+  const Tensor x = torch::stable::empty({1, args.hidden}, ScalarType::Float);  // for the checks of its size
+  made->predictor = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
+  made->tensors = predictor;
+  made->n_hot = n_hot;
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  open_store(store).lookahead[layer] = made;
+  return true;
+}
+
+constexpr int64_t kMostLookahead = 4;  // tokens: prompts want nearly all of a layer, and their mask would be large
+
+// What the layer after `layer` is likely to want, by its own predictor, of this layer's input: what a decoder's blocks
+// add changes the residual stream slowly. Predicted before the layer is computed; asked for once its own neurons are.
+std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_t layer, const FfnArgs& args) {
+  if (next == nullptr || args.tokens > kMostLookahead) return nullptr;
+  FfnArgs after = offload.shape(layer);
+  after.n_hot = next->n_hot;
+  after.x = args.x;
+  after.x_dtype = args.x_dtype;
+  after.tokens = args.tokens;
+  thread_local std::vector<std::uint8_t> mask;  // of the thread that calls: used by another only while it waits
+  mask.resize(static_cast<size_t>(args.tokens * (after.neurons - after.n_hot)));
+  if (!mask.empty()) predict(next->predictor, after, mask.data(), torch_threads());
+  return [&offload, layer, n_hot = after.n_hot, tokens = args.tokens, marks = mask.data()] {
+    offload.prefetch(layer, n_hot, marks, tokens);
+  };
+}
+
 ScalarType bias_type(DType w_dtype) {
   return w_dtype == DType::kBF16 ? ScalarType::BFloat16 : w_dtype == DType::kF16 ? ScalarType::Half : ScalarType::Float;
 }
@@ -106,7 +165,15 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                   std::string kind, double cut, std::string predictor_weights, bool predictor_int8_activations,
                   std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
                   bool int8_activations) {
-  const std::shared_ptr<Offload> offload = store_of(store);
+  std::shared_ptr<Offload> offload;
+  std::shared_ptr<const Lookahead> next;
+  {
+    const std::lock_guard<std::mutex> lock(stores_mutex);
+    Open& open = open_store(store);
+    offload = open.offload;
+    const auto found = open.lookahead.find(layer + 1);
+    if (found != open.lookahead.end()) next = found->second;
+  }
   STD_TORCH_CHECK(layer >= 0 && layer < offload->layers(), "pi2: layer: expected 0 to ", offload->layers() - 1,
                   ", found ", layer, ". The store is of another model.");
   check_plain(x, "x");
@@ -131,7 +198,8 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                     ". See torch_pi2.ops.reference_store.stored_ffn.");
   }
   if (args.tokens == 0) return out;
-  const std::string problem = offload->ffn(layer, any, args, torch_threads());
+  const std::string problem =
+      offload->ffn(layer, any, args, torch_threads(), look_ahead(*offload, next.get(), layer + 1, args));
   STD_TORCH_CHECK(problem.empty(), "pi2: reading the neuron store: ", problem);
   return out;
 }
@@ -163,6 +231,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def("store_describe(int store) -> str");
   m.def("store_stats(int store, bool reset) -> Tensor");
   m.def(
+      "store_lookahead(int store, int layer, Tensor[] predictor, str kind, float cut, str predictor_weights, "
+      "bool predictor_int8_activations, int n_hot) -> bool");
+  m.def(
       "stored_ffn(Tensor x, int store, int layer, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
       "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, int n_hot, float threshold, bool int8_activations=False) -> Tensor");
@@ -176,6 +247,7 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("store_preload", TORCH_BOX(&pi2::binding::store_preload));
   m.impl("store_describe", TORCH_BOX(&pi2::binding::store_describe));
   m.impl("store_stats", TORCH_BOX(&pi2::binding::store_stats));
+  m.impl("store_lookahead", TORCH_BOX(&pi2::binding::store_lookahead));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
