@@ -113,6 +113,18 @@ def test_compiled_decoding_over_a_store(folders: tuple[Path, Path]) -> None:
     assert tokens[0] == tokens[1]
 
 
+def test_small_caches_keep_more_of_what_is_frequent(folders: tuple[Path, Path]) -> None:
+    path = folders[1] / "pi2" / "model.pi2"
+    assert Store(path, 1 << 20).hot_share == 0.5
+    assert Store(path, 1 << 20, token_bytes=1 << 19).hot_share == 0.5
+    assert Store(path, 1 << 20, token_bytes=(1 << 19) + 1).hot_share == 0.9
+    assert Store(path, 1 << 20, OffloadConfig(hot_share=0.25), token_bytes=1 << 20).hot_share == 0.25
+    model = torch_pi2.load(folders[1], budget=smallest(folders[1]) + 100_000)
+    store, budget = model.torch_pi2_store
+    assert budget.cache < 2 * budget.token
+    assert store.hot_share == 0.9
+
+
 def test_two_models_over_one_store_and_closing(folders: tuple[Path, Path]) -> None:
     _, folder = folders
     first, second = (torch_pi2.load(folder, budget=smallest(folder) + 50_000) for _ in range(2))

@@ -346,12 +346,12 @@ for n in range(1, 1000):
     if child == 0:
         for name in ("pwrite", "ftruncate", "fsync", "replace", "rename", "unlink", "mkdir"):
             setattr(os, name, counted(getattr(os, name)))
-        pack(source, root / "out")
+        torch_pi2.pack(source, root / "out", cluster=1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status):
         break
-    report = pack(source, root / "out")
+    report = torch_pi2.pack(source, root / "out", cluster=1)
     same = digest(root / "out") == digest(root / "whole")
     sizes = (report.bytes_written, report.resumed_layers, report.file_bytes)
     found.append((*sizes, same, sorted(os.listdir(root))))

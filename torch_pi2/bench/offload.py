@@ -46,6 +46,8 @@ FIRING: dict[str, dict[str, Any]] = {
 }
 #: For recording a trace, and for writing it.
 TRACE_BYTES = 1 << 29
+#: On top of a cap for a mixture of experts, whose step takes Inductor more memory to compile.
+EXPERTS_HEADROOM = 1 << 29
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
 #: The same for llama.cpp, which takes seconds a token, and the tokens of its only round.
@@ -111,8 +113,9 @@ def run(
         ``modes``: by name ``tokens_per_s``, milliseconds of a token (``p50_ms``, ``p90_ms``, ``p99_ms``), bytes and
         reads a token, ``hit_rate``, ``io_critical_share`` (waiting for neurons, over wall time and threads; both None
         where the system reads), ``ffn_ms`` a token, ``cache_bytes``, ``peak_rss_bytes``, ``trace`` (what was recorded,
-        or None) and ``capped``. Where groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the budget of a mode with a cache, and
-        what a process takes before it loads a model. ``against``: tokens/s of ``pipeline`` over those of other modes.
+        or None) and ``capped``. Where groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the
+        budget of a mode with a cache, what a process takes before it loads a model, and for mixtures of experts
+        ``headroom_bytes`` for compiling. ``against``: tokens/s of ``pipeline`` over those of other modes.
         ``peers``, machine and versions.
 
     Raises:
@@ -142,7 +145,8 @@ def run(
     rooms = _Rooms(folder, settings["context"])
     base = _base_rss(settings["threads"])
     budget_bytes = rooms.budget(MODES["pipeline"].config(engine, device), ffn_in_memory)
-    cap_bytes = budget_bytes + base if capped else None
+    headroom = EXPERTS_HEADROOM if rooms.has_experts else 0
+    cap_bytes = budget_bytes + base + headroom if capped else None
     path = folder / PI2_FOLDER / STORE_FILE
     warmed = cap.warm(path)
     measured: dict[str, dict[str, Any]] = {}
@@ -175,6 +179,7 @@ def run(
         "token_bytes": rooms.token,
         "budget_bytes": budget_bytes,
         "base_rss_bytes": base,
+        "headroom_bytes": headroom,
         "cap_bytes": cap_bytes,
         "threads": settings["threads"],
         "tokens": STREAMS[stream],
@@ -282,6 +287,7 @@ class _Rooms:
         self._folder, self._context = folder, context
         self._plan = Plan.load(pi2)
         found = pi2 / PREDICTORS_FILE
+        self.has_experts = any(layer.site.experts is not None for layer in self._plan.layers)
         self._predictors = load_predictors(pi2, model_hash=self._plan.model_hash) if found.exists() else {}
         self.hf = model_config(folder)
         whole = self._divided(OffloadConfig())

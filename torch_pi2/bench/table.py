@@ -141,6 +141,7 @@ def _linear_row(name: str, result: Mapping[str, Any]) -> list[str]:
 def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations, "
     about += f"{100 * result['ffn_in_memory']:.0f} % of neurons"
+    about += ", independent tokens" if "independent" in result["tokens"] else ""
     about += f", SIMULATED {result['simulated']}" if result.get("simulated") else ""
     rows = [
         [
@@ -186,8 +187,9 @@ _OFFLOAD = (
 _OFFLOAD_NOTE = """
 Half of the neurons' bytes, or what a row says, have room in memory; the rest is read from a store whose file is warm
 (one sequential read before), each mode in a process of its own, one after another, in a memory cap where the machine
-has one (page cache counts). Tokens are drawn at random, independently: no locality but that some neurons fire more
-often. I/O waited for is time in which compute threads had nothing to compute, of all their time.
+has one (page cache counts). Tokens are drawn at random: of one topic for a while, which gives neurons the locality that
+"LLM in a flash" measured on text, or independently (a row says so): no locality but that some fire more often. I/O
+waited for is time in which compute threads had nothing to compute, of all their time.
 """
 
 

@@ -43,7 +43,9 @@ class OffloadConfig:
         window: keep only neurons of the last so many tokens ("LLM in a flash"); 0: as the policy says.
         in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
         run_bytes: neighbouring neurons are read together, up to this.
-        hot_share: of the cache, the part for the most frequent neurons, which nothing evicts (with ``preload``).
+        hot_share: of the cache, the part for the most frequent neurons, which nothing evicts (with ``preload``). None:
+            half; 0.9 where the cache holds less than two tokens want: what remains would be evicted before it is wanted
+            again (LRU's cliff).
         spin: threads that wait for reads keep their cores for some milliseconds before they sleep: faster where all
             cores compute, at the price of their power.
         preload: fill the cache with the most frequent neurons when the model is loaded.
@@ -64,7 +66,7 @@ class OffloadConfig:
     window: int = 0
     in_flight: int = 8
     run_bytes: int = 1 << 18
-    hot_share: float = 0.5
+    hot_share: float | None = None
     preload: bool = True
     lookahead: bool = False
     spin: bool = True
@@ -79,7 +81,7 @@ class OffloadConfig:
                     found=repr(getattr(self, name)),
                     fix="Choose one of them.",
                 )
-        if not 0 <= self.hot_share <= 1:
+        if self.hot_share is not None and not 0 <= self.hot_share <= 1:
             raise ConfigError(
                 "OffloadConfig.hot_share",
                 expected="0 to 1",
@@ -110,15 +112,20 @@ class Store:
 
     Args:
         path: of the file.
-        cache_bytes: for neurons in memory; reads pass through ``stats()["staging_bytes"]`` beside it.
+        cache_bytes: for neurons in memory; ``stats()["staging_bytes"]`` beside it are for what has no room there.
+        token_bytes: what an average token wants, if known.
 
     Raises:
         ArtifactError: not a store, damaged, or the system cannot read it as ``config`` says.
     """
 
-    def __init__(self, path: str | Path, cache_bytes: int, config: OffloadConfig | None = None) -> None:
+    def __init__(
+        self, path: str | Path, cache_bytes: int, config: OffloadConfig | None = None, *, token_bytes: int = 0
+    ) -> None:
         load()
         self.path, self.config = Path(path), config or OffloadConfig()
+        share = self.config.hot_share
+        self.hot_share: float = share if share is not None else 0.9 if cache_bytes < 2 * token_bytes else 0.5
         self.device = None if self.config.device is None else find_device(self.config.device)
         self.number = self._open(cache_bytes)
         self._close = weakref.finalize(self, torch.ops.pi2.store_close, self.number)
@@ -129,7 +136,8 @@ class Store:
             try:
                 number: int = torch.ops.pi2.store_open(
                     str(self.path), cache_bytes, engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline,
-                    c.window, c.in_flight, c.run_bytes, c.hot_share, c.spin, self.device.numbers if self.device else (),
+                    c.window, c.in_flight, c.run_bytes, self.hot_share, c.spin,
+                    self.device.numbers if self.device else (),
                 )  # fmt: skip
                 return number
             except RuntimeError as error:

@@ -59,7 +59,7 @@ def load_offloaded(
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
         budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind)
         index_of, entries = {key: i for i, key in enumerate(reader.keys)}, reader.entries
-    store = Store(pi2 / STORE_FILE, budget.cache, config)
+    store = Store(pi2 / STORE_FILE, budget.cache, config, token_bytes=budget.token)
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
         tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
