@@ -65,8 +65,9 @@ struct Offload::State final : BundleSource {
   Arena places;
   const char* mapped = nullptr;
   std::int64_t place_bytes = 0, n_spares = 0;
-  std::vector<std::int64_t> first_key;          // of the cache, by layer: keys are slots of the file
-  std::vector<std::vector<const char*>> where;  // [layers][neurons], of the last call
+  std::vector<std::int64_t> first_key;               // of the cache, by layer: keys are slots of the file
+  std::vector<std::deque<std::int64_t>> last_calls;  // by layer: when, if there is a window
+  std::vector<std::vector<const char*>> where;       // [layers][neurons], of the last call
   pid_t process = 0;
 
   std::mutex turn;  // one call at a time
@@ -119,7 +120,7 @@ struct Offload::State final : BundleSource {
   std::string set_up(const std::string& path);
   std::string make_places(std::int64_t keys, CachePolicy policy);
   std::string preload();
-  std::string load_first(const std::vector<std::int64_t>& count, std::int64_t most);
+  std::string load_first(const std::vector<std::int64_t>& count, std::int64_t most, std::vector<std::int64_t>* made);
   std::string call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads);
   void clean_up(std::unique_lock<std::mutex>* lock);
   void prefetch(std::int64_t l, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
@@ -138,6 +139,8 @@ struct Offload::State final : BundleSource {
   void fail(const std::string& why);
   void arrived(const ReadResult* results, std::int64_t count);
   void over(const ReadRun& run, const std::string& wrong);
+  bool missed(std::int64_t c, std::int64_t in_file);
+  void empty_again(std::int64_t l, const Wanted& wanted);
   std::string check(const ReadRun& run, const ReadResult& result) const;
   std::string check_bundles(std::int64_t l, std::int64_t in_file, const char* data) const;
 };
@@ -170,6 +173,7 @@ std::string Offload::State::set_up(const std::string& path) {
     first_key.push_back(keys);
     keys += l.n_slots();
     where.emplace_back(static_cast<std::size_t>(l.neurons), nullptr);
+    last_calls.emplace_back();
   }
   first_key.push_back(keys);
   if (keys >= std::int64_t{1} << 31) return std::to_string(keys) + " slots, more than a cache can name";
@@ -258,9 +262,11 @@ void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, 
       else if (chunk.there())
         ready.push_back(c);
     }
-    if (options.window > 0) {
-      const std::int64_t calls_per_token = static_cast<std::int64_t>(file.layers().size());
-      cache->erase_older(key_of(layer), key_of(layer + 1), cache->now() - options.window * calls_per_token);
+    if (options.window > 0) {  // of calls of this layer: experts are not called for every token
+      std::deque<std::int64_t>& calls = last_calls[static_cast<std::size_t>(layer)];
+      calls.push_back(cache->now());
+      if (static_cast<std::int64_t>(calls.size()) > options.window + 1) calls.pop_front();
+      cache->erase_older(key_of(layer), key_of(layer + 1), calls.front());
     }
     tell();
     ask(&lock);
@@ -272,7 +278,11 @@ void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, 
     const std::lock_guard<std::mutex> lock(mutex);
     fail("no memory");
   }
-  if (then != nullptr && !broken) (*then)();
+  if (then == nullptr || broken) return;
+  try {
+    (*then)();
+  } catch (const std::bad_alloc&) {  // a guess less
+  }
 }
 
 // With the lock.
@@ -357,7 +367,12 @@ std::unique_ptr<ReadBatch> Offload::State::take(std::int64_t c) {
     if (batch->wanted[w].in_file == in_file)
       at[static_cast<std::size_t>(id)] = place(batch->wanted[w].place) + id % l.cluster * l.bundle_bytes();
   }
-  batch->plan(l, read_bytes(l), options.run_bytes, [this](std::int32_t p) { return place(p); });
+  try {
+    batch->plan(l, read_bytes(l), options.run_bytes, [this](std::int32_t p) { return place(p); });
+  } catch (...) {
+    for (const Wanted& w : batch->wanted) empty_again(layer, w);
+    throw;
+  }
   begun_reading(*batch);
   trace_counter(TraceCounter::kReading, reading);
   return batch;
@@ -374,8 +389,9 @@ bool Offload::State::submit(std::unique_ptr<ReadBatch> batch) {
     engine->submit(batch->reads.data(), n);
   } catch (const std::bad_alloc&) {
     const std::lock_guard<std::mutex> lock(mutex);
-    for (const ReadRun& run : batch->runs) over(run, "no memory");
     for (std::int64_t i = 0; i < n; ++i) ended_reading(*batch);
+    batch->asked_for = true;  // a call that waits for a guess of it fails, too: nobody would ask again
+    for (const ReadRun& run : batch->runs) over(run, "no memory");
     return false;
   }
   (void)batch.release();  // whoever is told of its last read deletes it, and may have
@@ -429,8 +445,9 @@ void Offload::State::arrived(const ReadResult* results, std::int64_t count) {
     const std::int64_t n = std::min<std::int64_t>(64, count - first);
     for (std::int64_t i = 0; i < n; ++i)
       wrong[i] = check(*static_cast<const ReadRun*>(results[first + i].read.owner), results[first + i]);
-    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
     const std::size_t ready_before = ready.size();
+    const bool was_reading = reading > 0;
     for (std::int64_t i = 0; i < n; ++i) {
       const ReadRun& run = *static_cast<const ReadRun*>(results[first + i].read.owner);
       ReadBatch* const batch = run.batch;
@@ -440,8 +457,23 @@ void Offload::State::arrived(const ReadResult* results, std::int64_t count) {
     }
     trace_counter(TraceCounter::kReading, reading);
     // Workers are woken for a chunk, not for each of its hundreds of bundles.
-    if (ready.size() != ready_before || reading == 0 || broken) tell();
+    if (ready.size() != ready_before || (was_reading && reading == 0) || broken) tell();
+    if (waiting.empty() || !begun) continue;  // begin() asks
+    try {
+      ask(&lock);  // for guesses that failed
+    } catch (const std::bad_alloc&) {
+      fail("no memory");
+    }
   }
+}
+
+// With the lock: nothing is in this place, nor on its way there.
+void Offload::State::empty_again(std::int64_t l, const Wanted& wanted) {
+  const auto p = static_cast<std::size_t>(wanted.place);
+  loading[p] = guess[p] = 0;
+  waiter[p] = -1;
+  const std::int64_t key = key_of(l) + wanted.in_file;
+  if (cache->slot_of(key) == wanted.place) cache->erase(key);
 }
 
 // With the lock: the places of a read are there, or empty if something is wrong.
@@ -450,18 +482,29 @@ void Offload::State::over(const ReadRun& run, const std::string& wrong) {
   for (std::int64_t k = 0; k < run.count; ++k) {
     const auto p = static_cast<std::size_t>(wanted[k].place);
     loading[p] = 0;
-    if (wanted[k].place < cache->slots()) {
-      cache->let_go(wanted[k].place);
-      if (!wrong.empty()) cache->erase(key_of(run.batch->layer) + wanted[k].in_file);
-    }
+    if (wanted[k].place < cache->slots()) cache->let_go(wanted[k].place);
     const std::int16_t c = waiter[p];
+    if (!wrong.empty()) empty_again(run.batch->layer, wanted[k]);
     if (c < 0) continue;
     waiter[p] = -1;
-    if (!wrong.empty()) fail(wrong);
     Chunk& chunk = chunks[static_cast<std::size_t>(c)];
     --chunk.on_the_way;
+    if (!wrong.empty() && (run.batch->asked_for || broken || !missed(c, wanted[k].in_file))) fail(wrong);
     if (chunk.there()) ready.push_back(c);
   }
+}
+
+// With the lock: a guess that a chunk waits for has failed, and the chunk asks for itself. False if there is no memory.
+bool Offload::State::missed(std::int64_t c, std::int64_t in_file) {
+  Chunk& chunk = chunks[static_cast<std::size_t>(c)];
+  try {
+    chunk.missing.push_back(in_file);
+    std::sort(chunk.missing.begin() + static_cast<std::ptrdiff_t>(chunk.asked), chunk.missing.end());
+    if (std::find(waiting.begin(), waiting.end(), c) == waiting.end()) waiting.push_back(c);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
 }
 
 std::int64_t Offload::State::next() {
@@ -536,6 +579,7 @@ std::string Offload::State::call(std::int64_t l, const std::function<void(Bundle
 void Offload::State::clean_up(std::unique_lock<std::mutex>* lock) {
   changed.wait(*lock, [this] { return reading == 0; });
   if (!broken) return;
+  waiting.clear();
   std::fill(waiter.begin(), waiter.end(), -1);  // of guesses, which may still be on their way
   for (Chunk& chunk : chunks) {
     free_spares.insert(free_spares.end(), chunk.spares.begin(), chunk.spares.end());
@@ -553,39 +597,43 @@ void Offload::State::prefetch(std::int64_t l, std::int64_t n_hot, const std::uin
       if (active[t * cold + id - n_hot]) return true;
     return false;
   };
-  auto batch = std::make_unique<ReadBatch>();
-  batch->layer = l;
-  batch->asked_for = false;
-  {
+  std::unique_ptr<ReadBatch> batch;
+  try {
+    std::vector<std::int64_t> slots;  // of the file
+    for (std::int64_t id = 0; id < layer_about.neurons; ++id) {
+      if (!wanted(id)) continue;
+      slots.push_back(id / layer_about.cluster);
+      id = (slots.back() + 1) * layer_about.cluster - 1;  // the rest of the slot comes with it
+    }
+    batch = std::make_unique<ReadBatch>();
+    batch->wanted.reserve(slots.size());
+    batch->layer = l;
+    batch->asked_for = false;
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto forget = [&] {
-      for (const Wanted& w : batch->wanted) {
-        loading[static_cast<std::size_t>(w.place)] = guess[static_cast<std::size_t>(w.place)] = 0;
-        cache->erase(key_of(l) + w.in_file);
-      }
-    };
+    // A call has looked up what this layer wants, and is about to make room for what it misses.
+    if (l == layer && !waiting.empty()) return;
+    // What is there is used by this, so that room is not made of it.
+    const std::int64_t key = key_of(l);
+    slots.erase(
+        std::remove_if(slots.begin(), slots.end(), [&](std::int64_t s) { return cache->look_up(key + s) >= 0; }),
+        slots.end());
+    for (const std::int64_t in_file : slots) {
+      const std::int64_t p = cache->insert(key + in_file);
+      if (p < 0) break;  // full of what is needed more
+      batch->wanted.push_back({in_file, static_cast<std::int32_t>(p)});
+      cache->hold(p);
+      loading[static_cast<std::size_t>(p)] = guess[static_cast<std::size_t>(p)] = 1;
+    }
     try {
-      for (std::int64_t id = 0; id < layer_about.neurons; ++id) {
-        const std::int64_t in_file = id / layer_about.cluster, key = key_of(l) + in_file;
-        if (!wanted(id)) continue;
-        id = (in_file + 1) * layer_about.cluster - 1;  // the rest of the slot comes with it
-        if (cache->contains(key)) continue;
-        batch->wanted.push_back({in_file, 0});
-        const std::int64_t p = cache->insert(key);
-        if (p < 0) {  // full of what is needed more
-          batch->wanted.pop_back();
-          break;
-        }
-        batch->wanted.back().place = static_cast<std::int32_t>(p);
-        cache->hold(p);
-        loading[static_cast<std::size_t>(p)] = guess[static_cast<std::size_t>(p)] = 1;
-      }
       batch->plan(layer_about, read_bytes(layer_about), options.run_bytes, [this](std::int32_t p) { return place(p); });
-    } catch (const std::bad_alloc&) {
-      return forget();
+    } catch (...) {
+      for (const Wanted& w : batch->wanted) empty_again(l, w);
+      throw;
     }
     sums.guessed += static_cast<std::int64_t>(batch->wanted.size());
     begun_reading(*batch);
+  } catch (const std::bad_alloc&) {
+    return;
   }
   if (!batch->wanted.empty()) submit(std::move(batch));  // if that fails, they are asked for when they are wanted
 }
@@ -605,12 +653,12 @@ std::string Offload::State::preload() {
     most = std::max(most, count.back());
   }
   // Whatever ends this early, nothing of it may be taken for loaded.
+  std::vector<std::int64_t> made;
   const auto forget = [&] {
-    for (std::size_t k = 0; k < count.size(); ++k)
-      for (std::int64_t rank = 0; rank < count[k]; ++rank) cache->erase(first_key[k] + rank);
+    for (const std::int64_t key : made) cache->erase(key);
   };
   try {
-    const std::string wrong = load_first(count, most);
+    const std::string wrong = load_first(count, most, &made);
     if (!wrong.empty()) forget();
     return wrong;
   } catch (...) {
@@ -619,13 +667,19 @@ std::string Offload::State::preload() {
   }
 }
 
-std::string Offload::State::load_first(const std::vector<std::int64_t>& count, std::int64_t most) {
+std::string Offload::State::load_first(const std::vector<std::int64_t>& count, std::int64_t most,
+                                       std::vector<std::int64_t>* made) {
+  for (const std::int64_t n : count) made->reserve(made->capacity() + static_cast<std::size_t>(n));
   cache->begin();
   for (std::int64_t rank = most - 1; rank >= 0; --rank) {  // the most frequent last: the last to leave
     for (std::size_t l = 0; l < count.size(); ++l) {
       const std::int64_t key = first_key[l] + rank;
       const bool hot = static_cast<double>(rank) < options.hot_share * static_cast<double>(count[l]);
-      if (rank < count[l] && !cache->contains(key)) cache->insert(key, hot);
+      if (rank >= count[l] || cache->contains(key)) continue;
+      const std::int64_t p = cache->insert(key, hot);
+      if (p < 0) continue;
+      guess[static_cast<std::size_t>(p)] = 0;
+      made->push_back(key);
     }
   }
   std::int64_t largest = 0;
@@ -647,7 +701,8 @@ std::string Offload::State::load_first(const std::vector<std::int64_t>& count, s
             options.verify ? check_bundles(static_cast<std::int64_t>(k), first + i, slot) : std::string();
         if (!wrong.empty()) return wrong;
         const std::int64_t p = cache->slot_of(first_key[k] + first + i);  // not a use: the order is that of insertion
-        if (p >= 0) std::memcpy(place(p), slot, static_cast<std::size_t>(l.cluster * l.bundle_bytes()));
+        if (p >= 0 && !loading[static_cast<std::size_t>(p)])
+          std::memcpy(place(p), slot, static_cast<std::size_t>(l.cluster * l.bundle_bytes()));
       }
     }
   }
@@ -703,6 +758,10 @@ std::string Offload::preload() { return state_->preload(); }
 OffloadStats Offload::stats(bool reset) {
   if (state_->process != getpid()) return OffloadStats();
   const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->under_way > 0) {  // reads outlive calls
+    state_->sums.io_ns += since(state_->io_since);
+    state_->io_since = Clock::now();
+  }
   OffloadStats stats = state_->sums;
   stats.evictions = state_->cache->evictions() - state_->evictions_before;
   stats.resident = state_->cache->used();

@@ -121,7 +121,7 @@ def divide(
     unit = SECTOR if config.direct else 64
     slot = max(-(-entry.cluster * entry.bundle_bytes // unit) * unit for entry in store.entries)
     count = sum(entry.slots_in_file for entry in store.entries)
-    chunk = max(_chunk_slots(entry) * entry.slot_bytes for entry in store.entries)
+    chunk = max(map(_chunk_slots, store.entries)) * max(entry.slot_bytes for entry in store.entries)
     parts = {
         "fixed": fixed,
         "predictors": sum(_predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),

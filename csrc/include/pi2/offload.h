@@ -40,7 +40,7 @@ struct OffloadStats {
   std::int64_t wait_ns = 0;              // of all workers, waiting for bundles
   std::int64_t busy_ns = 0;              // of all workers, from a call's beginning to its end
   std::int64_t io_ns = 0;                // with at least one read under way
-  std::int64_t resident = 0, slots = 0;  // bundles in the cache now, and room for
+  std::int64_t resident = 0, slots = 0;  // slots of the file in the cache now, and room for: mostly a bundle each
   std::int64_t cache_bytes = 0, staging_bytes = 0;  // what cannot be cached passes through staging
   std::int64_t late = 0;                            // of a simulated device: reads that took longer here than there
 };
