@@ -41,8 +41,8 @@ class OffloadConfig:
         direct: read past the page cache (``O_DIRECT``) where a trial read shows that this works.
         verify: check the CRC32C of every bundle read (not with ``mmap``, where the system reads).
         pipeline: compute chunks of a layer while others are read; else wait for all of a layer's reads.
-        window: keep of a layer only what its last so many calls before this one used ("LLM in a flash": tokens; a prompt
-            is a call per 64); 0: as the policy says.
+        window: keep of a layer only what its last so many calls before this one used ("LLM in a flash": tokens; a
+            prompt is a call per 64); 0: as the policy says.
         in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
         run_bytes: neighbouring neurons are read together, up to this.
         hot_share: of the cache, the part for the most frequent neurons, which nothing evicts (with ``preload``). None:
