@@ -13,7 +13,7 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load
 from torch_pi2.runtime.ffn import PREDICTOR_TENSORS, SparseFFN, check_ffn_input, result_dtype
-from torch_pi2.runtime.offload import OffloadedFFN, Store, check_store_layer, unreadable
+from torch_pi2.runtime.offload import InStore, OffloadedFFN, Store, check_store_layer, unreadable
 from torch_pi2.runtime.standin import StandIn
 
 #: Buffers of one expert's layer that are stacked, and those of them that stay float32 when a model is converted.
@@ -193,7 +193,7 @@ class SparseExperts(StandIn):
         return f"{len(self.sites)} experts of {self._form[0].extra_repr()}"
 
 
-class OffloadedExperts(SparseExperts):
+class OffloadedExperts(InStore, SparseExperts):
     """Quantised experts whose bundles are in a :class:`~torch_pi2.runtime.offload.Store`: the same bits.
 
     ``bundles`` is on ``meta``, and what needs all the numbers raises ConfigError; see
@@ -210,13 +210,9 @@ class OffloadedExperts(SparseExperts):
 
     def __init__(self, parts: Iterable[SparseFFN], experts: int, store: Store, first_layer: int) -> None:
         super().__init__(parts, experts)
-        self._store, self.first_layer = (store,), first_layer  # a tuple: not a module
+        self._store, self.first_layer = (store,), first_layer
         for expert, site in enumerate(self.sites):
             check_store_layer(store, first_layer + expert, site)
-
-    @property
-    def store(self) -> Store:
-        return self._store[0]
 
     def expert(self, expert: int) -> SparseFFN:
         part = super().expert(expert)
@@ -255,19 +251,6 @@ class OffloadedExperts(SparseExperts):
             self.int8_activations,
         )
         return y
-
-    def _apply(self, fn: Any, recurse: bool = True) -> OffloadedExperts:
-        """``model.to(...)``: the bundles, which are not here, stay on ``meta``."""
-        bundles = self.bundles
-        self._buffers["bundles"] = torch.empty(0, dtype=bundles.dtype)
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers["bundles"] = bundles
-        return self
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, in {self.store.path.name}"
 
 
 def _check_alike(part: SparseFFN, first: SparseFFN) -> None:

@@ -270,7 +270,31 @@ def unreadable(error: RuntimeError, store: Store, site: FFNSite) -> ArtifactErro
     )
 
 
-class OffloadedFFN(SparseFFN):
+class InStore:
+    """What a module over a :class:`Store` has in common with others; before the module's own class among its bases."""
+
+    _store: tuple[Store, ...]  # a tuple: not a module
+    _buffers: dict[str, torch.Tensor | None]
+
+    @property
+    def store(self) -> Store:
+        return self._store[0]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """``model.to(...)``: the bundles, which are not here, stay on ``meta``."""
+        bundles = self._buffers["bundles"]
+        assert bundles is not None
+        self._buffers["bundles"] = torch.empty(0, dtype=bundles.dtype)
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            self._buffers["bundles"] = bundles
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, in {self.store.path.name}"  # type: ignore[misc]
+
+
+class OffloadedFFN(InStore, SparseFFN):
     """A quantised ``SparseFFN`` whose bundles are in a :class:`Store`, not in memory: the same bits.
 
     ``bundles`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError. Reading that
@@ -279,7 +303,6 @@ class OffloadedFFN(SparseFFN):
     """
 
     in_memory = False
-    _store: tuple[Store, ...]
     store_layer: int
 
     @classmethod
@@ -293,10 +316,6 @@ class OffloadedFFN(SparseFFN):
         layer.has_tiles = False  # prompts go the way of decoding, in which bundles may come from anywhere
         check_store_layer(store, store_layer, site)
         return layer
-
-    @property
-    def store(self) -> Store:
-        return self._store[0]
 
     def announce(self) -> None:
         """Let the layer before this one in the store begin to read for it (``OffloadConfig.lookahead``)."""
@@ -370,16 +389,3 @@ class OffloadedFFN(SparseFFN):
             found=f"one in {self.store.path.name}",
             fix="Load the model without a budget, or read the store (torch_pi2.store.storefile).",
         )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> OffloadedFFN:
-        """``model.to(...)``: the bundles, which are not here, stay on ``meta``."""
-        bundles = self.bundles
-        self._buffers["bundles"] = torch.empty(0, dtype=bundles.dtype)
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers["bundles"] = bundles
-        return self
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, in {self.store.path.name}"
