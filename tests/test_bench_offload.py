@@ -37,7 +37,7 @@ def has_groups():
 def test_modes_from_the_command_line(folder, tmp_path, capsys):
     peer = has_groups() and find_spec("llama_cpp") is not None
     command = ["bench", "offload", "--folder", str(folder), "--eager", "--tokens", "3", "--rounds", "2", "--json"]
-    command += ["--trace", str(tmp_path / "out.trace")]
+    command += ["--trace", str(tmp_path / "out.trace"), "--prompt", "40"]
     assert main([*command, *(["--peer", "llama.cpp"] if peer else [])]) == 0
     r = json.loads(capsys.readouterr().out)
     assert r["what"] == "offload"
@@ -57,7 +57,10 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
         cached = offload.MODES[name].cached
         assert mode["ffn_in_memory"] == pytest.approx(0.5 if cached else 0, abs=1e-3)
         assert (mode["cache_bytes"] > 0) == cached
+        assert mode["prompt_tokens_per_s"] > 0
+        assert (mode["prompt_io_critical_share"] is None) == (name == "mmap")
         if name != "mmap":
+            assert mode["prompt_bytes_read"] > 0
             assert mode["bytes_read_per_token"] > mode["reads_per_token"] > 0
     bundle, pipeline = r["modes"]["bundle"], r["modes"]["pipeline"]
     traced = json.loads((tmp_path / "out.trace").read_text())
@@ -74,11 +77,13 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
     if peer:
         theirs = r["peers"]["llama.cpp"]
         assert theirs["ratio"] == pytest.approx(pipeline["tokens_per_s"] / theirs["tokens_per_s"], rel=0.1, abs=0.01)
+        assert theirs["prompt_ratio"] > 0
         assert "not repacked" in theirs["about"]["weights"]
         assert theirs["group_peak_bytes"] <= r["cap_bytes"]
     assert not list(cap.CONTROLLER.glob(f"pi2-bench-{os.getpid()}"))
     shown = render(r)
     assert "pipeline is " in shown
+    assert "prompts of 40 tokens, tokens/s: mmap " in shown
     assert "pipeline (traced)" in shown
     assert "llm-in-a-flash" in shown
     (tmp_path / "run.json").write_text(json.dumps(r))
@@ -124,6 +129,7 @@ def test_percentiles_are_measured_values():
         ({"modes": []}, "modes: expected 1 or more, found 0"),
         ({"tokens": 0}, "tokens: expected 1 or more, found 0"),
         ({"rounds": 0}, "rounds: expected 1 or more, found 0"),
+        ({"prompt": -1}, "prompt: expected 0 or more, found -1"),
         ({"ffn_in_memory": 1.5}, "ffn_in_memory: expected 0 to 1, found 1.5"),
         ({"engine": "mmap"}, "engine: expected auto or pread or io_uring, found mmap"),
         ({"peers": ["torch"]}, "peer: expected llama.cpp, found torch"),

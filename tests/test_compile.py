@@ -285,3 +285,35 @@ def test_in_place_changes_elsewhere_in_the_graph_stay():
     fast = compiled(model)
     assert close(fast(X_BTH), model(X_BTH))
     assert count_op_calls(lambda: fast(X_BTH)) == 1
+
+
+@torch.no_grad()
+def test_reading_that_fails_raises_what_modules_raise(tmp_path, monkeypatch):
+    import torch_pi2
+    from torch_pi2.errors import ArtifactError
+
+    torch_pi2.synthetic(tmp_path / "plain", "tiny", layers=1, active=0.2)
+    torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
+    model = torch_pi2.load(tmp_path / "store", budget="1GiB", offload=torch_pi2.OffloadConfig(preload=False))
+    store = torch_pi2.stats(model)["store"]
+    layer = model.model.layers[0].mlp
+    fast = torch.compile(layer, backend="torch_pi2", fullgraph=True)
+    x = torch.randn(1, 1, store.layers()[0][1])
+    whole = store.path.read_bytes()
+    store.path.write_bytes(bytes(4096) + bytes(len(whole) - 4096))  # the same file, which is open
+    with pytest.raises(ArtifactError, match=r"model\.pi2: expected .*, found layer 0, neuron \d+ .*checksum") as error:
+        fast(x)
+    assert isinstance(error.value.__cause__, RuntimeError)
+    store.path.write_bytes(whole)
+    assert torch.equal(fast(x), layer(x))
+    store.close()
+    with pytest.raises(ArtifactError, match=r"model\.pi2: .* found a store that has been closed"):
+        fast(x)
+
+    def fails(*_):
+        raise RuntimeError("something else")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compile_module, "_inductor", lambda *_: fails)
+    with pytest.raises(RuntimeError, match="something else"):
+        torch.compile(layer, backend="torch_pi2", fullgraph=True)(x)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_store import SMALL, Damaged, store_of, toy
+from test_store import SMALL, Damaged, parts_beside, store_of, toy
 from torch import nn
 
 import torch_pi2
@@ -81,7 +81,7 @@ def flip(path: Path, layer: int) -> None:
 
 
 def test_a_store_that_is_replaced_while_open(folders: tuple[Path, Path], one: Path, tmp_path: Path) -> None:
-    """The open one is read to its end; who opens later finds the new one, or is told that it is another model's."""
+    """The open one is read to its end; who opens later finds the new one, a whole model with its own plan."""
     model = small(one)
     wanted = logits(model)
     torch_pi2.pack(one, tmp_path / "wide", slot_align=8192)
@@ -92,8 +92,9 @@ def test_a_store_that_is_replaced_while_open(folders: tuple[Path, Path], one: Pa
     shutil.copy(store_of(folders[1]), tmp_path / "other")
     os.replace(tmp_path / "other", store_of(one))
     assert torch.equal(logits(again), wanted)
-    with pytest.raises(StaleArtifactError, match=r"as in plan\.json, found .* from different models"):
-        torch_pi2.load(one, budget="1GiB")
+    other = logits(torch_pi2.load(folders[1], budget="1GiB"))
+    assert not torch.equal(other, wanted)
+    assert torch.equal(logits(torch_pi2.load(one, budget="1GiB")), other)
     assert torch.equal(logits(model), wanted)
 
 
@@ -114,9 +115,20 @@ def test_a_store_that_is_replaced_while_it_is_loaded(
 
 
 @pytest.mark.parametrize("name", ["plan.json", "predictors"])
-def test_parts_of_another_model(folders: tuple[Path, Path], one: Path, name: str) -> None:
-    found = [path for path in (folders[1] / "pi2").iterdir() if path.name.startswith(name.partition(".")[0])]
+def test_parts_of_another_model(folders: tuple[Path, Path], one: Path, tmp_path: Path, name: str) -> None:
+    """Beside a store that has its own inside, and beside one that has not."""
+    other = Path(shutil.copytree(folders[1], tmp_path / "two"))
+    parts_beside(other)
+    found = [path for path in (other / "pi2").iterdir() if path.name.startswith(name.partition(".")[0])]
     assert found
+    for path in found:
+        shutil.copy(path, one / "pi2" / path.name)
+    with pytest.raises(ArtifactError, match=r"beside model\.pi2: expected what the store has inside"):
+        torch_pi2.load(one, budget="1GiB")
+    for path in found:
+        (one / "pi2" / path.name).unlink()
+    parts_beside(one)
+    torch_pi2.load(one, budget="1GiB")
     for path in found:
         shutil.copy(path, one / "pi2" / path.name)
     with pytest.raises(StaleArtifactError, match=r"expected .*, found .*"):
@@ -185,9 +197,12 @@ def test_steps_that_fail_can_be_repeated(one: Path) -> None:
 def test_an_interrupt_during_generate(folders: tuple[Path, Path]) -> None:
     model = small(folders[0])
     wanted = generated(model)
-    start = time.perf_counter()
-    assert generated(model) == wanted
-    whole = time.perf_counter() - start
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert generated(model) == wanted
+        times.append(time.perf_counter() - start)
+    whole = min(times)  # the machine may be busy
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     interrupted = 0
     try:

@@ -24,7 +24,7 @@ KINDS = ["none", "lowrank", "lowrank_q", "signbit"]
 RANK = 21
 ARGUMENTS = (
     "x", "index", "routing", "bundles", "predictor", "kind", "cuts", "predictor_weights", "predictor_int8_activations",
-    "activation", "activation_on_up", "threshold", "weights", "int8_activations",
+    "activation", "activation_on_up", "thresholds", "weights", "int8_activations",
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def mixture(
         bundles = torch.randn(experts, neurons, rows, hidden, generator=generator(2)) * hidden**-0.5
         bundles, weights = bundles.to(getattr(torch, weights)), "float"
     how = predictors(kind, experts, neurons, hidden)
-    values = (*routed(experts, tokens, slots, hidden, dtype), bundles, *how, False, "relu", False, 0.0, weights, False)
+    values = (*routed(experts, tokens, slots, hidden, dtype), bundles, *how, False, "relu", False, [], weights, False)
     return dict(zip(ARGUMENTS, values, strict=True)) | changed
 
 
@@ -126,7 +126,7 @@ def test_sizes_and_dtypes(experts: int, slots: int, dtype: torch.dtype) -> None:
 
 def test_settings() -> None:
     assert_follows_reference(mixture(activation="silu", activation_on_up=True))
-    assert_follows_reference(mixture(activation="gelu_tanh", threshold=0.5))
+    assert_follows_reference(mixture(activation="gelu_tanh", thresholds=[0.5, 0.0, 0.1, 1.0]))
     assert_follows_reference(mixture(int8_activations=True))
     lossy = mixture("lowrank_q", predictor_int8_activations=True, tokens=40)
     assert_follows_reference(lossy)
@@ -258,7 +258,11 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
         ({"weights": "float"}, "dtype of bundles: expected float32, bfloat16 or float16 with weights 'float', found"),
         ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
         ({"activation": "tanh"}, "activation: expected relu, .* found 'tanh'"),
-        ({"threshold": -1.0}, "threshold: expected 0 or more, found -1"),
+        (
+            {"thresholds": [0.0, -1.0, 0.0, 0.0]},
+            "thresholds: expected 0 or more, found -1 for expert 1. Check the plan",
+        ),
+        ({"thresholds": [0.5]}, "thresholds: expected none, or 4, one for each expert, found 1"),
         ({"kind": "none"}, "predictor: expected no tensors and cuts for kind none, found 1 and 4"),
         ({"kind": "oracle"}, "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
         ({"kind": "lowrank_q"}, r"predictor: expected 2 tensors \(and a bias\) for kind lowrank_q, found 1"),
@@ -330,7 +334,7 @@ def test_fakes_check_shapes() -> None:
         index = torch.empty(7, 2, dtype=torch.int64)
         good = {"x": torch.empty(7, 111), "index": index, "routing": torch.empty(7, 2)}
         bundles = torch.empty(4, 85, 3, 72, dtype=torch.uint8)
-        rest = ([], "none", [], "", False, "relu", False, 0.0)
+        rest = ([], "none", [], "", False, "relu", False, [])
         assert torch.ops.pi2.experts_ffn(*good.values(), bundles, *rest, "int4").shape == (7, 111)
         assert torch.ops.pi2.stored_experts(*good.values(), 1, 0, 4, *rest).shape == (7, 111)
         for change, message in (

@@ -523,5 +523,5 @@ def test_empty_ffn_waits_for_its_bundles() -> None:
     x = torch.randn(3, HIDDEN)
     with torch.no_grad():
         assert torch.equal(made(x), full(x))
-    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8, found 'float'"):
-        SparseFFN.empty(plan.layers[0].site, plan.layers[0], "float")
+    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8, found 'int2'"):
+        SparseFFN.empty(plan.layers[0].site, plan.layers[0], "int2")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from torch_pi2.errors import (
 )
 from torch_pi2.graph.find import find_sites
 from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import Plan
 from torch_pi2.predict import FittedPredictors, LowRank, PredictorCard, load_predictors
@@ -49,11 +51,20 @@ def rounded(w: torch.Tensor, weights: str) -> torch.Tensor:
     return torch.ops.pi2.dequantize(rows, weights, w.shape[1], torch.float32)
 
 
+@cache
+def found_in(name: str) -> tuple[list[FFNSite], set[str]]:
+    """FFNs of the tiny model, and names of its large linears: the same every time, and a second or two to find."""
+    model = tiny(name)
+    sites = find_sites(model)
+    return sites, set(find_linears(model, sites)[0])
+
+
 def rounded_model(name: str, weights: str) -> nn.Module:
     """The tiny model rounded as a quantised one: FFNs, the down projections column by column, and large linears."""
     model = tiny(name)
-    downs, inside = {site.down.weight for site in find_sites(model)}, site_weights(name)
-    linears, _ = find_linears(model, find_sites(model))
+    sites, linears = found_in(name)
+    downs = {site.down.weight for site in sites}
+    inside = {ref.weight for site in sites for ref in (site.gate, site.up, site.down) if ref is not None}
     for module_name, module in model.named_modules():
         if module_name in linears or f"{module_name}.weight" in inside:
             w = module.weight.detach()
@@ -92,13 +103,8 @@ def test_quantised_folder_holds_the_rounded_model(tmp_path: Path, name: str, wei
     assert isinstance(sparse.get_output_embeddings(), QuantLinear)
     low, high = (0.05, 0.12) if weights == "int4" else (0.002, 0.01)
     assert all(low < error < high for error in report.errors.values())
-    sites = find_sites(tiny(name))
-    assert report.errors.keys() == {site.key for site in sites} | find_linears(tiny(name), sites)[0].keys()
-
-
-def site_weights(name: str) -> set[str]:
-    sites = find_sites(tiny(name))
-    return {ref.weight for site in sites for ref in (site.gate, site.up, site.down) if ref is not None}
+    sites, linears = found_in(name)
+    assert report.errors.keys() == {site.key for site in sites} | linears
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
@@ -340,6 +346,15 @@ def test_skeleton_computes_its_buffers(tmp_path: Path, name: str) -> None:
         assert torch.equal(found[buffer], value)
 
 
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantised folder of the tiny model, to copy and to damage."""
+    folder = tmp_path_factory.mktemp("quantised")
+    tiny("llama-relu").save_pretrained(folder / "float")
+    torch_pi2.quantize(folder / "float", folder / "out")
+    return folder / "out"
+
+
 def break_file(folder: Path, change: str) -> None:
     path = folder / "pi2" / "weights.safetensors"
     tensors = load_file(str(path))
@@ -405,26 +420,25 @@ def break_file(folder: Path, change: str) -> None:
         ("other hash", StaleArtifactError, "found efefefefefef"),
     ],
 )
-def test_damaged_weights_are_refused(tmp_path: Path, change: str, error: type[Exception], message: str) -> None:
-    tiny("llama-relu").save_pretrained(tmp_path / "float")
-    torch_pi2.quantize(tmp_path / "float", tmp_path / "out")
+def test_damaged_weights_are_refused(
+    quantised: Path, tmp_path: Path, change: str, error: type[Exception], message: str
+) -> None:
+    shutil.copytree(quantised, tmp_path / "out")
     break_file(tmp_path / "out", change)
     for load in (torch_pi2.load, load_dense):
         with pytest.raises(error, match=message):
             load(tmp_path / "out")
 
 
-def test_sites_must_say_how_they_are_put_in(tmp_path: Path) -> None:
-    tiny("llama-relu").save_pretrained(tmp_path / "float")
-    torch_pi2.quantize(tmp_path / "float", tmp_path / "out")
+def test_sites_must_say_how_they_are_put_in(quantised: Path, tmp_path: Path) -> None:
+    shutil.copytree(quantised, tmp_path / "out")
     break_file(tmp_path / "out", "no sites")
     with pytest.raises(ArtifactError, match=r"expected a site model\.layers\.0\.mlp, found 0 others"):
         torch_pi2.load(tmp_path / "out")
 
 
-def test_plans_of_other_models_are_refused(tmp_path: Path) -> None:
-    tiny("llama-relu").save_pretrained(tmp_path / "float")
-    torch_pi2.quantize(tmp_path / "float", tmp_path / "out")
+def test_plans_of_other_models_are_refused(quantised: Path, tmp_path: Path) -> None:
+    shutil.copytree(quantised, tmp_path / "out")
     path = tmp_path / "out" / "pi2" / "plan.json"
     path.write_text(path.read_text().replace("layers.1.mlp.down_proj", "layers.7.mlp.down_proj"))
     for load in (torch_pi2.load, load_dense):
@@ -602,7 +616,7 @@ def test_memory_is_bounded_by_a_layer(tmp_path: Path) -> None:
 
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "vocab_size": 4096}
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes))
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes))
     model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(0.5)

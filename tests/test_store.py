@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.predict import load_predictors
+from torch_pi2.predict import save_predictors
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.files import resumable_folder
 from torch_pi2.store import pack as packing
 from torch_pi2.store.crc32c import crc32c, crc32c_by_table, has_operator
+from torch_pi2.store.parts import Parts
 from torch_pi2.store.sparse import load_sparse
-from torch_pi2.store.storefile import StoreReader, open_weights, tensor_check
+from torch_pi2.store.storefile import PADDING, StoreReader, open_weights, part_of, tensor_check
 from torch_pi2.store.superblock import LayerEntry, Superblock, slot_bytes
 from torch_pi2.store.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.store.weights import bundle_specs, metadata
@@ -238,11 +240,13 @@ def test_everything_comes_back(tmp_path: Path, align: int | None, cluster: int |
             assert torch.equal(new.read_layer(i, (3, 8)), wanted[3:8])
             in_slot = new.entries[i].cluster * new.entries[i].bundle_bytes
             assert new.entries[i].slot_bytes == slot_bytes(in_slot, align)
-        for name in new.checks:
+        weights = [name for name in new.checks if part_of(name) is None]
+        for name in weights:
             assert old.spec(name) == new.spec(name)
             assert torch.equal(raw(new.read(name)), raw(old.read(name)))
-        assert {*new.checks} == {n for n in old.specs if not n.endswith(".bundles")}
-        assert new.verify() == sum(new.regions()[part] for part in ("superblock", "bundles", "linears", "floats"))
+        assert {*weights} == {n for n in old.specs if not n.endswith(".bundles")}
+        parts = ("superblock", "bundles", "linears", "floats", "plan", "predictors", "stats")
+        assert new.verify() == sum(new.regions()[part] for part in parts)
         assert json.loads(new.metadata["provenance"])["from"] == "torch_pi2.weights"
         for name in ("linears", "sites", "weights", "model_hash"):
             assert new.metadata[name] == old.metadata[name]
@@ -250,7 +254,7 @@ def test_everything_comes_back(tmp_path: Path, align: int | None, cluster: int |
         assert (report.layers, report.neurons, report.resumed_layers) == (3, 92, 0)
         assert report.file_bytes == new.file_bytes
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
-    assert sorted(os.listdir(tmp_path / "out" / "pi2")) == ["model.pi2", "plan.json", "plan.safetensors"]
+    assert os.listdir(tmp_path / "out" / "pi2") == ["model.pi2"]
 
 
 def test_pieces_do_not_show(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +297,8 @@ def test_predictors_and_configuration_come_along(tmp_path: Path) -> None:
     torch_pi2.synthetic(tmp_path / "q", SMALL, rank=16)
     (tmp_path / "q" / "tokenizer.json").write_text("{}")
     pack(tmp_path / "q", tmp_path / "store")
-    plan = Plan.load(tmp_path / "store" / "pi2")
-    assert load_predictors(tmp_path / "store" / "pi2", model_hash=plan.model_hash).keys() == plan.by_key().keys()
+    with Parts(tmp_path / "store" / "pi2") as parts:
+        assert parts.predictors().keys() == parts.plan().by_key().keys()
     assert (tmp_path / "store" / "tokenizer.json").is_file()
     assert torch.equal(logits(torch_pi2.load(tmp_path / "store")), logits(torch_pi2.load(tmp_path / "q")))
     with StoreReader(store_of(tmp_path / "store")) as store:
@@ -312,7 +316,9 @@ def test_layers_can_be_made_by_somebody_else(tmp_path: Path) -> None:
         return SparseFFN.empty(layer.site, layer, reader.kind, dtype=dtype)
 
     options: dict[str, Any] = {"dtype": None, "trust_remote_code": False, "int8_activations": False, "progress": False}
-    load_sparse(tmp_path / "store", pi2, Plan.load(pi2), {}, **options, make_layer=make)
+    with Parts(pi2) as parts:
+        plan = parts.plan()
+    load_sparse(tmp_path / "store", pi2, plan, {}, **options, make_layer=make)
     key = "model.layers.{}.mlp"
     assert seen == [(key.format(i), torch.float32, StoreReader) for i in (0, 1)]
 
@@ -432,16 +438,19 @@ def test_another_source_is_begun_anew(
     assert store_of(tmp_path / "out").read_bytes() == store_of(tmp_path / "wanted").read_bytes()
 
 
-def test_float_weights_are_not_quantised_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None) -> None:
+@pytest.mark.parametrize(("weights", "maker"), [("int4", "quantize"), ("float", "bundle")])
+def test_bundles_of_float_checkpoints_are_not_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None, weights: str, maker: str
+) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
-    stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights="int4")
-    assert sorted(os.listdir(tmp_path)) == [".out.partial", ".out.quantized", "float"]
+    stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights=weights)
+    assert sorted(os.listdir(tmp_path)) == [".out.bundles", ".out.partial", "float"]
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "quantize", None)
-        assert pack(tmp_path / "float", tmp_path / "out", weights="int4").resumed_layers == 1
+        patch.setattr(packing, maker, None)
+        assert pack(tmp_path / "float", tmp_path / "out", weights=weights).resumed_layers == 1
     assert sorted(os.listdir(tmp_path)) == ["float", "out"]
-    stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights="int4")
-    pack(tmp_path / "float", tmp_path / "out", weights="int8")  # other settings: quantised anew
+    stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights=weights)
+    pack(tmp_path / "float", tmp_path / "out", weights="int8")  # other settings: made anew
     with open_weights(tmp_path / "out" / "pi2") as store:
         assert store.kind == "int8"
     with pytest.raises(ArtifactError, match="expected a model's configuration"):
@@ -515,8 +524,9 @@ def test_what_cannot_be_packed(toys: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("x")
     for options, error, message in (
-        ({"weights": "int2"}, ConfigError, r"pack\(weights=\.\.\.\): expected int4 or int8, found 'int2'"),
+        ({"weights": "int2"}, ConfigError, r"pack\(weights=\.\.\.\): expected int4 or .*, found 'int2'"),
         ({"weights": "int8"}, ConfigError, "expected int4, as the weights are, found 'int8'"),
+        ({"weights": "float"}, ConfigError, "expected int4, as the weights are, found 'float'"),
         ({"slot_align": 600}, ConfigError, "expected a power of two from 512 to 65536, found 600"),
         ({"slot_align": 256}, ConfigError, "expected a power of two from 512 to 65536, found 256"),
         ({"folder_out": toys / "in" / "x"}, ConfigError, "pack's folders: expected two separate ones"),
@@ -524,9 +534,6 @@ def test_what_cannot_be_packed(toys: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             pack(**{"folder_in": toys / "in", "folder_out": tmp_path / "out", **options})
-    tiny("llama-relu").save_pretrained(tmp_path / "float")
-    with pytest.raises(ConfigError, match=r"expected weights='int4' or 'int8', as there are no quantised weights"):
-        pack(tmp_path / "float", tmp_path / "out")
     with pytest.raises(ArtifactError, match="expected a hexadecimal model_hash, found 'xyz'"):
         pack(toy(tmp_path / "odd", model_hash="xyz"), tmp_path / "out")
     shutil.copytree(toys / "in", tmp_path / "in")
@@ -614,6 +621,50 @@ def _swap_names(d: Damaged) -> None:
     d.header["layers.0.checks"], d.header["layers.1.checks"] = d.header["layers.1.checks"], d.header["layers.0.checks"]
 
 
+def rename_checked(d: Damaged, old: str, new: str) -> None:
+    """A tensor of the last kind under another name, with the checksum of the old one."""
+    d.rename(old, new)
+    checks = json.loads(d.meta["checks"])
+    checks[new] = checks.pop(old)
+    d.meta["checks"] = json.dumps(checks)
+
+
+def _plan_of_two_dimensions(d: Damaged) -> None:
+    d.header["pi2.plan"]["shape"] = [1, *d.header["pi2.plan"]["shape"]]
+
+
+def parts_beside(folder: Path) -> Plan:
+    """Make the store of ``folder`` one of version 1, with plan, predictors and statistics in files beside it."""
+    pi2 = folder / "pi2"
+    with Parts(pi2) as parts:
+        plan, predictors, stats = parts.plan(), parts.predictors(), parts.stats()
+    with StoreReader(store_of(folder)) as store:
+        names = sorted(store.specs, key=lambda n: (store.offset(n), store.specs[n].nbytes))
+        parts_at = [i for i, n in enumerate(names) if part_of(n) is not None]
+        after = [n for n in names[parts_at[-1] + 1 :] if store.specs[n].nbytes]
+        padding = after[:1] if after and PADDING.fullmatch(after[0]) else []
+        kept = {n: store.specs[n] for n in names if part_of(n) is None and n not in padding}
+        meta = {n: value for n, value in store.metadata.items() if n != "metadata_check"} | {"pi2_version": "1"}
+        meta["checks"] = json.dumps({n: check for n, check in store.checks.items() if n in kept})
+        with TensorWriter(folder / "old", kept, meta, order=list(kept)) as out:
+            where = [
+                replace(entry, slots=out.offset(f"{key}.bundles"), checks=out.offset(f"{key}.checks"))
+                for key, entry in zip(store.keys, store.entries)
+            ]
+            block = Superblock(out.file_bytes, bytes.fromhex(store.model_hash), tuple(where)).pack()
+            out.write("pi2.superblock", torch.frombuffer(bytearray(block), dtype=torch.uint8))
+            for name in kept:
+                if name != "pi2.superblock":
+                    out.write_bytes(name, store.read_bytes(name, 0, kept[name].nbytes), 0)
+    (folder / "old").replace(store_of(folder))
+    plan.save(pi2)
+    if predictors:
+        save_predictors(pi2, predictors, plan.model_hash)
+    if stats:
+        stats.save(pi2)
+    return plan
+
+
 def _superblock_last(d: Damaged) -> None:
     """Everything else one superblock further to the front."""
     for name, entry in d.header.items():
@@ -667,6 +718,12 @@ ON_OPENING: dict[str, tuple[Callable[[Damaged], Any], str]] = {
     "slot_bytes": (lambda d: d.number(128 + 32, 100), r"\(ValueError: slot_bytes, bundles of layers\.0"),
     "hot neurons": (lambda d: d.number(128 + 40, 51), r"\(ValueError: n_hot of layers\.0"),
     "names exchanged": (_swap_names, r"\(ValueError: checks, length of checks of layers\.0"),
+    "no plan": (lambda d: rename_checked(d, "pi2.plan", "plan"), r"pi2\.plan\.layers\.\d\.order without pi2\.plan"),
+    "a part that is none": (lambda d: rename_checked(d, "norm", "pi2.norm"), r"a tensor pi2\.norm"),
+    "plan of two dimensions": (_plan_of_two_dimensions, r"pi2\.plan is uint8 \[1, \d+\]"),
+    "provenance": (lambda d: d.meta.update(provenance="{}"), r"metadata has checksum \w{8}, not \w{8}"),
+    "another text more": (lambda d: d.meta.update(more="x"), r"metadata has checksum"),
+    "no checksum of metadata": (lambda d: d.meta.pop("metadata_check"), r"KeyError: 'metadata_check'"),
     "bundles of another shape": (
         lambda d: d.header["layers.0.bundles"].update(shape=[25, 1024]),
         r"\(ValueError: bundles of layers\.0",
@@ -700,12 +757,12 @@ def test_taken_apart_and_put_together_it_is_whole(toys: Path, tmp_path: Path) ->
         assert store.verify() > 0
 
 
-@pytest.mark.parametrize("change", [{"pi2_version": "2"}, {"pi2_format": "torch_pi2.weights"}])
+@pytest.mark.parametrize("change", [{"pi2_version": "3"}, {"pi2_format": "torch_pi2.weights"}])
 def test_other_files_are_no_stores(toys: Path, tmp_path: Path, change: dict[str, str]) -> None:
     damaged = Damaged(store_of(toys / "out"))
     damaged.meta.update(change)
     damaged.write(tmp_path / "f")
-    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1, found torch_pi2\."):
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2, found torch_pi2\."):
         StoreReader(tmp_path / "f")
 
 
@@ -715,7 +772,7 @@ def test_truncated_or_foreign(toys: Path, tmp_path: Path) -> None:
         (tmp_path / "f").write_bytes(whole[:length])
         with pytest.raises(ArtifactError, match="found damage"):
             StoreReader(tmp_path / "f")
-    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1, found torch_pi2\.weights v"):
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2, found torch_pi2\.weights v"):
         StoreReader(toys / "in" / "pi2" / "weights.safetensors")
 
 
@@ -792,7 +849,7 @@ def test_a_file_that_shrinks_or_is_replaced_while_open(toys: Path, tmp_path: Pat
 def test_plans_that_were_made_anew_are_refused(tmp_path: Path, change: str) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
     pack(tmp_path / "float", tmp_path / "store", weights="int4")
-    plan = Plan.load(tmp_path / "store" / "pi2")
+    plan = parts_beside(tmp_path / "store")
     if change == "order":
         plan.layers[1].order = plan.layers[1].order.flip(0)
     elif change == "hot":
@@ -915,7 +972,5 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_float_weights_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
-    assert main(["pack", str(tmp_path / "float"), str(tmp_path / "out")]) == 2
-    assert "--weights int4" in capsys.readouterr().err
     assert main(["pack", str(tmp_path / "float"), str(tmp_path / "out"), "--weights", "int4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"] == 2

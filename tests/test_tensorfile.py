@@ -238,7 +238,8 @@ def test_weights_files_say_what_they_are(tmp_path: Path) -> None:
     [
         ({"pi2_version": "2"}, r"expected torch_pi2.weights version 1, found torch_pi2.weights version 2"),
         ({"pi2_format": None}, r"expected torch_pi2.weights version 1, found None version 1"),
-        ({"weights": "int3"}, r"expected weights int4 or int8, found 'int3'"),
+        ({"weights": "int3"}, r"expected weights int4 or int8 or float32 or bfloat16 or float16, found 'int3'"),
+        ({"weights": "float32"}, r"found damage \(ValueError: quantised linears in a file of float32\)"),
         ({"linears": "{"}, r"found damage \(JSONDecodeError"),
         ({"linears": None}, r"found damage \(KeyError"),
         ({"linears": '{"a": 0}'}, r"found damage \(ValueError: 0 inputs of a"),

@@ -13,6 +13,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.eval import bits_per_byte
 from torch_pi2.eval.formats import compare_formats
+from torch_pi2.predict import FittedPredictors
 from torch_pi2.profile.text import stdlib_text
 from torch_pi2.runtime import counters
 
@@ -42,6 +43,11 @@ def heldout() -> str:
 @pytest.fixture(scope="module")
 def calibration() -> str:
     return stdlib_text("train", max_bytes=80_000)
+
+
+@pytest.fixture(scope="module")
+def sparse(dense, tokenizer, calibration) -> nn.Module:
+    return torch_pi2.optimize(copy.deepcopy(dense), calibration, CONFIG, tokenizer=tokenizer)
 
 
 def loss(model: nn.Module, tokenizer, text: str) -> float:
@@ -95,9 +101,8 @@ def test_generated_text_is_the_same(dense, tokenizer) -> None:
         assert torch.equal(*texts)
 
 
-def test_lowrank_predictor_keeps_the_loss(dense, tokenizer, calibration, heldout, tmp_path) -> None:
+def test_lowrank_predictor_keeps_the_loss(dense, sparse, tokenizer, heldout, tmp_path) -> None:
     """Held-out loss within 1 % of dense while at least 70 % of cold neurons are skipped (issue's acceptance)."""
-    sparse = torch_pi2.optimize(copy.deepcopy(dense), calibration, CONFIG, tokenizer=tokenizer)
     plan = sparse.torch_pi2.plan
     n_hot, n_cold = (sum(getattr(layer, n) for layer in plan.layers) for n in ("n_hot", "n_cold"))
     assert n_cold > 4 * n_hot
@@ -120,7 +125,7 @@ def test_lowrank_predictor_keeps_the_loss(dense, tokenizer, calibration, heldout
         assert torch.equal(again(ids_BT).logits, sparse(ids_BT).logits)
 
 
-def test_what_quantisation_costs(tokenizer, calibration, heldout) -> None:
+def test_what_quantisation_costs(sparse, tokenizer, calibration, heldout, monkeypatch) -> None:
     """Bits per byte of every format, dense and behind a predictor; sparsity may add 1 % to its format.
 
     Measured on 16,384 tokens, dense: int8 +0.03 %, int4 +0.93 %, int4 with int8 activations +0.94 %; the predictor adds
@@ -131,6 +136,12 @@ def test_what_quantisation_costs(tokenizer, calibration, heldout) -> None:
     def make() -> nn.Module:
         return AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True, dtype=torch.float32).eval()
 
+    def fitted(model, data, *, config, **_) -> FittedPredictors:
+        """What was fitted to the same weights, text and settings for the tests above."""
+        assert (data, config) == (calibration, CONFIG)
+        return sparse.torch_pi2.predictors
+
+    monkeypatch.setattr("torch_pi2.eval.formats.fit", fitted)
     formats = (("int4", "float"), ("int4", "int8"))
     rows = compare_formats(make, tokenizer, heldout, calibration, CONFIG, formats=formats, max_tokens=8192)
     found = {(row.weights, row.activations, row.method): row for row in rows}

@@ -12,6 +12,8 @@ from torch_pi2.config import Config
 from torch_pi2.errors import Pi2Error
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.runtime.accesses import record_accesses
+from torch_pi2.runtime.budget import set_budget
 from torch_pi2.runtime.offload import OffloadConfig, stats
 from torch_pi2.runtime.trace import trace
 from torch_pi2.store.pack import pack
@@ -34,8 +36,10 @@ __all__ = [
     "plan",
     "profile",
     "quantize",
+    "record_accesses",
     "restore",
     "save",
+    "set_budget",
     "stats",
     "synthetic",
     "trace",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_pi2.config import Config
@@ -29,9 +30,9 @@ from torch_pi2.plan.plan import PREDICTED, Plan, weights_hash
 from torch_pi2.predict.signbit_fit import fit_signbit
 from torch_pi2.predict.size import AnyPredictor, FittedPredictors, causal_lm_loss, cold_neurons
 from torch_pi2.predict.size import fit as fit_predictors
-from torch_pi2.profile.data import Batch, batches
+from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profile.run import profile as profile_sites
-from torch_pi2.profile.samples import sample_bytes
+from torch_pi2.profile.samples import bytes_per_token
 from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.quant.inputs import InputStats, gather_inputs
 from torch_pi2.quant.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
@@ -140,7 +141,26 @@ def _profile(
         first = profile_sites(model, data, dense, **settings)
         thresholds = {site.key: first.threshold_for(site.key, config.sparsity) for site in dense}
     cuts = {site.key: thresholds.get(site.key, 0.0) for site in sites}
-    return profile_sites(model, data, sites, thresholds=cuts, **settings)
+    found = profile_sites(model, data, sites, thresholds=cuts, **settings)
+    _warn_of_few(found)
+    return found
+
+
+def _warn_of_few(stats: ActivationStats) -> None:
+    """One line on the experts that had too few tokens of their own."""
+    experts = [layer for layer in stats if layer.experts is not None]
+    few = [layer for layer in experts if layer.borrowed]
+    if few:
+        least = min(few, key=lambda layer: layer.tokens - layer.borrowed)
+        _log.warning(
+            "%d of %d experts were given fewer than %d calibration tokens (%s: %d): they are measured on tokens of "
+            "their block that went to others as well; calibrate on more text",
+            len(few),
+            len(experts),
+            MIN_TOKENS,
+            least.key,
+            least.tokens - least.borrowed,
+        )
 
 
 def _sites_of_stats(model: nn.Module, data: list[Batch] | None, stats: ActivationStats) -> list[FFNSite]:
@@ -161,7 +181,8 @@ def fit(
 ) -> FittedPredictors:
     """Fit low-rank predictors for the cold neurons, sized until the model's loss changes less than the tolerance.
 
-    With ``config.method`` "signbit": sign-bit predictors, each with the recall of ``config.target_recall``.
+    With ``config.method`` "signbit": sign-bit predictors, each with the recall of ``config.target_recall``. With "auto"
+    experts get none: the router has left out most of their neurons, and each would have to be trained.
 
     ``data`` must give next-token logits (a causal language model); for other models use
     :func:`torch_pi2.predict.fit` with a ``loss_fn``.
@@ -183,8 +204,14 @@ def _fit(
     progress: bool,
 ) -> FittedPredictors:
     # Samples of all layers are held at once: fewer tokens for large models (7B: about 6,000).
-    per_token = sum(sample_bytes(s, 1, model.get_parameter(s.up.weight).element_size()) for s in sites)
-    n_tokens = max(1024, min(_FIT_TOKENS, _FIT_BYTES // max(1, per_token)))
+    cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, config)) for s in sites}
+    if config.method == "auto":
+        # One for every expert takes as many trainings; the router has left out most neurons already.
+        cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if s.experts is not None}
+        if not any(s.experts is None for s in sites):
+            return FittedPredictors()
+    per_token = max(1, bytes_per_token(model, [s for s in sites if len(cold[s.key])]))
+    n_tokens = max(1024, min(_FIT_TOKENS, _FIT_BYTES // per_token))
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
     if config.method == "signbit":
@@ -193,7 +220,7 @@ def _fit(
             data,
             sites,
             stats,
-            cold={s.key: cold_neurons(stats, s.key, hot_cut(s, config)) for s in sites},
+            cold=cold,
             n_tokens=min(n_tokens, _SIGNBIT_TOKENS),
             target_recall=config.target_recall,
             seed=config.seed,
@@ -204,7 +231,7 @@ def _fit(
         data,
         sites,
         stats,
-        cold={s.key: cold_neurons(stats, s.key, hot_cut(s, config)) for s in sites},
+        cold=cold,
         n_tokens=n_tokens,
         max_bytes=max(_FIT_BYTES, per_token * n_tokens),
         hot_frequency=config.hot_frequency,
@@ -268,7 +295,8 @@ def optimize(
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
 
     Without ``calibration`` only the lossless exact gate is possible, which skips something only in ReLU-family
-    models. With it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. ``generate``, ``save_pretrained``
+    models. With it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. Each expert of a mixture has its own
+    threshold and, if asked for by ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained``
     and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit, unless weights are quantised.
 
     Args:
@@ -323,8 +351,6 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> nn.Module:
     sites = _sites(model, None)
     smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
-    if any(site.experts is not None for site in sites):
-        smooth = []  # calibration is not there for experts yet: quantised, they compute all of their neurons
     if config.method in ("threshold", *PREDICTED) or (smooth and config.method == "auto"):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         raise CalibrationError(

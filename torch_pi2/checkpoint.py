@@ -3,7 +3,7 @@
 ``pi2/`` holds plan.json, plan.safetensors, predictors.safetensors and stats.safetensors. The rest is what
 ``save_pretrained`` writes (or ``model.safetensors`` for other modules), so every other tool still reads it. A model
 with quantised weights has them in ``pi2/weights.safetensors``, and only its configuration and tokenizer outside;
-:func:`torch_pi2.pack` makes a store ``pi2/model.pi2`` of that file.
+:func:`torch_pi2.pack` makes a store ``pi2/model.pi2`` of all that is in ``pi2/``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch_pi2.api import Optimized, _apply, parts_of
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.rewrite import homes
-from torch_pi2.plan.plan import Plan, weights_hash
-from torch_pi2.predict.size import PREDICTORS_FILE, FittedPredictors, load_predictors, save_predictors
-from torch_pi2.profile.stats import STATS_FILE, ActivationStats
+from torch_pi2.plan.plan import weights_hash
+from torch_pi2.predict.size import FittedPredictors, save_predictors
 from torch_pi2.runtime.budget import parse_bytes
 from torch_pi2.runtime.files import replacing_folder
 from torch_pi2.runtime.offload import OffloadConfig
 from torch_pi2.store.dense import load_dense as quantized_as_dense
 from torch_pi2.store.offloaded import load_offloaded
+from torch_pi2.store.parts import Parts
 from torch_pi2.store.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.store.storefile import weights_path
 
@@ -140,6 +140,7 @@ def load(
     budget: float | str | None = None,
     offload: OffloadConfig | None = None,
     context: int = 1024,
+    strict_budget: bool = False,
     progress: bool = False,
 ) -> nn.Module:
     """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
@@ -151,13 +152,15 @@ def load(
         model: an instance to load into, for models that transformers cannot build (float weights only).
         trust_remote_code: passed to transformers, for checkpoints with modelling code of their own.
         dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. Of a
-            quantised folder: that of what is float in it, and of the hidden states.
+            quantised folder or a store: that of what is float in it but neurons, and of the hidden states.
         activations: with quantised weights ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
         budget: bytes (or ``"2.5GiB"``) for weights, cache and keys and values, for a folder with a store
             (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the bits do not depend on it.
             Not in it: Python and PyTorch themselves, and the activations of a forward pass. None: all in memory.
         offload: how neurons are read and kept; with ``budget`` only.
         context: tokens whose keys and values the budget is to have room for.
+        strict_budget: refuse a budget whose cache holds less than one token wants, instead of a warning: nearly
+            everything would come from flash each time. Both name the budget from which on it would not.
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
@@ -165,18 +168,17 @@ def load(
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
-    if offload is not None and budget is None:
+    if (offload is not None or strict_budget) and budget is None:
         raise ConfigError(
-            f"load({folder}, offload=...)",
+            f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
             expected="a budget with it",
             found="none: all weights would be in memory",
             fix="Pass budget=..., for instance '2.5GiB'.",
         )
-    plan = Plan.load(pi2)
-    predictors = FittedPredictors()
-    if (pi2 / PREDICTORS_FILE).exists():
-        predictors = load_predictors(pi2, model_hash=plan.model_hash)
-    stats = ActivationStats.load(pi2, model_hash=plan.model_hash) if (pi2 / STATS_FILE).exists() else None
+    with Parts(pi2) as parts:
+        plan = parts.plan()
+        predictors = parts.predictors(plan.model_hash)
+        stats = parts.stats(plan.model_hash) if budget is None else None  # they are in no budget
     if weights_path(pi2) is not None:
         _check_settings(folder, model, activations)
         how: dict[str, Any] = {
@@ -186,10 +188,9 @@ def load(
             "progress": progress,
         }
         if budget is not None:
-            offloaded = load_offloaded(
-                folder, pi2, plan, predictors, parse_bytes(budget), offload or OffloadConfig(), context, **how
-            )
-            # Predictors would be in memory twice: the layers have theirs. Statistics are in no budget.
+            room, config = parse_bytes(budget), offload or OffloadConfig()
+            offloaded = load_offloaded(folder, pi2, plan, predictors, room, config, context, strict_budget, **how)
+            # Predictors would be in memory twice: the layers have theirs.
             object.__setattr__(offloaded, "torch_pi2", Optimized(plan, FittedPredictors(), None))
             return offloaded
         quantized = load_sparse(folder, pi2, plan, predictors, **how)
@@ -225,7 +226,7 @@ def _check_float(folder: Path, activations: str, budget: float | str | None = No
             f"load({folder}, budget=...)",
             expected="a folder with a neuron store (pi2/model.pi2)",
             found="float weights",
-            fix="Make one with torch_pi2.pack(folder, out, weights='int4').",
+            fix="Make one with torch_pi2.pack(folder, out), which changes no number.",
         )
     if activations != "float":
         raise ConfigError(
@@ -253,7 +254,9 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
     if weights_path(pi2) is None:
         return _from_pretrained(folder, trust_remote_code, dtype).eval()
     read_config(folder)  # raises if there is none
-    return quantized_as_dense(folder, pi2, Plan.load(pi2), dtype=dtype, trust_remote_code=trust_remote_code)
+    with Parts(pi2) as parts:
+        plan = parts.plan()
+    return quantized_as_dense(folder, pi2, plan, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from torch_pi2.ops import load
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.offload import open_stores, unreadable
 
 _log = logging.getLogger("torch_pi2")
 
@@ -62,6 +63,7 @@ def backend(
     Raises:
         ConfigError: an option that does not exist, or a predictor is missing.
         StaleArtifactError: the plan was made from other weights.
+        ArtifactError: from what was compiled, if neurons in a store cannot be read.
     """
     plan, predictors = _read_options(options)
     sparse: list[_Sparse] = []
@@ -75,7 +77,7 @@ def backend(
         gm = changed if sparse or merged else gm
     placeholders = gm.graph.find_nodes(op="placeholder")
     ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
-    return _with_bundles(_inductor(gm, [*example_inputs, *ours], mode), sparse, merged)
+    return _with_bundles(_explaining(_inductor(gm, [*example_inputs, *ours], mode), gm), sparse, merged)
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
@@ -84,6 +86,26 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | Non
 
     patches = list_mode_options(mode) if mode else None
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
+
+
+def _explaining(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+    """Raise ArtifactError where a graph cannot read a neuron store, as the modules do without a graph."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and "pi2.stored_" in str(node.target)]
+    if not calls:
+        return compiled
+    numbers = {node.args[1] for node in calls}
+
+    def run(*args: Any) -> Any:
+        try:
+            return compiled(*args)
+        except RuntimeError as error:
+            paths = {str(open_stores[n].path) for n in numbers if n in open_stores}
+            explained = unreadable(error, " or ".join(sorted(paths)) or "the neuron store")
+            if explained is None:
+                raise
+            raise explained from error
+
+    return run
 
 
 def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mapping[str, Any]]:
@@ -108,14 +130,16 @@ _plans: dict[Path, tuple[int, Plan, Mapping[str, Any]]] = {}
 
 def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
     """Plan and predictors of a folder, the same objects until it changes (their identity keys the bundles)."""
-    from torch_pi2.predict.size import PREDICTORS_FILE, load_predictors
+    from torch_pi2.predict.size import PREDICTORS_FILE
+    from torch_pi2.store.parts import Parts
+    from torch_pi2.store.storefile import STORE_FILE
 
-    files = [path for path in (folder / "plan.json", folder / PREDICTORS_FILE) if path.is_file()]
+    files = [path for name in ("plan.json", PREDICTORS_FILE, STORE_FILE) if (path := folder / name).is_file()]
     stamp = sum(path.stat().st_mtime_ns for path in files)
     if folder not in _plans or _plans[folder][0] != stamp:
-        plan = Plan.load(folder)
-        fitted = load_predictors(folder, model_hash=plan.model_hash) if len(files) == 2 else {}
-        _plans[folder] = (stamp, plan, fitted)
+        with Parts(folder) as parts:
+            plan = parts.plan()
+            _plans[folder] = (stamp, plan, parts.predictors(plan.model_hash))
     return _plans[folder][1:]
 
 

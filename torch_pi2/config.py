@@ -25,9 +25,10 @@ class Config:
             multiplied by zero), ``threshold`` (lossy: CATS, for SwiGLU and GeGLU models, no training),
             ``lowrank`` (lossy: a fitted predictor), ``signbit`` (lossy: a predictor made of the gate's signs, only
             calibrated), ``dense`` (every neuron), or ``auto``: per layer whichever
-            of ``exact``/``threshold`` and ``lowrank`` reads fewer bytes.
+            of ``exact``/``threshold`` and ``lowrank`` reads fewer bytes (experts of a mixture: ``exact``/``threshold``,
+            as no predictors are fitted to them then).
         hot_frequency: neurons that fire for at least this share of tokens are hot: computed densely, never
-            predicted (lossless in itself).
+            predicted (lossless in itself). No neuron of an expert is.
         target_recall: where the search for each layer's recall starts; with ``signbit`` each layer's recall (lossy).
         tolerance: relative increase of the model's loss that predictors may cause, 0.01 = 1 % (lossy).
         sparsity: share of gate values that ``threshold`` cuts in layers that have no exact zeros (lossy).

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 
@@ -29,6 +30,14 @@ class Arena {
     // A child forked while a device writes here would get pages that the writes then miss.
     madvise(at, static_cast<std::size_t>(bytes), MADV_DONTFORK);
     return true;
+  }
+
+  // Whole pages within these offsets go back to the system; they are zeros when they are next touched.
+  void give_back(std::int64_t from, std::int64_t to) {
+    const auto page = static_cast<std::int64_t>(sysconf(_SC_PAGESIZE));
+    from = (from + page - 1) / page * page;
+    to = to / page * page;
+    if (from < to) madvise(data_ + from, static_cast<std::size_t>(to - from), MADV_DONTNEED);
   }
 
   char* data() const { return data_; }

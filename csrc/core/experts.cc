@@ -113,7 +113,7 @@ class InMemory : public ExpertLayers {
   explicit InMemory(const ExpertStack& stack) : stack_(stack) {}
 
   std::string compute(const ExpertWork& work, const ParallelFor& parallel) override {
-    FfnArgs layer = of_expert(stack_.layer, work);
+    FfnArgs layer = layer_of(stack_, work);
     const std::int64_t bytes = layer.neurons * layer.rows * row_bytes(layer.w_dtype, layer.hidden);
     layer.bundles = static_cast<const char*>(layer.bundles) + work.expert * bytes;
     predicted_ffn(predictor_of(stack_, work.expert), layer, parallel);
@@ -141,7 +141,7 @@ class InStore : public ExpertLayers {
     if (predicted) masks_.resize(static_cast<std::size_t>(pairs * cold));
     std::uint8_t* mask = masks_.data();
     for (std::int64_t i = 0; i < count; ++i) {
-      const FfnArgs layer = of_expert(stack_.layer, works[i]);
+      const FfnArgs layer = layer_of(stack_, works[i]);
       if (predicted) predict(predictor_of(stack_, works[i].expert), layer, mask, parallel);
       store_.prefetch(first_layer_ + works[i].expert, layer.n_hot, predicted ? mask : nullptr, works[i].tokens);
       mask += predicted ? works[i].tokens * cold : 0;
@@ -150,7 +150,7 @@ class InStore : public ExpertLayers {
   }
 
   std::string compute(const ExpertWork& work, const ParallelFor& parallel) override {
-    FfnArgs layer = of_expert(stack_.layer, work);
+    FfnArgs layer = layer_of(stack_, work);
     Predictor predictor = predictor_of(stack_, work.expert);
     if (!masks_.empty()) {
       layer.active = masks_.data() + next_mask_;
@@ -211,6 +211,12 @@ std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const Par
     part.each_token<&Slice::add_up>(parallel);
   }
   return "";
+}
+
+FfnArgs layer_of(const ExpertStack& stack, const ExpertWork& work) {
+  FfnArgs layer = of_expert(stack.layer, work);
+  if (stack.thresholds != nullptr) layer.threshold = static_cast<float>(stack.thresholds[work.expert]);
+  return layer;
 }
 
 Predictor predictor_of(const ExpertStack& stack, std::int64_t expert) {

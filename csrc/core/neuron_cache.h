@@ -2,27 +2,42 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "core/policies/policy.h"
 
 namespace pi2 {
 
 enum class CachePolicy {
-  kLru,     // evicts what was used longest ago
-  kSieve,   // evicts the oldest that was not used since the hand last passed: scans do not flush what is used often
-  kStatic,  // evicts nothing: what came first stays
+#define PI2_CACHE_POLICY(enumerator, make, name) enumerator,
+#include "core/policies/list.inc"
+#undef PI2_CACHE_POLICY
+};
+
+constexpr CachePolicy kCachePolicies[] = {
+#define PI2_CACHE_POLICY(enumerator, make, name) CachePolicy::enumerator,
+#include "core/policies/list.inc"
+#undef PI2_CACHE_POLICY
 };
 
 // "" and the policy, or what is wrong with the name.
 std::string policy_of(const std::string& name, CachePolicy* policy);
+std::string name_of(CachePolicy policy);
 
-// A fixed number of slots for keys 0..keys - 1. What was looked up or inserted since begin() is pinned: never evicted.
+// A number of slots for keys 0..keys - 1. What was looked up or inserted since begin() is pinned: never evicted.
 class NeuronCache {
  public:
   NeuronCache(std::int64_t keys, std::int64_t slots, CachePolicy policy);
+  NeuronCache(const NeuronCache&) = delete;
+  NeuronCache& operator=(const NeuronCache&) = delete;
 
   // A new use of several keys begins; pins of the one before end.
-  void begin() { ++now_; }
+  void begin() {
+    ++now_;
+    policy_->begin();
+  }
 
   // The slot of a key, which is used and pinned by this; -1 if it is not there.
   std::int64_t look_up(std::int64_t key);
@@ -30,6 +45,9 @@ class NeuronCache {
   // A slot for a key that is not there, by evicting another if need be; -1 if every slot is pinned or the policy evicts
   // nothing. `fixed`: it is never evicted, whatever the policy (the hot region).
   std::int64_t insert(std::int64_t key, bool fixed = false);
+
+  // From now on a key that is there is fixed, or no longer.
+  void fix(std::int64_t key, bool fixed);
 
   // The slot's bytes are on their way: it is nobody's victim until they are there, however long ago it was asked for.
   void hold(std::int64_t slot) { entry(slot).held = true; }
@@ -47,35 +65,37 @@ class NeuronCache {
   // Erases the keys of [first, last) that were last used before `time` (as now() was then).
   void erase_older(std::int64_t first, std::int64_t last, std::int64_t time);
 
+  struct Move {
+    std::int32_t from = 0, to = 0;
+  };
+  // Another number of slots; nothing is held, and pins end. Of what has no room any more the policy says what leaves,
+  // fixed keys last. What stays in slots that go moves: returns from where to where, no slot twice. Throws
+  // std::bad_alloc, and nothing has changed.
+  std::vector<Move> resize(std::int64_t slots);
+
   // As look_up, but not a use.
   std::int64_t slot_of(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)]; }
 
   bool contains(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)] >= 0; }
+  bool is_fixed(std::int64_t key) const {
+    return contains(key) && entries_[static_cast<std::size_t>(slot_of(key))].fixed;
+  }
   std::int64_t slots() const { return static_cast<std::int64_t>(entries_.size()); }
   std::int64_t used() const { return used_; }
-  std::int64_t fixed() const { return used_ - listed_; }
+  std::int64_t fixed() const { return fixed_; }
   std::int64_t evictions() const { return evictions_; }
   std::int64_t now() const { return now_; }
 
  private:
-  struct Entry {
-    std::int64_t key = -1, last_use = 0;
-    std::int32_t before = -1, after = -1;  // in the list, newest first
-    bool visited = false, fixed = false, held = false;
-  };
+  CacheEntry& entry(std::int64_t slot) { return entries_[static_cast<std::size_t>(slot)]; }
+  void empty(std::int64_t slot);
 
-  Entry& entry(std::int64_t slot) { return entries_[static_cast<std::size_t>(slot)]; }
-  void unlink(std::int64_t slot);
-  void push_front(std::int64_t slot);
-  std::int64_t victim();
-  void evict(std::int64_t slot);
-
-  CachePolicy policy_;
   std::vector<std::int32_t> slot_of_;  // by key
-  std::vector<Entry> entries_;
+  CacheEntries entries_;
+  std::unique_ptr<EvictionPolicy> policy_;
+  bool evicts_;
   std::vector<std::int32_t> free_;
-  std::int32_t newest_ = -1, oldest_ = -1, hand_ = -1;
-  std::int64_t now_ = 1, used_ = 0, listed_ = 0, evictions_ = 0;
+  std::int64_t now_ = 1, used_ = 0, fixed_ = 0, evictions_ = 0;
   std::int64_t full_at_ = 0;  // the time at which every slot was found pinned
 };
 

@@ -14,7 +14,9 @@
 #include <thread>
 #include <vector>
 
+#include "core/access_log.h"
 #include "core/arena.h"
+#include "core/cache_use.h"
 #include "core/crc32c.h"
 #include "core/neuron_cache.h"
 #include "core/read_batch.h"
@@ -39,6 +41,7 @@ constexpr std::int64_t kAhead = 16;  // neurons between one that is looked up an
 // decodes 1.4 times as fast if workers give way instead of sleeping for as long as a layer's reads take.
 constexpr std::chrono::milliseconds kSpin{4};
 constexpr std::int64_t kPieceBytes = 4 << 20;  // of preload()
+constexpr char kForked[] = "the store was opened in another process (fork): open it again in this one";
 
 // Of the call under way. A slot of the file is in one chunk only: clusters divide chunks.
 struct Chunk {
@@ -65,6 +68,7 @@ struct Offload::State final : BundleSource {
   Arena places;
   const char* mapped = nullptr;
   std::int64_t place_bytes = 0, n_spares = 0;
+  std::int64_t most_slots = 0;                       // of the cache: that there are places for
   std::vector<std::int64_t> first_key;               // of the cache, by layer: keys are slots of the file
   std::vector<std::deque<std::int64_t>> last_calls;  // by layer: when, if there is a window
   std::vector<std::vector<const char*>> where;       // [layers][neurons], of the last call
@@ -76,20 +80,30 @@ struct Offload::State final : BundleSource {
   std::condition_variable changed;
   std::atomic<std::uint64_t> news{0};        // how often it was told
   std::vector<std::uint8_t> loading, guess;  // by place: its bytes are on their way; nobody has wanted them yet
+  std::vector<std::uint8_t> dropped;         // by place: a spare whose bytes are on their way, and wanted no more
   std::vector<std::int16_t> waiter;          // by place: the chunk that waits for it, or -1
   std::vector<std::int32_t> free_spares;
   std::int64_t layer = 0;
   std::vector<Chunk> chunks;
   std::deque<std::int64_t> ready, waiting;  // chunks: to be computed; with slots that no read was begun of
-  std::int64_t given = 0, total = 0, reading = 0;
+  std::int64_t given = 0, finished = 0, total = 0, reading = 0;
   std::int64_t under_way = 0;  // reads: `reading` that this call waits for, and guesses
-  bool begun = false;
+  bool begun = false, stream = false;
+  const std::uint8_t* keep_anyway = nullptr;  // [neurons] or null: of what is streamed, what the cache takes
+  // Of streams: the layer that is likely to be streamed next, the slot of it that is read next, and by slot the spare
+  // that it is read into, or -1. `follower`: by layer, the one that was streamed after it, or is likely to be.
+  std::int64_t ahead_layer = -1, ahead_next = 0, streamed_last = -1;
+  std::vector<std::int32_t> ahead;
+  std::vector<std::int64_t> follower;
+  bool whole = false;  // this stream wants most of its layer
   const std::function<void()>* then = nullptr;
   Clock::time_point io_since;
   std::atomic<bool> broken{false};
   std::string problem;
   OffloadStats sums;
   std::int64_t evictions_before = 0;
+  std::unique_ptr<AccessLog> log;  // null: nobody asked for one
+  bool untold = false;             // the cache was changed by what no log has
 
   ~State() override {
     engine.reset();  // before what its threads use
@@ -120,20 +134,29 @@ struct Offload::State final : BundleSource {
   std::string set_up(const std::string& path);
   std::string make_places(std::int64_t keys, CachePolicy policy);
   std::string preload();
-  std::string load_first(const std::vector<std::int64_t>& count, std::int64_t most, std::vector<std::int64_t>* made);
+  std::string load_first(std::vector<std::int64_t> made);
+  std::string resize(std::int64_t cache_bytes, double hot_share);
+  void write_down(std::int64_t hits);
   std::string call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads);
   void clean_up(std::unique_lock<std::mutex>* lock);
   void prefetch(std::int64_t l, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
 
-  void expect(std::int64_t n_chunks) override;
-  void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
-             std::int64_t n_chunks) override;
+  void expect(std::int64_t n_chunks, bool in_order) override;
+  void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size, std::int64_t n_chunks,
+             const std::uint8_t* keep) override;
   std::int64_t next() override;
   void done(std::int64_t chunk) override;
   const char* const* bundles() const override { return where[static_cast<std::size_t>(layer)].data(); }
   bool failed() const override { return broken.load(std::memory_order_acquire); }
   void look_up(std::int64_t c);
+  bool keeps(const StoreLayer& l, std::int64_t in_file) const;
   void ask(std::unique_lock<std::mutex>* lock);
+  void free_spare(std::int32_t p);
+  void follow();
+  std::int64_t taken_ahead(std::int64_t in_file, Chunk* chunk);
+  void drop_ahead();
+  void read_ahead(std::unique_lock<std::mutex>* lock);
+  std::unique_ptr<ReadBatch> take_ahead();
   std::unique_ptr<ReadBatch> take(std::int64_t c);
   bool submit(std::unique_ptr<ReadBatch> batch);
   void fail(const std::string& why);
@@ -154,11 +177,12 @@ std::string Offload::State::set_up(const std::string& path) {
   if (!map && options.engine != "pread" && options.engine != "io_uring")
     return "engine: expected pread, io_uring or mmap, found '" + options.engine + "'";
   if (options.cache_bytes < 0 || options.io_threads < 1 || options.in_flight < 1 || options.window < 0 ||
-      !(options.hot_share >= 0 && options.hot_share <= 1))
+      options.gap_bytes < 0 || !(options.hot_share >= 0 && options.hot_share <= 1))
     return "options: expected no negative sizes, at least one thread and chunk in flight, and a hot share of 0 to 1";
   options.in_flight = std::min<std::int64_t>(options.in_flight, 16);  // a layer has no more chunks
   options.window = std::min<std::int64_t>(options.window, 1 << 30);
   options.run_bytes = std::min<std::int64_t>(options.run_bytes, 1 << 30);
+  options.gap_bytes = std::min<std::int64_t>(options.gap_bytes, 1 << 24);
   options.io_threads = std::min(options.io_threads, 1024);
   DeviceModel device;
   if (!options.device.empty()) {
@@ -174,7 +198,9 @@ std::string Offload::State::set_up(const std::string& path) {
     keys += l.n_slots();
     where.emplace_back(static_cast<std::size_t>(l.neurons), nullptr);
     last_calls.emplace_back();
+    follower.push_back(static_cast<std::int64_t>(follower.size()) + 1);
   }
+  follower.back() = -1;
   first_key.push_back(keys);
   if (keys >= std::int64_t{1} << 31) return std::to_string(keys) + " slots, more than a cache can name";
   if (map) {
@@ -210,38 +236,43 @@ std::string Offload::State::set_up(const std::string& path) {
 }
 
 std::string Offload::State::make_places(std::int64_t keys, CachePolicy policy) {
-  std::int64_t per_chunk = 0;
+  std::int64_t per_chunk = 0, per_prompt_chunk = 0;
   for (const StoreLayer& l : file.layers()) {
+    const auto slots = [&](std::int64_t neurons) { return (std::min(neurons, l.neurons) + l.cluster - 1) / l.cluster; };
     place_bytes = std::max(place_bytes, rounded(read_bytes(l), 64));
-    per_chunk = std::max(per_chunk, (std::min(chunk_neurons(l.neurons), l.neurons) + l.cluster - 1) / l.cluster);
+    per_chunk = std::max(per_chunk, slots(chunk_neurons(l.neurons)));
+    per_prompt_chunk = std::max(per_prompt_chunk, slots(kPromptNeurons));
   }
-  const std::int64_t n_cached = std::min(keys, options.cache_bytes / place_bytes);
-  n_spares = options.in_flight * per_chunk;  // a chunk at least: then the first that waits always gets on
-  cache = std::make_unique<NeuronCache>(keys, n_cached, policy);
-  const std::int64_t n = n_cached + n_spares;
+  // A chunk at least: then the first that waits always gets on.
+  n_spares = std::max(options.in_flight * per_chunk, per_prompt_chunk);
+  cache = std::make_unique<NeuronCache>(keys, std::min(keys, options.cache_bytes / place_bytes), policy);
+  most_slots = cache->slots();
+  const std::int64_t n = most_slots + n_spares;
   if (!places.allocate(n * place_bytes, true))
     return "no memory for a cache of " + std::to_string(n * place_bytes) + " bytes";
   loading.assign(static_cast<std::size_t>(n), 0);
   guess.assign(static_cast<std::size_t>(n), 0);
+  dropped.assign(static_cast<std::size_t>(n), 0);
   waiter.assign(static_cast<std::size_t>(n), -1);
-  for (std::int64_t p = n - 1; p >= n_cached; --p) free_spares.push_back(static_cast<std::int32_t>(p));
+  for (std::int64_t p = n - 1; p >= most_slots; --p) free_spares.push_back(static_cast<std::int32_t>(p));
   return "";
 }
 
-void Offload::State::expect(std::int64_t n_chunks) {
+void Offload::State::expect(std::int64_t n_chunks, bool in_order) {
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [this] { return reading == 0; });  // of the tokens before, if reading has broken
   if (broken) return;
   chunks.assign(static_cast<std::size_t>(n_chunks), Chunk());
   ready.clear();
   waiting.clear();
-  given = 0;
+  given = finished = 0;
   total = n_chunks;
   begun = false;
+  stream = in_order;
 }
 
 void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
-                           std::int64_t n_chunks) {
+                           std::int64_t n_chunks, const std::uint8_t* keep) {
   try {
     const TraceSpan span(Stage::kBegin, layer, n_chunks);
     std::unique_lock<std::mutex> lock(mutex);
@@ -252,6 +283,9 @@ void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, 
       chunk.count = counts[c];
       sums.wanted += chunk.count;
     }
+    keep_anyway = keep;
+    follow();
+    const std::int64_t hits_before = sums.hits;
     cache->begin();
     // What is there is pinned before room is made for what is not.
     for (std::int64_t c = 0; c < n_chunks; ++c) {
@@ -262,18 +296,21 @@ void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, 
       else if (chunk.there())
         ready.push_back(c);
     }
-    if (options.window > 0) {  // of calls of this layer: experts are not called for every token
-      std::deque<std::int64_t>& calls = last_calls[static_cast<std::size_t>(layer)];
-      calls.push_back(cache->now());
-      if (static_cast<std::int64_t>(calls.size()) > options.window + 1) calls.pop_front();
-      cache->erase_older(key_of(layer), key_of(layer + 1), calls.front());
-    }
+    drop_ahead();  // what nobody wants of it
+    if (log != nullptr)
+      write_down(sums.hits - hits_before);
+    else
+      untold = true;
+    if (options.window > 0)  // of calls of this layer: experts are not called for every token
+      leave_window(cache.get(), &last_calls[static_cast<std::size_t>(layer)], options.window, key_of(layer),
+                   key_of(layer + 1));
     tell();
     ask(&lock);
     trace_counter(TraceCounter::kHotBundles, cache->fixed());
     trace_counter(TraceCounter::kColdBundles, cache->used() - cache->fixed());
     begun = true;
     tell();
+    read_ahead(&lock);
   } catch (const std::bad_alloc&) {
     const std::lock_guard<std::mutex> lock(mutex);
     fail("no memory");
@@ -283,6 +320,15 @@ void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, 
     (*then)();
   } catch (const std::bad_alloc&) {  // a guess less
   }
+}
+
+// With the lock.
+void Offload::State::write_down(std::int64_t hits) {
+  log->add(layer, about(layer).neurons, stream, about(layer).cluster == 1 ? keep_anyway : nullptr, hits,
+           [this](const auto& use) {
+             for (const Chunk& chunk : chunks)
+               for (std::int64_t k = 0; k < chunk.count; ++k) use(chunk.ids[k]);
+           });
 }
 
 // With the lock.
@@ -300,7 +346,7 @@ void Offload::State::look_up(std::int64_t c) {
       last = in_file;
       found = cache->look_up(key + in_file);
       hit = found >= 0;
-      if (!hit) chunk.missing.push_back(in_file);
+      if (!hit && (found = taken_ahead(in_file, &chunk)) < 0) chunk.missing.push_back(in_file);
       if (hit && guess[static_cast<std::size_t>(found)]) {
         guess[static_cast<std::size_t>(found)] = 0;
         ++sums.used;
@@ -316,16 +362,121 @@ void Offload::State::look_up(std::int64_t c) {
   }
 }
 
+// With the lock. There is room: there are never more of them than when all were free.
+void Offload::State::free_spare(std::int32_t p) {
+  if (loading[static_cast<std::size_t>(p)])
+    dropped[static_cast<std::size_t>(p)] = 1;  // it is free when its bytes have come
+  else
+    free_spares.push_back(p);
+}
+
+// With the lock: a call begins; what was read ahead for another than this one is in the way.
+void Offload::State::follow() {
+  if (!stream || layer != ahead_layer) drop_ahead();
+  if (!stream) return;
+  if (streamed_last >= 0 && streamed_last < layer) follower[static_cast<std::size_t>(streamed_last)] = layer;
+  streamed_last = layer;
+  std::int64_t count = 0;
+  for (const Chunk& chunk : chunks) count += chunk.count;
+  whole = 5 * count > 4 * about(layer).neurons;
+}
+
+// With the lock: the spare that this slot of the layer was read into ahead, from now on the chunk's; or -1.
+std::int64_t Offload::State::taken_ahead(std::int64_t in_file, Chunk* chunk) {
+  if (ahead_layer != layer) return -1;
+  const std::int32_t p = ahead[static_cast<std::size_t>(in_file)];
+  if (p < 0) return -1;
+  chunk->spares.push_back(p);
+  ahead[static_cast<std::size_t>(in_file)] = -1;
+  guess[static_cast<std::size_t>(p)] = 0;
+  ++sums.used;
+  return p;
+}
+
+// With the lock.
+void Offload::State::drop_ahead() {
+  if (ahead_layer < 0) return;
+  for (const std::int32_t p : ahead)
+    if (p >= 0) free_spare(p);
+  ahead_layer = -1;
+}
+
+// With the lock, which is given back meanwhile: while a prompt is processed, the layer after this one is read into
+// spares that this one has no use for any more.
+void Offload::State::read_ahead(std::unique_lock<std::mutex>* lock) {
+  while (stream && whole && options.pipeline && !broken && waiting.empty()) {
+    std::unique_ptr<ReadBatch> batch = take_ahead();
+    if (batch == nullptr) return;
+    lock->unlock();
+    const bool begun_to_read = submit(std::move(batch));
+    lock->lock();
+    if (!begun_to_read) return;
+  }
+}
+
+// With the lock: reads of the next slots of the layer after this one; null if there is no room or nothing is left.
+std::unique_ptr<ReadBatch> Offload::State::take_ahead() {
+  constexpr std::size_t kFewest = 64, kMost = 512;  // slots
+  const std::int64_t after = follower[static_cast<std::size_t>(layer)];
+  if (after < 0 || free_spares.size() < kFewest) return nullptr;
+  const StoreLayer& l = about(after);
+  if (ahead_layer != after) {
+    drop_ahead();
+    ahead.assign(static_cast<std::size_t>(l.n_slots()), -1);
+    ahead_layer = after;
+    ahead_next = 0;
+  }
+  auto batch = std::make_unique<ReadBatch>();
+  batch->layer = after;
+  batch->asked_for = false;
+  batch->wanted.reserve(kMost);
+  for (; ahead_next < l.n_slots() && batch->wanted.size() < kMost && !free_spares.empty(); ++ahead_next) {
+    if (cache->contains(key_of(after) + ahead_next)) continue;
+    const std::int32_t p = free_spares.back();
+    free_spares.pop_back();
+    batch->wanted.push_back({ahead_next, p});
+  }
+  if (batch->wanted.empty()) return nullptr;
+  try {
+    batch->plan(l, read_bytes(l), options.run_bytes, options.gap_bytes, [this](std::int32_t p) { return place(p); });
+  } catch (...) {
+    for (const Wanted& w : batch->wanted) free_spares.push_back(w.place);
+    throw;
+  }
+  for (const Wanted& w : batch->wanted) {
+    ahead[static_cast<std::size_t>(w.in_file)] = w.place;
+    loading[static_cast<std::size_t>(w.place)] = guess[static_cast<std::size_t>(w.place)] = 1;
+  }
+  sums.guessed += static_cast<std::int64_t>(batch->wanted.size());
+  begun_reading(*batch);
+  return batch;
+}
+
 // With the lock, which is given back meanwhile: begins reads for waiting chunks while there are places.
 void Offload::State::ask(std::unique_lock<std::mutex>* lock) {
   while (!waiting.empty() && !broken) {
     std::unique_ptr<ReadBatch> batch = take(waiting.front());
-    if (batch == nullptr) return;
+    if (batch == nullptr) {
+      if (ahead_layer >= 0) {  // something has to be read again, which is more urgent
+        drop_ahead();
+        continue;
+      }
+      // Of a stream, later chunks may hold every spare when a guess for the next one has failed.
+      if (stream && under_way == 0 && given == finished && !chunks[static_cast<std::size_t>(given)].there())
+        fail("no room for what has to be read again");
+      return;
+    }
     lock->unlock();
     const bool begun_to_read = submit(std::move(batch));
     lock->lock();
     if (!begun_to_read) fail("no memory");
   }
+}
+
+// With the lock: whether a slot that is read gets a place in the cache. What is streamed takes free ones only.
+bool Offload::State::keeps(const StoreLayer& l, std::int64_t in_file) const {
+  if (!stream || cache->used() < cache->slots()) return true;
+  return keep_anyway != nullptr && l.cluster == 1 && keep_anyway[in_file] != 0;
 }
 
 // With the lock: reads of what the first waiting chunk misses, as far as there are places; null if there are none.
@@ -341,7 +492,7 @@ std::unique_ptr<ReadBatch> Offload::State::take(std::int64_t c) {
   chunk.spares.reserve(chunk.missing.size());
   for (; chunk.asked < chunk.missing.size(); ++chunk.asked) {
     const std::int64_t in_file = chunk.missing[chunk.asked];
-    std::int64_t p = cache->insert(key_of(layer) + in_file);
+    std::int64_t p = keeps(l, in_file) ? cache->insert(key_of(layer) + in_file) : -1;
     if (p >= 0) {
       cache->hold(p);
     } else {
@@ -368,7 +519,7 @@ std::unique_ptr<ReadBatch> Offload::State::take(std::int64_t c) {
       at[static_cast<std::size_t>(id)] = place(batch->wanted[w].place) + id % l.cluster * l.bundle_bytes();
   }
   try {
-    batch->plan(l, read_bytes(l), options.run_bytes, [this](std::int32_t p) { return place(p); });
+    batch->plan(l, read_bytes(l), options.run_bytes, options.gap_bytes, [this](std::int32_t p) { return place(p); });
   } catch (...) {
     for (const Wanted& w : batch->wanted) empty_again(layer, w);
     throw;
@@ -392,6 +543,7 @@ bool Offload::State::submit(std::unique_ptr<ReadBatch> batch) {
     for (std::int64_t i = 0; i < n; ++i) ended_reading(*batch);
     batch->asked_for = true;  // a call that waits for a guess of it fails, too: nobody would ask again
     for (const ReadRun& run : batch->runs) over(run, "no memory");
+    tell();
     return false;
   }
   (void)batch.release();  // whoever is told of its last read deletes it, and may have
@@ -405,6 +557,7 @@ bool Offload::State::submit(std::unique_ptr<ReadBatch> batch) {
 // With the lock.
 void Offload::State::fail(const std::string& why) {
   if (!broken) problem = why;
+  untold = true;
   broken.store(true, std::memory_order_release);
   tell();
 }
@@ -457,7 +610,7 @@ void Offload::State::arrived(const ReadResult* results, std::int64_t count) {
     }
     trace_counter(TraceCounter::kReading, reading);
     // Workers are woken for a chunk, not for each of its hundreds of bundles.
-    if (ready.size() != ready_before || (was_reading && reading == 0) || broken) tell();
+    if (ready.size() != ready_before || (was_reading && reading == 0) || under_way == 0 || broken) tell();
     if (waiting.empty() || !begun) continue;  // begin() asks
     try {
       ask(&lock);  // for guesses that failed
@@ -474,6 +627,10 @@ void Offload::State::empty_again(std::int64_t l, const Wanted& wanted) {
   waiter[p] = -1;
   const std::int64_t key = key_of(l) + wanted.in_file;
   if (cache->slot_of(key) == wanted.place) cache->erase(key);
+  if (ahead_layer == l && ahead[static_cast<std::size_t>(wanted.in_file)] == wanted.place) {
+    ahead[static_cast<std::size_t>(wanted.in_file)] = -1;
+    free_spares.push_back(wanted.place);
+  }
 }
 
 // With the lock: the places of a read are there, or empty if something is wrong.
@@ -485,6 +642,11 @@ void Offload::State::over(const ReadRun& run, const std::string& wrong) {
     if (wanted[k].place < cache->slots()) cache->let_go(wanted[k].place);
     const std::int16_t c = waiter[p];
     if (!wrong.empty()) empty_again(run.batch->layer, wanted[k]);
+    if (dropped[p]) {
+      dropped[p] = 0;
+      free_spares.push_back(wanted[k].place);
+      continue;
+    }
     if (c < 0) continue;
     waiter[p] = -1;
     Chunk& chunk = chunks[static_cast<std::size_t>(c)];
@@ -500,7 +662,12 @@ bool Offload::State::missed(std::int64_t c, std::int64_t in_file) {
   try {
     chunk.missing.push_back(in_file);
     std::sort(chunk.missing.begin() + static_cast<std::ptrdiff_t>(chunk.asked), chunk.missing.end());
-    if (std::find(waiting.begin(), waiting.end(), c) == waiting.end()) waiting.push_back(c);
+    if (std::find(waiting.begin(), waiting.end(), c) == waiting.end()) {
+      if (stream)
+        waiting.push_front(c);  // chunks after it wait for it
+      else
+        waiting.push_back(c);
+    }
   } catch (const std::bad_alloc&) {
     return false;
   }
@@ -511,7 +678,10 @@ std::int64_t Offload::State::next() {
   std::unique_lock<std::mutex> lock(mutex);
   const auto stop = [this] { return broken || given == total; };
   // Without the pipeline, when all reads are over; chunks that wait for spares of those that are there do not count.
-  const auto may_begin = [this] { return !ready.empty() && (options.pipeline || (begun && reading == 0)); };
+  const auto may_begin = [this] {
+    const bool one = stream ? begun && chunks[static_cast<std::size_t>(given)].there() : !ready.empty();
+    return one && (options.pipeline || (begun && reading == 0));
+  };
   if (!stop() && !may_begin()) {
     const TraceSpan span(Stage::kWait, layer);
     const Clock::time_point start = Clock::now();
@@ -529,8 +699,8 @@ std::int64_t Offload::State::next() {
     sums.wait_ns += since(start);
   }
   if (stop()) return -1;
-  const std::int64_t c = ready.front();
-  ready.pop_front();
+  const std::int64_t c = stream ? given : ready.front();
+  if (!stream) ready.pop_front();
   if (++given == total) tell();
   return c;
 }
@@ -538,18 +708,20 @@ std::int64_t Offload::State::next() {
 void Offload::State::done(std::int64_t c) {
   std::unique_lock<std::mutex> lock(mutex);
   Chunk& chunk = chunks[static_cast<std::size_t>(c)];
-  if (chunk.spares.empty()) return;
+  ++finished;
+  if (chunk.spares.empty() && !stream) return;
   free_spares.insert(free_spares.end(), chunk.spares.begin(), chunk.spares.end());
   chunk.spares.clear();
   try {
     ask(&lock);
+    read_ahead(&lock);
   } catch (const std::bad_alloc&) {
     fail("no memory");
   }
 }
 
 std::string Offload::State::call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads) {
-  if (getpid() != process) return "the store was opened in another process (fork): open it again in this one";
+  if (getpid() != process) return kForked;
   const std::lock_guard<std::mutex> one(turn);
   const Clock::time_point start = Clock::now();
   {
@@ -558,7 +730,7 @@ std::string Offload::State::call(std::int64_t l, const std::function<void(Bundle
     broken = false;
     problem.clear();
     chunks.clear();
-    given = total = 0;
+    given = finished = total = 0;
   }
   try {
     compute(this);
@@ -582,7 +754,7 @@ void Offload::State::clean_up(std::unique_lock<std::mutex>* lock) {
   waiting.clear();
   std::fill(waiter.begin(), waiter.end(), -1);  // of guesses, which may still be on their way
   for (Chunk& chunk : chunks) {
-    free_spares.insert(free_spares.end(), chunk.spares.begin(), chunk.spares.end());
+    for (const std::int32_t p : chunk.spares) free_spare(p);
     chunk.spares.clear();
   }
 }
@@ -612,6 +784,7 @@ void Offload::State::prefetch(std::int64_t l, std::int64_t n_hot, const std::uin
     const std::lock_guard<std::mutex> lock(mutex);
     // A call has looked up what this layer wants, and is about to make room for what it misses.
     if (l == layer && !waiting.empty()) return;
+    untold = true;
     // What is there is used by this, so that room is not made of it.
     const std::int64_t key = key_of(l);
     slots.erase(
@@ -625,7 +798,8 @@ void Offload::State::prefetch(std::int64_t l, std::int64_t n_hot, const std::uin
       loading[static_cast<std::size_t>(p)] = guess[static_cast<std::size_t>(p)] = 1;
     }
     try {
-      batch->plan(layer_about, read_bytes(layer_about), options.run_bytes, [this](std::int32_t p) { return place(p); });
+      batch->plan(layer_about, read_bytes(layer_about), options.run_bytes, options.gap_bytes,
+                  [this](std::int32_t p) { return place(p); });
     } catch (...) {
       for (const Wanted& w : batch->wanted) empty_again(l, w);
       throw;
@@ -640,25 +814,18 @@ void Offload::State::prefetch(std::int64_t l, std::int64_t n_hot, const std::uin
 
 // Neurons of every layer from the first on, as many as there are places in the cache.
 std::string Offload::State::preload() {
-  if (getpid() != process) return "the store was opened in another process (fork): open it again in this one";
+  if (getpid() != process) return kForked;
   const std::lock_guard<std::mutex> one(turn);
   const std::lock_guard<std::mutex> lock(mutex);
-  const std::int64_t keys = first_key.back(), free = cache->slots() - cache->used();
-  if (mapped != nullptr || free <= 0) return "";
-  std::vector<std::int64_t> count;  // slots of the file, by layer
-  std::int64_t most = 0;
-  for (const StoreLayer& l : file.layers()) {
-    count.push_back(static_cast<std::int64_t>(static_cast<double>(free) * static_cast<double>(l.n_slots()) /
-                                              static_cast<double>(keys)));
-    most = std::max(most, count.back());
-  }
+  if (mapped != nullptr) return "";
+  untold = untold || log != nullptr;
   // Whatever ends this early, nothing of it may be taken for loaded.
-  std::vector<std::int64_t> made;
+  const std::vector<std::int64_t> made = insert_first(cache.get(), first_key, options.hot_share);
   const auto forget = [&] {
     for (const std::int64_t key : made) cache->erase(key);
   };
   try {
-    const std::string wrong = load_first(count, most, &made);
+    const std::string wrong = load_first(made);
     if (!wrong.empty()) forget();
     return wrong;
   } catch (...) {
@@ -667,45 +834,61 @@ std::string Offload::State::preload() {
   }
 }
 
-std::string Offload::State::load_first(const std::vector<std::int64_t>& count, std::int64_t most,
-                                       std::vector<std::int64_t>* made) {
-  for (const std::int64_t n : count) made->reserve(made->capacity() + static_cast<std::size_t>(n));
-  cache->begin();
-  for (std::int64_t rank = most - 1; rank >= 0; --rank) {  // the most frequent last: the last to leave
-    for (std::size_t l = 0; l < count.size(); ++l) {
-      const std::int64_t key = first_key[l] + rank;
-      const bool hot = static_cast<double>(rank) < options.hot_share * static_cast<double>(count[l]);
-      if (rank >= count[l] || cache->contains(key)) continue;
-      const std::int64_t p = cache->insert(key, hot);
-      if (p < 0) continue;
-      guess[static_cast<std::size_t>(p)] = 0;
-      made->push_back(key);
-    }
-  }
+// With the lock: reads the bundles of keys that the cache has made room for, in large pieces.
+std::string Offload::State::load_first(std::vector<std::int64_t> made) {
+  std::sort(made.begin(), made.end());
+  for (const std::int64_t key : made) guess[static_cast<std::size_t>(cache->slot_of(key))] = 0;
   std::int64_t largest = 0;
   for (const StoreLayer& l : file.layers()) largest = std::max(largest, l.slot_bytes);
   Arena piece;
   if (!piece.allocate(std::max(kPieceBytes, largest), false)) return "no memory";
-  for (std::size_t k = 0; k < count.size(); ++k) {
+  auto next = made.begin();
+  for (std::size_t k = 0; k < file.layers().size(); ++k) {
     const StoreLayer& l = file.layers()[k];
     const std::int64_t step = std::max<std::int64_t>(1, kPieceBytes / l.slot_bytes);
-    for (std::int64_t first = 0; first < count[k]; first += step) {
-      const std::int64_t n = std::min(step, count[k] - first), offset = l.slots + first * l.slot_bytes;
+    while (next != made.end() && *next < first_key[k + 1]) {
+      const std::int64_t first = *next - first_key[k];
+      const auto end = std::lower_bound(next, made.end(), std::min(*next + step, first_key[k + 1]));
+      const std::int64_t n = *(end - 1) - *next + 1, offset = l.slots + first * l.slot_bytes;
       const int error = read_fully(file.descriptor(), piece.data(), n * l.slot_bytes, offset);
       if (error != 0)
         return "layer " + std::to_string(k) + ", neuron " + std::to_string(first * l.cluster) + ", " +
                std::to_string(n * l.slot_bytes) + " bytes at " + std::to_string(offset) + ": " + std::strerror(error);
-      for (std::int64_t i = 0; i < n; ++i) {
-        const char* slot = piece.data() + i * l.slot_bytes;
+      for (; next != end; ++next) {
+        const std::int64_t in_file = *next - first_key[k];
+        const char* slot = piece.data() + (in_file - first) * l.slot_bytes;
         const std::string wrong =
-            options.verify ? check_bundles(static_cast<std::int64_t>(k), first + i, slot) : std::string();
+            options.verify ? check_bundles(static_cast<std::int64_t>(k), in_file, slot) : std::string();
         if (!wrong.empty()) return wrong;
-        const std::int64_t p = cache->slot_of(first_key[k] + first + i);  // not a use: the order is that of insertion
-        if (p >= 0 && !loading[static_cast<std::size_t>(p)])
-          std::memcpy(place(p), slot, static_cast<std::size_t>(l.cluster * l.bundle_bytes()));
+        // Not a use: the order is that of insertion.
+        std::memcpy(place(cache->slot_of(*next)), slot, static_cast<std::size_t>(l.cluster * l.bundle_bytes()));
       }
     }
   }
+  return "";
+}
+
+std::string Offload::State::resize(std::int64_t cache_bytes, double hot_share) {
+  if (getpid() != process) return kForked;
+  const std::lock_guard<std::mutex> one(turn);
+  std::unique_lock<std::mutex> lock(mutex);
+  if (mapped != nullptr) return "engine: expected pread or io_uring, found mmap, whose memory is the system's";
+  const std::int64_t slots = std::min(first_key.back(), cache_bytes / place_bytes);
+  const bool keeps_none = options.policy == "none";
+  if (cache_bytes < 0 || (slots > most_slots && !keeps_none))
+    return "cache_bytes: expected 0 to " + std::to_string(most_slots * place_bytes) +
+           ", with which it was opened, found " + std::to_string(cache_bytes);
+  if (!(hot_share >= 0 && hot_share <= 1)) return "hot_share: expected 0 to 1, found " + std::to_string(hot_share);
+  changed.wait(lock, [this] { return under_way == 0; });  // guesses: what they are read into may move
+  options.hot_share = hot_share;
+  untold = true;
+  release_hot(cache.get(), first_key, slots, hot_share);
+  const std::int64_t before = cache->slots();
+  for (const NeuronCache::Move& move : cache->resize(slots)) {
+    std::memcpy(place(move.to), place(move.from), static_cast<std::size_t>(place_bytes));
+    guess[static_cast<std::size_t>(move.to)] = guess[static_cast<std::size_t>(move.from)];
+  }
+  places.give_back(cache->slots() * place_bytes, before * place_bytes);
   return "";
 }
 
@@ -754,6 +937,29 @@ void Offload::prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_
 }
 
 std::string Offload::preload() { return state_->preload(); }
+
+std::string Offload::resize(std::int64_t cache_bytes, double hot_share) {
+  return state_->resize(cache_bytes, hot_share);
+}
+
+std::string Offload::record_accesses(std::int64_t most_bytes) {
+  if (state_->process != getpid()) return kForked;
+  auto log = std::make_unique<AccessLog>(most_bytes);
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->log != nullptr) return "accesses are being recorded already";
+  state_->log = std::move(log);
+  return "";
+}
+
+Accesses Offload::take_accesses() {
+  if (state_->process != getpid()) return Accesses();
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->log == nullptr) return Accesses();
+  Accesses all = state_->log->take();
+  all.whole = !state_->untold && all.lost == 0;
+  state_->log.reset();
+  return all;
+}
 
 OffloadStats Offload::stats(bool reset) {
   if (state_->process != getpid()) return OffloadStats();

@@ -10,13 +10,15 @@
 #include "core/counters.h"
 #include "core/down_queue.h"
 #include "core/scratch.h"
+#include "core/trace.h"
 
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 128;     // tokens per pass: their inputs share the second-level cache with panels
-constexpr std::int64_t kChunkNeurons = 512;  // whose h is held at a time, and their down rows in float
-constexpr std::int64_t kDownColumns = 128;   // of one work item of a dense down product
+constexpr std::int64_t kTokenTile = 128;   // tokens per pass: their inputs share the second-level cache with panels
+constexpr std::int64_t kMostTokens = 512;  // for which a chunk of neurons is read once
+constexpr std::int64_t kChunkNeurons = kPromptNeurons;
+constexpr std::int64_t kDownColumns = 128;  // of one work item of a dense down product
 // One in so many neurons of a chunk: a token that fires them goes through the matrix product, which is then faster than
 // adding row by row. A matter of each token alone, so that its bits do not depend on the others.
 constexpr std::int64_t kDenseOneIn = 4;
@@ -34,11 +36,12 @@ struct Bench {
 // The scratch of a pass and the threads that work on it.
 class Workshop {
  public:
-  Workshop(const ParallelFor& parallel, std::int64_t columns, std::int64_t tile)
+  // For `tokens` inputs, of which `tile` at a time.
+  Workshop(const ParallelFor& parallel, std::int64_t columns, std::int64_t tokens, std::int64_t tile)
       : parallel_(parallel), workers_(std::max(1, parallel.threads)), columns_(columns) {
     const std::int64_t panel_floats = panel_bytes(columns) / 4,
                        bench_floats = kGemmPanels * panel_floats + tile * kPair;
-    const std::int64_t inputs_floats = tile * input_bytes(columns) / 4;
+    const std::int64_t inputs_floats = tokens * input_bytes(columns) / 4;
     float* at = scratch(Scratch::kInput, inputs_floats + workers_ * (bench_floats + padded(columns)));
     inputs_ = reinterpret_cast<char*>(at);
     at += inputs_floats;
@@ -89,13 +92,14 @@ class Workshop {
   char* inputs_;
   Bench benches_[kMostWorkers];
   float* plain_[kMostWorkers];
-  const void* x_T_[kTokenTile];
+  const void* x_T_[kMostTokens];
 };
 
-// Unpacks the kPanelRows rows at `first`, `stride` bytes apart, of which `count` exist (the last stands for the rest).
-void unpack(PanelFn panel, const char* first, std::int64_t stride, std::int64_t count, std::int64_t n, char* out) {
+// Unpacks the rows row(0) to row(count - 1), of which the last stands for what is missing of kPanelRows.
+template <class Row>
+void unpack(PanelFn panel, const Row& row, std::int64_t count, std::int64_t n, char* out) {
   const void* rows[kPanelRows];
-  for (std::int64_t r = 0; r < kPanelRows; ++r) rows[r] = first + std::min(r, count - 1) * stride;
+  for (std::int64_t r = 0; r < kPanelRows; ++r) rows[r] = row(std::min(r, count - 1));
   panel(rows, n, out);
 }
 
@@ -109,7 +113,7 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
   const int w = static_cast<int>(args.w_dtype);
   const std::int64_t tile = std::min(kTokenTile, args.tokens), w_bytes = row_bytes(args.w_dtype, args.columns);
   const std::int64_t x_bytes = row_bytes(args.x_dtype, args.columns), y_bytes = row_bytes(args.x_dtype, 1);
-  Workshop shop(parallel, args.columns, tile);
+  Workshop shop(parallel, args.columns, tile, tile);
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens, table.prepare_gemm[w]);
@@ -117,9 +121,12 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
       Bench& bench = shop.bench(worker);
       const std::int64_t first = pair * kPair, count = std::min(kPair, args.rows - first);
       const std::int64_t panels = (count + kPanelRows - 1) / kPanelRows;
-      for (std::int64_t p = 0; p < panels; ++p)
-        unpack(table.panel[w], static_cast<const char*>(args.weights) + (first + p * kPanelRows) * w_bytes, w_bytes,
-               std::min(kPanelRows, count - p * kPanelRows), args.columns, bench.panels[p]);
+      for (std::int64_t p = 0; p < panels; ++p) {
+        const char* weights = static_cast<const char*>(args.weights) + (first + p * kPanelRows) * w_bytes;
+        unpack(
+            table.panel[w], [&](std::int64_t r) { return weights + r * w_bytes; },
+            std::min(kPanelRows, count - p * kPanelRows), args.columns, bench.panels[p]);
+      }
       const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
       table.gemm(unpacked, panels, shop.x_T(), tokens, args.columns, bench.out, kPair);
       for (std::int64_t t = 0; t < tokens; ++t) {
@@ -134,17 +141,20 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
 
 namespace {
 
-// One pass over the layer for up to kTokenTile tokens.
+// Up to kTokenTile tokens on their way through a layer.
 struct PromptPass {
   const FfnArgs& args;
   const KernelTable& table;
   Workshop& shop;
+  const void* const* x_T;  // prepared
   std::int64_t tokens, width;
-  float* h_TC;  // [tokens, kChunkNeurons] of the chunk at hand
-  float* y_TW;  // [tokens, width], in the order of the axpy kernel
-  float* w_CW;  // [kChunkNeurons, width], the same order
+  float* h_TC;               // [tokens, kChunkNeurons] of the chunk at hand
+  float* y_TW;               // [tokens, width], in the order of the axpy kernel
+  float* w_CW;               // [kChunkNeurons, width], the same order
+  const char* const* where;  // of a source, or null
 
   const char* bundle(std::int64_t neuron) const {
+    if (where != nullptr) return where[neuron];
     return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes(args.w_dtype, args.hidden);
   }
 
@@ -159,9 +169,11 @@ struct PromptPass {
     const std::int64_t first = begin + block * kPanelRows, count = std::min(kPanelRows, args.neurons - first);
     const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden), panels = args.rows - 1;
     for (std::int64_t p = 0; p < panels; ++p)
-      unpack(table.panel[w], bundle(first) + p * w_bytes, args.rows * w_bytes, count, args.hidden, bench.panels[p]);
+      unpack(
+          table.panel[w], [&](std::int64_t r) { return bundle(first + r) + p * w_bytes; }, count, args.hidden,
+          bench.panels[p]);
     const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
-    table.gemm(unpacked, panels, shop.x_T(), tokens, args.hidden, bench.out, kPair);
+    table.gemm(unpacked, panels, x_T, tokens, args.hidden, bench.out, kPair);
     for (std::int64_t r = 0; r < count; ++r) {
       const std::int64_t neuron = first + r;
       const float bias_first = bias(panels == 2 ? args.bias_gate : args.bias_up, neuron);
@@ -207,10 +219,40 @@ struct PromptPass {
   void widen_down(std::int64_t begin, std::int64_t block, std::int64_t count) const {
     const float one = 1;
     for (std::int64_t i = block * kPanelRows; i < std::min(count, (block + 1) * kPanelRows); ++i) {
-      const void *row = down(begin + i), *next = down(std::min(begin + i + 1, args.neurons - 1));
+      const void *row = down(begin + i), *next = down(begin + std::min(i + 1, count - 1));
       std::memset(w_CW + i * width, 0, static_cast<std::size_t>(width) * sizeof(float));
       table.axpy[static_cast<int>(args.w_dtype)](w_CW + i * width, &row, &one, 1, args.hidden, &next);
     }
+  }
+
+  // Adds what the neurons [begin, begin + count) contribute. `widened`: their down rows are floats already; set when
+  // they are.
+  void add_chunk(std::int64_t begin, std::int64_t count, bool* widened) const {
+    const std::int64_t blocks = (count + kPanelRows - 1) / kPanelRows;
+    shop.each(blocks, [&](std::int64_t worker, std::int64_t block) {
+      Counters done;
+      gate_and_up(worker, begin, block, &done);
+      pi2::count(done);
+    });
+    std::int64_t few[kTokenTile], n_few = 0, n_many = 0;
+    const float* h_T[kTokenTile];
+    float* y_T[kTokenTile];
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      if (kDenseOneIn * fired(t, count) < count) {
+        few[n_few++] = t;
+      } else {
+        h_T[n_many] = h(t);
+        y_T[n_many++] = y(t);
+      }
+    }
+    if (n_few > 0) shop.each(n_few, [&](std::int64_t, std::int64_t i) { add_down(few[i], begin, count); });
+    if (n_many == 0) return;
+    if (!*widened) shop.each(blocks, [&](std::int64_t, std::int64_t block) { widen_down(begin, block, count); });
+    *widened = true;
+    shop.each((width + kDownColumns - 1) / kDownColumns, [&](std::int64_t, std::int64_t block) {
+      const std::int64_t first = block * kDownColumns;
+      table.addmm(h_T, w_CW, width, count, first, std::min(kDownColumns, width - first), y_T, n_many);
+    });
   }
 
   void finish(std::int64_t worker, std::int64_t t, char* out) const {
@@ -222,50 +264,60 @@ struct PromptPass {
   }
 };
 
+// All neurons, chunk after chunk, from a source. `ids` has room for them and a count for each chunk.
+void begin_all(BundleSource& source, std::int64_t neurons, std::int64_t* ids) {
+  const std::int64_t chunks = (neurons + kChunkNeurons - 1) / kChunkNeurons;
+  for (std::int64_t i = 0; i < neurons; ++i) ids[i] = i;
+  for (std::int64_t c = 0; c < chunks; ++c) ids[neurons + c] = std::min(kChunkNeurons, neurons - c * kChunkNeurons);
+  source.expect(chunks, true);
+  source.begin(ids, ids + neurons, kChunkNeurons, chunks);
+}
+
 }  // namespace
 
+// Chunks of neurons, each for every tile of tokens: then a chunk is read once, from memory or from flash.
 void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor& parallel) {
-  const std::int64_t tile = std::min(kTokenTile, args.tokens), width = padded(args.hidden);
-  const std::int64_t x_bytes = row_bytes(args.x_dtype, args.hidden);
-  Workshop shop(parallel, args.hidden, tile);
-  float* h_TC = scratch(Scratch::kPartials, tile * (kChunkNeurons + width) + kChunkNeurons * width);
+  const std::int64_t most = std::min(kMostTokens, args.tokens), tile = std::min(kTokenTile, args.tokens);
+  const std::int64_t width = padded(args.hidden), x_bytes = row_bytes(args.x_dtype, args.hidden);
+  const std::int64_t chunks = (args.neurons + kChunkNeurons - 1) / kChunkNeurons;
+  Workshop shop(parallel, args.hidden, most, tile);
+  float* h_TC = scratch(Scratch::kPartials, tile * kChunkNeurons + most * width + kChunkNeurons * width);
   float* y_TW = h_TC + tile * kChunkNeurons;
-  float* w_CW = y_TW + tile * width;
-  for (std::int64_t start = 0; start < args.tokens; start += tile) {
-    const std::int64_t tokens = std::min(tile, args.tokens - start);
-    const PromptPass pass{args, table, shop, tokens, width, h_TC, y_TW, w_CW};
+  float* w_CW = y_TW + most * width;
+  std::int64_t* ids = nullptr;
+  if (args.source != nullptr)
+    ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (args.neurons + chunks)));
+  for (std::int64_t start = 0; start < args.tokens; start += most) {
+    const std::int64_t tokens = std::min(most, args.tokens - start);
+    const auto pass = [&](std::int64_t first) {
+      return PromptPass{args,
+                        table,
+                        shop,
+                        shop.x_T() + first,
+                        std::min(tile, tokens - first),
+                        width,
+                        h_TC,
+                        y_TW + first * width,
+                        w_CW,
+                        args.source == nullptr ? nullptr : args.source->bundles()};
+    };
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
                  table.prepare_gemm[static_cast<int>(args.w_dtype)]);
     std::memset(y_TW, 0, static_cast<std::size_t>(tokens * width) * sizeof(float));
-    for (std::int64_t begin = 0; begin < args.neurons; begin += kChunkNeurons) {
-      const std::int64_t chunk = std::min(kChunkNeurons, args.neurons - begin);
-      const std::int64_t blocks = (chunk + kPanelRows - 1) / kPanelRows;
-      shop.each(blocks, [&](std::int64_t worker, std::int64_t block) {
-        Counters done;
-        pass.gate_and_up(worker, begin, block, &done);
-        count(done);
-      });
-      std::int64_t few[kTokenTile], n_few = 0, n_many = 0;
-      const float* h_T[kTokenTile];
-      float* y_T[kTokenTile];
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        if (kDenseOneIn * pass.fired(t, chunk) < chunk) {
-          few[n_few++] = t;
-        } else {
-          h_T[n_many] = pass.h(t);
-          y_T[n_many++] = pass.y(t);
-        }
-      }
-      if (n_few > 0) shop.each(n_few, [&](std::int64_t, std::int64_t i) { pass.add_down(few[i], begin, chunk); });
-      if (n_many == 0) continue;
-      shop.each(blocks, [&](std::int64_t, std::int64_t block) { pass.widen_down(begin, block, chunk); });
-      shop.each((width + kDownColumns - 1) / kDownColumns, [&](std::int64_t, std::int64_t block) {
-        const std::int64_t first = block * kDownColumns;
-        table.addmm(h_T, w_CW, width, chunk, first, std::min(kDownColumns, width - first), y_T, n_many);
-      });
+    if (args.source != nullptr) begin_all(*args.source, args.neurons, ids);
+    for (std::int64_t c = 0; c < chunks; ++c) {
+      if (args.source != nullptr && args.source->next() < 0) return;  // reading has failed
+      const TraceSpan span(Stage::kCompute, args.layer, c);
+      const std::int64_t begin = c * kChunkNeurons;
+      bool widened = false;
+      for (std::int64_t first = 0; first < tokens; first += tile)
+        pass(first).add_chunk(begin, std::min(kChunkNeurons, args.neurons - begin), &widened);
+      if (args.source != nullptr) args.source->done(c);
     }
+    if (args.source != nullptr && args.source->failed()) return;
+    const PromptPass all{args, table, shop, shop.x_T(), tokens, width, h_TC, y_TW, w_CW, nullptr};
     shop.each(tokens, [&](std::int64_t worker, std::int64_t t) {
-      pass.finish(worker, t, static_cast<char*>(args.y) + start * x_bytes);
+      all.finish(worker, t, static_cast<char*>(args.y) + start * x_bytes);
     });
   }
 }

@@ -1,6 +1,7 @@
 // Slots of a store's layer on their way into memory: neighbours in the file as one read, each slot to its own place.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -23,6 +24,7 @@ struct ReadBatch;
 struct ReadRun {
   ReadBatch* batch = nullptr;
   std::int64_t first = 0, count = 0;  // of batch->wanted
+  std::int64_t between = 0;           // where its part of batch->between begins
 };
 
 // Deleted by whoever is told of its last read.
@@ -38,51 +40,58 @@ struct ReadBatch {
   std::int64_t left = 0;                                                     // reads that are not over
 
   // `wanted` ascending in the file; `read_bytes` of each slot are read to place_of(place). Reads of at most `most`
-  // bytes.
+  // bytes; slots that nobody wants are read through if there are at most `most_between` bytes of them in a row: a
+  // device takes as long for a read as for some more bytes of the one before.
   template <class PlaceOf>
-  void plan(const StoreLayer& about, std::int64_t read_bytes, std::int64_t most, const PlaceOf& place_of) {
+  void plan(const StoreLayer& about, std::int64_t read_bytes, std::int64_t most, std::int64_t most_between,
+            const PlaceOf& place_of) {
     constexpr std::int64_t kMostParts = 512;  // of 1024 that the system takes
-    const std::int64_t gap = about.slot_bytes - read_bytes, n = static_cast<std::int64_t>(wanted.size());
+    const std::int64_t n = static_cast<std::int64_t>(wanted.size());
+    const std::int64_t step = 1 + most_between / about.slot_bytes;  // slots from one to the next of the same read
     runs.reserve(wanted.size());
     reads.reserve(wanted.size());
     parts.reserve(2 * wanted.size());
+    const auto gap_before = [&](std::int64_t k) { return (file(k) - file(k - 1)) * about.slot_bytes - read_bytes; };
+    std::int64_t between_bytes = 0;  // of each run its longest gap: runs are read by several threads at once
     for (std::int64_t i = 0; i < n;) {
-      std::int64_t end = i + 1;
-      while (end < n && file(end) == file(end - 1) + 1 && (end - i) < kMostParts &&
-             (end - i + 1) * about.slot_bytes <= most)
-        ++end;
+      std::int64_t end = i + 1, longest = 0;
+      while (end < n && file(end) <= file(end - 1) + step && (end - i) < kMostParts &&
+             (file(end) - file(i) + 1) * about.slot_bytes <= most)
+        longest = std::max(longest, gap_before(end++));
+      runs.push_back({this, i, end - i, between_bytes});
+      between_bytes += rounded_to_page(longest);
+      i = end;
+    }
+    if (between_bytes > 0) {
+      const auto bytes = static_cast<std::size_t>(between_bytes);
+      between.reset(static_cast<char*>(std::aligned_alloc(static_cast<std::size_t>(kStorePage), bytes)));
+      if (between == nullptr) throw std::bad_alloc();
+    }
+    for (ReadRun& run : runs) {
+      const std::int64_t last = run.first + run.count - 1;
       Read read;
-      read.offset = about.slots + file(i) * about.slot_bytes;
-      read.bytes = (end - i - 1) * about.slot_bytes + read_bytes;
-      if (end - i == 1) {
-        read.into = place_of(wanted[static_cast<std::size_t>(i)].place);
+      read.offset = about.slots + file(run.first) * about.slot_bytes;
+      read.bytes = (file(last) - file(run.first)) * about.slot_bytes + read_bytes;
+      read.owner = &run;
+      if (run.count == 1) {
+        read.into = place_of(wanted[static_cast<std::size_t>(run.first)].place);
       } else {
         read.parts = parts.data() + parts.size();
-        for (std::int64_t k = i; k < end; ++k) {
-          if (k > i && gap > 0) parts.push_back({room_between(gap), static_cast<std::size_t>(gap)});
+        for (std::int64_t k = run.first; k <= last; ++k) {
+          const std::int64_t gap = k > run.first ? gap_before(k) : 0;
+          if (gap > 0) parts.push_back({between.get() + run.between, static_cast<std::size_t>(gap)});
           parts.push_back({place_of(wanted[static_cast<std::size_t>(k)].place), static_cast<std::size_t>(read_bytes)});
         }
         read.n_parts = parts.data() + parts.size() - read.parts;
       }
-      runs.push_back({this, i, end - i});
       reads.push_back(read);
-      i = end;
     }
-    for (std::size_t r = 0; r < reads.size(); ++r) reads[r].owner = &runs[r];
     left = static_cast<std::int64_t>(reads.size());
   }
 
  private:
+  static std::int64_t rounded_to_page(std::int64_t n) { return (n + kStorePage - 1) / kStorePage * kStorePage; }
   std::int64_t file(std::int64_t i) const { return wanted[static_cast<std::size_t>(i)].in_file; }
-
-  char* room_between(std::int64_t gap) {
-    if (between == nullptr) {
-      const auto pages = static_cast<std::size_t>((gap + kStorePage - 1) / kStorePage * kStorePage);
-      between.reset(static_cast<char*>(std::aligned_alloc(static_cast<std::size_t>(kStorePage), pages)));
-      if (between == nullptr) throw std::bad_alloc();
-    }
-    return between.get();
-  }
 };
 
 }  // namespace pi2

@@ -28,6 +28,9 @@ namespace {
 
 constexpr std::int64_t kTokenTile = 64;  // tokens per pass over the weights: bounds the scratch of partial sums
 constexpr std::int64_t kTinyMacs = 1 << 20;
+// A stream from a source: so many tokens at least, and at most for one reading of a layer; its last tokens are like
+// those that come after it.
+constexpr std::int64_t kStreamFrom = 32, kStreamMost = 512, kLastTokens = 8;
 constexpr std::int64_t kScan = 1024;         // neurons whose masks are combined at a time
 constexpr std::int64_t kBlock = 16;          // neurons per block
 constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
@@ -234,16 +237,15 @@ void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::
     multiply_up(pass, ids[fired[f]], fired_N[fired[f]], out_NT[f], h_NT[fired[f]], done);
 }
 
-void run_chunk(const Pass& pass, std::int64_t chunk) {
+// The chunk's partial sum [tokens, width] into y_TW. False: nothing is wanted of it, and nothing was written.
+bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
   const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
   const FfnArgs& args = pass.args;
   const std::int64_t begin = chunk * pass.chunk_size;
   const std::int64_t end = std::min(begin + pass.chunk_size, args.neurons);
   std::int64_t* ids = pass.ids + begin;
   const std::int64_t n = pass.counts != nullptr ? pass.counts[chunk] : gather(pass, begin, end, ids);
-  pass.used[chunk] = n > 0;
-  if (n == 0) return;
-  float* y_TW = pass.partials + chunk * pass.tokens * pass.width;
+  if (n == 0) return false;
   std::memset(y_TW, 0, static_cast<std::size_t>(pass.tokens * pass.width) * sizeof(float));
   Counters done;
   DownQueue queue_T[kTokenTile];
@@ -257,6 +259,7 @@ void run_chunk(const Pass& pass, std::int64_t chunk) {
   }
   for (std::int64_t t = 0; t < pass.tokens; ++t) queue_T[t].flush(pass.axpy(), args.hidden, y_TW + t * pass.width);
   count(done);
+  return true;
 }
 
 constexpr std::int64_t kReduceColumns = 1024;
@@ -300,13 +303,17 @@ struct Work {
       run_from(*pass.args.source);
     } else {
       for (std::int64_t c = next_chunk.fetch_add(1); c < pass.chunks; c = next_chunk.fetch_add(1)) {
-        run_chunk(pass, c);
+        compute(c);
         done_chunks.fetch_add(1, std::memory_order_release);
       }
     }
     if (!join()) return;
     for (std::int64_t b = next_block.fetch_add(1); b < column_blocks; b = next_block.fetch_add(1))
       reduce_columns(pass, b);
+  }
+
+  void compute(std::int64_t c) const {
+    pass.used[c] = run_chunk(pass, c, pass.partials + c * pass.tokens * pass.width);
   }
 
   // Until the chunks in other workers' hands are done; false if some never will be.
@@ -322,11 +329,162 @@ struct Work {
   // Chunks in the order in which their bundles come; where they are added does not depend on it.
   void run_from(BundleSource& source) {
     for (std::int64_t c = source.next(); c >= 0; c = source.next()) {
-      run_chunk(pass, c);
+      compute(c);
       source.done(c);
       done_chunks.fetch_add(1, std::memory_order_release);
     }
   }
+};
+
+// How inputs get in and sums get out.
+struct Tokenwise {
+  const FfnArgs& args;
+  const KernelTable& table;
+  std::int64_t width;
+  float* plain_H;  // one token in plain order, on its way in or out
+
+  Tokenwise(const FfnArgs& args_, const KernelTable& table_, float* plain)
+      : args(args_), table(table_), width(ffn_width(args_)), plain_H(plain) {}
+
+  static std::int64_t ffn_width(const FfnArgs& args) {
+    return is_quantized(args.w_dtype) ? padded(args.hidden) : args.hidden;
+  }
+
+  const char* row(const void* matrix, std::int64_t token) const {
+    return static_cast<const char*>(matrix) + token * row_bytes(args.x_dtype, args.hidden);
+  }
+
+  void in(std::int64_t token, float* x_W) const {
+    const int w = static_cast<int>(args.w_dtype);
+    const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
+    widen(row(args.x, token), args.x_dtype, prepare == nullptr ? x_W : plain_H, args.hidden);
+    if (prepare != nullptr) prepare(plain_H, args.hidden, x_W);
+  }
+
+  void out(std::int64_t token, float* y) const {
+    const RestoreFn restore = table.restore[static_cast<int>(args.w_dtype)];
+    if (restore != nullptr) {
+      restore(y, args.hidden, plain_H);
+      y = plain_H;
+    }
+    if (args.bias_down != nullptr)
+      for (std::int64_t k = 0; k < args.hidden; ++k) y[k] += load_float(args.bias_down, args.bias_dtype(), k);
+    narrow(y, const_cast<char*>(row(args.y, token)), args.x_dtype, args.hidden);
+  }
+};
+
+// Many tokens over a source: chunk after chunk, each for all of them, so that a layer is read once. The bits of any
+// other order: a token's chunks are added one by one, in their order.
+class Stream {
+ public:
+  Stream(const FfnArgs& args, const KernelTable& table, const ParallelFor& parallel)
+      : args_(args),
+        table_(table),
+        parallel_(parallel),
+        width_(Tokenwise::ffn_width(args)),
+        chunk_size_(chunk_neurons(args.neurons)),
+        chunks_((args.neurons + chunk_size_ - 1) / chunk_size_) {
+    const std::int64_t most = std::min(kStreamMost, args.tokens), workers = std::max(1, parallel.threads);
+    rounds_ = (most + kTokenTile * workers - 1) / (kTokenTile * workers);
+    tile_ = (most + rounds_ * workers - 1) / (rounds_ * workers);
+    const std::int64_t tiles = (most + tile_ - 1) / tile_;
+    x_TW_ = scratch(Scratch::kInput, 2 * most * width_ + args.hidden);
+    y_TW_ = x_TW_ + most * width_;
+    plain_H_ = y_TW_ + most * width_;
+    partials_ = scratch(Scratch::kPartials, most * width_);
+    const std::int64_t keep_floats = (args.neurons + 3) / 4;
+    ids_ = reinterpret_cast<std::int64_t*>(
+        scratch(Scratch::kIds, 2 * ((tiles + 1) * args.neurons + chunks_) + keep_floats));
+    counts_ = ids_ + args.neurons;
+    tile_ids_ = counts_ + chunks_;
+    keep_ = reinterpret_cast<std::uint8_t*>(tile_ids_ + tiles * args.neurons);
+  }
+
+  void run() {
+    const std::int64_t most = std::min(kStreamMost, args_.tokens);
+    const Tokenwise tokenwise(args_, table_, plain_H_);
+    for (std::int64_t start = 0; start < args_.tokens; start += most) {
+      tokens_ = std::min(most, args_.tokens - start);
+      active_ = args_.active == nullptr ? nullptr : args_.active + start * cold();
+      for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.in(start + t, x_TW_ + t * width_);
+      std::memset(y_TW_, 0, static_cast<std::size_t>(tokens_ * width_) * sizeof(float));
+      begin();
+      for (std::int64_t c = args_.source->next(); c >= 0; c = args_.source->next()) {
+        chunk_ = c;
+        next_tile_ = 0;
+        const std::int64_t tiles = (tokens_ + tile_ - 1) / tile_;
+        parallel_.run(
+            parallel_.host, std::min<std::int64_t>(std::max(1, parallel_.threads), tiles),
+            [](void* self, std::int64_t) { static_cast<Stream*>(self)->some_tiles(); }, this);
+        args_.source->done(c);
+      }
+      if (args_.source->failed()) return;
+      for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.out(start + t, y_TW_ + t * width_);
+    }
+  }
+
+ private:
+  std::int64_t cold() const { return args_.neurons - args_.n_hot; }
+
+  // Of the tokens [first, first + count).
+  Pass pass(std::int64_t first, std::int64_t count, std::int64_t* ids) const {
+    Pass made{args_,
+              table_,
+              width_,
+              x_TW_ + first * width_,
+              active_ == nullptr ? nullptr : active_ + first * cold(),
+              count,
+              nullptr,
+              nullptr,
+              nullptr,
+              ids,
+              chunk_size_,
+              chunks_};
+    made.where = args_.source->bundles();
+    return made;
+  }
+
+  void begin() {
+    args_.source->expect(chunks_, true);
+    const Pass all = pass(0, tokens_, ids_);
+    for (std::int64_t c = 0; c < chunks_; ++c) {
+      const std::int64_t first = c * chunk_size_;
+      counts_[c] = gather(all, first, std::min(first + chunk_size_, args_.neurons), ids_ + first);
+    }
+    if (active_ != nullptr) {
+      const std::int64_t last = std::max<std::int64_t>(0, tokens_ - kLastTokens);
+      std::memset(keep_, 1, static_cast<std::size_t>(args_.n_hot));
+      std::memset(keep_ + args_.n_hot, 0, static_cast<std::size_t>(cold()));
+      for (std::int64_t t = last; t < tokens_; ++t)
+        for (std::int64_t i = 0; i < cold(); ++i) keep_[args_.n_hot + i] |= active_[t * cold() + i];
+    }
+    args_.source->begin(ids_, counts_, chunk_size_, chunks_, active_ == nullptr ? nullptr : keep_);
+  }
+
+  void some_tiles() {
+    const AxpyFn add = table_.axpy[static_cast<int>(DType::kF32)];
+    const float one = 1;
+    for (std::int64_t i = next_tile_.fetch_add(1); i * tile_ < tokens_; i = next_tile_.fetch_add(1)) {
+      const std::int64_t first = i * tile_, count = std::min(tile_, tokens_ - first);
+      float* part_TW = partials_ + first * width_;
+      if (!run_chunk(pass(first, count, tile_ids_ + i * args_.neurons), chunk_, part_TW)) continue;
+      for (std::int64_t t = 0; t < count; ++t) {
+        const void* part = part_TW + t * width_;
+        add(y_TW_ + (first + t) * width_, &part, &one, 1, width_, nullptr);  // 1 * part is exact
+      }
+    }
+  }
+
+  const FfnArgs& args_;
+  const KernelTable& table_;
+  const ParallelFor& parallel_;
+  const std::int64_t width_, chunk_size_, chunks_;
+  std::int64_t rounds_ = 0, tile_ = 0, tokens_ = 0, chunk_ = 0;
+  const std::uint8_t* active_ = nullptr;
+  float *x_TW_, *y_TW_, *plain_H_, *partials_;
+  std::int64_t *ids_, *counts_, *tile_ids_;
+  std::uint8_t* keep_;
+  std::atomic<std::int64_t> next_tile_{0};
 };
 
 }  // namespace
@@ -337,33 +495,25 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   const KernelTable& table = kernels();
   const std::int64_t pairs = args.tokens * args.neurons;
   count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
-  if (args.source == nullptr && args.active == nullptr &&
-      takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
+  if (args.active == nullptr && takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
     return ffn_prompt(args, table, parallel);
-  const int w = static_cast<int>(args.w_dtype);
-  const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
-  const RestoreFn restore = table.restore[w];
-  const std::int64_t width = is_quantized(args.w_dtype) ? padded(args.hidden) : args.hidden;
+  if (args.source != nullptr && args.tokens >= kStreamFrom) return Stream(args, table, parallel).run();
+  const std::int64_t width = Tokenwise::ffn_width(args);
   const std::int64_t chunk_size = chunk_neurons(args.neurons);
   const std::int64_t chunks = (args.neurons + chunk_size - 1) / chunk_size;
   const std::int64_t tile = std::min(kTokenTile, args.tokens);
   float* x_TW = scratch(Scratch::kInput, 2 * tile * width + args.hidden);
   float* y_TW = x_TW + tile * width;
-  float* plain_H = y_TW + tile * width;  // one token in plain order, on its way in or out
+  const Tokenwise tokenwise(args, table, y_TW + tile * width);
   float* partials = scratch(Scratch::kPartials, chunks * tile * width + chunks);
   auto* used = reinterpret_cast<std::uint8_t*>(partials + chunks * tile * width);
   // All memory is taken here, on the calling thread: a worker that failed to get some would leave others waiting.
   static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
   auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (args.neurons + chunks)));
-  const std::int64_t x_bytes = row_bytes(args.x_dtype, args.hidden);
 
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      const char* x = static_cast<const char*>(args.x) + (start + t) * x_bytes;
-      widen(x, args.x_dtype, prepare == nullptr ? x_TW + t * width : plain_H, args.hidden);
-      if (prepare != nullptr) prepare(plain_H, args.hidden, x_TW + t * width);
-    }
+    for (std::int64_t t = 0; t < tokens; ++t) tokenwise.in(start + t, x_TW + t * width);
     const std::uint8_t* active = args.active == nullptr ? nullptr : args.active + start * (args.neurons - args.n_hot);
     Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, chunk_size, chunks};
     if (args.source != nullptr) {
@@ -381,16 +531,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
     const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), chunks);
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
     if (args.source != nullptr && args.source->failed()) return;
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      float* y = y_TW + t * width;
-      if (restore != nullptr) {
-        restore(y, args.hidden, plain_H);
-        y = plain_H;
-      }
-      if (args.bias_down != nullptr)
-        for (std::int64_t k = 0; k < args.hidden; ++k) y[k] += load_float(args.bias_down, args.bias_dtype(), k);
-      narrow(y, static_cast<char*>(args.y) + (start + t) * x_bytes, args.x_dtype, args.hidden);
-    }
+    for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width);
   }
 }
 

@@ -8,8 +8,9 @@ namespace {
 
 using namespace pi2_fuzz;
 
-// Of `layers` layers of 100 neurons of 64 numbers in int4, whose slots lie one layer after the other, then checksums.
-std::vector<std::uint8_t> superblock(std::uint32_t version, int layers, std::int64_t file_bytes) {
+// Of `layers` layers of 100 neurons of 64 numbers in int4, or 32 in bfloat16, whose slots lie one layer after the
+// other, then checksums.
+std::vector<std::uint8_t> superblock(std::uint32_t version, bool floats, int layers, std::int64_t file_bytes) {
   std::vector<std::uint8_t> out(128 + 128 * static_cast<std::size_t>(layers));
   put(&out, 8, version, 4);
   put(&out, 32, static_cast<std::uint64_t>(layers), 4);
@@ -20,7 +21,8 @@ std::vector<std::uint8_t> superblock(std::uint32_t version, int layers, std::int
     const std::uint64_t begins = 8192 + 53248 * static_cast<std::uint64_t>(l);
     put(&out, at, begins, 8);
     put(&out, at + 8, begins + slots * 512, 8);
-    const std::uint32_t numbers[] = {100, 64, 3, 4, 512, 36, 10, static_cast<std::uint32_t>(l), cluster};
+    const std::uint32_t hidden = floats ? 32 : 64, dtype = floats ? 1 : 4, row_bytes = floats ? 64 : 36;
+    const std::uint32_t numbers[] = {100, hidden, 3, dtype, 512, row_bytes, 10, static_cast<std::uint32_t>(l), cluster};
     for (std::size_t k = 0; k < std::size(numbers); ++k) put(&out, at + 16 + 4 * k, numbers[k], 4);
   }
   seal(&out, file_bytes);
@@ -31,10 +33,11 @@ std::vector<std::uint8_t> superblock(std::uint32_t version, int layers, std::int
 
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
-  for (int seed = 0; seed < 16; ++seed) {
+  for (int seed = 0; seed < 32; ++seed) {
     const auto how = static_cast<std::uint8_t>(seed % 4);
     const std::int64_t file_bytes = 1000000;
-    std::vector<std::uint8_t> bytes = superblock(seed < 8 ? 1 : 2, seed % 8 < 4 ? 1 : 3, file_bytes), input(kPrefix);
+    std::vector<std::uint8_t> bytes = superblock(seed % 16 < 8 ? 1 : 2, seed >= 16, seed % 8 < 4 ? 1 : 3, file_bytes),
+                              input(kPrefix);
     std::vector<pi2::StoreLayer> layers;
     const std::string wrong = pi2::parse_superblock(bytes.data(), static_cast<std::int64_t>(bytes.size()),
                                                     pi2::kStorePage, file_bytes, &layers);

@@ -19,7 +19,7 @@ constexpr std::int64_t kRank = 21;
 struct Experts {
   std::vector<char> bundles, a, b, signs;
   std::vector<float> a_scale, b_scale, b_bias;
-  std::vector<double> cuts;
+  std::vector<double> cuts, thresholds;
   ExpertStack stack;
   std::int64_t count;
 
@@ -76,6 +76,8 @@ struct Experts {
     s.signs = signs.data();
     s.cold = neurons;
     stack.cuts = cuts.data();
+    for (std::int64_t e = 0; e < count; ++e) thresholds.push_back(0.2 * e);
+    if (kind != Kind::kLowrank) stack.thresholds = thresholds.data();  // else that of the layer, for all
   }
 
   // What expert e makes of one token, without the code under test: its own copies of the tensors, cut out.
@@ -86,6 +88,7 @@ struct Experts {
     layer.x = x;
     layer.y = y.data();
     layer.tokens = 1;
+    if (stack.thresholds != nullptr) layer.threshold = static_cast<float>(thresholds[static_cast<std::size_t>(e)]);
     layer.bundles =
         static_cast<const char*>(all.bundles) + e * (all.neurons * all.rows * row_bytes(all.w_dtype, all.hidden));
     Predictor p = stack.predictor;

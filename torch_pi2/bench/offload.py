@@ -22,13 +22,12 @@ from torch_pi2.bench.gguf import write_gguf
 from torch_pi2.bench.peer import Peer
 from torch_pi2.checkpoint import PI2_FOLDER
 from torch_pi2.errors import ConfigError
-from torch_pi2.plan.plan import Plan
-from torch_pi2.predict.size import PREDICTORS_FILE, load_predictors
 from torch_pi2.runtime.budget import Budget, divide
 from torch_pi2.runtime.offload import OffloadConfig
 from torch_pi2.runtime.trace import check_path
 from torch_pi2.store.devices import find_device
 from torch_pi2.store.firing import TOPIC_TOKENS
+from torch_pi2.store.parts import Parts
 from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 
@@ -73,7 +72,7 @@ MODES = {
     # Guesses are right nearly always where weights are random, as every layer then sees nearly the same input.
     "lookahead": Mode(True, {"lookahead": True}),
     # Nothing stays for being frequent there: only what the last tokens used.
-    "llm-in-a-flash": Mode(True, {"pipeline": False, "window": 5, "hot_share": 0.0, "preload": False}),
+    "llm-in-a-flash": Mode(True, {"pipeline": False, "policy": "lru", "window": 5, "hot_share": 0.0, "preload": False}),
 }
 
 
@@ -85,6 +84,7 @@ def run(
     modes: Iterable[str] = tuple(MODES),
     tokens: int = 24,
     rounds: int = 2,
+    prompt: int = 0,
     engine: str = "auto",
     stream: str = "topics",
     device: str | None = None,
@@ -102,6 +102,8 @@ def run(
         ffn_in_memory: share of the neurons' bytes for which modes with a cache have room.
         modes: names in ``MODES``.
         tokens, rounds: of each mode, after a prompt and some tokens of warm-up.
+        prompt: tokens of prompts that are timed when decoding is over (as many as ``rounds``, after one more that is
+            not); 0: none.
         engine: of all modes but ``mmap``. device: that reads are as slow as (docs/DEVICES.md): then figures are
             simulated, and ``mmap`` is left out. activations: ``int8`` (lossy) or ``float``.
         peers: names in ``PEERS``. llama.cpp runs the same shape in Q4_0 mapped and not repacked.
@@ -113,9 +115,10 @@ def run(
         ``modes``: by name ``tokens_per_s``, milliseconds of a token (``p50_ms``, ``p90_ms``, ``p99_ms``), bytes and
         reads a token, ``hit_rate``, ``io_critical_share`` (waiting for neurons, over wall time and threads; both None
         where the system reads), ``ffn_ms`` a token, ``cache_bytes``, ``peak_rss_bytes``, ``trace`` (what was recorded,
-        or None) and ``capped``. Where groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the
-        budget of a mode with a cache, what a process takes before it loads a model, and for mixtures of experts
-        ``headroom_bytes`` for compiling. ``against``: tokens/s of ``pipeline`` over those of other modes.
+        or None) and ``capped``; with ``prompt`` its ``prompt_tokens_per_s`` and ``prompt_io_critical_share``. Where
+        groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the budget of a mode with a cache,
+        what a process takes before it loads a model, and for mixtures of experts ``headroom_bytes`` for compiling.
+        ``against``: tokens/s of ``pipeline`` over those of other modes.
         ``peers``, machine and versions.
 
     Raises:
@@ -126,6 +129,8 @@ def run(
     if device is not None:
         modes = _simulated(device, modes, peers)
     _check(ffn_in_memory, modes, tokens, rounds, engine, stream, peers)
+    if prompt < 0:
+        raise ConfigError("prompt", expected="0 or more", found=str(prompt), fix="Choose a larger number.")
     if trace is not None:
         _check_trace(trace, modes)
     folder = _store(folder, shape, seed)
@@ -137,7 +142,7 @@ def run(
         "folder": str(folder),
         "threads": torch.get_num_threads(),
         "activations": activations,
-        "context": _PROMPT + _WARM_UP + rounds * tokens + 1,
+        "context": max(_PROMPT + _WARM_UP + rounds * tokens, prompt) + 1,
         "compiled": compiled,
         "seed": seed,
         "topics": stream == "topics",
@@ -156,15 +161,16 @@ def run(
         room = rooms.budget(config, ffn_in_memory if MODES[name].cached else 0.0)
         how = {**settings, "budget": room, "offload": asdict(config)}
         how["trace"] = str(trace) if trace is not None and name == "pipeline" else None
-        about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds)
+        about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds, prompt)
     against_peers = {}
     if "llama.cpp" in peers:
         assert cap_bytes is not None
         gguf = write_gguf(folder.parent / f"{about['subject']['stem']}.q4_0.gguf", rooms.hf, seed=seed)
-        against_peers["llama.cpp"] = _llama(gguf, settings["threads"], cap_bytes)
-        if "pipeline" in measured:
-            ours, theirs = measured["pipeline"]["tokens_per_s"], against_peers["llama.cpp"]["tokens_per_s"]
-            against_peers["llama.cpp"]["ratio"] = round(ours / theirs, 2)
+        against_peers["llama.cpp"] = _llama(gguf, settings["threads"], cap_bytes, prompt)
+        for key, ratio in (("tokens_per_s", "ratio"), ("prompt_tokens_per_s", "prompt_ratio")):
+            ours, theirs = measured.get("pipeline", {}).get(key), against_peers["llama.cpp"].get(key)
+            if ours and theirs:
+                against_peers["llama.cpp"][ratio] = round(ours / theirs, 2)
     subject = about["subject"]
     return {
         "what": "offload",
@@ -185,6 +191,7 @@ def run(
         "tokens": STREAMS[stream],
         "tokens_a_round": tokens,
         "rounds": rounds,
+        "prompt": prompt,
         "compiled": compiled,
         "file": f"warmed by one sequential {warmed} read, then evicted from the page cache before each mode",
         "order": "modes one after another, each in a process of its own",
@@ -283,12 +290,11 @@ class _Rooms:
     """
 
     def __init__(self, folder: Path, context: int) -> None:
-        pi2 = folder / PI2_FOLDER
         self._folder, self._context = folder, context
-        self._plan = Plan.load(pi2)
-        found = pi2 / PREDICTORS_FILE
+        with Parts(folder / PI2_FOLDER) as parts:
+            self._plan = parts.plan()
+            self._predictors = parts.predictors(self._plan.model_hash)
         self.has_experts = any(layer.site.experts is not None for layer in self._plan.layers)
-        self._predictors = load_predictors(pi2, model_hash=self._plan.model_hash) if found.exists() else {}
         self.hf = model_config(folder)
         whole = self._divided(OffloadConfig())
         self.neurons, self.token = whole.neurons, whole.token
@@ -322,7 +328,7 @@ def _base_rss(threads: int) -> int:
 
 
 def _mode(
-    settings: Mapping[str, Any], path: Path, cap_bytes: int | None, tokens: int, rounds: int
+    settings: Mapping[str, Any], path: Path, cap_bytes: int | None, tokens: int, rounds: int, prompt: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the process says of itself, and the figures of one mode."""
     cap.evict(path)
@@ -333,6 +339,7 @@ def _mode(
         try:
             first = peer.round(_PROMPT, _WARM_UP)
             kept = [peer.round(0, tokens) for _ in range(rounds)]
+            prompts = [peer.round(prompt, 0) for _ in range(rounds + 1)][1:] if prompt else []
             most = group.most_bytes() if group else None
         finally:
             peer.close()
@@ -342,13 +349,14 @@ def _mode(
         **figures,
         **({"hit_rate": None, "io_critical_share": None} if settings["offload"]["engine"] == "mmap" else {}),
         "prompt_s": round(first["prompt_s"], 2),
+        **_prompts(prompts, prompt, int(settings["threads"]), settings["offload"]["engine"] == "mmap"),
         "reads": peer.about["reads"],
         "offload": settings["offload"],
         "trace": kept[-1]["trace"],
         "budget_bytes": budget["total"],
         "cache_bytes": kept[-1]["stats"]["cache_bytes"],
         "ffn_in_memory": round(budget["cache"] / budget["neurons"], 4),
-        "peak_rss_bytes": kept[-1]["peak_rss_bytes"],
+        "peak_rss_bytes": (prompts or kept)[-1]["peak_rss_bytes"],
         "capped": group is not None,
         "group_peak_bytes": most,
     }
@@ -376,6 +384,21 @@ def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any
     }
 
 
+def _prompts(rounds: Sequence[Mapping[str, Any]], tokens: int, threads: int, mapped: bool) -> dict[str, Any]:
+    if not rounds:
+        return {}
+    rates, stats = [tokens / r["prompt_s"] for r in rounds], [r["prompt_stats"] for r in rounds]
+    seconds = sum(r["prompt_s"] for r in rounds)
+    return {
+        "prompt_tokens_per_s": round(statistics.median(rates), 2),
+        "prompt_spread": [round(min(rates), 2), round(max(rates), 2)],
+        "prompt_bytes_read": round(statistics.median(s["bytes_read"] for s in stats)),
+        "prompt_io_critical_share": None
+        if mapped
+        else round(sum(s["wait_ns"] for s in stats) / 1e9 / threads / seconds, 4),
+    }
+
+
 def _percentile(ordered: Sequence[float], percent: int) -> float:
     """The nearest rank: a value that was measured."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
@@ -388,8 +411,8 @@ def _against(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return {name: round(ours / m["tokens_per_s"], 2) for name, m in measured.items() if name != "pipeline"}
 
 
-def _llama(gguf: Path, threads: int, cap_bytes: int) -> dict[str, Any]:
-    """llama.cpp in a group of ``cap_bytes``: a few tokens, as it takes seconds for each."""
+def _llama(gguf: Path, threads: int, cap_bytes: int, prompt: int) -> dict[str, Any]:
+    """llama.cpp in a group of ``cap_bytes``: a few tokens, as it takes seconds for each, and one prompt."""
     warmed = cap.warm(gguf)
     with cap.MemoryCap(cap_bytes) as group:
         peer = Peer(
@@ -397,7 +420,7 @@ def _llama(gguf: Path, threads: int, cap_bytes: int) -> dict[str, Any]:
             {
                 "gguf": str(gguf),
                 "threads": threads,
-                "context": _LLAMA_PROMPT + _LLAMA_TOKENS + 1,
+                "context": max(_LLAMA_PROMPT + _LLAMA_TOKENS, prompt) + 1,
                 "repack": False,
                 "cap": str(group.folder),
             },
@@ -405,6 +428,7 @@ def _llama(gguf: Path, threads: int, cap_bytes: int) -> dict[str, Any]:
         try:
             peer.round(_LLAMA_PROMPT, _LLAMA_WARM_UP)
             theirs = peer.round(_LLAMA_PROMPT, _LLAMA_TOKENS)
+            seconds = peer.round(prompt, 0)["prompt_s"] if prompt else None
             most = group.most_bytes()
         finally:
             peer.close()
@@ -412,6 +436,7 @@ def _llama(gguf: Path, threads: int, cap_bytes: int) -> dict[str, Any]:
     return {
         "tokens_per_s": round(_LLAMA_TOKENS / theirs["decode_s"], 4),
         "tokens": _LLAMA_TOKENS,
+        **({"prompt_tokens_per_s": round(prompt / seconds, 2)} if seconds else {}),
         "disk_bytes_per_token": None if disk is None else round(disk / _LLAMA_TOKENS),
         "major_faults": theirs["major_faults"],
         "peak_rss_bytes": theirs["peak_rss_bytes"],

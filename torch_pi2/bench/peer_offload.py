@@ -61,10 +61,11 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         return stream.draw(tokens)[None]
 
     def run_round(prompt: int, tokens: int) -> dict[str, Any]:
+        store.stats(reset=True)
         started = time.perf_counter()
         if prompt:
             decoder.prompt(drawn(prompt))
-        prompt_s = time.perf_counter() - started
+        prompt_s, prompt_stats = time.perf_counter() - started, store.stats()
         inputs_T11 = [drawn(1) for _ in range(tokens)]
         store.stats(reset=True)
         torch.ops.pi2.timings(True)
@@ -79,6 +80,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         after = cap.read_bytes()
         figures = {
             "prompt_s": prompt_s,
+            "prompt_stats": prompt_stats,
             "step_s": step_s,
             "stats": store.stats(),
             "ffn_s": sum(row[4] for row in torch.ops.pi2.timings(True).tolist() if row[0] == _FFN) / 1e9,

@@ -234,17 +234,22 @@ def write(folder: str | Path) -> Path:
     folder = Path(folder)
     results = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            result = json.loads(path.read_text())
-            what = result["what"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise _not_a_result(path, f"{type(error).__name__}: {error}") from error
-        if what not in ("decode", "layer", "offload"):
-            raise _not_a_result(path, f"a result of bench {what}")
-        results[path.stem] = result
+        results[path.stem] = read_result(path)
     target = folder / "README.md"
     atomic_write(target, page(results))
     return target
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """One JSON file. Raises ArtifactError, as :func:`write`."""
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        what = result["what"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _not_a_result(path, f"{type(error).__name__}: {error}") from error
+    if what not in ("decode", "layer", "offload"):
+        raise _not_a_result(path, f"a result of bench {what}")
+    return result
 
 
 def _not_a_result(path: Path, found: str) -> ArtifactError:

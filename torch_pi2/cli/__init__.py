@@ -25,11 +25,12 @@ VERBS = {
     "plan": "choose hot and cold neurons per layer",
     "optimize": "profile, fit, plan and write a sparse model folder",
     "quantize": "write a float checkpoint with 4-bit or 8-bit weights",
-    "pack": "write a quantised model as a neuron store, to be read from storage",
+    "pack": "write a model as a neuron store, to be read from storage",
     "synthetic": "write a model of real sizes with random weights, to measure speed",
     "generate": "continue a prompt with an optimised (or dense) model",
     "eval": "dense against sparse: held-out loss, work and time",
     "inspect": "what is in a folder of ours",
+    "replay": "what other caches would have had of recorded accesses",
     "doctor": "versions, CPU features, kernels, missing extras",
     "bench": "time the operators on this machine",
 }

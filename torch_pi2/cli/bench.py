@@ -126,6 +126,7 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
     add("--rounds", type=common.positive, default=2, metavar="N")
+    add("--prompt", type=int, default=0, metavar="N", help="tokens of prompts that are timed, too (default: none)")
     add("--engine", choices=["auto", "pread", "io_uring"], default="auto", help="of all modes but mmap")
     add("--device", metavar="NAME", help="simulate reads of ufs-4.0, ufs-3.1, nvme or a JSON file (docs/DEVICES.md)")
     add(
@@ -236,6 +237,7 @@ def _run_offload(args: argparse.Namespace) -> dict[str, Any]:
         modes=args.modes,
         tokens=args.tokens,
         rounds=args.rounds,
+        prompt=args.prompt,
         engine=args.engine,
         device=args.device,
         stream=args.stream,
@@ -366,8 +368,18 @@ def _render_offload(result: dict[str, Any]) -> str:
         lines.insert(1, f"simulated device {result['simulated']}; at most {late} of reads took longer here than there")
     if result["against"]:
         lines.append("pipeline is " + ", ".join(f"{r:.2f} times {name}" for name, r in result["against"].items()))
+    if result["prompt"]:
+        waited = ", ".join(
+            f"{name} {m['prompt_tokens_per_s']:.1f}"
+            + (f" ({common.percent(w)} of it waiting)" if (w := m["prompt_io_critical_share"]) is not None else "")
+            for name, m in result["modes"].items()
+        )
+        lines.append(f"prompts of {result['prompt']} tokens, tokens/s: {waited}")
     for name, peer in result["peers"].items():
         ratio = f"; pipeline is {peer['ratio']:.2f} times as fast" if "ratio" in peer else ""
         lines.append(f"{name}, same cap: {peer['tokens_per_s']:.3f} tokens/s{ratio}")
+        if "prompt_tokens_per_s" in peer:
+            ratio = f"; pipeline is {peer['prompt_ratio']:.2f} times as fast" if "prompt_ratio" in peer else ""
+            lines.append(f"{name}, prompt: {peer['prompt_tokens_per_s']:.2f} tokens/s{ratio}")
     label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
     return "\n".join([*lines, f"tokens {result['tokens']}; file {result['file']}", label])

@@ -208,14 +208,25 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
 
 def load_stats(folder: Path) -> ActivationStats:
     from torch_pi2.profile.stats import ActivationStats
+    from torch_pi2.store.parts import Parts
 
+    if folder.is_dir():
+        with Parts(folder) as parts:
+            stats = parts.stats()
+        if stats is not None:
+            return stats
     return ActivationStats.load(folder)
 
 
 def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
     """Predictors of ``folder``, refused if they were not fitted to the weights with ``model_hash``."""
     from torch_pi2 import predict
+    from torch_pi2.store.parts import Parts
 
+    if folder is not None and folder.is_dir():
+        with Parts(folder) as parts:
+            if parts.has("predictors"):
+                return parts.predictors(model_hash)
     return None if folder is None else predict.load_predictors(folder, model_hash=model_hash)
 
 

@@ -26,10 +26,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from torch_pi2.eval import bits_per_byte, compare_decode, ffn_modules, work
-    from torch_pi2.plan.plan import Plan
+    from torch_pi2.store.parts import Parts
 
     sparse, dense, tokenizer = common.load_sparse(args), common.load_dense(args), common.load_tokenizer(args)
-    plan = Plan.load(Path(args.model) / "pi2")
+    with Parts(Path(args.model) / "pi2") as parts:
+        plan = parts.plan()
     text = common.text_of(args, tokenizer, args.max_tokens)
     settings = {"window": args.window, "batch_size": args.batch_size, "max_tokens": args.max_tokens, "progress": True}
     loss_dense = bits_per_byte(dense, tokenizer, text, **settings)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.cli.blocks import by_block
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
+if TYPE_CHECKING:
+    from torch_pi2.plan.plan import Plan
+    from torch_pi2.predict.size import FittedPredictors
+    from torch_pi2.profile.stats import ActivationStats
+
+#: Tokens whose keys and values have room in the budgets that are shown: the default of ``torch_pi2.load``.
+_CONTEXT = 1024
 EXAMPLE = "torch-pi2 inspect my-sparse-model"
 
 
@@ -24,7 +33,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
-    """What is in ``folder``: ``contains``, file sizes, one dict per layer, and what a store's bytes are for.
+    """What is in ``folder``: ``contains``, file sizes, one dict per layer, what a store's bytes are for, and budgets.
 
     Args:
         folder: one of ours, or a neuron store without one. verify: compare all of the store with its checksums.
@@ -32,9 +41,9 @@ def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
     Raises:
         ArtifactError: nothing of ours is there, or a file is damaged. ConfigError: there is no store to verify.
     """
+    from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import STORE_FILE
 
-    readers = {"stats.safetensors": _stats, "predictors.safetensors": _predictors, "plan.json": _plan}
     if folder.is_file():
         return _describe_file(folder, verify)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
@@ -45,33 +54,33 @@ def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
             found="none",
             fix="Leave it out: other files have no checksums. torch-pi2 pack makes stores.",
         )
-    present = [name for name in readers if (inner / name).is_file()]
-    if not present:
-        raise ArtifactError(
-            str(folder),
-            expected=f"a folder with {', '.join(readers)} or pi2/ in it",
-            found="none of them" if folder.is_dir() else "no such folder",
-            fix="Pass a folder written by torch-pi2 profile, fit, plan, optimize or pack.",
-        )
+    has_store = (inner / STORE_FILE).is_file()
+    with Parts(inner) as parts:
+        present = [name for name in ("stats", "predictors", "plan") if parts.has(name)]
+        if not present:
+            raise ArtifactError(
+                str(folder),
+                expected="a folder with stats.safetensors, predictors.safetensors, plan.json or pi2/ in it",
+                found="none of them" if folder.is_dir() else "no such folder",
+                fix="Pass a folder written by torch-pi2 profile, fit, plan, optimize or pack.",
+            )
+        store, slots = _store(inner / STORE_FILE, verify) if has_store else (None, {})
+        stats, predictors = parts.stats(), parts.predictors()
+        plan = parts.plan() if parts.has("plan") else None
     layers: dict[str, dict[str, Any]] = {}
-    for name in present:
-        for key, facts in readers[name](inner).items():
+    for found in (_stats(stats), _predictors(predictors), _plan(plan), slots):
+        for key, facts in found.items():
             layers.setdefault(key, {"key": key}).update(facts)
-    store: dict[str, Any] | None = None
-    if (inner / STORE_FILE).is_file():
-        store, slots = _store(inner / STORE_FILE, verify)
-        for key, facts in slots.items():
-            layers.setdefault(key, {"key": key}).update(facts)
-    predictors = common.load_predictors(inner) if "predictors.safetensors" in present else None
-    report = predictors.report.to_json() if predictors and predictors.report else None
+    report = predictors.report.to_json() if predictors.report else None
     files = {p.name: p.stat().st_size for p in sorted(inner.iterdir()) if p.is_file()}
     kinds = ["model"] if inner != folder else []
     return {
-        "contains": kinds + [name.split(".")[0] for name in present] + (["store"] if store else []),
+        "contains": kinds + present + (["store"] if store else []),
         "files": files,
         "bytes": sum(files.values()),
         "layers": list(layers.values()),
         "store": store,
+        "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
         "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
     }
 
@@ -85,27 +94,24 @@ def _describe_file(path: Path, verify: bool) -> dict[str, Any]:
         "bytes": store["bytes"],
         "layers": list(layers.values()),
         "store": store,
+        "budget": None,
         "fit": None,
     }
 
 
-def _stats(folder: Path) -> dict[str, dict[str, Any]]:
-    stats = common.load_stats(folder)
+def _stats(stats: ActivationStats | None) -> dict[str, dict[str, Any]]:
     return {
         s.key: {"neurons": s.intermediate, "tokens": s.tokens, "sparsity": s.sparsity, "active_share": s.active_share}
-        for s in stats
+        | ({} if s.experts is None else {"borrowed_tokens": s.borrowed})
+        for s in stats or ()
     }
 
 
-def _predictors(folder: Path) -> dict[str, dict[str, Any]]:
-    predictors = common.load_predictors(folder)
-    assert predictors is not None
+def _predictors(predictors: FittedPredictors) -> dict[str, dict[str, Any]]:
     return {key: p.card.to_json() for key, p in predictors.items() if p.card is not None}
 
 
-def _plan(folder: Path) -> dict[str, dict[str, Any]]:
-    from torch_pi2.plan.plan import Plan
-
+def _plan(plan: Plan | None) -> dict[str, dict[str, Any]]:
     return {
         layer.site.key: {
             "form": _form(layer.site),
@@ -117,8 +123,29 @@ def _plan(folder: Path) -> dict[str, dict[str, Any]]:
             "threshold": layer.threshold,
             "expected_active": layer.expected_active,
         }
-        for layer in Plan.load(folder).layers
+        for layer in (plan.layers if plan else ())
     }
+
+
+def _budget(folder: Path, store: Path, plan: Plan, predictors: FittedPredictors) -> dict[str, Any]:
+    """What ``torch_pi2.load(budget=)`` can be given, with the defaults; ``unknown``: why nothing can be said."""
+    import torch
+
+    from torch_pi2.runtime.budget import divide
+    from torch_pi2.runtime.offload import OffloadConfig
+    from torch_pi2.store.skeleton import model_config
+    from torch_pi2.store.storefile import StoreReader
+
+    try:
+        hf = model_config(folder)
+        with StoreReader(store) as reader:
+            dtype = hf.dtype or reader.float_dtype or torch.float32
+            about: dict[str, Any] = {"config": OffloadConfig(), "context": _CONTEXT, "dtype": dtype}
+            whole = divide(1 << 60, reader, plan, predictors, hf, **about)
+    except (Pi2Error, AttributeError, ImportError) as error:  # a model that is not transformers'
+        return {"unknown": str(error).splitlines()[0]}
+    figures = {name: getattr(whole, name) for name in ("smallest", "cliff", "whole", "token", "neurons")}
+    return figures | {"context": _CONTEXT}
 
 
 def _store(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -144,6 +171,8 @@ def _store(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, dict[str
             "bytes": store.file_bytes,
             "neurons": sum(entry.neurons for entry in store.entries),
             "regions": store.regions(),
+            "format_version": store.metadata["pi2_version"],
+            "provenance": store.provenance(),
             "verified_bytes": store.verify(progress=True) if verify else None,
         }
     return facts, layers
@@ -162,6 +191,7 @@ _COLUMNS: dict[str, tuple[str, Any]] = {
     "neurons": ("neurons", str),
     "sparsity": ("zeros", common.percent),
     "active_share": ("firing", common.percent),
+    "borrowed_tokens": ("tokens of others", str),
     "method": ("method", str),
     "hot": ("hot", str),
     "cold": ("cold", str),
@@ -177,7 +207,7 @@ _COLUMNS: dict[str, tuple[str, Any]] = {
 
 
 def render(result: dict[str, Any]) -> str:
-    layers = result["layers"]
+    layers = by_block(result["layers"], _COLUMNS)
     columns = [name for name in _COLUMNS if any(name in layer for layer in layers)]
     rows = [
         [layer["key"], *(_COLUMNS[c][1](layer[c]) if layer.get(c) is not None else "-" for c in columns)]
@@ -193,11 +223,38 @@ def render(result: dict[str, Any]) -> str:
         else ""
     )
     stored = f"\n{_render_store(result['store'])}" if result["store"] else ""
-    return f"{', '.join(result['contains'])}: {files}\n{shown}{fitted}{stored}"
+    budget = f"\n{_render_budget(result['budget'])}" if result["budget"] else ""
+    return f"{', '.join(result['contains'])}: {files}\n{shown}{fitted}{stored}{budget}"
 
 
 def _render_store(store: dict[str, Any]) -> str:
     parts = ", ".join(f"{name.replace('_', ' ')} {common.size(count)}" for name, count in store["regions"].items())
     verified = store["verified_bytes"]
     checked = "" if verified is None else f"\nverified: {common.size(verified)} are as they were packed"
-    return f"store: {store['neurons']} neurons in {store['weights']}, {common.size(store['bytes'])}: {parts}{checked}"
+    made = "\nprovenance: " + ", ".join(_flat(store["provenance"])) if store["provenance"] else ""
+    made += f", FFN weights {store['model_hash'][:12]}" if made else ""
+    head = f"store version {store['format_version']}: {store['neurons']} neurons in {store['weights']}"
+    return f"{head}, {common.size(store['bytes'])}: {parts}{made}{checked}"
+
+
+def _flat(facts: dict[str, Any]) -> list[str]:
+    """Provenance as words: hashes shortened, what is nested without its name."""
+    words = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            words += _flat(value)
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(f"{name} {text[:12] if name.endswith('sha256') else text}")
+    return words
+
+
+def _render_budget(budget: dict[str, Any]) -> str:
+    if "unknown" in budget:
+        return f"budget: not known ({budget['unknown']})"
+    least, enough, whole = (f"{math.ceil(10 * budget[n] / 2**20) / 10} MiB" for n in ("smallest", "cliff", "whole"))
+    share = common.percent(budget["token"] / budget["neurons"])
+    return (
+        f"budget: {least} at least (all neurons from flash, context {budget['context']}), {enough} for the neurons of "
+        f"one token ({common.size(budget['token'])}, {share}), {whole} for everything"
+    )

@@ -1,7 +1,8 @@
-"""Write a quantised model as a neuron store: every neuron in a slot that storage reads whole, with a checksum.
+"""Write a model as a neuron store: every neuron in a slot that storage reads whole, with a checksum.
 
-IN is a folder with quantised weights (from `torch-pi2 quantize`, `synthetic` or `optimize --weights int4`), or a float
-checkpoint and --weights. No number is changed but by --weights. After a kill the same command goes on where it was.
+IN is a float checkpoint (optimised or not), or a folder with quantised weights (from `torch-pi2 quantize`, `synthetic`
+or `optimize --weights int4`). No number is changed but by --weights. After a kill the same command goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ EXAMPLE = "torch-pi2 pack my-int4-model my-store"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="IN", help="folder with quantised weights, or float safetensors")
+    parser.add_argument("source", type=Path, metavar="IN", help="float safetensors, or a folder with quantised weights")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument("--weights", choices=["int4", "int8"], help="quantise float weights first (lossy)")
+    parser.add_argument(
+        "--weights",
+        choices=["float", *common.DTYPES[1:], "int4", "int8"],
+        help="of a float checkpoint's neurons (default: float, as they are); int4, int8: of all linear layers, lossy",
+    )
     parser.add_argument(
         "--slot-align",
         type=int,

@@ -1,4 +1,4 @@
-"""Write a quantised model with random weights in a real model's sizes, whose neurons fire as often as real ones.
+"""Write a model with random weights in a real model's sizes, whose neurons fire as often as real ones.
 
 For measuring speed: nothing it says means anything, and it is labelled synthetic wherever it is reported.
 """
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "configuration values as JSON, with model_type",
     )
     parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire")
-    parser.add_argument("--weights", choices=["int4", "int8"], default="int4")
+    parser.add_argument("--weights", choices=["int4", "int8", *common.DTYPES[1:]], default="int4")
     parser.add_argument("--predictor", choices=["lowrank", "signbit", "none"], default="lowrank")
     parser.add_argument("--rank", type=common.positive, default=512, metavar="R", help="of the low-rank predictor")
     parser.add_argument("--predictor-weights", choices=["int4", "int8"], default="int4")
@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="C",
         help="part of a token's noise that its topic shares (default: as measured on text; 0: experts evenly used)",
+    )
+    parser.add_argument(
+        "--distinct-layers", type=common.positive, metavar="N", help="make N layers' neurons; the others have copies"
     )
     parser.add_argument("--seed", type=int, default=0)
 
@@ -65,6 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         predictor_weights=args.predictor_weights,
         layers=args.layers,
         **({} if args.locality is None else {"locality": args.locality}),
+        distinct_layers=args.distinct_layers,
         seed=args.seed,
         progress=True,
     )

@@ -111,12 +111,13 @@ def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
     for site in sites:
         refs = [ref for ref in (site.gate, site.up, site.down) if ref is not None]
         own = {name for ref in refs for name in (ref.weight, ref.bias)}
-        prefix = f"{site.owner}." if site.owner else ""
-        if {prefix + name for name, _ in dense.get_submodule(site.owner).named_parameters()} <= own:
-            names.append(site.owner)
+        owner = site.owner if site.experts is None else site.experts
+        prefix = f"{owner}." if owner else ""
+        if {prefix + name for name, _ in dense.get_submodule(owner).named_parameters()} <= own:
+            names.append(owner)
         else:
             names += [*dict.fromkeys(ref.weight.rpartition(".")[0] for ref in refs), *site.inner]
-    return names
+    return list(dict.fromkeys(names))  # experts of a module are computed together
 
 
 def time_decode(

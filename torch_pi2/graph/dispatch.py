@@ -12,6 +12,7 @@ predicted and ``|act(gate)| > threshold``; a hot one counts always.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.active import ActiveNeurons
 from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member
+from torch_pi2.graph.routed import masked
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.activations import ACTIVATIONS
 
@@ -59,9 +61,12 @@ def add_bias(z_TI: torch.Tensor, site: FFNSite, role: str, params: Mapping[str, 
 class PredictedMaskMode(TorchDispatchMode):
     """Zeroes, before ``down``, every cold neuron that its layer's predictor does not predict.
 
+    Experts are computed by code of ours meanwhile (:func:`torch_pi2.graph.routed.masked`), those without a predictor in
+    full.
+
     Args:
         model: whose parameters the sites name.
-        sites: all FFNs; those without an entry in ``predictors`` stay dense.
+        sites: all FFNs, of a module of experts every one; those without an entry in ``predictors`` stay dense.
         predictors: site key -> predictor.
         cold: site key -> indices of its cold neurons; None: all are.
         thresholds: site key -> cut on ``|act(gate)|`` of cold neurons; None: 0 everywhere.
@@ -76,13 +81,17 @@ class PredictedMaskMode(TorchDispatchMode):
         thresholds: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
+        modules = {s.experts for s in sites if s.experts is not None and s.key in predictors}
+        self._model, self._experts = model, [s for s in sites if s.experts in modules]
         sites = [s for s in sites if s.key in predictors]
+        self._inside: list[AbstractContextManager[None]] = []
+        every, sites = sites, [s for s in sites if s.experts is None]
         self._params = {name: model.get_parameter(name).detach() for name in parameter_names(sites)}
         self._index = MatmulIndex(sites, self._params)
         self._thresholds = {k: v for k, v in (thresholds or {}).items() if v > 0}
         self._predictors = predictors
         self._hot: dict[str, torch.Tensor] = {}
-        for s in sites:
+        for s in every:
             self._hot[s.key] = torch.ones(s.intermediate, dtype=torch.bool)
             self._hot[s.key][slice(None) if cold is None else cold[s.key]] = False
         self._keep: dict[str, torch.Tensor] = {}
@@ -93,6 +102,26 @@ class PredictedMaskMode(TorchDispatchMode):
     def cold_share(self) -> float:
         """Share of (token, cold neuron) pairs that were predicted active, so far."""
         return self._kept_pairs / max(1, self._cold_pairs)
+
+    def __enter__(self) -> PredictedMaskMode:
+        inside = masked(self._model, self._experts, self._keep_of_expert)
+        inside.__enter__()
+        self._inside.append(inside)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inside.pop().__exit__(*error)
+
+    def _keep_of_expert(self, site: FFNSite, x_NH: torch.Tensor, gate_NI: torch.Tensor) -> torch.Tensor:
+        if site.key not in self._predictors:
+            return torch.ones_like(gate_NI, dtype=torch.bool)
+        keep_NI = self._predict(site, x_NH)
+        if site.key in self._thresholds:
+            fires_NI = ACTIVATIONS[site.activation](gate_NI).abs() > self._thresholds[site.key]
+            keep_NI &= fires_NI | self._hot[site.key]
+        return keep_NI
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,7 +179,7 @@ class NeuronClusterMode(TorchDispatchMode):
 
     ``gate`` (or the first matmul of a plain FFN) computes only hot and predicted neurons, ``up`` only those of
     them that fire, ``down`` gathers only their columns; tokens of a call share the union. Layers whose method
-    is ``"dense"`` are left alone. ``generate`` works inside the block.
+    is ``"dense"``, and experts, are left alone. ``generate`` works inside the block.
 
         plan.bind(model)
         with torch.no_grad(), NeuronClusterMode(plan, predictors) as mode:
@@ -172,7 +201,7 @@ class NeuronClusterMode(TorchDispatchMode):
         self._params: dict[str, torch.Tensor] = plan.parameters()
         self._layers: dict[str, _Layer] = {}
         for layer in plan.layers:
-            if layer.method == "dense" or layer.n_cold == 0:
+            if layer.method == "dense" or layer.n_cold == 0 or layer.site.experts is not None:
                 continue
             key = layer.site.key
             predicted = layer.method in ("lowrank", "signbit")

@@ -23,7 +23,7 @@ from torch_pi2.graph.activation import Formula, identify
 from torch_pi2.graph.sites import FFNSite, LinearRef
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 #: Tokens to probe with, and experts per token.
 _PROBE_TOKENS, _PROBE_CHOICES = 24, 2
 
@@ -60,7 +60,7 @@ def experts_form(module: nn.Module) -> ExpertsForm | str:
     if not fits or getattr(module, "is_transposed", False):
         return f"{_GATE_UP} {list(first)} and {_DOWN} {list(last)}, transposed or of other sizes"
     arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    if arguments != _ARGUMENTS:
+    if arguments != ARGUMENTS:
         return f"forward({', '.join(arguments)})"
     experts, hidden, intermediate = last
     formula = _formula(module)

@@ -210,24 +210,29 @@ def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None
 
 def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:
     lowrank, threshold = predictor_tensors(predictor)
-    return SparseFFN(
-        layer.site,
-        layer.site.weights(model),
+    site, weights = layer.site, layer.site.weights(model)
+    ffn = SparseFFN(
+        site,
+        weights,
         layer,
         lowrank,
         threshold,
         kind=storage.weights,
         int8_activations=storage.int8_activations,
-        importance=storage.importance(layer.site.key),
+        importance=storage.importance(site.key),
     )
+    x_TH = storage.sample(site.key) if storage.quantised else None
+    if x_TH is not None:
+        ffn.output_error = relative(ffn.forward_dense(x_TH), dense_reference(site, weights, x_TH))
+    return ffn
 
 
 def _rewrite_experts(
     model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage
 ) -> None:
     parts = (_make_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group)
-    sparse = SparseExperts(parts, len(group)).eval()
     with torch.no_grad():
+        sparse = SparseExperts(parts, len(group)).eval()
         swap = experts_way(model, group, sparse)
         if storage.quantised:
             x_TH = torch.randn((8, sparse.site.hidden), generator=torch.Generator().manual_seed(0))
@@ -280,16 +285,11 @@ def experts_way(
 
 def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> None:
     site = layer.site
-    weights = site.weights(model)
-    ffn = _make_layer(model, layer, predictor, storage)
     with torch.no_grad():
-        probes = _probes(site, weights)
+        ffn = _make_layer(model, layer, predictor, storage)
+        probes = _probes(site, site.weights(model))
         if storage.quantised:
             _check_quantised(ffn, probes[0][0])
-            x_TH = storage.sample(site.key)
-            ffn.output_error = (
-                None if x_TH is None else relative(ffn.forward_dense(x_TH), dense_reference(site, weights, x_TH))
-            )
         elif not all(_same(ffn.forward_dense(x), y) for x, y in probes):
             raise _no_way(site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
         _install(model, site, ffn, _find_way(model, site, ffn, probes))

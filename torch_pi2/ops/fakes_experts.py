@@ -23,7 +23,7 @@ def _experts_ffn(
     predictor_int8_activations: bool,
     activation: str,
     activation_on_up: bool,
-    threshold: float,
+    thresholds: list[float],
     weights: str,
     int8_activations: bool = False,
 ) -> torch.Tensor:
@@ -52,7 +52,7 @@ def _stored_experts(
     predictor_int8_activations: bool,
     activation: str,
     activation_on_up: bool,
-    threshold: float,
+    thresholds: list[float],
     int8_activations: bool = False,
 ) -> torch.Tensor:
     _check_routed(x, index, routing)

@@ -6,8 +6,10 @@ Operators, all under ``torch.ops.pi2``:
   ``predicted_ffn``: see :mod:`torch_pi2.ops.reference`.
 * ``linear``, ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
-  ``store_lookahead``: neuron stores by number, see :mod:`torch_pi2.runtime.offload`; ``stored_ffn``: a layer whose
-  neurons are in one.
+  ``store_lookahead``, ``store_resize``: neuron stores by number, see :mod:`torch_pi2.runtime.offload`; ``stored_ffn``:
+  a layer whose neurons are in one.
+* ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.runtime.accesses`; ``replay``,
+  ``replay_check``, ``replay_distances``: what caches would have had of it, see :mod:`torch_pi2.runtime.replay`.
 * ``experts_ffn`` and ``stored_experts``: mixtures of experts, see :mod:`torch_pi2.ops.reference_experts`.
 * ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.store.devices`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.

@@ -21,7 +21,7 @@ def experts_ffn(
     predictor_int8_activations: bool,
     activation: str,
     activation_on_up: bool,
-    threshold: float,
+    thresholds: list[float],
     weights: str,
     int8_activations: bool = False,
 ) -> torch.Tensor:
@@ -38,12 +38,14 @@ def experts_ffn(
             biases, and no neurons that are always computed.
         predictor: tensors of :func:`torch_pi2.ops.reference.predicted_ffn`, each ``[E, ...]``; empty for ``kind``
             ``none``, where every neuron is looked at.
-        cuts: E thresholds or margins; empty for ``none``.
+        cuts: E thresholds or margins of the predictors; empty for ``none``.
+        thresholds: E cuts on ``|act(gate)|``; empty: 0 for all.
         The others: as in ``predicted_ffn``, the same for all experts.
     """
 
     def expert(e: int, x_H: torch.Tensor) -> torch.Tensor:
         layer = (bundles[e], None, None, None)
+        threshold = thresholds[e] if thresholds else 0.0
         settings: tuple[Any, ...] = (activation, activation_on_up, 0, threshold, weights, int8_activations)
         if kind == "none":
             return reference.sparse_ffn(x_H, *layer, None, *settings)
@@ -74,7 +76,7 @@ def stored_experts(
     predictor_int8_activations: bool,
     activation: str,
     activation_on_up: bool,
-    threshold: float,
+    thresholds: list[float],
     int8_activations: bool = False,
 ) -> torch.Tensor:
     """:func:`experts_ffn` with the bundles of ``experts`` layers of a store, from ``first_layer`` on.
@@ -83,7 +85,7 @@ def stored_experts(
         reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
         The others: see :func:`experts_ffn`.
     """
-    bundles = torch.stack([reader.read_layer(first_layer + e) for e in range(experts)])
+    bundles = torch.stack([reader.as_computed(reader.read_layer(first_layer + e)) for e in range(experts)])
     how: tuple[Any, ...] = (predictor, kind, cuts, predictor_weights, predictor_int8_activations)
-    settings: tuple[Any, ...] = (activation, activation_on_up, threshold, reader.kind, int8_activations)
+    settings: tuple[Any, ...] = (activation, activation_on_up, thresholds, reader.weights, int8_activations)
     return experts_ffn(x, index, routing, bundles, *how, *settings)

@@ -36,9 +36,9 @@ def stored_ffn(
         reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
         The others: see :func:`torch_pi2.ops.reference.predicted_ffn`.
     """
-    bundles = reader.read_layer(layer)
+    bundles = reader.as_computed(reader.read_layer(layer))
     biases = (bias_gate, bias_up, bias_down)
-    settings: tuple[Any, ...] = (activation, activation_on_up, n_hot, threshold, reader.kind, int8_activations)
+    settings: tuple[Any, ...] = (activation, activation_on_up, n_hot, threshold, reader.weights, int8_activations)
     if kind == "none":
         return reference.sparse_ffn(x, bundles, *biases, None, *settings)
     how: tuple[Any, ...] = (predictor, kind, cut, predictor_weights, predictor_int8_activations)

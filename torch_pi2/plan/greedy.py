@@ -6,8 +6,10 @@ Greedy and measured on frequencies alone. The planner over measured hardware rep
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +43,12 @@ def gate_share(site: FFNSite, active: float) -> float:
 def hot_cut(site: FFNSite, config: Config) -> float:
     """Firing frequency from which a neuron is hot, when a predictor chooses among the others.
 
+    No neuron of an expert is: what an expert computes densely, it computes only of the tokens that it has.
     ``config.hot_frequency`` for ReLU-family layers. Where firing is defined by a threshold, the average neuron fires
     ``1 - sparsity`` of the time by definition, so the cut lies as far above that as hot_frequency lies above 0.
     """
+    if site.experts is not None:
+        return math.inf
     if gate_method(site) == "exact":
         return config.hot_frequency
     return 1 - (1 - config.hot_frequency) * config.sparsity
@@ -52,7 +57,7 @@ def hot_cut(site: FFNSite, config: Config) -> float:
 def plan_layer(
     site: FFNSite, all_stats: ActivationStats, predictor: AnyPredictor | None, config: Config, weight_bytes: int
 ) -> LayerPlan:
-    """Plan one FFN from its statistics.
+    """Plan one FFN, or expert, from its statistics.
 
     Args:
         weight_bytes: of one FFN weight, to compare what a predictor reads with what it saves.
@@ -65,9 +70,9 @@ def plan_layer(
     frequency_I = stats.frequency()
     order = torch.argsort(frequency_I, descending=True, stable=True).to(torch.int32)
     dense = LayerPlan(site, "dense", site.intermediate, order, 0.0, 1.0)
-    if config.method == "dense":
+    if config.method == "dense" and site.experts is None:
         return dense
-    gate = gate_method(site) if config.method != "exact" else "exact"
+    gate = gate_method(site) if config.method not in ("exact", "dense") else "exact"
     if gate == "threshold":
         _check_threshold(site, all_stats, config)
     n_hot = int((frequency_I >= hot_cut(site, config)).sum())
@@ -93,11 +98,6 @@ def plan_layer(
                 fix="Call torch_pi2.fit first, or choose method='auto'.",
             )
         return gated
-    n_cold = site.intermediate - n_hot
-    bundle_bytes = site.rows_per_neuron * site.hidden * weight_bytes
-    predicted_bytes = n_hot * bundle_bytes + predictor.card.bytes
-    predicted_bytes += int(predictor.card.predicted_active * n_cold * bundle_bytes)
-    gated_bytes = site.intermediate * gate_share(site, active) * bundle_bytes
     kind = getattr(predictor, "kind", "lowrank")
     if config.method in PREDICTED and config.method != kind:
         raise ConfigError(
@@ -106,9 +106,51 @@ def plan_layer(
             found=f"one for '{kind}'",
             fix="Fit again with this config (torch_pi2.fit(..., config=config)).",
         )
-    if config.method == kind or (config.method == "auto" and predicted_bytes < gated_bytes):
-        return LayerPlan(site, kind, n_hot, order, 0.0, predictor.card.predicted_active)
+    predicted = LayerPlan(site, kind, n_hot, order, 0.0, predictor.card.predicted_active)
+    read = predictor.card.bytes + predicted_bytes(predicted, weight_bytes)
+    if config.method == kind or (config.method == "auto" and read < gated_bytes(site, active, weight_bytes)):
+        return predicted
     return gated
+
+
+def predicted_bytes(layer: LayerPlan, weight_bytes: int) -> int:
+    """What a token reads of a layer with a predictor, on average: hot neurons and predicted ones."""
+    bundle = layer.site.rows_per_neuron * layer.site.hidden * weight_bytes
+    return layer.n_hot * bundle + int(layer.expected_active * layer.n_cold * bundle)
+
+
+def gated_bytes(site: FFNSite, active: float, weight_bytes: int) -> float:
+    """What a token reads of a layer without one, of whose neurons the share ``active`` fires."""
+    return site.intermediate * gate_share(site, active) * site.rows_per_neuron * site.hidden * weight_bytes
+
+
+def plan_experts(
+    sites: Sequence[FFNSite],
+    stats: ActivationStats,
+    predictors: Mapping[str, AnyPredictor],
+    config: Config,
+    weight_bytes: int,
+) -> list[LayerPlan]:
+    """:func:`plan_layer` for the experts of one module, all with one method: one operator computes them.
+
+    With ``auto`` predictors are used where they make the experts together read less, and all have one of one size.
+    """
+    layers = [plan_layer(site, stats, predictors.get(site.key), config, weight_bytes) for site in sites]
+    if len({layer.method for layer in layers}) == 1:
+        return layers
+    gated = [plan_layer(site, stats, None, config, weight_bytes) for site in sites]
+    if {site.key for site in sites} - predictors.keys():
+        return gated
+    kinds = {getattr(predictors[site.key], "kind", "lowrank") for site in sites}
+    asked = [replace(config, method=kind) for kind in kinds]
+    predicted = [plan_layer(site, stats, predictors[site.key], asked[0], weight_bytes) for site in sites]
+    read = sum(predicted_bytes(layer, weight_bytes) + _bytes(predictors[layer.site.key]) for layer in predicted)
+    without = sum(gated_bytes(site, float(stats.frequency(site.key).mean()), weight_bytes) for site in sites)
+    return predicted if len(kinds) == 1 and read < without else gated
+
+
+def _bytes(predictor: AnyPredictor) -> int:
+    return 0 if predictor.card is None else predictor.card.bytes
 
 
 def _check_threshold(site: FFNSite, all_stats: ActivationStats, config: Config) -> None:
@@ -131,7 +173,12 @@ def greedy_plan(
 ) -> Plan:
     """The plan of a whole model; ``made_by`` records the settings and what they were measured on."""
     fitted = predictors or {}
-    layers = [plan_layer(site, stats, fitted.get(site.key), config, weight_bytes) for site in sites]
+    layers: list[LayerPlan] = []
+    for name, group in groupby(sites, key=lambda site: site.experts):
+        if name is None:
+            layers += [plan_layer(site, stats, fitted.get(site.key), config, weight_bytes) for site in group]
+        else:
+            layers += plan_experts(list(group), stats, fitted, config, weight_bytes)
     made_by: dict[str, Any] = {"planner": "greedy", "config": asdict(config), "stats": stats.made_by}
     return Plan(layers, stats.model_hash, made_by)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.sites import FFNSite
-from torch_pi2.runtime.files import atomic_folder_files, read_json, read_tensors
+from torch_pi2.runtime.files import atomic_folder_files, parse_json, read_tensors, read_text
 
 PLAN_VERSION = 1
 
@@ -95,7 +95,7 @@ class Plan:
     @property
     def orders_hash(self) -> str:
         """SHA-256 of the neuron orders: what lies in plan order belongs to plans with these alone."""
-        return _orders_hash({f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers})
+        return _orders_hash(self.orders)
 
     def by_key(self) -> dict[str, LayerPlan]:
         return {layer.site.key: layer for layer in self.layers}
@@ -113,8 +113,13 @@ class Plan:
                 "(torch_pi2.optimize, or torch-pi2 fit and plan).",
             )
 
-    def save(self, folder: str | Path) -> None:
-        """Write ``plan.json`` and ``plan.safetensors`` into ``folder``, each by atomic rename."""
+    @property
+    def orders(self) -> dict[str, torch.Tensor]:
+        """``KEY.order`` -> int32 ``[I]``, plan position -> original neuron: what :meth:`to_json` leaves out."""
+        return {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
+
+    def to_json(self) -> str:
+        """The text of plan.json: everything but the orders, and their hash."""
         layers = []
         for layer in self.layers:
             layers.append(
@@ -126,51 +131,47 @@ class Plan:
                     "expected_active": layer.expected_active,
                 }
             )
-        orders = {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
-        text = json.dumps(
+        return json.dumps(
             {
                 "format": "torch_pi2.plan",
                 "version": PLAN_VERSION,
                 "model_hash": self.model_hash,
-                "orders_hash": _orders_hash(orders),
+                "orders_hash": self.orders_hash,
                 "made_by": self.made_by,
                 "layers": layers,
             },
             indent=1,
         )
-        atomic_folder_files(folder, {"plan.safetensors": (orders, {"model_hash": self.model_hash}), "plan.json": text})
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``plan.json`` and ``plan.safetensors`` into ``folder``, each by atomic rename."""
+        orders = self.orders, {"model_hash": self.model_hash}
+        atomic_folder_files(folder, {"plan.safetensors": orders, "plan.json": self.to_json()})
 
     @staticmethod
     def load(folder: str | Path) -> Plan:
-        """Read what :meth:`save` wrote. Raises ArtifactError on anything missing, broken or mismatched."""
-        where = Path(folder) / "plan.json"
-        data = read_json(where, "torch_pi2.plan", PLAN_VERSION)
+        """Read what :meth:`save` wrote. Raises ArtifactError on anything missing, broken or mismatched.
+
+        A neuron store has its plan inside (:mod:`torch_pi2.store.parts`), and no such files beside it.
+        """
+        where, beside = Path(folder) / "plan.json", f"{folder}/plan.safetensors"
+        data = parse_json(read_text(where), where, "torch_pi2.plan", PLAN_VERSION)
         orders, meta = read_tensors(Path(folder) / "plan.safetensors")
-        try:
-            model_hash, entries, made_by = str(data["model_hash"]), list(data["layers"]), dict(data["made_by"])
-            layers = [_read_layer(entry, orders) for entry in entries]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ArtifactError(
-                str(where),
-                expected="layers with site, method, n_hot, threshold and expected_active, and an order for each",
-                found=f"damage ({type(error).__name__}: {error})",
-                fix="Make the plan again.",
-            ) from error
-        if meta.get("model_hash") == model_hash and data.get("orders_hash") != _orders_hash(orders):
+        plan = _read_plan(data, orders, where, beside, meta.get("model_hash"))
+        if meta.get("model_hash") != plan.model_hash:
             raise StaleArtifactError(
-                f"{folder}/plan.safetensors",
-                expected=f"neuron orders {str(data.get('orders_hash'))[:12]} as in plan.json",
-                found=f"{_orders_hash(orders)[:12]}",
-                fix="The two files are from different plans; make the plan again.",
-            )
-        if meta.get("model_hash") != model_hash:
-            raise StaleArtifactError(
-                f"{folder}/plan.safetensors",
-                expected=f"model hash {model_hash[:12]} as in plan.json",
+                beside,
+                expected=f"model hash {plan.model_hash[:12]} as in plan.json",
                 found=str(meta.get("model_hash"))[:12],
                 fix="The two files are from different plans; make the plan again.",
             )
-        return Plan(layers, model_hash, made_by)
+        return plan
+
+    @staticmethod
+    def from_json(text: str, orders: dict[str, torch.Tensor], where: str) -> Plan:
+        """Inverse of :meth:`to_json` and :attr:`orders`. Raises as :meth:`load`, of what is read from ``where``."""
+        data = parse_json(text, where, "torch_pi2.plan", PLAN_VERSION)
+        return _read_plan(data, orders, where, where, data.get("model_hash"))
 
 
 class HasParameters(Protocol):
@@ -185,6 +186,30 @@ def _orders_hash(orders: dict[str, torch.Tensor]) -> str:
     for name in sorted(orders):
         digest.update(name.encode() + orders[name].contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _read_plan(
+    data: dict[str, Any], orders: dict[str, torch.Tensor], where: Path | str, beside: str, orders_of: str | None
+) -> Plan:
+    """The plan of ``data``, from ``where``, with ``orders``, from ``beside``, of the model ``orders_of``."""
+    try:
+        model_hash, entries, made_by = str(data["model_hash"]), list(data["layers"]), dict(data["made_by"])
+        layers = [_read_layer(entry, orders) for entry in entries]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(
+            str(where),
+            expected="layers with site, method, n_hot, threshold and expected_active, and an order for each",
+            found=f"damage ({type(error).__name__}: {error})",
+            fix="Make the plan again.",
+        ) from error
+    if orders_of == model_hash and data.get("orders_hash") != _orders_hash(orders):
+        raise StaleArtifactError(
+            beside,
+            expected=f"neuron orders {str(data.get('orders_hash'))[:12]} as in plan.json",
+            found=f"{_orders_hash(orders)[:12]}",
+            fix="The two files are from different plans; make the plan again.",
+        )
+    return Plan(layers, model_hash, made_by)
 
 
 def _read_layer(entry: dict[str, Any], orders: dict[str, torch.Tensor]) -> LayerPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.predict.protocol import PredictorCard
@@ -52,6 +53,13 @@ class LowRank:
     def macs(self) -> int:
         """Multiply-adds per token."""
         return self.a.numel() + self.b.numel()
+
+    def padded(self, rank: int) -> LowRank:
+        """The same predictor with ``rank`` rows, those past its own zero: experts of a module must have equal sizes."""
+        more = rank - self.rank
+        a, b = F.pad(self.a, (0, 0, 0, more)), F.pad(self.b, (0, more))
+        scale = F.pad(self.a_scale, (0, more), value=1.0)
+        return LowRank(a, scale, b, self.b_scale, self.bias, self.threshold, self.card)
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` float32 logits for inputs ``[T, H]`` of any float dtype."""

@@ -14,7 +14,7 @@ from torch_pi2.plan.plan import weights_hash
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.predict.size import FittedPredictors
 from torch_pi2.predict.train import measure
-from torch_pi2.profile.samples import collect_samples
+from torch_pi2.profile.samples import sample_groups
 from torch_pi2.profile.stats import ActivationStats
 
 
@@ -54,9 +54,10 @@ def fit_signbit(
     if not sites:
         return result
     cuts = {s.key: stats[s.key].threshold for s in sites}
-    samples = collect_samples(model, data, sites, n_tokens, thresholds=cuts, seed=seed, progress=progress)
-    for site in sites:
-        mine = samples[site.key]
+    groups = sample_groups(model, data, sites, n_tokens, thresholds=cuts, seed=seed, progress=progress)
+    by_key = {site.key: site for site in sites}
+    for key, mine in (item for samples in groups for item in samples.items()):
+        site = by_key[key]
         if len(mine) < 2:
             raise CalibrationError(
                 "tokens to calibrate sign-bit predictors on",

@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch import nn
 
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.dispatch import PredictedMaskMode
+from torch_pi2.graph.routed import modules_of
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.plan.plan import weights_hash
 from torch_pi2.predict.lowrank import LowRank
@@ -54,6 +55,8 @@ ApplyFn = Callable[[Mapping[str, LowRank]], AbstractContextManager[Any]]
 
 #: What a folder of predictors may hold.
 AnyPredictor = LowRank | SignBit
+#: Name of a tensor -> the tensor; None if there is none.
+ReadTensor = Callable[[str], torch.Tensor | None]
 
 _log = logging.getLogger("torch_pi2")
 _HIGHEST_RECALL = 0.999
@@ -227,6 +230,8 @@ def fit(
 ) -> FittedPredictors:
     """Fit low-rank predictors for the cold neurons of every site.
 
+    Those of the experts of one module get the rank of the largest among them.
+
     Args:
         model, data, tokenizer, batch_size, seq_len: as ``profile``; at least 10 sequences.
         stats: of this model; its thresholds decide what firing means.
@@ -311,7 +316,7 @@ def fit(
     change = _shrink(search, evaluate, change, tolerance * margin, rounds, max_rounds)
     bar.close()
 
-    result = FittedPredictors(search.predictors())
+    result = FittedPredictors(_of_one_rank(search.predictors(), sites))
     result.model_hash = model_hash
     for layer in layers:
         result[layer.site.key].card = measure(
@@ -345,6 +350,15 @@ def fit(
             100 * tolerance,
             len(rounds),
         )
+    return result
+
+
+def _of_one_rank(predictors: dict[str, LowRank], sites: Sequence[FFNSite]) -> dict[str, LowRank]:
+    """``predictors``, of which those of the experts of one module have the rank of the largest."""
+    result = dict(predictors)
+    for own in modules_of(sites).values():
+        rank = max(predictors[site.key].rank for site in own)
+        result |= {site.key: predictors[site.key].padded(rank) for site in own}
     return result
 
 
@@ -543,25 +557,45 @@ def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> Fit
     """
     path = Path(folder) / PREDICTORS_FILE if Path(folder).suffix != ".safetensors" else Path(folder)
     tensors, meta = read_tensors(path)
-    check_artifact(path, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
-    result = FittedPredictors()
+    return predictors_of(meta, tensors.get, path, model_hash)
+
+
+def predictors_of(
+    meta: Mapping[str, str], tensor: ReadTensor, where: Path | str, model_hash: str | None
+) -> FittedPredictors:
+    """Predictors from the metadata and tensors of a file, read from ``where``. Raises as :func:`load_predictors`."""
+    result = FittedPredictors(each_predictor(meta, tensor, where, model_hash))
     result.model_hash = meta["model_hash"]
     try:
-        entries = json.loads(meta["predictors"])
         report = json.loads(meta["report"])
         result.report = None if report is None else FitReport(**report)
-        for key, entry in entries.items():
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(where, error) from error
+    return result
+
+
+def each_predictor(
+    meta: Mapping[str, str], tensor: ReadTensor, where: Path | str, model_hash: str | None
+) -> Iterator[tuple[str, AnyPredictor]]:
+    """As :func:`predictors_of`, site key and predictor one after the other: all may be more than memory holds."""
+    check_artifact(where, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
+    try:
+        for key, entry in json.loads(meta["predictors"]).items():
             names = SIGNBIT_TENSORS if entry["kind"] == "signbit" else ("a", "a_scale", "b", "b_scale", "bias")
-            mine = {n: tensors[f"{key}.{n}"] for n in names if f"{key}.{n}" in tensors}
+            found = {n: tensor(f"{key}.{n}") for n in names}
+            mine = {n: t for n, t in found.items() if t is not None}
             threshold, card = entry["threshold"], PredictorCard(**entry["card"])
             if entry["kind"] == "signbit":
-                result[key] = SignBit.from_tensors(mine, card)
+                yield key, SignBit.from_tensors(mine, card)
             elif "weights" in entry:
-                result[key] = LowRankRows.from_rows(mine, entry["weights"], int(entry["hidden"]), threshold, card)
+                yield key, LowRankRows.from_rows(mine, entry["weights"], int(entry["hidden"]), threshold, card)
             else:
-                result[key] = LowRank.from_tensors(mine, threshold, card)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ArtifactError(
-            str(path), expected="predictors with thresholds and cards", found=f"damage ({error})", fix="Fit them again."
-        ) from error
-    return result
+                yield key, LowRank.from_tensors(mine, threshold, card)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(where, error) from error
+
+
+def _damaged(where: Path | str, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        str(where), expected="predictors with thresholds and cards", found=f"damage ({error})", fix="Fit them again."
+    )

@@ -6,8 +6,8 @@ the sink receives lives until the sink returns, so nothing grows with the length
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,33 +19,13 @@ from torch_pi2.graph.matmuls import MatmulIndex
 from torch_pi2.graph.sites import FFNSite, check_weights
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profile.data import Batch
+from torch_pi2.profile.firing import Firing, Sink, real_tokens
+from torch_pi2.profile.routed import RoutedRecorder
 from torch_pi2.runtime.modes import evaluating
 
 
-@dataclass
-class Firing:
-    """One call of one FFN.
-
-    Attributes:
-        site: which.
-        x_TH: its input, model dtype.
-        score_TI: float32, ``|act(gate)|`` if only the gate is activated, else ``|h|``.
-        real_T: bool, False for padding.
-        grid: ``(B, T)`` of the rows, row-major, or None if unknown.
-    """
-
-    site: FFNSite
-    x_TH: torch.Tensor
-    score_TI: torch.Tensor
-    real_T: torch.Tensor
-    grid: tuple[int, int] | None
-
-
-Sink = Callable[[Firing], None]
-
-
 class ActivationRecorder(TorchDispatchMode):
-    """Calls ``sink`` once per FFN call. Set :attr:`batch` before each call of the model.
+    """Calls ``sink`` once per call of an FFN that is no expert. Set :attr:`batch` before each call of the model.
 
     Raises (while the model runs):
         NonFiniteError: NaN or infinity in the activations of a real token, naming layer and site.
@@ -55,6 +35,7 @@ class ActivationRecorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, sites: Sequence[FFNSite], sink: Sink) -> None:
         super().__init__()
+        sites = [site for site in sites if site.experts is None]
         self._sink = sink
         self._params = {
             name: model.get_parameter(name).detach()
@@ -96,7 +77,7 @@ class ActivationRecorder(TorchDispatchMode):
         x, gate_TI = self._x.pop(site.key, None), self._gate.pop(site.key, None)
         if x is None:
             return  # down alone, e.g. a weight used elsewhere too
-        real_T, grid = self._tokens(site, len(h_TI))
+        real_T, grid = real_tokens(site.key, self.batch, len(h_TI))
         finite_T = torch.isfinite(h_TI).all(-1)
         if not bool(finite_T[real_T].all()):
             raise NonFiniteError(
@@ -112,33 +93,12 @@ class ActivationRecorder(TorchDispatchMode):
         self.calls[site.key] += 1
         self._sink(Firing(site, x.detach().reshape(-1, x.shape[-1]), score_TI, real_T, grid))
 
-    def _tokens(self, site: FFNSite, rows: int) -> tuple[torch.Tensor, tuple[int, int] | None]:
-        mask_BT = None if self.batch is None else self.batch.mask_BT
-        if mask_BT is None or mask_BT.numel() != rows:
-            if mask_BT is not None and not bool(mask_BT.all()):
-                raise UnsupportedModelError(
-                    f"rows seen by {site.key}",
-                    expected=f"{mask_BT.numel()}, one per token of the batch (padding included)",
-                    found=str(rows),
-                    fix="Calibrate with sequences of one length, so that there is no padding to tell apart.",
-                )
-            return torch.ones(rows, dtype=torch.bool), None
-        return mask_BT.flatten(), (mask_BT.shape[0], mask_BT.shape[1])
-
 
 def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
-    """Refuse an empty list of sites, experts, and weights that cannot be used (see ``check_weights``)."""
+    """Refuse an empty list of sites, and weights that cannot be used (see ``check_weights``)."""
     if not sites:
         raise ConfigError(
             "FFN sites", expected="at least one", found="none", fix="Pass torch_pi2.graph.find_sites(model, ...)."
-        )
-    experts = {site.experts: site.owner_class for site in sites if site.experts is not None}
-    for name, owner_class in experts.items():
-        raise UnsupportedModelError(
-            f"calibrating {name} ({owner_class})",
-            expected="feed-forward layers that every token goes through",
-            found=f"{len(experts)} modules of experts, of which no activations are recorded yet",
-            fix="Leave calibration and predictors out: optimize(model, config=Config(method='exact', weights='int4')).",
         )
     for site in sites:
         check_weights(site, site.weights(model))
@@ -153,7 +113,9 @@ def record(
     progress: bool = True,
     label: str = "profile",
 ) -> dict[str, int]:
-    """Run ``model`` over ``data`` and show every FFN call of ``sites`` to ``sink``.
+    """Run ``model`` over ``data`` and show every FFN call of ``sites`` to ``sink``, of experts those with tokens.
+
+    Experts that had few are shown some more at the end: see :class:`~torch_pi2.profile.routed.RoutedRecorder`.
 
     Returns:
         Token and sequence counts ``{"tokens", "sequences", "batches"}``.
@@ -168,23 +130,24 @@ def record(
 
     check_sites(model, sites)
     counts = {"tokens": 0, "sequences": 0, "batches": 0}
-    recorder = ActivationRecorder(model, sites, sink)
+    recorder, routed = ActivationRecorder(model, sites, sink), RoutedRecorder(model, sites, sink)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     bar = tqdm(data, desc=label, unit="batch", disable=not (progress and sys.stderr.isatty()))
-    with evaluating(model):
+    with evaluating(model), routed:
         for batch in bar:
             _check_vocabulary(batch, vocabulary)
-            recorder.batch = batch
-            with recorder:
+            recorder.batch = routed.batch = batch
+            with recorder if recorder.calls else nullcontext():  # a model of experts alone has nothing to intercept
                 batch.call(model)
             counts["batches"] += 1
             counts["tokens"] += batch.n_tokens
             counts["sequences"] += 0 if batch.mask_BT is None else batch.mask_BT.shape[0]
+        routed.finish()
     if not counts["batches"]:
         raise CalibrationError(
             "calibration data", expected="at least one batch", found="none", fix="Pass text, ids or batches."
         )
-    silent = [key for key, n in recorder.calls.items() if n == 0]
+    silent = [key for key, n in (recorder.calls | routed.calls).items() if n == 0]
     if silent:
         raise UnsupportedModelError(
             "FFN sites that never ran",

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.plan.plan import weights_hash
 from torch_pi2.profile.data import batches
-from torch_pi2.profile.recorder import Firing, record, threshold_map
+from torch_pi2.profile.firing import Firing
+from torch_pi2.profile.recorder import record, threshold_map
+from torch_pi2.profile.samples import routed_tokens
 from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats, Reservoir, pack_bits, score_bins
 
 
@@ -35,6 +38,7 @@ class _Counter:
             batch_fired=torch.zeros(len(sizes), n, dtype=torch.int64),
             score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
             cofire_bits=torch.zeros(cofire_tokens, -(-n // 8), dtype=torch.uint8),
+            experts=site.experts,
         )
 
     def add(self, firing: Firing) -> None:
@@ -43,6 +47,7 @@ class _Counter:
         self._count_batches(fired_TI, firing)
         score_NI, fired_NI = firing.score_TI[firing.real_T], fired_TI[firing.real_T]
         s.tokens += len(score_NI)
+        s.borrowed += len(score_NI) if firing.borrowed else 0
         s.fired += fired_NI.sum(0)
         s.zeros += (score_NI == 0).sum(0)
         s.abs_sum += score_NI.sum(0, dtype=torch.float64)
@@ -54,7 +59,7 @@ class _Counter:
     def _count_batches(self, fired_TI: torch.Tensor, firing: Firing) -> None:
         """Unions over aligned groups of 1, 2, 4, ... rows at one position; a group counts if all of it is real."""
         b, t = firing.grid or (1, len(fired_TI))
-        union = fired_TI.reshape(b, t, -1)
+        union = fired_TI.reshape(b, t, fired_TI.shape[-1])
         real_BT = firing.real_T.reshape(b, t)
         for k in range(len(self.stats.batch_sizes)):
             self.stats.batch_groups[k] += int(real_BT.sum())
@@ -89,15 +94,28 @@ def profile(
         model: any module; its training flags are restored.
         data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profile.data.batches`.
         thresholds: a neuron fires iff its score exceeds this (0: exact; a number, or one per site key).
-        cofire_tokens: S, tokens kept as firing bits per layer (``S * I / 8`` bytes).
+        cofire_tokens: S, tokens kept as firing bits per layer (``S * I / 8`` bytes); of an expert its share of them.
         seed: of that sample; same seed and data, same statistics.
         progress: show a bar on a terminal.
+
+    Of an expert only the tokens count that the router gave it; where those are fewer than ``MIN_TOKENS``, some that
+    went to other experts of its block as well (``LayerStats.borrowed``).
 
     Raises:
         CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError, ConfigError.
     """
     cuts = threshold_map(sites, thresholds)
-    counters = {s.key: _Counter(s, cuts[s.key], batch_size, cofire_tokens, seed) for s in sites}
+    shares = chosen_shares(getattr(model, "config", None), sites)
+    counters = {
+        s.key: _Counter(
+            s,
+            cuts[s.key],
+            batch_size if s.experts is None else 1,  # which of its tokens were at one place is not known
+            routed_tokens(cofire_tokens, shares.get(s.experts, 1.0)),
+            seed,
+        )
+        for s in sites
+    }
     stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
     counts = record(model, stream, sites, lambda f: counters[f.site.key].add(f), progress=progress)
     made_by = {"verb": "profile", "seed": seed, "seq_len": seq_len, **counts}

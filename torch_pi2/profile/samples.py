@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.profile.data import batches
-from torch_pi2.profile.recorder import Firing, record, threshold_map
+from torch_pi2.profile.firing import Firing
+from torch_pi2.profile.recorder import record, threshold_map
 from torch_pi2.profile.stats import Reservoir, pack_bits, unpack_bits
 
 
@@ -49,6 +52,14 @@ class Samples:
 def sample_bytes(site: FFNSite, n_tokens: int, element_bytes: int) -> int:
     """Memory that ``n_tokens`` samples of a site take."""
     return n_tokens * (site.hidden * element_bytes + -(-site.intermediate // 8))
+
+
+def routed_tokens(n_tokens: int, share: float) -> int:
+    """How many tokens are kept of a layer that has ``share`` of all on average, where of others ``n_tokens`` are.
+
+    Twice the average of an expert, as some are chosen more often, and enough to tell something.
+    """
+    return n_tokens if share == 1 else min(n_tokens, max(256, math.ceil(2 * share * n_tokens)))
 
 
 class _Collector:
@@ -93,6 +104,7 @@ def collect_samples(
 
     Args:
         model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profile.profile`.
+        n_tokens: of an expert, which has few of all tokens, accordingly fewer (:func:`routed_tokens`).
         thresholds: a neuron fires iff its score exceeds this (0: exact).
         max_bytes: bound on the memory of the result.
 
@@ -105,7 +117,7 @@ def collect_samples(
     """
     groups = list(_groups(model, sites, n_tokens, max_bytes))
     if len(groups) > 1:
-        need = sum(sample_bytes(s, n_tokens, _element(model, s)) for s in sites)
+        need = sum(_bytes(model, sites, n_tokens).values())
         raise ConfigError(
             "memory for predictor samples",
             expected=f"at most max_bytes={max_bytes}",
@@ -114,7 +126,8 @@ def collect_samples(
         )
     stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
     cuts = threshold_map(sites, thresholds)
-    collectors = {s.key: _Collector(s, n_tokens, cuts[s.key], seed) for s in sites}
+    kept = _tokens(model, sites, n_tokens)
+    collectors = {s.key: _Collector(s, kept[s.key], cuts[s.key], seed) for s in sites}
     record(model, stream, sites, lambda f: collectors[f.site.key].add(f), progress=progress, label="samples")
     return {k: c.result() for k, c in collectors.items()}
 
@@ -127,12 +140,26 @@ def sample_groups(
     ``data`` is run through once per group, so it must not be an iterator that can be used only once.
     """
     for group in _groups(model, sites, n_tokens, max_bytes):
-        bound = max(max_bytes, sum(sample_bytes(s, n_tokens, _element(model, s)) for s in group))
+        bound = max(max_bytes, sum(_bytes(model, group, n_tokens).values()))
         yield collect_samples(model, data, group, n_tokens, max_bytes=bound, **options)
 
 
-def _element(model: nn.Module, site: FFNSite) -> int:
-    return model.get_parameter(site.up.weight).element_size()
+def _tokens(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> dict[str, int]:
+    """Site key -> tokens to keep."""
+    shares = chosen_shares(getattr(model, "config", None), sites)
+    return {s.key: routed_tokens(n_tokens, shares.get(s.experts, 1.0)) for s in sites}
+
+
+def _bytes(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> dict[str, int]:
+    """Site key -> memory of its samples."""
+    tokens = _tokens(model, sites, n_tokens)
+    return {s.key: sample_bytes(s, tokens[s.key], model.get_parameter(s.up.weight).element_size()) for s in sites}
+
+
+def bytes_per_token(model: nn.Module, sites: Sequence[FFNSite]) -> int:
+    """Memory of the samples of all ``sites`` over that of their tokens."""
+    many = 1 << 16
+    return -(-sum(_bytes(model, sites, many).values()) // many)
 
 
 def _groups(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int, max_bytes: int) -> Iterator[list[FFNSite]]:
@@ -141,8 +168,9 @@ def _groups(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int, max_bytes
         raise ConfigError("n_tokens", expected="at least 1", found=str(n_tokens), fix="20000 is a good start.")
     group: list[FFNSite] = []
     used = 0
+    sizes = _bytes(model, sites, n_tokens)
     for site in sites:
-        need = sample_bytes(site, n_tokens, _element(model, site))
+        need = sizes[site.key]
         if group and used + need > max_bytes:
             yield group
             group, used = [], 0

@@ -21,12 +21,15 @@ from torch_pi2.runtime.files import atomic_folder_files, read_tensors
 
 STATS_VERSION = 1
 STATS_FILE = "stats.safetensors"
+STATS_FORMAT = "torch_pi2.stats"
 
 #: Score histogram: bin = top 12 bits below the sign of the float32 (8 of exponent, 4 of mantissa), that is 16
 #: bins per octave over all magnitudes, found by one shift; a bin is at most 1/16 of its value wide.
 HIST_BINS = 1 << 12
 _HIST_SHIFT = 19
 
+#: Counts of ``made_by``.
+_RUN = ("tokens", "sequences", "batches")
 _COUNTS = ("fired", "zeros", "abs_sum", "batch_fired", "batch_groups", "score_hist")
 
 
@@ -75,7 +78,7 @@ class LayerStats:
     Attributes:
         key, layer: of the site.
         threshold: a neuron fired iff score > threshold.
-        tokens: real tokens seen.
+        tokens: real tokens seen, of an expert those that the router gave it and ``borrowed`` ones.
         fired: ``[I]`` int64 tokens for which the neuron fired.
         zeros: ``[I]`` int64 tokens for which its score was exactly zero.
         abs_sum: ``[I]`` float64 sum of scores.
@@ -84,6 +87,8 @@ class LayerStats:
             neuron fired at least once.
         score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
         cofire_bits: ``[S, ceil(I/8)]`` uint8, firing vectors of a uniform sample of tokens.
+        experts: of an expert, the module that holds it.
+        borrowed: of an expert that had few tokens, how many of ``tokens`` the router gave to others of its block.
     """
 
     key: str
@@ -98,6 +103,8 @@ class LayerStats:
     batch_fired: torch.Tensor
     score_hist: torch.Tensor
     cofire_bits: torch.Tensor
+    experts: str | None = None
+    borrowed: int = 0
 
     @property
     def intermediate(self) -> int:
@@ -180,6 +187,8 @@ class LayerStats:
             self.tokens + other.tokens,
             batch_sizes=self.batch_sizes,
             cofire_bits=self._merged_sample(other),
+            experts=self.experts,
+            borrowed=self.borrowed + other.borrowed,
             **sums,
         )
 
@@ -224,7 +233,9 @@ class ActivationStats:
 
     @property
     def tokens(self) -> int:
-        return max((s.tokens for s in self), default=0)
+        """Real tokens that the model was run on."""
+        seen = max((s.tokens for s in self if s.experts is None), default=0)
+        return seen or int(self.made_by.get("tokens", max((s.tokens for s in self), default=0)))
 
     def frequency(self, key: str, batch: int = 1) -> torch.Tensor:
         """See :meth:`LayerStats.frequency`."""
@@ -271,8 +282,9 @@ class ActivationStats:
                 found=", ".join(other.layers),
                 fix="Profile the same sites both times.",
             )
+        counts = {k: n + other.made_by.get(k, 0) for k, n in self.made_by.items() if k in _RUN}
         return ActivationStats(
-            {k: s.merged(other.layers[k]) for k, s in self.layers.items()}, self.model_hash, dict(self.made_by)
+            {k: s.merged(other.layers[k]) for k, s in self.layers.items()}, self.model_hash, self.made_by | counts
         )
 
     def summary(self) -> dict[str, Any]:
@@ -289,6 +301,7 @@ class ActivationStats:
                     "neurons": s.intermediate,
                     "sparsity": s.sparsity,
                     "active_share": s.active_share,
+                    "borrowed": s.borrowed,
                     "never_fired": int((s.fired == 0).sum()),
                     "neurons_for_80_percent": need / s.intermediate,
                     "skew": s.skew(),
@@ -317,9 +330,10 @@ class ActivationStats:
                     "tokens": s.tokens,
                     "batch_sizes": s.batch_sizes,
                 }
+                | ({} if s.experts is None else {"experts": s.experts, "borrowed": s.borrowed})
             )
         meta = {
-            "format": "torch_pi2.stats",
+            "format": STATS_FORMAT,
             "version": str(STATS_VERSION),
             "model_hash": self.model_hash,
             "made_by": json.dumps(self.made_by),
@@ -338,21 +352,36 @@ class ActivationStats:
         """
         path = _file(path)
         tensors, meta = read_tensors(path)
-        check_artifact(path, meta, "torch_pi2.stats", STATS_VERSION, model_hash)
+        return ActivationStats.from_tensors(tensors, meta, path, model_hash=model_hash)
+
+    @staticmethod
+    def from_tensors(
+        tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str], where: Path | str, *, model_hash: str | None
+    ) -> ActivationStats:
+        """Statistics from the tensors and metadata of a file, read from ``where``. Raises as :meth:`load`."""
+        check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, model_hash)
         layers: dict[str, LayerStats] = {}
-        for row in json.loads(meta["layers"]):
-            missing = [n for n in (*_COUNTS, "cofire_bits") if f"{row['key']}.{n}" not in tensors]
-            if missing:
-                raise ArtifactError(
-                    f"{path}: {row['key']}",
-                    expected="all its tensors",
-                    found=f"no {', '.join(missing)}",
-                    fix="The file is damaged; profile again.",
-                )
-            parts: dict[str, Any] = {n: tensors[f"{row['key']}.{n}"] for n in (*_COUNTS, "cofire_bits")}
-            row["batch_sizes"] = tuple(row["batch_sizes"])
-            layers[row["key"]] = LayerStats(**row, **parts)
-        return ActivationStats(layers, meta["model_hash"], json.loads(meta["made_by"]))
+        try:
+            for row in json.loads(meta["layers"]):
+                missing = [n for n in (*_COUNTS, "cofire_bits") if f"{row['key']}.{n}" not in tensors]
+                if missing:
+                    raise ArtifactError(
+                        f"{where}: {row['key']}",
+                        expected="all its tensors",
+                        found=f"no {', '.join(missing)}",
+                        fix="The file is damaged; profile again.",
+                    )
+                parts: dict[str, Any] = {n: tensors[f"{row['key']}.{n}"] for n in (*_COUNTS, "cofire_bits")}
+                row["batch_sizes"] = tuple(row["batch_sizes"])
+                layers[row["key"]] = LayerStats(**row, **parts)
+            return ActivationStats(layers, meta["model_hash"], json.loads(meta["made_by"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                str(where),
+                expected="statistics by layer",
+                found=f"damage ({type(error).__name__}: {error})",
+                fix="The file is damaged; profile again.",
+            ) from error
 
 
 def _file(path: str | Path) -> Path:
@@ -360,7 +389,7 @@ def _file(path: str | Path) -> Path:
     return path if path.suffix == ".safetensors" else path / STATS_FILE
 
 
-def check_artifact(path: Path, meta: Mapping[str, str], fmt: str, version: int, model_hash: str | None) -> None:
+def check_artifact(path: Path | str, meta: Mapping[str, str], fmt: str, version: int, model_hash: str | None) -> None:
     """Refuse a tensor file of another format or version, or one made from other weights."""
     if meta.get("format") != fmt or meta.get("version") != str(version):
         raise ArtifactError(

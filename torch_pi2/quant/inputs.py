@@ -10,28 +10,29 @@ from torch import nn
 
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.profile.data import Batch
-from torch_pi2.profile.recorder import Firing, record
+from torch_pi2.profile.firing import Firing
+from torch_pi2.profile.recorder import record
 
-#: Tokens kept per layer, for its output error (7B: 2 MB each).
-SAMPLE_TOKENS = 256
+#: Tokens kept per layer, for its output error (7B: 2 MB each), and per expert, of which there are many.
+SAMPLE_TOKENS, EXPERT_TOKENS = 256, 32
 
 
 class InputStats:
     """Inputs of one layer.
 
     Attributes:
-        tokens: how many were seen. sample_TK: the first ``SAMPLE_TOKENS`` of them, in the model's dtype.
+        tokens: how many were seen. sample_TK: the first ``keep`` of them, in the model's dtype.
     """
 
-    def __init__(self) -> None:
-        self.tokens = 0
+    def __init__(self, keep: int = SAMPLE_TOKENS) -> None:
+        self.tokens, self._keep = 0, keep
         self._squares_K: torch.Tensor | None = None
         self._kept: list[torch.Tensor] = []
 
     def add(self, x_TK: torch.Tensor) -> None:
         squares_K = x_TK.float().square().sum(0, dtype=torch.float64)
         self._squares_K = squares_K if self._squares_K is None else self._squares_K + squares_K
-        wanted = SAMPLE_TOKENS - min(self.tokens, SAMPLE_TOKENS)
+        wanted = self._keep - min(self.tokens, self._keep)
         if wanted and len(x_TK):
             self._kept.append(x_TK[:wanted].detach().clone())
         self.tokens += len(x_TK)
@@ -83,7 +84,8 @@ def gather_inputs(
         return hook
 
     def firing(f: Firing) -> None:
-        found.setdefault(f.site.key, InputStats()).add(f.x_TH[f.real_T])
+        keep = SAMPLE_TOKENS if f.site.experts is None else EXPERT_TOKENS
+        found.setdefault(f.site.key, InputStats(keep)).add(f.x_TH[f.real_T])
 
     def stream() -> Iterator[Batch]:
         for batch in data:

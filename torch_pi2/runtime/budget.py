@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.runtime.offload import OffloadConfig, store_and_budget
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import SECTOR, LayerEntry
 
@@ -27,6 +28,8 @@ _UNITS |= {f"{p}{u}": 1000**i for i, p in enumerate("KMGT", 1) for u in ("", "B"
 _NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
 #: The same per slot of the cache.
 _SLOT_BYTES = 40
+#: What a policy remembers of a neuron, in the cache or not.
+_POLICY_BYTES = {"s3-fifo": 4, "lfu": 1}
 
 
 def parse_bytes(value: float | str) -> int:
@@ -81,9 +84,59 @@ class Budget:
         """Below it, what one token wants does not fit: a cache that evicts the oldest then hits next to nothing."""
         return self.smallest + self.in_slots(self.token)
 
+    def with_total(self, total: int, folder: Path) -> Budget:
+        """The same parts, and a cache of what is left of ``total``. Raises ConfigError: they do not fit."""
+        left = total - self.smallest
+        if left < 0:
+            raise ConfigError(
+                f"budget for {folder}",
+                expected=f"at least {-(-self.smallest // 2**20)} MiB, for all but neurons",
+                found=f"{total / 2**20:.0f} MiB",
+                fix="Give it more.",
+            )
+        slots = min(self.neurons // self.slot, left // (self.slot + _SLOT_BYTES))
+        return replace(self, total=total, cache=slots * self.slot)
+
     def in_slots(self, size: int) -> int:
         """What the cache takes for neurons of ``size`` bytes, bookkeeping included."""
         return -(-size // self.slot) * (self.slot + _SLOT_BYTES)
+
+
+def set_budget(model: nn.Module, budget: float | str) -> Budget:
+    """Give a model over a store (:func:`torch_pi2.load` with a budget) another budget while it is in use.
+
+    The cache takes or loses what the budget does: everything else keeps its size. Memory of what leaves goes back to
+    the system; a cache that grows is filled with the most frequent neurons, if the model was loaded so
+    (``OffloadConfig.preload``). Results keep their bits. It waits for calls of other threads to end their layer.
+
+    Args:
+        budget: bytes, or text such as ``"2.5GiB"``; at most that with which the model was loaded.
+
+    Returns:
+        How it is divided, as in :func:`torch_pi2.stats`.
+
+    Raises:
+        ConfigError: the model has no store, or its engine is ``mmap``; the budget does not hold what must stay in
+            memory, or is larger than at loading. The model is as it was.
+        ArtifactError: what fills the cache cannot be read.
+    """
+    store, parts = store_and_budget(model)
+    made: Budget = parts.with_total(parse_bytes(budget), store.path.parent.parent)
+    if made.cache > store.opened_bytes:
+        most = parts.smallest + parts.in_slots(store.opened_bytes)
+        raise ConfigError(
+            f"budget for {store.path.parent.parent}",
+            expected=f"at most {most / 2**20:.1f} MiB, as it was loaded",
+            found=f"{made.total / 2**20:.1f} MiB",
+            fix="Load the model with the largest budget that it is going to have.",
+        )
+    store.resize(made.cache)
+    object.__setattr__(model, "torch_pi2_store", (store, made))
+    if made.cache > parts.cache and store.config.preload:
+        store.preload()
+    if made.cache < min(made.token, made.neurons):
+        _below_the_cliff(made, store.path.parent.parent, strict=False)
+    return made
 
 
 def divide(
@@ -96,6 +149,7 @@ def divide(
     config: OffloadConfig,
     context: int,
     dtype: torch.dtype,
+    strict: bool = False,
 ) -> Budget:
     """Divide ``total`` bytes.
 
@@ -104,9 +158,11 @@ def divide(
         model_config: of the Hugging Face model, for the size of keys and values.
         context: tokens whose keys and values have room in the budget.
         dtype: of keys, values and float weights.
+        strict: whether a cache that holds less than a token wants is refused; else it is a warning.
 
     Raises:
-        ConfigError: ``total`` does not hold what must stay in memory; the message has the least that does.
+        ConfigError: ``total`` does not hold what must stay in memory, or, with ``strict``, the neurons that a token
+            wants besides; the message has the least that does.
     """
     if context < 0:
         raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
@@ -121,16 +177,19 @@ def divide(
     unit = SECTOR if config.direct else 64
     slot = max(-(-entry.cluster * entry.bundle_bytes // unit) * unit for entry in store.entries)
     count = sum(entry.slots_in_file for entry in store.entries)
-    chunk = max(map(_chunk_slots, store.entries)) * max(entry.slot_bytes for entry in store.entries)
+    spares = max(
+        min(config.in_flight, 16) * max(map(_chunk_slots, store.entries)), max(map(_prompt_slots, store.entries))
+    )
     parts = {
         "fixed": fixed,
         "predictors": sum(_predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
         "kv": _kv_bytes(model_config, context, dtype),
-        "staging": 0 if config.engine == "mmap" else min(config.in_flight, 16) * chunk,
-        "neuron_tables": sum(entry.neurons for entry in store.entries) * _NEURON_BYTES,
+        "staging": 0 if config.engine == "mmap" else spares * max(entry.slot_bytes for entry in store.entries),
+        "neuron_tables": sum(entry.neurons for entry in store.entries)
+        * (_NEURON_BYTES + _POLICY_BYTES.get(config.policy, 0)),
     }
     left = total - sum(parts.values())
-    chosen = _chosen_share(plan, model_config)
+    chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
     token = slot * sum(
         -(-round(_wanted(layer) * chosen.get(layer.site.experts, 1.0)) // entry.cluster)
         for layer, entry in zip(plan.layers, store.entries)
@@ -146,25 +205,26 @@ def divide(
     slots = min(count, left // (slot + _SLOT_BYTES))
     made = Budget(total=total, cache=slots * slot, neurons=count * slot, token=token, slot=slot, **parts)
     if slots < count and made.cache < token and config.engine != "mmap":
-        _log.warning(
-            "%s: the cache of %.0f MiB holds less than the %.0f MiB of neurons that a token wants on average; with %s "
-            "nearly everything comes from flash each time. From a budget of %.0f MiB on it would not.",
-            Path(store.path).parent.parent,
-            made.cache / 2**20,
-            token / 2**20,
-            config.policy,
-            made.cliff / 2**20,
-        )
+        _below_the_cliff(made, Path(store.path).parent.parent, strict)
     return made
 
 
-def _chosen_share(plan: Plan, model_config: Any) -> dict[str | None, float]:
-    """Module of experts -> the share of them that a token has, as the configuration says."""
-    counts = Counter(layer.site.experts for layer in plan.layers if layer.site.experts is not None)
-    if hasattr(model_config, "get_text_config"):
-        model_config = model_config.get_text_config()
-    chosen = getattr(model_config, "num_experts_per_tok", None)
-    return {name: min(1.0, (chosen or count) / count) for name, count in counts.items()}
+def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:
+    """A warning, or with ``strict`` a ConfigError, that says from where on a token's neurons fit."""
+    cache, token = f"{budget.cache / 2**20:.1f} MiB", f"{budget.token / 2**20:.1f} MiB"
+    enough = f"{-(-budget.cliff // 2**20)} MiB"
+    if strict:
+        raise ConfigError(
+            f"budget for {folder} (strict_budget)",
+            expected=f"at least {enough}: a cache for the {token} of neurons that a token wants on average",
+            found=f"{budget.total / 2**20:.0f} MiB, with a cache of {cache}",
+            fix="Give it more; without strict_budget it is a warning, and much of it comes from flash for each token.",
+        )
+    _log.warning(
+        "%s: the cache of %s holds less than the %s of neurons that a token wants on average; much of it comes from "
+        "flash for each token. From a budget of %s on it would not.",
+        *(folder, cache, token, enough),
+    )
 
 
 def _wanted(layer: LayerPlan) -> int:
@@ -178,6 +238,11 @@ def _chunk_slots(entry: LayerEntry) -> int:
     """Slots of a chunk of neurons: as ``chunk_neurons`` in csrc/include/pi2/ffn.h has it."""
     sixteenth = (entry.neurons + 15) // 16
     return -(-min(entry.neurons, (sixteenth + 63) // 64 * 64) // entry.cluster)
+
+
+def _prompt_slots(entry: LayerEntry) -> int:
+    """Slots of a prompt's chunk: as ``kPromptNeurons`` there has it."""
+    return -(-min(entry.neurons, 512) // entry.cluster)
 
 
 def _predictor_bytes(predictor: Any, layer: LayerPlan) -> int:

@@ -37,16 +37,19 @@ class SparseExperts(StandIn):
     predictor's tensors.
 
     Attributes:
-        sites: of the experts. site: what they share, under the module's name. method, threshold, weights,
-            int8_activations: as of the parts. cuts: thresholds of the predictors. errors: what quantising did to each.
+        sites: of the experts. site: what they share, under the module's name. method, weights, int8_activations: as
+            of the parts. thresholds: of their gates (none: 0 for all); cuts: of their predictors (none: no predictors).
+            errors, output_errors: what quantising did to each.
     """
 
     #: Whether ``bundles`` has them all.
     in_memory = True
     bundles: torch.Tensor
     sites: tuple[FFNSite, ...]
+    thresholds: list[float]
     cuts: list[float]
     errors: list[float]
+    output_errors: list[float | None]
 
     def __init__(self, parts: Iterable[SparseFFN], experts: int) -> None:
         super().__init__()
@@ -60,19 +63,21 @@ class SparseExperts(StandIn):
         assert first is not None
         assert len(self.sites) == experts
         self.site = replace(first.site, key=first.site.experts or "", owner=first.site.experts or "")
-        self.method, self.threshold = first.method, first.threshold
+        self.method = first.method
         self.weights, self.int8_activations, self._dtype = first.weights, first.int8_activations, first.dtype
         self.predictor_weights = first.predictor_weights
         self.has_predictor = first.has_predictor
         self.predictor_kind = first.predictor_kind if first.has_predictor else "none"
         if not self.has_predictor:
             self.cuts = []
+        if not any(self.thresholds):
+            self.thresholds = []
         form = copy.copy(first)  # a layer without tensors, which :meth:`expert` fills
         form._buffers = dict.fromkeys(first._buffers)
         self._form = (form,)  # a tuple: not a module
 
     def _stack(self, part: SparseFFN, experts: int) -> None:
-        self.sites, self.cuts, self.errors = (), [], []
+        self.sites, self.thresholds, self.cuts, self.errors, self.output_errors = (), [], [], [], []
         for name in _STACKED:
             tensor = part._buffers[name]
             stack = None
@@ -85,8 +90,10 @@ class SparseExperts(StandIn):
     def _add(self, expert: int, part: SparseFFN, first: SparseFFN) -> None:
         _check_alike(part, first)
         self.sites += (part.site,)
+        self.thresholds.append(part.threshold)
         self.cuts.append(part.predictor_threshold)
         self.errors.append(part.error)
+        self.output_errors.append(part.output_error)
         for name in _STACKED:
             stack, tensor = self._buffers[name], part._buffers[name]
             if stack is not None and tensor is not None and not tensor.is_meta:
@@ -103,7 +110,9 @@ class SparseExperts(StandIn):
         stacks = {name: self._buffers[name] for name in _STACKED}
         views = {name: None if stack is None else stack[expert] for name, stack in stacks.items()}
         part._buffers = part._buffers | views
-        part.site, part.error, part._dtype = self.sites[expert], self.errors[expert], self._dtype
+        part.site, part._dtype = self.sites[expert], self._dtype
+        part.error, part.output_error = self.errors[expert], self.output_errors[expert]
+        part.threshold = self.thresholds[expert] if self.thresholds else 0.0
         part.predictor_threshold = self.cuts[expert] if self.cuts else 0.0
         return part
 
@@ -143,7 +152,7 @@ class SparseExperts(StandIn):
             self.int8_activations and bool(self.predictor_weights),
             self.site.activation,
             self.site.activation_on_up,
-            self.threshold,
+            self.thresholds,
             self.weights,
             self.int8_activations,
         )
@@ -194,7 +203,7 @@ class SparseExperts(StandIn):
 
 
 class OffloadedExperts(InStore, SparseExperts):
-    """Quantised experts whose bundles are in a :class:`~torch_pi2.runtime.offload.Store`: the same bits.
+    """Experts whose bundles are in a :class:`~torch_pi2.runtime.offload.Store`: the same bits.
 
     ``bundles`` is on ``meta``, and what needs all the numbers raises ConfigError; see
     :class:`~torch_pi2.runtime.offload.OffloadedFFN`.
@@ -227,7 +236,7 @@ class OffloadedExperts(InStore, SparseExperts):
         try:
             return self._call(x, index, routing)
         except RuntimeError as error:
-            explained = unreadable(error, self.store, self.site)
+            explained = unreadable(error, f"{self.store.path}, read for {self.site.key}")
             if explained is None:
                 raise
             raise explained from error
@@ -247,7 +256,7 @@ class OffloadedExperts(InStore, SparseExperts):
             self.int8_activations and bool(self.predictor_weights),
             self.site.activation,
             self.site.activation_on_up,
-            self.threshold,
+            self.thresholds,
             self.int8_activations,
         )
         return y
@@ -260,19 +269,19 @@ def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
             f"plan of {part.site.key}",
             expected="an expert without hot neurons, whose method is not 'dense'",
             found=f"{part.n_hot} hot neurons",
-            fix="Plan with method 'exact', or without calibration data.",
+            fix="Make the plan again (torch_pi2.plan, or torch_pi2.optimize).",
         )
 
     def form(layer: SparseFFN) -> tuple[Any, ...]:
         shapes = tuple(None if (t := layer._buffers[n]) is None else tuple(t.shape) for n in _STACKED)
         stored = (layer.weights, layer.int8_activations, layer.predictor_weights)
         site = (layer.site.activation, layer.site.activation_on_up, layer.site.hidden, layer.site.intermediate)
-        return (layer.method, layer.threshold, *stored, *site, *shapes)
+        return (layer.method, *stored, *site, *shapes)
 
     if form(part) != form(first):
         raise ConfigError(
             f"plan of {part.site.key}",
-            expected=f"the method, threshold and sizes of {first.site.key}, an expert of the same module",
+            expected=f"the method and sizes of {first.site.key}, an expert of the same module",
             found=", ".join(str(a) for a, b in zip(form(part), form(first)) if a != b),
             fix="Make the plan again.",
         )

@@ -110,24 +110,29 @@ class SparseFFN(StandIn):
         int8_activations: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> SparseFFN:
-        """A layer over quantised bundles that are on ``meta``, for loading: assign ``bundles`` and biases afterwards.
+        """A layer over bundles that are on ``meta``, for loading: assign ``bundles`` and biases afterwards.
 
-        Args: see the class; ``dtype`` is that of the float parameters it stands for.
+        Args: see the class; ``dtype`` is that of the float parameters it has or stands for.
         """
-        check_kind(kind)
         load()
         layer = cls.__new__(cls)
         StandIn.__init__(layer)
         _check_plan(site, None, layer_plan)
         layer._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         layer._dtype, layer.error = dtype, 0.0
-        shape = (site.intermediate, site.rows_per_neuron, row_bytes(kind, site.hidden))
+        quantised = kind != "float"
+        row = row_bytes(kind, site.hidden) if quantised else site.hidden
+        bundles = torch.empty(
+            (site.intermediate, site.rows_per_neuron, row), dtype=torch.uint8 if quantised else dtype, device="meta"
+        )
+        bias_dtype = torch.float32 if quantised else dtype
         has = {role: ref.bias is not None for ref, role in layer._parts()}
         biases = {
-            role: torch.empty(site.intermediate, device="meta") if has.get(role) else None for role in ("gate", "up")
+            role: torch.empty(site.intermediate, dtype=bias_dtype, device="meta") if has.get(role) else None
+            for role in ("gate", "up")
         }
-        layer._hold(torch.empty(shape, dtype=torch.uint8, device="meta"), biases["gate"], biases["up"])
-        layer.bias_down = torch.empty(site.hidden, device="meta") if has["down"] else None
+        layer._hold(bundles, biases["gate"], biases["up"])
+        layer.bias_down = torch.empty(site.hidden, dtype=bias_dtype, device="meta") if has["down"] else None
         return layer.eval()
 
     def _hold(self, bundles: torch.Tensor, bias_gate: torch.Tensor | None, bias_up: torch.Tensor | None) -> None:
@@ -429,9 +434,12 @@ class SparseFFN(StandIn):
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
-        """``model.to(dtype)`` converts the bundles; scales and biases of the predictor stay float32."""
+        """``model.to(dtype)`` converts the bundles; scales and biases of the predictor stay float32.
+
+        Bundles in a store stay what they are, and so do the biases that go with them.
+        """
         names = [f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")]
-        if self.weights != "float":
+        if self.weights != "float" or not self.in_memory:
             names += ["bias_gate", "bias_up", "bias_down"]
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.bundles.device)).dtype
         exact = {name: tensor for name in names if (tensor := self._buffers[name]) is not None}

@@ -171,26 +171,35 @@ def atomic_folder_files(folder: str | Path, files: Mapping[str, str | bytes | tu
         atomic_write(Path(folder) / name, content)
 
 
-def read_json(path: str | Path, format_name: str, version: int) -> dict[str, Any]:
-    """Parse one of our JSON files and check its ``format`` and ``version``."""
-    path = Path(path)
+def read_text(path: str | Path) -> str:
+    """The text of one of our JSON files. Raises ArtifactError if it is missing or is no text."""
     try:
-        data = json.loads(path.read_text())
+        return Path(path).read_text()
     except FileNotFoundError as error:
         raise ArtifactError(str(path), expected="a file", found="nothing", fix="Check the folder's name.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(
-            str(path), expected="JSON", found=f"damage ({error})", fix="Make the artefact again."
-        ) from error
+    except UnicodeDecodeError as error:
+        raise _no_json(path, error) from error
+
+
+def parse_json(text: str, where: str | Path, format_name: str, version: int) -> dict[str, Any]:
+    """The content of a JSON file of ours, read from ``where``, with its ``format`` and ``version`` checked."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _no_json(where, error) from error
     if not isinstance(data, dict) or data.get("format") != format_name or data.get("version") != version:
         found = f"{data.get('format')} version {data.get('version')}" if isinstance(data, dict) else type(data).__name__
         raise ArtifactError(
-            str(path),
+            str(where),
             expected=f"{format_name} version {version}",
             found=found,
             fix="Use the torch_pi2 that wrote it, or make it again.",
         )
     return data
+
+
+def _no_json(where: str | Path, error: Exception) -> ArtifactError:
+    return ArtifactError(str(where), expected="JSON", found=f"damage ({error})", fix="Make the artefact again.")
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

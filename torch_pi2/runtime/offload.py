@@ -25,7 +25,8 @@ STATISTICS = (
     "guessed", "used", "late",
 )  # fmt: skip
 ENGINES = ("auto", "pread", "io_uring", "mmap")
-POLICIES = ("lru", "sieve", "static")
+#: In the order of csrc/core/policies/list.inc.
+POLICIES = ("lru", "sieve", "s3-fifo", "lfu", "static", "none")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,10 @@ class OffloadConfig:
         engine: ``io_uring`` (Linux, if built in), ``pread`` (a pool of threads), ``auto`` (the first of them that there
             is) or ``mmap`` (no cache of our own: the system's pages; for comparison. A file that is cut short while it
             is mapped ends the process).
-        policy: what leaves the cache: ``lru``, ``sieve`` (used since the hand passed stays) or ``static`` (nothing).
+        policy: what leaves the cache: ``lru`` (what was used longest ago), ``sieve`` (used since a hand passed stays),
+            ``s3-fifo`` (what is new must be used again soon), ``lfu`` (what was used least often of late; the default:
+            as good as ``lru`` in large caches, better in small ones), ``static`` (nothing) or ``none`` (everything:
+            each call reads what it wants). ``torch-pi2 replay`` compares them on what a model really wants.
         io_threads: of ``pread``; for ``io_uring`` reads that may be at the device together.
         direct: read past the page cache (``O_DIRECT``) where a trial read shows that this works.
         verify: check the CRC32C of every bundle read (not with ``mmap``, where the system reads).
@@ -45,9 +49,12 @@ class OffloadConfig:
             prompt is a call per 64); 0: as the policy says.
         in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
         run_bytes: neighbouring neurons are read together, up to this.
+        gap_bytes: of what lies between two neurons that are read, at most so many bytes in a row are read with them
+            rather than left out: what a device transfers in the time that one more read takes.
         hot_share: of the cache, the part for the most frequent neurons, which nothing evicts (with ``preload``). None:
-            half; 0.9 where the cache holds less than two tokens want: what remains would be evicted before it is wanted
-            again (LRU's cliff).
+            a quarter, with ``lru`` and ``sieve`` half; 0.9 where the cache holds little more than a token wants
+            (``lru``, ``sieve``: less than two tokens): what remains would be evicted before it is wanted again (LRU's
+            cliff).
         spin: threads that wait for reads keep their cores for some milliseconds before they sleep: faster where all
             cores compute, at the price of their power.
         preload: fill the cache with the most frequent neurons when the model is loaded.
@@ -60,7 +67,7 @@ class OffloadConfig:
     """
 
     engine: str = "auto"
-    policy: str = "lru"
+    policy: str = "lfu"
     io_threads: int = 64
     direct: bool = True
     verify: bool = True
@@ -68,6 +75,7 @@ class OffloadConfig:
     window: int = 0
     in_flight: int = 8
     run_bytes: int = 1 << 18
+    gap_bytes: int = 1 << 14
     hot_share: float | None = None
     preload: bool = True
     lookahead: bool = False
@@ -90,7 +98,7 @@ class OffloadConfig:
                 found=str(self.hot_share),
                 fix="It is a share of the cache.",
             )
-        for name, least in (("io_threads", 1), ("in_flight", 1), ("run_bytes", 512), ("window", 0)):
+        for name, least in (("io_threads", 1), ("in_flight", 1), ("run_bytes", 512), ("gap_bytes", 0), ("window", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(
                     f"OffloadConfig.{name}",
@@ -107,6 +115,10 @@ class OffloadConfig:
                     found="mmap, whose reads are the system's",
                     fix="Choose another engine, or measure mmap without a device.",
                 )
+
+
+#: By number, which is all that compiled code knows of a store.
+open_stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
 
 
 class Store:
@@ -126,11 +138,19 @@ class Store:
     ) -> None:
         load()
         self.path, self.config = Path(path), config or OffloadConfig()
-        share = self.config.hot_share
-        self.hot_share: float = share if share is not None else 0.9 if cache_bytes < 2 * token_bytes else 0.5
+        self.token_bytes, self.opened_bytes = token_bytes, cache_bytes
+        self.hot_share: float = self._hot_share(cache_bytes)
         self.device = None if self.config.device is None else find_device(self.config.device)
         self.number = self._open(cache_bytes)
+        open_stores[self.number] = self
         self._close = weakref.finalize(self, torch.ops.pi2.store_close, self.number)
+
+    def _hot_share(self, cache_bytes: int) -> float:
+        if self.config.hot_share is not None:
+            return self.config.hot_share
+        by_age = self.config.policy in ("lru", "sieve")
+        few_tokens, share = (2.0, 0.5) if by_age else (1.25, 0.25)
+        return 0.9 if cache_bytes < few_tokens * self.token_bytes else share
 
     def _open(self, cache_bytes: int) -> int:
         c = self.config
@@ -138,7 +158,7 @@ class Store:
             try:
                 number: int = torch.ops.pi2.store_open(
                     str(self.path), cache_bytes, engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline,
-                    c.window, c.in_flight, c.run_bytes, self.hot_share, c.spin,
+                    c.window, c.in_flight, c.run_bytes, c.gap_bytes, self.hot_share, c.spin,
                     self.device.numbers if self.device else (),
                 )  # fmt: skip
                 return number
@@ -181,6 +201,28 @@ class Store:
         if problem:
             raise self._damaged(problem)
 
+    def resize(self, cache_bytes: int) -> None:
+        """Give the cache another size, at most that with which the store was opened; between two calls of its layers.
+
+        What has no room any more leaves, as the policy says, and its memory goes back to the system. What is new is
+        empty: :meth:`preload` fills it. Results keep their bits.
+
+        Raises:
+            ConfigError: a size that it cannot have, or engine ``mmap``, which has no cache.
+        """
+        share = self._hot_share(cache_bytes)
+        problem = torch.ops.pi2.store_resize(self.number, cache_bytes, share)
+        if problem:
+            what, _, rest = problem.partition(": expected ")
+            expected, _, found = rest.partition(", found ")
+            raise ConfigError(
+                f"cache of {self.path}, {what}" if rest else f"cache of {self.path}",
+                expected=expected or "a store that this process has opened",
+                found=found or problem,
+                fix="Load the model with the largest budget that it is going to have.",
+            )
+        self.hot_share = share
+
     def close(self) -> None:
         """Give memory and threads back now; layers over this store raise from then on."""
         self._close()
@@ -219,6 +261,19 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     Raises:
         ConfigError: the model has no store.
     """
+    store, budget = store_and_budget(model)
+    found: dict[str, Any] = store.stats(reset=reset)
+    return found | {
+        "hit_rate": found["hits"] / found["wanted"] if found["wanted"] else 0.0,
+        "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
+        "budget": budget,
+        "store": store,
+        "simulated": store.device is not None,
+    }
+
+
+def store_and_budget(model: nn.Module) -> tuple[Store, Any]:
+    """Of a model that was loaded with a budget. Raises ConfigError: it has no store."""
     parts = getattr(model, "torch_pi2_store", None)
     if parts is None:
         raise ConfigError(
@@ -228,14 +283,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
             fix="Load a packed folder with torch_pi2.load(folder, budget=...).",
         )
     store, budget = parts
-    found: dict[str, Any] = store.stats(reset=reset)
-    return found | {
-        "hit_rate": found["hits"] / found["wanted"] if found["wanted"] else 0.0,
-        "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
-        "budget": budget,
-        "store": store,
-        "simulated": store.device is not None,
-    }
+    return store, budget
 
 
 def _reason(error: RuntimeError, path: Path) -> str:
@@ -256,14 +304,14 @@ def check_store_layer(store: Store, layer: int, site: FFNSite) -> None:
         )
 
 
-def unreadable(error: RuntimeError, store: Store, site: FFNSite) -> ArtifactError | None:
-    """What to raise for an operator's ``error`` on ``store``; None if it is not about reading."""
+def unreadable(error: RuntimeError, where: str) -> ArtifactError | None:
+    """What to raise for an operator's ``error`` on the store ``where``; None if it is not about reading."""
     first = str(error).splitlines()[0]
     reading = first.partition("reading the neuron store: ")[2]
     if not reading and "pi2: store: expected an open one" not in first:
         return None
     return ArtifactError(
-        f"{store.path}, read for {site.key}",
+        where,
         expected="the bundles that were packed, and an open store",
         found=reading or "a store that has been closed",
         fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
@@ -295,11 +343,11 @@ class InStore:
 
 
 class OffloadedFFN(InStore, SparseFFN):
-    """A quantised ``SparseFFN`` whose bundles are in a :class:`Store`, not in memory: the same bits.
+    """A ``SparseFFN`` whose bundles are in a :class:`Store`, not in memory: the same bits.
 
     ``bundles`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError. Reading that
-    fails raises ArtifactError (under ``torch.compile``, where no Python is in between, RuntimeError); the next call may
-    work.
+    fails raises ArtifactError; the next call may work. Under ``torch.compile`` that needs ``backend="torch_pi2"``: with
+    Inductor alone no Python of ours is in between, and the operator's RuntimeError is what arrives.
     """
 
     in_memory = False
@@ -313,7 +361,6 @@ class OffloadedFFN(InStore, SparseFFN):
         layer = cls.empty(site, layer_plan, kind, **settings)
         assert isinstance(layer, OffloadedFFN)
         layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
-        layer.has_tiles = False  # prompts go the way of decoding, in which bundles may come from anywhere
         check_store_layer(store, store_layer, site)
         return layer
 
@@ -354,7 +401,7 @@ class OffloadedFFN(InStore, SparseFFN):
         try:
             return self._call(x, predictor, kind, n_hot, threshold)
         except RuntimeError as error:
-            explained = unreadable(error, self.store, self.site)
+            explained = unreadable(error, f"{self.store.path}, read for {self.site.key}")
             if explained is None:
                 raise
             raise explained from error

@@ -52,24 +52,22 @@ def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
     if _stays(layer, x) or x.dtype not in _DTYPES or not layer.in_memory:
         return False
-    if layer.has_predictor:
-        return layer.expected_share > PREDICTED_SHARE
-    return not layer.int8_activations  # the operator has tiles for those
+    if layer.int8_activations and layer.has_tiles:  # the operator's
+        return False
+    return layer.expected_share > PREDICTED_SHARE if layer.has_predictor else not layer.int8_activations
 
 
 def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
-    """Whether ``x [..., H]`` is a prompt for the operator's tiles (int8 activations), which compute every gate and up.
+    """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8 activations: by tiles).
 
     Where a predictor leaves few neurons it is faster to follow it: 128 tokens, 4096 x 14336, int4, a tenth firing:
     43 ms by tiles, 26 and 8 for the predictor without. Tiles exist for AVX-512 VNNI so far.
     """
     if _stays(layer, x):
         return False
-    if not layer.in_memory:  # the rule of models in memory; the operator computes every neuron token by token then
-        return layer.expected_share > PREDICTED_SHARE
-    if not layer.int8_activations:
+    if layer.in_memory and not (layer.int8_activations and layer.has_tiles):
         return False
-    return layer.has_tiles and layer.expected_share > PREDICTED_SHARE
+    return layer.expected_share > PREDICTED_SHARE
 
 
 def has_tiles() -> bool:

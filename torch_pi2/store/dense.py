@@ -101,9 +101,16 @@ class _Reader:
         for start in range(0, site.intermediate, _CHUNK):
             stop = min(start + _CHUNK, site.intermediate)
             bundles = self._weights.read_bundles(site, (start, stop))
-            values_IH = torch.ops.pi2.dequantize(bundles[:, row], self._weights.kind, site.hidden, self._dtype)
+            values_IH = self._values(bundles[:, row], site.hidden)
             if role == "down":
                 out[:, order[start:stop]] = values_IH.T
             else:
                 out[order[start:stop]] = values_IH
         return out
+
+    def _values(self, rows: torch.Tensor, hidden: int) -> torch.Tensor:
+        kind = self._weights.weights
+        if kind == "float":
+            return self._weights.as_computed(rows.contiguous()).to(self._dtype)
+        values: torch.Tensor = torch.ops.pi2.dequantize(rows, kind, hidden, self._dtype)
+        return values

@@ -32,6 +32,7 @@ from torch_pi2.ops.rows import row_bytes
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.protocol import PredictorCard
 from torch_pi2.predict.signbit import SignBit
+from torch_pi2.store.weights import FLOAT_KINDS
 
 #: Share of a block's neurons that makes ``_ACTIVATIONS`` of its activations.
 _NEURONS, _ACTIVATIONS = 0.43, 0.80
@@ -155,11 +156,13 @@ class GateMaker:
 
     @staticmethod
     def _float(rows: torch.Tensor, columns: int, weights: str) -> torch.Tensor:
+        if weights in FLOAT_KINDS:
+            return rows.view(FLOAT_KINDS[weights]).float()
         values: torch.Tensor = torch.ops.pi2.dequantize(rows, weights, columns, torch.float32)
         return values
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Quantised gate rows of neurons ``[start, stop)``, to be asked for in order."""
+        """Gate rows of neurons ``[start, stop)`` as stored, uint8, to be asked for in order."""
         hidden, count = len(self.d), stop - start
         offset = self.beta[start:stop, None] * (self.d / hidden)
         if not self.rank:
@@ -171,7 +174,12 @@ class GateMaker:
             g.addmm_(u, self._v, alpha=math.sqrt(1 - RESIDUAL**2))
         g -= (g @ self.d)[:, None] * (self.d / hidden)
         g /= g.norm(dim=1, keepdim=True)
-        rows: torch.Tensor = torch.ops.pi2.quantize(g.add_(offset), self.weights)
+        g += offset
+        rows: torch.Tensor
+        if self.weights in FLOAT_KINDS:
+            rows = g.to(FLOAT_KINDS[self.weights]).view(torch.uint8)
+        else:
+            rows = torch.ops.pi2.quantize(g, self.weights)
         if self.kind is not None:
             gate = self._float(rows, hidden, self.weights)
             self._fires.append(self._x @ gate.T > 0)
@@ -223,12 +231,16 @@ class GateMaker:
 
 
 def random_rows(count: int, columns: int, weights: str, deviation: float, generator: torch.Generator) -> torch.Tensor:
-    """``count`` quantised rows of independent uniform numbers with mean nearly 0 and standard ``deviation``.
+    """``count`` rows as stored, uint8, of independent numbers with mean nearly 0 and standard ``deviation``.
 
-    Cheap: random bytes and one scale, its sign random by group. Without that, the mean of -8..7 (int4) or -128..127
-    (int8), half a step below zero, would be common to all rows: after a few layers a model is nothing but that. A row's
-    last group is padded with zeros, as :func:`torch.ops.pi2.quantize` does.
+    Floats are normal, quantised numbers uniform, which is cheap: random bytes and one scale, its sign random by group.
+    Without that, the mean of -8..7 (int4) or -128..127 (int8), half a step below zero, would be common to all rows:
+    after a few layers a model is nothing but that. A row's last group is padded with zeros, as
+    :func:`torch.ops.pi2.quantize` does.
     """
+    if weights in FLOAT_KINDS:
+        values_NK = torch.randn((count, columns), generator=generator) * deviation
+        return values_NK.to(FLOAT_KINDS[weights]).view(torch.uint8)
     groups = -(-columns // 32)
     total = row_bytes(weights, columns)
     values = total - 2 * groups

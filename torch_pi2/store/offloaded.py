@@ -19,7 +19,7 @@ from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN, Store
 from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.sparse import load_sparse
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
-from torch_pi2.store.weights import QuantizedWeights
+from torch_pi2.store.weights import FLOAT_KINDS, QuantizedWeights
 
 
 def load_offloaded(
@@ -30,6 +30,7 @@ def load_offloaded(
     total: int,
     config: OffloadConfig,
     context: int,
+    strict: bool = False,
     *,
     dtype: torch.dtype | None,
     trust_remote_code: bool,
@@ -54,10 +55,11 @@ def load_offloaded(
         "progress": progress,
     }
     with StoreReader(pi2 / STORE_FILE) as reader:
+        reader.check_activations(int8_activations)
         reader.check_plan(plan)
         hf = model_config(folder, trust_remote_code=trust_remote_code)
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
-        budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind)
+        budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind, strict=strict)
         index_of, entries = {key: i for i, key in enumerate(reader.keys)}, reader.entries
     store = Store(pi2 / STORE_FILE, budget.cache, config, token_bytes=budget.token)
 
@@ -68,11 +70,11 @@ def load_offloaded(
             index_of[layer.site.key],
             layer.site,
             layer,
-            weights.kind,
+            weights.weights,
             lowrank=tensors,
             threshold=threshold,
             int8_activations=int8_activations,
-            dtype=kind,
+            dtype=FLOAT_KINDS.get(weights.kind, kind),
         )
 
     def experts_over_store(parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:

@@ -1,4 +1,4 @@
-"""``torch_pi2.pack``: a quantised folder becomes a neuron store, in pieces, and goes on where it was killed."""
+"""``torch_pi2.pack``: a folder becomes a neuron store, in pieces, and goes on where it was killed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import torch
 
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
 from torch_pi2.runtime.files import atomic_write, resumable_folder
+from torch_pi2.store.bundled import bundle
 from torch_pi2.store.crc32c import crc32c
+from torch_pi2.store.parts import PartFiles, Parts, check_predictors
 from torch_pi2.store.quantize import check_separate, copy_small_files, quantize
 from torch_pi2.store.storefile import (
     PADDING,
@@ -34,7 +35,9 @@ from torch_pi2.store.storefile import (
     block_checks,
     check_bytes,
     hot_neurons,
+    metadata_check,
     open_weights,
+    part_of,
     tensor_check,
     weights_path,
 )
@@ -50,8 +53,11 @@ from torch_pi2.store.superblock import (
     superblock_bytes,
 )
 from torch_pi2.store.tensorfile import Spec, TensorWriter, in_file_order
-from torch_pi2.store.weights import KINDS, QuantizedWeights
+from torch_pi2.store.weights import FLOAT_KINDS, KINDS, QuantizedWeights, stored_row_bytes
 
+#: What the model has: nothing is rounded.
+FLOAT = "float"
+WEIGHTS = (*KINDS, FLOAT, *FLOAT_KINDS)
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
 #: Of a slot of clusters, at most: from here on devices read at full speed.
@@ -59,8 +65,6 @@ _CLUSTER_BYTES = 1 << 18
 _PROGRESS, _PARTIAL = "progress.json", f".{STORE_FILE}.partial"
 #: Stands in the header until all is written.
 _NO_CHECK = "0" * 8
-#: What a folder ``pi2/`` has beside the weights.
-_BESIDE = ("plan.json", "plan.safetensors", "predictors.safetensors", "stats.safetensors")
 
 
 @dataclass
@@ -95,17 +99,20 @@ def pack(
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> PackReport:
-    """Write the neuron store ``pi2/model.pi2`` of a quantised folder, and everything else of it, to ``folder_out``.
+    """Write the neuron store ``pi2/model.pi2`` of a folder, and everything else of it, to ``folder_out``.
 
-    The bytes of neurons and linear layers are not changed: a packed model computes what the folder computes. Some ten
-    MB of memory are used whatever the size. ``folder_out`` appears when all is there. A process that is killed or
-    interrupted leaves ``.NAME.partial`` beside it, with which the same call goes on, if the source is the same file (by
-    size, time and hash) and the settings are the same; otherwise it starts anew. After an error nothing is left.
+    No number is changed, unless ``weights`` says so: a packed model computes what the folder computes. Some ten MB of
+    memory are used whatever the size; for float checkpoints a layer at most, and not over half a GB. ``folder_out``
+    appears when all is there. A process that is killed or interrupted leaves ``.NAME.partial`` beside it, with which
+    the same call goes on, if the source is the same file (by size, time and hash) and the settings are the same;
+    otherwise it starts anew. After an error nothing is left.
 
     Args:
         folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint.
-        weights: ``int4`` or ``int8``, to quantise a float checkpoint first (lossy), into ``.NAME.quantized`` beside
-            ``folder_out`` for the time being. Quantised folders: None, or what they are.
+        weights: of the neurons of a float checkpoint: ``float`` (default; the model's own dtype), or ``float32``,
+            ``bfloat16`` or ``float16``, rounded to where they are something else; everything else stays as it is.
+            ``int4`` or ``int8``: quantised, and other linear layers as well (lossy). Bundles are made in
+            ``.NAME.bundles`` beside ``folder_out`` for the time being. Folders of bundles: None, or what they are.
         slot_align: bytes from one neuron to the next are a multiple of it, a power of two from 512 to 65536 (default:
             4096, the page that a device reads; 512 for neurons below that).
         cluster: neurons that are read and kept together, a power of two up to 64. Default: 1 if there is a predictor
@@ -125,15 +132,15 @@ def pack(
     if weights_path(source / PI2_FOLDER) is not None:
         report = _pack(source, folder, weights, slot_align, cluster, progress)
     else:
-        with _quantized(source, folder, weights, trust_remote_code, progress) as made:
-            report = _pack(made, folder, weights, slot_align, cluster, progress)
+        with _bundled(source, folder, weights or FLOAT, trust_remote_code, progress) as made:
+            report = _pack(made, folder, None, slot_align, cluster, progress)
     report.seconds = time.perf_counter() - start
     return report
 
 
 def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> None:
-    if weights not in (None, *KINDS):
-        raise ConfigError("pack(weights=...)", expected=" or ".join(KINDS), found=repr(weights), fix="Choose one.")
+    if weights not in (None, *WEIGHTS):
+        raise ConfigError("pack(weights=...)", expected=" or ".join(WEIGHTS), found=repr(weights), fix="Choose one.")
     if slot_align is not None and (slot_align & (slot_align - 1) or not SECTOR <= slot_align <= 65536):
         raise ConfigError(
             "pack(slot_align=...)",
@@ -151,24 +158,16 @@ def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> 
 
 
 @contextmanager
-def _quantized(
-    source: Path, folder: Path, weights: str | None, trust_remote_code: bool, progress: bool
-) -> Iterator[Path]:
-    """A quantised folder made of the float checkpoint ``source``, for a time; one that a kill left is used again."""
-    if weights is None:
-        raise ConfigError(
-            f"pack({source})",
-            expected="weights='int4' or 'int8', as there are no quantised weights in this folder",
-            found="neither",
-            fix="Pass weights=... (torch-pi2 pack --weights int4), or quantise it first.",
-        )
-    made = folder.with_name(f".{folder.name}.quantized")
+def _bundled(source: Path, folder: Path, weights: str, trust_remote_code: bool, progress: bool) -> Iterator[Path]:
+    """A folder of bundles made of the float checkpoint ``source``, for a time; one that a kill left is used again."""
+    made = folder.with_name(f".{folder.name}.bundles")
+    make = quantize if weights in KINDS else bundle
     files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(source.glob("*.safetensors"))]
     about, marker = json.dumps([weights, str(source), files]), made / PI2_FOLDER / "source.json"
     try:
         if not marker.is_file() or marker.read_text() != about:
             shutil.rmtree(made, ignore_errors=True)
-            quantize(source, made, weights, trust_remote_code=trust_remote_code, progress=progress)
+            make(source, made, weights, trust_remote_code=trust_remote_code, progress=progress)
             atomic_write(marker, about)
         yield made
     except Exception:
@@ -180,9 +179,12 @@ def _quantized(
 def _pack(
     source: Path, folder: Path, weights: str | None, slot_align: int | None, cluster: int | None, progress: bool
 ) -> PackReport:
-    plan = Plan.load(source / PI2_FOLDER)
-    with open_weights(source / PI2_FOLDER) as reader:
-        if weights not in (None, reader.kind):
+    pi2 = source / PI2_FOLDER
+    with Parts(pi2) as parts:
+        plan, inside = parts.plan(), parts.inside
+        _check_parts(parts, plan, source)
+    with open_weights(pi2) as reader, PartFiles(pi2, () if inside else None) as beside:
+        if weights not in (None, reader.kind, reader.weights):
             raise ConfigError(
                 f"pack({source}, weights=...)",
                 expected=f"{reader.kind}, as the weights are",
@@ -190,16 +192,13 @@ def _pack(
                 fix="Leave it out, or pack the float checkpoint.",
             )
         reader.check_plan(plan)
-        layout = _Layout(reader, plan, slot_align, cluster)
+        layout = _Layout(reader, beside, plan, slot_align, cluster, _provenance(source, reader))
         with resumable_folder(folder) as staging:
             for path in staging.iterdir():
                 if path.name not in (_PROGRESS, _PARTIAL):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             (staging / PI2_FOLDER).mkdir()
             copy_small_files(source, staging)
-            for name in _BESIDE:
-                if (source / PI2_FOLDER / name).exists():
-                    shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
             report = _write(layout, staging, progress)
             with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
                 report.file_bytes, report.regions = made.file_bytes, made.regions()
@@ -207,23 +206,59 @@ def _pack(
     return report
 
 
+def _check_parts(parts: Parts, plan: Plan, source: Path) -> None:
+    """Raises ArtifactError or StaleArtifactError for predictors or statistics that do not belong to ``plan``."""
+    check_predictors(plan, parts.each_predictor(plan.model_hash), source)
+    parts.check_stats(plan.model_hash)
+
+
+def _provenance(source: Path, reader: QuantizedWeights) -> str:
+    """Where a store comes from, as JSON: nothing that would differ from one packing to the next."""
+    import torch_pi2
+
+    origin: dict[str, Any] = {}
+    if isinstance(reader, StoreReader):
+        origin |= reader.provenance().get("model", {})
+    config = source / "config.json"
+    if not origin and config.is_file():
+        text = config.read_bytes()
+        origin["config_sha256"] = hashlib.sha256(text).hexdigest()
+        with suppress(ValueError, AttributeError):
+            about = json.loads(text)
+            origin |= {name: about[name] for name in ("model_type", "architectures") if name in about}
+    about_us = {"torch_pi2": torch_pi2.__version__, "from": reader.file_format}
+    return json.dumps(about_us | {"weights": reader.kind, "model": origin})
+
+
 class _Layout:
     """What the store of a folder has in it, in which order, and where.
 
     Attributes:
-        reader, plan: of the folder. specs, metadata: of the store. others: its tensors that are copied as they are.
+        reader, beside, plan: of the folder. specs, metadata: of the store. others: its tensors that are copied as they
+            are: plan, predictors and statistics, then weights.
     """
 
-    def __init__(self, reader: QuantizedWeights, plan: Plan, slot_align: int | None, cluster: int | None) -> None:
-        import torch_pi2
-
-        self.reader, self.plan = reader, plan
+    def __init__(
+        self,
+        reader: QuantizedWeights,
+        beside: PartFiles,
+        plan: Plan,
+        slot_align: int | None,
+        cluster: int | None,
+        provenance: str,
+    ) -> None:
+        self.reader, self.beside, self.plan = reader, beside, plan
         for layer in plan.layers:
             reader.read_bundles(layer.site, (0, 0))  # refuses what is not there
         keys = [layer.site.key for layer in plan.layers]
         ours = {f"{key}.{what}" for key in keys for what in ("bundles", "checks")} | {SUPERBLOCK}
-        others = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
-        self.others = in_file_order(others)
+        weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
+        parts = dict(beside.specs)
+        if not parts:  # the reader has them
+            parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
+        others = parts | weights
+        groups = in_file_order(parts), in_file_order(weights)
+        self.others = [*groups[0], *groups[1]]
         self.specs: dict[str, Spec] = {}
         self._end = self._paddings = 0
         self._add(SUPERBLOCK, Spec((superblock_bytes(len(keys)),), torch.uint8))
@@ -236,10 +271,11 @@ class _Layout:
             self._add(f"{layer.site.key}.bundles", slots)
         for layer in plan.layers:
             self._add(f"{layer.site.key}.checks", Spec((4 * layer.site.intermediate,), torch.uint8))
-        if others:
-            self._to_page()
-        for name in self.others:
-            self._add(name, others[name])
+        for group in groups:
+            if group:
+                self._to_page()
+            for name in group:
+                self._add(name, others[name])
         self.metadata = reader.metadata | {
             "pi2_format": STORE_FORMAT,
             "pi2_version": STORE_VERSION,
@@ -247,11 +283,12 @@ class _Layout:
             "layers": json.dumps(keys),
             "orders_hash": plan.orders_hash,
             "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
-            "provenance": json.dumps({"torch_pi2": torch_pi2.__version__, "from": reader.file_format}),
+            "provenance": provenance,
         }
+        self.metadata["metadata_check"] = metadata_check(self.metadata)
 
     def _row_bytes(self, layer: LayerPlan) -> int:
-        return row_bytes(self.reader.kind, layer.site.hidden)
+        return stored_row_bytes(self.reader.kind, layer.site.hidden)
 
     def _add(self, name: str, spec: Spec) -> None:
         self.specs[name] = spec
@@ -323,11 +360,12 @@ class _Writer(TensorWriter):
         super().__init__(path, specs, metadata, progress=progress, order=list(specs))
         self._temporary, self.written = partial, 0
 
-    def identity(self, superblock: bytes, source: Path) -> str:
-        """Of everything that decides the bytes: layout and settings, and the source file by size and time."""
-        about = source.stat()
+    def identity(self, superblock: bytes, sources: Sequence[Path]) -> str:
+        """Of everything that decides the bytes: layout and settings, and the source files by size and time."""
         digest = hashlib.sha256(self._header + superblock)
-        digest.update(json.dumps([str(source), about.st_size, about.st_mtime_ns]).encode())
+        for source in sources:
+            about = source.stat()
+            digest.update(json.dumps([str(source), about.st_size, about.st_mtime_ns]).encode())
         return digest.hexdigest()
 
     def check_space(self) -> None:
@@ -384,7 +422,7 @@ def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
     store, partial = staging / PI2_FOLDER / STORE_FILE, staging / _PARTIAL
     writer = _Writer(store, partial, layout.specs, layout.metadata, progress=progress)
     superblock = layout.superblock(writer)
-    identity = writer.identity(superblock, reader.path)
+    identity = writer.identity(superblock, [reader.path, *layout.beside.paths])
     done, checks = _progress(staging, identity, writer.file_bytes)
     if not done:
         for path in (staging / _PROGRESS, partial):  # in this order: what is recorded must be there
@@ -405,7 +443,7 @@ def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
             if isinstance(item, LayerPlan):
                 _write_layer(item, reader, out, layout.cluster)
             else:
-                checks[item] = _write_other(item, reader, out)
+                checks[item] = _write_other(item, layout.beside if item in layout.beside.specs else reader, out)
             if out.written - recorded >= _RECORD:
                 out.sync()
                 _record(staging, identity, index + 1, checks)
@@ -453,7 +491,7 @@ def _write_layer(layer: LayerPlan, reader: QuantizedWeights, out: _Writer, clust
     out.write(f"{key}.checks", check_bytes(torch.cat(checks)))
 
 
-def _write_other(name: str, reader: QuantizedWeights, out: _Writer) -> str:
+def _write_other(name: str, reader: QuantizedWeights | PartFiles, out: _Writer) -> str:
     """Copy a tensor; its checksum."""
     size, blocks = reader.specs[name].nbytes, []
     for start in range(0, size, PIECE):

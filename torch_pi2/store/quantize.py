@@ -6,7 +6,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,19 +86,42 @@ def quantize(
         ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError, UnsupportedModelError,
         NoFFNFoundError, CalibrationError: on any of them nothing is left half-written.
     """
-    load_library()
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(source, folder, weights, quantization)
+
+    def make(model: nn.Module, checkpoint: Checkpoint, plan: Plan, linears: dict[str, int]) -> Quantizer:
+        return Quantizer(model, checkpoint, plan, linears, weights)
+
+    return convert(source, folder, make, trust_remote_code=trust_remote_code, progress=progress)
+
+
+def convert(
+    source: Path,
+    folder: Path,
+    make: MakeWriter,
+    *,
+    with_linears: bool = True,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> QuantizeReport:
+    """Write ``folder``, with what ``make`` writes in the place of the weights of the float checkpoint ``source``.
+
+    Args:
+        with_linears: whether other linear layers than those of feed-forward layers are to be found.
+
+    Raises: as :func:`quantize`.
+    """
+    load_library()
     check_replaceable(folder)
     start = time.perf_counter()
     read_config(source)  # raises if there is none
-    plan, linears = _layers_of(source, trust_remote_code)
+    plan, linears = _layers_of(source, trust_remote_code, with_linears=with_linears)
     with replacing_folder(folder) as staging:
         (staging / PI2_FOLDER).mkdir()
         copy_small_files(source, staging)
         model = skeleton(source, trust_remote_code=trust_remote_code)
         with Checkpoint(source) as checkpoint:
-            writer = _Quantizer(model, checkpoint, plan, linears, weights)
+            writer = make(model, checkpoint, plan, linears)
             report, found_hash = writer.write(staging / PI2_FOLDER, progress)
             report.bytes_in = checkpoint.nbytes
         replace(plan, model_hash=found_hash).save(staging / PI2_FOLDER)
@@ -145,13 +168,15 @@ def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
     check_separate("quantize", source, folder)
 
 
-def _layers_of(source: Path, trust_remote_code: bool) -> tuple[Plan, dict[str, int]]:
+def _layers_of(source: Path, trust_remote_code: bool, *, with_linears: bool) -> tuple[Plan, dict[str, int]]:
     """The plan of a checkpoint, and name -> inputs of the linears to quantise: from the structure of its model."""
     with torch.device("meta"):
         model = skeleton(source, trust_remote_code=trust_remote_code)
     check_known_experts(f"quantize({source})", model)
     plan = Plan.load(source / PI2_FOLDER) if (source / PI2_FOLDER / "plan.json").exists() else _new_plan(model)
     check_names(model, plan)
+    if not with_linears:
+        return plan, {}
     linears, _ = find_linears(model, [layer.site for layer in plan.layers], on_meta=True)
     return plan, {name: linear.in_features for name, linear in linears.items()}
 
@@ -165,12 +190,12 @@ def _new_plan(model: nn.Module) -> Plan:
     return Plan(layers, _NO_HASH, {"planner": "none"})
 
 
-class _Quantizer:
+class Quantizer:
     """Writes the weights file of one model.
 
     Args:
         model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``_NO_HASH``.
-        linears: name -> inputs of the linears to quantise beside the plan's layers.
+        linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
     """
 
     def __init__(
@@ -219,7 +244,7 @@ class _Quantizer:
 
     def _check_expert(self, site: FFNSite) -> None:
         """As :meth:`_check_site`."""
-        for role, ref in _refs(site):
+        for role, ref in refs_of(site):
             found = ExpertMatrix(self._checkpoint, site, ref, role)
             if not found.fits:
                 raise ArtifactError(
@@ -270,7 +295,7 @@ class _Quantizer:
             for name, parameter in empty.items():
                 put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # the system gives what is written to
             for layer in group[:TRIED_EXPERTS]:
-                for role, ref in _refs(layer.site):
+                for role, ref in refs_of(layer.site):
                     found = ExpertMatrix(self._checkpoint, layer.site, ref, role)
                     found.read_into(matrix := torch.empty(found.shape, dtype=dtype))
                     ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)
@@ -353,7 +378,7 @@ class _Quantizer:
         specs = bundle_specs(site, self._kind)
         bundles = self._scratch(specs[f"{site.key}.bundles"])
         error = _Error()
-        refs = _refs(site)
+        refs = refs_of(site)
         step = max(1, _CHUNK // (4 * site.hidden))
         for row, (role, ref) in enumerate(refs):
             matrix = self._matrix(site, ref, role)
@@ -364,12 +389,17 @@ class _Quantizer:
                 bundles[start : start + step, row] = self._rows(part, ref.weight, error)
             del matrix, by_neuron
         out.write(f"{site.key}.bundles", bundles)
-        for role, ref in refs:
+        self._write_biases(layer, out, digest)
+        return error.relative
+
+    def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
+        site, order = layer.site, layer.order.long()
+        for role, ref in refs_of(site):
             if ref.bias is not None:
                 bias = self._checkpoint.read(self._stored(ref.bias), ref.rows)
                 _update(digest, bias)
-                out.write(f"{site.key}.bias_{role}", (bias if role == "down" else bias[order]).float())
-        return error.relative
+                name = f"{site.key}.bias_{role}"
+                out.write(name, (bias if role == "down" else bias[order]).to(out.specs[name].dtype))
 
     def _matrix(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
         if ref.expert is not None:
@@ -393,9 +423,14 @@ class _Quantizer:
         return held[:size].view(spec.shape)
 
 
-def _refs(site: FFNSite) -> list[tuple[str, LinearRef]]:
+def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
+    """The site's matrices, in the order of a bundle's rows."""
     gate = [] if site.gate is None else [("gate", site.gate)]
     return [*gate, ("up", site.up), ("down", site.down)]
+
+
+#: Skeleton, checkpoint, plan and linears to quantise -> what writes the weights.
+MakeWriter = Callable[[nn.Module, Checkpoint, Plan, dict[str, int]], Quantizer]
 
 
 class _Error:

@@ -23,7 +23,7 @@ from torch_pi2.store.place import check_names, place, place_experts, way_taken
 from torch_pi2.store.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.store.storefile import open_weights
 from torch_pi2.store.tensorfile import Spec, TensorWriter, new_tensor
-from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
+from torch_pi2.store.weights import FLOAT_KINDS, WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
@@ -100,7 +100,7 @@ def load_sparse(
     make_layer: MakeLayer | None = None,
     make_experts: MakeExperts | None = None,
 ) -> nn.Module:
-    """The quantised model of ``folder``, all of its weights in place; see :func:`torch_pi2.load`.
+    """The model of ``folder``, quantised or in a store, with all of its weights in place; see :func:`torch_pi2.load`.
 
     Args:
         make_layer, make_experts: for layers whose bundles stay in the file (default: they are read); experts are given
@@ -108,6 +108,7 @@ def load_sparse(
     """
     load_library()
     with open_weights(pi2) as weights:
+        weights.check_activations(int8_activations)
         weights.check_plan(plan)
         model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
         check_known_experts(str(folder), model)
@@ -176,11 +177,11 @@ def _empty_layer(
     return SparseFFN.empty(
         layer.site,
         layer,
-        kind=weights.kind,
+        kind=weights.weights,
         lowrank=tensors,
         threshold=threshold,
         int8_activations=int8_activations,
-        dtype=dtype,
+        dtype=FLOAT_KINDS.get(weights.kind, dtype),
     )
 
 
@@ -190,11 +191,11 @@ def _read_layer(ffn: SparseFFN, weights: QuantizedWeights) -> None:
         if name != f"{ffn.site.key}.bundles":
             put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
         elif ffn.in_memory:
-            put(ffn, ["bundles"], weights.read_bundles(ffn.site))
+            put(ffn, ["bundles"], weights.as_computed(weights.read_bundles(ffn.site)))
 
 
 def _read_experts(experts: SparseExperts, weights: QuantizedWeights) -> None:
-    bundles = new_tensor(experts.bundles.shape, torch.uint8)
+    bundles = new_tensor(experts.bundles.shape, experts.bundles.dtype)
     for expert, site in enumerate(experts.sites):
-        bundles[expert] = weights.read_bundles(site)
+        bundles[expert] = weights.as_computed(weights.read_bundles(site))
     put(experts, ["bundles"], bundles)

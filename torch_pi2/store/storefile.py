@@ -1,4 +1,4 @@
-"""``pi2/model.pi2``, the neuron store: the weights of a quantised model with every neuron in a slot of its own.
+"""``pi2/model.pi2``, the neuron store: the weights of a model with every neuron in a slot of its own.
 
 A safetensors file like ``weights.safetensors`` and in its place: the same metadata and tensors, but bundles lie in
 slots that a device reads whole, with a checksum each, and a superblock says where (docs/FORMATS.md). This is the
@@ -10,26 +10,31 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.graph.sites import FFNSite
-from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.store.crc32c import crc32c
 from torch_pi2.store.superblock import PAGE, SECTOR, WEIGHT_CODES, LayerEntry, Superblock, hash_bytes
 from torch_pi2.store.tensorfile import Spec, new_tensor
-from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
+from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, stored_row_bytes
 
 STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"
-STORE_VERSION = "1"
+#: 1: plan, predictors and statistics are files beside it; 2: they are inside, see ``PARTS``.
+STORE_VERSIONS = ("1", "2")
+STORE_VERSION = STORE_VERSIONS[-1]
 SUPERBLOCK = "pi2.superblock"
 PADDING = re.compile(r"pi2\.padding\.\d+")
+#: What belongs to the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is always there.
+PARTS = ("plan", "predictors", "stats")
+_PART = re.compile(rf"pi2\.({'|'.join(PARTS)})(?:\.|$)")
 
 #: Bytes of a tensor that get a checksum together; see ``tensor_check``.
 BLOCK = 4096
@@ -51,6 +56,22 @@ def open_weights(pi2: Path) -> QuantizedWeights:
 def hot_neurons(layer: LayerPlan) -> int:
     """What the superblock says of a layer: all of them where it is computed densely, as ``SparseFFN`` does."""
     return layer.site.intermediate if layer.method == "dense" else layer.n_hot
+
+
+def part_of(name: str) -> str | None:
+    """Which of ``PARTS`` the tensor ``name`` belongs to; None: a weight, or something of the format."""
+    match = _PART.match(name)
+    return None if match is None else match.group(1)
+
+
+def metadata_check(metadata: Mapping[str, str]) -> str:
+    """The checksum of a store's metadata, 8 hexadecimal digits: CRC32C of ``NAME NUL VALUE NUL`` in order of names.
+
+    All but ``checks``, whose every digit is compared with something, and this checksum itself.
+    """
+    pairs = sorted((name, value) for name, value in metadata.items() if name not in ("checks", "metadata_check"))
+    text = "".join(f"{name}\0{value}\0" for name, value in pairs).encode(errors="surrogatepass")
+    return f"{int(crc32c(torch.frombuffer(bytearray(text), dtype=torch.uint8)[None])[0]):08x}"
 
 
 def check_bytes(checksums: torch.Tensor) -> torch.Tensor:
@@ -89,7 +110,7 @@ class StoreReader(QuantizedWeights):
         ArtifactError: missing, damaged, of another format or version, or its parts do not agree.
     """
 
-    file_format, file_version = STORE_FORMAT, STORE_VERSION
+    file_format, file_versions = STORE_FORMAT, STORE_VERSIONS
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -98,6 +119,8 @@ class StoreReader(QuantizedWeights):
             self.entries = self._superblock().layers
             for key, entry in zip(self.keys, self.entries, strict=True):
                 self._check_entry(key, entry)
+            if self.has_parts:
+                self._check_parts()
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             self.close()
             self._damaged(f"{type(error).__name__}: {error}")
@@ -142,7 +165,7 @@ class StoreReader(QuantizedWeights):
             "rows": entry.rows in (2, 3),
             "neurons": entry.neurons >= 1 and entry.hidden >= 1,
             "weights": entry.weights == WEIGHT_CODES[self.kind],
-            "row_bytes": entry.row_bytes == row_bytes(self.kind, entry.hidden),
+            "row_bytes": entry.row_bytes == stored_row_bytes(self.kind, entry.hidden),
             "slot_bytes": entry.slot_bytes >= entry.cluster * entry.bundle_bytes and entry.slot_bytes % SECTOR == 0,
             "n_hot": entry.n_hot <= entry.neurons,
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,
@@ -153,6 +176,45 @@ class StoreReader(QuantizedWeights):
         wrong = [name for name, good in wanted.items() if not good]
         if wrong:
             raise ValueError(f"{', '.join(wrong)} of {key}: {entry}")
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether plan, predictors and statistics are inside, not in files beside it."""
+        return self.metadata["pi2_version"] != "1"
+
+    def _check_parts(self) -> None:
+        """Raises ValueError for a part without its text or another tensor of ours, and for damaged metadata."""
+        for name in self.checks:
+            part = part_of(name)
+            if part is None and name.startswith("pi2."):
+                raise ValueError(f"a tensor {name}")
+            if part is not None and f"pi2.{part}" not in self.checks:
+                raise ValueError(f"{name} without pi2.{part}")
+        for name in ("pi2.plan", *(f"pi2.{part}" for part in PARTS if f"pi2.{part}" in self.specs)):
+            if self.specs[name].dtype != torch.uint8 or len(self.specs[name].shape) != 1:
+                raise ValueError(f"{name} is {self.specs[name]}")
+        found = metadata_check(self.metadata)
+        if found != self.metadata["metadata_check"]:
+            raise ValueError(f"metadata has checksum {found}, not {self.metadata['metadata_check']}")
+
+    def provenance(self) -> dict[str, Any]:
+        """Where the store comes from; nothing if it does not say."""
+        try:
+            return dict(json.loads(self.metadata["provenance"]))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            return {}
+
+    def text(self, part: str) -> str:
+        """The text of one of ``PARTS`` that is there, compared with its checksum. Raises ArtifactError."""
+        try:
+            return self.read(f"pi2.{part}").numpy().tobytes().decode()
+        except UnicodeDecodeError as error:
+            self._damaged(f"pi2.{part}: {error}")
+
+    def part(self, part: str) -> dict[str, torch.Tensor]:
+        """The tensors of one of ``PARTS``, without ``pi2.PART.`` before their names. Raises ArtifactError."""
+        prefix = f"pi2.{part}."
+        return {name.removeprefix(prefix): self.read(name) for name in self.specs if name.startswith(prefix)}
 
     def check_plan(self, plan: Plan) -> None:
         super().check_plan(plan)
@@ -272,6 +334,10 @@ class StoreReader(QuantizedWeights):
         found["checks"] = sum(4 * entry.neurons for entry in self.entries)
         rows = {f"{name}.weight" for name in self.linears}
         found["linears"] = sum(self.specs[name].nbytes for name in self.checks if name in rows)
-        found["floats"] = sum(self.specs[name].nbytes for name in self.checks if name not in rows)
+        parts = {name: part_of(name) if self.has_parts else None for name in self.checks}
+        floats = (name for name, part in parts.items() if part is None and name not in rows)
+        found["floats"] = sum(self.specs[name].nbytes for name in floats)
+        for part in PARTS:
+            found[part] = sum(self.specs[name].nbytes for name, of in parts.items() if of == part)
         found["padding"] = self.file_bytes - sum(found.values())
         return found

@@ -23,7 +23,7 @@ _PART = 128
 _HEADER = struct.Struct("<8sIIQQII32s")
 _ENTRY = struct.Struct("<QQIIIIIIIII")
 #: ``pi2::DType`` of the core.
-WEIGHT_CODES = {"int4": 4, "int8": 5}
+WEIGHT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 4, "int8": 5}
 
 
 @dataclass(frozen=True)

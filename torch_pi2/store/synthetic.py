@@ -1,4 +1,4 @@
-"""``torch_pi2.synthetic``: a quantised checkpoint of a real model's sizes with random weights, straight to disk.
+"""``torch_pi2.synthetic``: a checkpoint of a real model's sizes with random weights, straight to disk.
 
 For speed, never for quality. The feed-forward neurons fire as often as the papers measure
 (:mod:`torch_pi2.store.firing`): every embedding row is a fixed direction d of +-1 plus as much noise, the blocks add
@@ -23,14 +23,13 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.graph.experts import ExpertsForm, expert_sites
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.predict.size import FittedPredictors, save_predictors
 from torch_pi2.runtime.files import replacing_folder
 from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
 from torch_pi2.store.shapes import CLASSES, build_config
 from torch_pi2.store.tensorfile import Spec, TensorWriter
-from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, metadata
+from torch_pi2.store.weights import FLOAT_KINDS, KINDS, WEIGHTS_FILE, bundle_specs, metadata, stored_row_bytes
 
 #: What a block adds, relative to the noise of the embedding: 64 blocks change the stream by 16 %.
 _BLOCK = 0.02
@@ -52,23 +51,27 @@ def synthetic(
     hot_frequency: float | None = None,
     layers: int | None = None,
     locality: float = LOCALITY,
+    distinct_layers: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write a synthetic quantised model to ``folder``; returns what it is (also in its config.json).
+    """Write a synthetic model to ``folder``; returns what it is (also in its config.json).
 
-    Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16, everything else quantised.
+    Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16, everything else quantised; or
+    all is float.
     ``hidden_act`` "relu" gives ReGLU layers, a standard value of transformers' configurations.
 
     Args:
         shape: a name in ``torch_pi2.store.shapes.SHAPES``, or configuration values with ``model_type`` llama, mistral,
             qwen2, mixtral, qwen3_moe or olmoe. Routers of experts choose all of them about equally often.
         active: mean share of neurons that fire for a token, in every layer.
-        weights: ``int4`` or ``int8``.
+        weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, for nothing quantised.
         predictor: ``lowrank`` (of ``rank``, in ``predictor_weights``), ``signbit``, or None for the exact gate.
         hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
         layers: another number of layers than the shape's.
         locality: part of the noise that tokens of one topic share (:mod:`torch_pi2.store.firing`); 0: none.
+        distinct_layers: feed-forward weights are made for so many layers, and those after them have copies, each with
+            its own place in the file: the size and the reads of the whole model in less time.
 
     Raises:
         ConfigError: a setting makes no sense. ArtifactError: the folder cannot be written, or holds other files.
@@ -89,8 +92,13 @@ def synthetic(
         "residual": RESIDUAL,
         "locality": locality,
         "seed": seed,
-    }
+    } | ({} if distinct_layers is None else {"distinct_layers": distinct_layers})
+    if distinct_layers is not None and distinct_layers < 1:
+        raise ConfigError(
+            "synthetic(distinct_layers=...)", expected="at least 1", found=repr(distinct_layers), fix="Correct it."
+        )
     more = {"hidden_act": hidden_act} | ({} if layers is None else {"num_hidden_layers": layers})
+    more |= {"dtype": weights} if weights in FLOAT_KINDS else {}
     config = build_config(shape, **more, torch_pi2_synthetic=label)
     folder = Path(folder).resolve()
     check_replaceable(folder)
@@ -111,7 +119,7 @@ def _check(
 ) -> None:
     checks = (
         ("active", active, 0 < active <= 0.9, "more than 0, at most 0.9"),
-        ("weights", weights, weights in KINDS, " or ".join(KINDS)),
+        ("weights", weights, weights in (*KINDS, *FLOAT_KINDS), " or ".join((*KINDS, *FLOAT_KINDS))),
         ("hidden_act", hidden_act, hidden_act == "relu", "relu (ReGLU, which has exact zeros)"),
         ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
         ("rank", rank, rank >= 1, "at least 1"),
@@ -139,6 +147,7 @@ class _Writer:
     def __init__(self, config: Any, label: dict[str, Any], progress: bool) -> None:
         self.config, self.label, self.progress = config, label, progress
         self.kind = str(label["weights"])
+        self.dtype = FLOAT_KINDS.get(self.kind, torch.bfloat16)  # of what is not quantised
         self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or self.hidden // self.heads
@@ -169,7 +178,7 @@ class _Writer:
         return sites
 
     def linears(self) -> dict[str, tuple[int, int, float]]:
-        """Name -> rows, columns and deviation of the weights of every quantised linear."""
+        """Name -> rows, columns and deviation of the weights of every linear that is quantised if anything is."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         unit = 1 / math.sqrt(self.hidden)
         found: dict[str, tuple[int, int, float]] = {}
@@ -202,32 +211,39 @@ class _Writer:
         sites, linears, floats = self.sites(), self.linears(), self.floats()
         text = json.dumps([self.label, self.config.to_dict()], sort_keys=True, default=str)
         model_hash = hashlib.sha256(f"torch_pi2.synthetic {text}".encode()).hexdigest()
-        specs = {name: Spec(shape, torch.bfloat16) for name, shape in floats.items()}
+        specs = {name: Spec(shape, self.dtype) for name, shape in floats.items()}
+        in_floats = self.kind in FLOAT_KINDS
         for name, (rows, columns, _) in linears.items():
-            specs[f"{name}.weight"] = Spec((rows, row_bytes(self.kind, columns)), torch.uint8)
+            quantised = Spec((rows, stored_row_bytes(self.kind, columns)), torch.uint8)
+            specs[f"{name}.weight"] = Spec((rows, columns), self.dtype) if in_floats else quantised
         for site in sites:
             specs |= bundle_specs(site, self.kind)
         about = metadata(
             self.kind,
             model_hash,
-            {name: columns for name, (_, columns, _) in linears.items()},
+            {} if in_floats else {name: columns for name, (_, columns, _) in linears.items()},
             {site.key: "owner" for site in sites},
         ) | {"synthetic": json.dumps(self.label)}
         predictors = FittedPredictors()
         with TensorWriter(folder / WEIGHTS_FILE, specs, about, progress=self.progress) as out:
             for name, shape in floats.items():
                 for row, tensor in self._float(name, shape):
-                    out.write(name, tensor.to(torch.bfloat16), row=row)
+                    out.write(name, tensor.to(self.dtype), row=row)
             for name, (rows, columns, deviation) in linears.items():
                 for start in range(0, rows, _CHUNK):
                     count = min(_CHUNK, rows - start)
-                    out.write(
-                        f"{name}.weight",
-                        random_rows(count, columns, self.kind, deviation, self._generator),
-                        row=start,
-                    )
-            for site in sites:
-                self._write_site(site, out, predictors)
+                    made = random_rows(count, columns, self.kind, deviation, self._generator)
+                    out.write_bytes(f"{name}.weight", made.flatten(), start * made.shape[1])
+            per_layer = max(1, self.experts)
+            made_sites = per_layer * int(self.label.get("distinct_layers", len(sites)))
+            for index, site in enumerate(sites):
+                if index < made_sites:
+                    self._write_site(site, out, predictors)
+                    continue
+                twin = sites[index % made_sites].key
+                out.copy(f"{site.key}.bundles", f"{twin}.bundles")
+                if twin in predictors:
+                    predictors[site.key] = predictors[twin]
         layers = [self._layer_plan(site, predictors) for site in sites]
         Plan(layers, model_hash, {"planner": "synthetic", "synthetic": self.label}).save(folder)
         if predictors:
@@ -263,7 +279,7 @@ class _Writer:
         down = _BLOCK / math.sqrt(float(self.label["active"]) * self.intermediate / 4)
         for start in range(0, self.intermediate, _CHUNK):
             stop = min(start + _CHUNK, self.intermediate)
-            bundles = torch.empty((stop - start, 3, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
+            bundles = torch.empty((stop - start, 3, stored_row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
             bundles[:, 0] = gate.rows(start, stop)
             for row, deviation in ((1, 1 / math.sqrt(self.hidden)), (2, down)):
                 bundles[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)

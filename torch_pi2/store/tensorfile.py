@@ -84,6 +84,10 @@ def in_file_order(specs: Mapping[str, Spec]) -> list[str]:
     return sorted(specs, key=lambda name: -math.gcd(specs[name].nbytes, ALIGNMENT) if specs[name].nbytes else 0)
 
 
+#: Of a tensor that is copied, at a time.
+_COPY_BYTES = 1 << 24
+
+
 class TensorWriter:
     """Writes one safetensors file, used as a context manager.
 
@@ -198,6 +202,17 @@ class TensorWriter:
                 fix="Declare what is written, and write each byte once.",
             )
         self._put(name, data, at)
+
+    def copy(self, name: str, source: str) -> None:
+        """Write the bytes of tensor ``source``, all of them written before, as ``name``. Raises as ``write`` does."""
+        size = self.specs[source].nbytes
+        file = os.open(self._temporary, os.O_RDONLY)
+        try:
+            for start in range(0, size, _COPY_BYTES):
+                data = bytearray(os.pread(file, min(_COPY_BYTES, size - start), self.offset(source) + start))
+                self.write_bytes(name, torch.frombuffer(data, dtype=torch.uint8), start)
+        finally:
+            os.close(file)
 
     def _put(self, name: str, tensor: torch.Tensor, at: int) -> None:
         try:

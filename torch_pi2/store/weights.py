@@ -1,7 +1,8 @@
 """``pi2/weights.safetensors``: the weights of a quantised model, in the form in which they are computed with.
 
 Names (docs/FORMATS.md): quantised linears under their usual ``NAME.weight`` as uint8 rows; the bundles of a
-feed-forward layer as ``KEY.bundles`` in plan order; everything that stays float under its usual name.
+feed-forward layer as ``KEY.bundles`` in plan order; everything that stays float under its usual name. A float model on
+its way to a neuron store has bundles of floats here and nothing quantised.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import Plan
@@ -25,15 +26,27 @@ WEIGHTS_VERSION = "1"
 FORMAT = "torch_pi2.weights"
 #: Formats of quantised weights.
 KINDS = ("int4", "int8")
+#: Formats of bundles that are not quantised.
+FLOAT_KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: How a layer's modules are replaced: see :mod:`torch_pi2.graph.rewrite`. The third way needs weights to be tried with.
 WAYS = ("owner", "chain")
+
+
+def float_kind(dtype: torch.dtype) -> str:
+    """The name in ``FLOAT_KINDS`` of ``dtype``."""
+    return next(name for name, found in FLOAT_KINDS.items() if found == dtype)
+
+
+def stored_row_bytes(kind: str, hidden: int) -> int:
+    """Bytes of one of a bundle's rows of ``hidden`` numbers."""
+    return hidden * FLOAT_KINDS[kind].itemsize if kind in FLOAT_KINDS else row_bytes(kind, hidden)
 
 
 def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mapping[str, str]) -> dict[str, str]:
     """The metadata of a weights file.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: one of ``KINDS`` or ``FLOAT_KINDS``.
         model_hash: the plan's.
         linears: module name of every quantised linear -> its number of inputs.
         ways: site key -> one of ``WAYS``.
@@ -50,19 +63,16 @@ def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mappi
 
 
 def bundle_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
-    """Tensors of one feed-forward layer: its bundles, and float32 biases where it has them."""
-    specs = {
-        f"{site.key}.bundles": Spec(
-            (site.intermediate, site.rows_per_neuron, row_bytes(kind, site.hidden)), torch.uint8
-        )
-    }
+    """Tensors of one feed-forward layer: bundles as bytes, and its biases, in float32 if the bundles are quantised."""
+    shape = (site.intermediate, site.rows_per_neuron, stored_row_bytes(kind, site.hidden))
+    specs = {f"{site.key}.bundles": Spec(shape, torch.uint8)}
     for name, ref, size in (
         ("gate", site.gate, site.intermediate),
         ("up", site.up, site.intermediate),
         ("down", site.down, site.hidden),
     ):
         if ref is not None and ref.bias is not None:
-            specs[f"{site.key}.bias_{name}"] = Spec((size,), torch.float32)
+            specs[f"{site.key}.bias_{name}"] = Spec((size,), FLOAT_KINDS.get(kind, torch.float32))
     return specs
 
 
@@ -70,8 +80,8 @@ class QuantizedWeights(TensorReader):
     """A weights file, open. A neuron store (:mod:`torch_pi2.store.storefile`) is one too.
 
     Attributes:
-        file_format, file_version: what the file must say that it is.
-        kind: one of ``KINDS``.
+        file_format, file_versions: what the file must say that it is, and one of these.
+        kind: one of ``KINDS`` or ``FLOAT_KINDS``. weights: what operators call it, ``float`` for all of the latter.
         model_hash: of the plan that belongs to it.
         linears: module name -> number of inputs. ways: site key -> one of ``WAYS``.
 
@@ -79,7 +89,8 @@ class QuantizedWeights(TensorReader):
         ArtifactError: missing, damaged, of another format or version, or of weights of an unknown kind.
     """
 
-    file_format, file_version = FORMAT, WEIGHTS_VERSION
+    file_format: str = FORMAT
+    file_versions: tuple[str, ...] = (WEIGHTS_VERSION,)
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -91,12 +102,14 @@ class QuantizedWeights(TensorReader):
 
     def _read_metadata(self) -> None:
         meta = self.metadata
-        wanted, found = (self.file_format, self.file_version), (meta.get("pi2_format"), meta.get("pi2_version"))
-        if found != wanted:
-            self._refuse(*(f"{name} version {version}" for name, version in (wanted, found)))
+        found, version = meta.get("pi2_format"), meta.get("pi2_version")
+        if found != self.file_format or version not in self.file_versions:
+            wanted = f"{self.file_format} version {' or '.join(self.file_versions)}"
+            self._refuse(wanted, f"{found} version {version}")
         self.kind = meta.get("weights", "")
-        if self.kind not in KINDS:
-            self._refuse(f"weights {' or '.join(KINDS)}", repr(self.kind))
+        if self.kind not in (*KINDS, *FLOAT_KINDS):
+            self._refuse(f"weights {' or '.join((*KINDS, *FLOAT_KINDS))}", repr(self.kind))
+        self.weights = "float" if self.kind in FLOAT_KINDS else self.kind
         self.model_hash = meta.get("model_hash", "")
         try:
             self.linears: dict[str, int] = json.loads(meta["linears"])
@@ -108,6 +121,8 @@ class QuantizedWeights(TensorReader):
                     raise ValueError(f"{columns!r} inputs of {name}")
             if not set(self.ways.values()) <= set(WAYS):
                 raise ValueError(f"ways {sorted(set(map(str, self.ways.values())))}")
+            if self.linears and self.weights == "float":
+                raise ValueError(f"quantised linears in a file of {self.kind}")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             self._refuse("its linears and sites", f"damage ({type(error).__name__}: {error})")
 
@@ -126,6 +141,16 @@ class QuantizedWeights(TensorReader):
                 fix="The two are from different models; make the folder again.",
             )
 
+    def check_activations(self, int8_activations: bool) -> None:
+        """Raises ConfigError for int8 activations with float weights."""
+        if int8_activations and self.weights == "float":
+            raise ConfigError(
+                f"activations for {self.path}",
+                expected=f"float, as the weights are {self.kind}",
+                found="'int8'",
+                fix="Pack the float checkpoint with weights='int8' or 'int4'.",
+            )
+
     def check_plan(self, plan: Plan) -> None:
         """Raises StaleArtifactError if the bundles are not in the order of ``plan``, as far as the file can tell."""
         self.check_hash(plan.model_hash)
@@ -139,6 +164,10 @@ class QuantizedWeights(TensorReader):
         name = f"{site.key}.bundles"
         self.check(name, bundle_specs(site, self.kind)[name])
         return self.read(name, rows)
+
+    def as_computed(self, bundles: torch.Tensor) -> torch.Tensor:
+        """Bundles as read, uint8, as operators take them: floats ``[..., H]`` if that is what the bytes are."""
+        return bundles.view(FLOAT_KINDS[self.kind]) if self.kind in FLOAT_KINDS else bundles
 
     def take(self, name: str, spec: Spec) -> torch.Tensor:
         """Tensor ``name``, which must be as in ``spec``. Raises ArtifactError."""
@@ -190,7 +219,7 @@ class QuantizedWeights(TensorReader):
         rows = {f"{name}.bias" for name in self.linears}
         found: dict[torch.dtype, int] = {}
         for name, spec in self.specs.items():
-            ours = name in rows or name.rpartition(".bias_")[0] in self.ways
+            ours = name in rows or name.rpartition(".bias_")[0] in self.ways or name.startswith("pi2.")
             if spec.dtype.is_floating_point and not ours:
                 found[spec.dtype] = found.get(spec.dtype, 0) + spec.nbytes
         return max(found, key=lambda dtype: found[dtype], default=None)

@@ -44,12 +44,19 @@ Routed routed(const Tensor& x, const Tensor& index, const Tensor& routing, int64
   return r;
 }
 
-// `layer` with the predictors of all experts; the tensors must outlive what is returned.
+// `layer` with the thresholds and the predictors of all experts; tensors and numbers must outlive what is returned.
 ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, const std::vector<Tensor>& tensors,
                      const std::string& kind, const std::vector<double>& cuts, const std::string& weights,
-                     bool int8_activations) {
+                     bool int8_activations, const std::vector<double>& thresholds) {
   ExpertStack stack;
   stack.layer = layer;
+  STD_TORCH_CHECK(thresholds.empty() || static_cast<int64_t>(thresholds.size()) == experts,
+                  "pi2: thresholds: expected none, or ", experts, ", one for each expert, found ", thresholds.size(),
+                  ". See torch_pi2.ops.reference_experts.");
+  for (size_t e = 0; e < thresholds.size(); ++e)
+    STD_TORCH_CHECK(thresholds[e] >= 0, "pi2: thresholds: expected 0 or more, found ", thresholds[e], " for expert ", e,
+                    ". Check the plan.");
+  if (!thresholds.empty()) stack.thresholds = thresholds.data();
   if (kind == "none") {
     STD_TORCH_CHECK(tensors.empty() && cuts.empty(),
                     "pi2: predictor: expected no tensors and cuts for kind none, found ", tensors.size(), " and ",
@@ -80,7 +87,7 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
 Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, const Tensor& bundles,
                    std::vector<Tensor> predictor, std::string kind, std::vector<double> cuts,
                    std::string predictor_weights, bool predictor_int8_activations, std::string activation,
-                   bool activation_on_up, double threshold, std::string weights, bool int8_activations) {
+                   bool activation_on_up, std::vector<double> thresholds, std::string weights, bool int8_activations) {
   check_plain(bundles, "bundles");
   STD_TORCH_CHECK(bundles.dim() == 4 && bundles.is_contiguous() && bundles.numel() > 0,
                   "pi2: bundles: expected contiguous [experts, neurons, 3 (gate, up, down) or 2 (up, down), hidden], "
@@ -88,10 +95,10 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
                   bundles.is_contiguous() ? "" : "strided ", shape_of(bundles), ". Stack the bundles of all experts.");
   const Routed r = routed(x, index, routing, bundles.size(0));
   const Tensor first = torch::stable::select(bundles, 0, 0);
-  const FfnArgs layer = ffn_args(x, first, std::nullopt, std::nullopt, std::nullopt, activation, activation_on_up, 0,
-                                 threshold, weights, int8_activations);
-  const ExpertStack stack =
-      stack_of(x, layer, r.args.experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations);
+  const FfnArgs layer = ffn_args(x, first, std::nullopt, std::nullopt, std::nullopt, activation, activation_on_up, 0, 0,
+                                 weights, int8_activations);
+  const ExpertStack stack = stack_of(x, layer, r.args.experts, predictor, kind, cuts, predictor_weights,
+                                     predictor_int8_activations, thresholds);
   const std::string problem = pi2::experts_ffn(r.args, stack, torch_threads());
   STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
   return r.y;
@@ -121,7 +128,7 @@ FfnArgs common_shape(const Offload& store, int64_t first, int64_t experts) {
 Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routing, int64_t store, int64_t first_layer,
                       int64_t experts, std::vector<Tensor> predictor, std::string kind, std::vector<double> cuts,
                       std::string predictor_weights, bool predictor_int8_activations, std::string activation,
-                      bool activation_on_up, double threshold, bool int8_activations) {
+                      bool activation_on_up, std::vector<double> thresholds, bool int8_activations) {
   const std::shared_ptr<Offload> offload = store_of(store);
   FfnArgs layer = common_shape(*offload, first_layer, experts);
   const Routed r = routed(x, index, routing, experts);
@@ -129,9 +136,9 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
   STD_TORCH_CHECK(!int8_activations || is_quantized(layer.w_dtype),
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
   layer = with_settings(layer, x, ScalarType::Float, std::nullopt, std::nullopt, std::nullopt, activation,
-                        activation_on_up, threshold, int8_activations);
+                        activation_on_up, 0, int8_activations);
   const ExpertStack stack =
-      stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations);
+      stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations, thresholds);
   const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads());
   STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
   return r.y;
@@ -144,7 +151,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   const std::string tokens = "Tensor x, Tensor index, Tensor routing, ";
   const std::string predictor =
       "Tensor[] predictor, str kind, float[] cuts, str predictor_weights, bool predictor_int8_activations, "
-      "str activation, bool activation_on_up, float threshold, ";
+      "str activation, bool activation_on_up, float[] thresholds, ";
   m.def(
       ("experts_ffn(" + tokens + "Tensor bundles, " + predictor + "str weights, bool int8_activations=False) -> Tensor")
           .c_str());

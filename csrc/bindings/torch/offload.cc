@@ -50,7 +50,7 @@ namespace {
 
 int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, std::string policy, int64_t io_threads,
                    bool direct, bool verify, bool pipeline, int64_t window, int64_t in_flight, int64_t run_bytes,
-                   double hot_share, bool spin, std::vector<double> device) {
+                   int64_t gap_bytes, double hot_share, bool spin, std::vector<double> device) {
   OffloadOptions options;
   options.cache_bytes = cache_bytes;
   options.engine = engine;
@@ -62,6 +62,7 @@ int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, st
   options.window = window;
   options.in_flight = in_flight;
   options.run_bytes = run_bytes;
+  options.gap_bytes = gap_bytes;
   options.hot_share = hot_share;
   options.spin = spin;
   options.device = device;
@@ -224,7 +225,8 @@ Tensor crc32c_rows(const Tensor& rows) {
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "store_open(str path, int cache_bytes, str engine, str policy, int io_threads, bool direct, bool verify, "
-      "bool pipeline, int window, int in_flight, int run_bytes, float hot_share, bool spin, float[] device) -> int");
+      "bool pipeline, int window, int in_flight, int run_bytes, int gap_bytes, float hot_share, bool spin, "
+      "float[] device) -> int");
   m.def("store_close(int store) -> bool");
   m.def("store_layers(int store) -> Tensor");
   m.def("store_preload(int store) -> str");

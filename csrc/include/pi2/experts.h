@@ -64,11 +64,14 @@ std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const Par
 
 // Experts of equal sizes and settings without biases: expert 0, behind whose tensors those of the others lie.
 struct ExpertStack {
-  FfnArgs layer;                 // but for x, y and tokens; over a store without bundles
-  Predictor predictor;           // but for its cut
-  const double* cuts = nullptr;  // [experts]: the predictors' thresholds, or margins; not for kind kNone
+  FfnArgs layer;                       // but for x, y and tokens; over a store without bundles
+  Predictor predictor;                 // but for its cut
+  const double* cuts = nullptr;        // [experts]: the predictors' thresholds, or margins; not for kind kNone
+  const double* thresholds = nullptr;  // [experts]: the layers'; null: `layer` has that of all
 };
 
+// What expert `work.expert` has to compute, as of_expert.
+FfnArgs layer_of(const ExpertStack& stack, const ExpertWork& work);
 Predictor predictor_of(const ExpertStack& stack, std::int64_t expert);
 
 std::string experts_ffn(const ExpertsArgs& args, const ExpertStack& stack, const ParallelFor& parallel);

@@ -17,20 +17,25 @@ constexpr std::int64_t chunk_neurons(std::int64_t neurons) {
   return (sixteenth + 63) / 64 * 64;
 }
 
+// Neurons of a prompt's chunk: whose h is held at a time, and their down rows in float.
+constexpr std::int64_t kPromptNeurons = 512;
+
 // Where bundles come from that are not all in memory: see pi2/offload.h. Of one call of sparse_ffn at a time: expect,
 // then begin from one of its workers, and next and done from all of them until next has nothing left.
 class BundleSource {
  public:
   virtual ~BundleSource() = default;
   // begin is going to be called for so many chunks; again within a call, for further tokens, when every chunk of the
-  // time before is done.
-  virtual void expect(std::int64_t chunks) = 0;
+  // time before is done. `stream`: next gives chunks in ascending order, and what is read for them is not kept: a
+  // prompt wants nearly all of a layer, and would leave nothing in a cache of what is wanted often.
+  virtual void expect(std::int64_t chunks, bool stream = false) = 0;
   // Chunk c < `chunks` of the layer is going to read the bundles ids[c * chunk_size + k], k < counts[c], ascending.
-  // Other workers may be in next() already.
-  virtual void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
-                     std::int64_t chunks) = 0;
-  // A chunk whose bundles are there, each once, in the order in which they come; waits for it. -1: all have been given
-  // out, or reading has failed.
+  // Other workers may be in next() already. `keep` [neurons], used until the last chunk is done: of a stream, the
+  // neurons that are kept all the same, because the tokens after it are likely to want them.
+  virtual void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size, std::int64_t chunks,
+                     const std::uint8_t* keep = nullptr) = 0;
+  // A chunk whose bundles are there, each once, in the order in which they come (but see expect); waits for it. -1: all
+  // have been given out, or reading has failed.
   virtual std::int64_t next() = 0;
   virtual void done(std::int64_t chunk) = 0;
   // Where the bundle of each neuron is; from expect on, of those that next has announced.

@@ -10,6 +10,7 @@
 
 #include "pi2/ffn.h"
 #include "pi2/predict.h"
+#include "pi2/replay.h"
 
 namespace pi2 {
 
@@ -17,7 +18,7 @@ struct OffloadOptions {
   std::int64_t cache_bytes =
       0;  // for neurons in memory; what a full cache has no room for (staging_bytes) comes on top
   std::string engine = "pread";  // pread, io_uring; mmap: computed where it is mapped, without a cache
-  std::string policy = "lru";    // lru, sieve, static
+  std::string policy = "lfu";    // core/policies/list.inc has them
   int io_threads = 16;           // of pread; depth of io_uring
   bool direct = true;            // O_DIRECT where it works
   bool verify = true;            // checksums of everything read (not of what is mapped)
@@ -27,6 +28,7 @@ struct OffloadOptions {
   double hot_share = 0.5;        // of the cache: most frequent neurons that preload() puts there and nothing evicts
   std::int64_t in_flight = 8;    // chunks of a layer whose reads may be under way together
   std::int64_t run_bytes = 1 << 18;  // neighbours are read together, up to this
+  std::int64_t gap_bytes = 1 << 14;  // between two that are wanted, bytes that are read through rather than left out
   std::vector<double> device;        // not empty: reads take as long as this device's (io/device_model.h); simulated
 };
 
@@ -70,6 +72,14 @@ class Offload {
 
   // Fills free slots with the first neurons of every layer (a store is ordered by frequency), in large reads.
   std::string preload();
+
+  // Between two calls: the cache gets another size, not above that with which it was opened. What has no room leaves,
+  // as the policy says; its memory goes back to the system. Of the new size, hot_share is what may stay fixed.
+  std::string resize(std::int64_t cache_bytes, double hot_share);
+
+  // Begins to write down what calls want, up to so many bytes; and ends it. Returns "" or why not.
+  std::string record_accesses(std::int64_t most_bytes);
+  Accesses take_accesses();
 
   OffloadStats stats(bool reset);
   // Engine in use, and whether reads are direct: "pread, direct"; "simulated device over pread, direct".

@@ -65,7 +65,7 @@ void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* acti
 // A prediction and the layer it is for, one after the other: the bits of predict followed by sparse_ffn; hidden
 // sizes must agree. Long prompts go in slices of kMaskBytes of mask (64 tokens at least), so that memory does not grow
 // with the prompt; a slice counts as a call in counters and timings. Of kind kNone, sparse_ffn alone.
-constexpr std::int64_t kMaskBytes = 1 << 22;
+constexpr std::int64_t kMaskBytes = 1 << 23;
 void predicted_ffn(const Predictor& predictor, const FfnArgs& args, const ParallelFor& parallel);
 
 }  // namespace pi2

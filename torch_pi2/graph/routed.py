@@ -1,0 +1,112 @@
+"""Experts of a running dense model, one by one: which tokens each has, what it computes of them, and other code for it.
+
+What a module of experts does inside (a loop, grouped matrix products, a kernel of its own) differs by version and
+setting of transformers; what goes in and comes out does not, so that is where one looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_pi2.graph.experts import ARGUMENTS
+from torch_pi2.graph.sites import FFNSite, FFNWeights
+from torch_pi2.ops.activations import ACTIVATIONS
+
+
+class Routed(NamedTuple):
+    """Arguments of a module of experts: ``x_TH``, and of each token the experts ``index_TK`` and their weights."""
+
+    x_TH: torch.Tensor
+    index_TK: torch.Tensor
+    routing_TK: torch.Tensor
+
+    @staticmethod
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
+        return Routed(*args, *(kwargs[name] for name in ARGUMENTS[len(args) :]))
+
+    def tokens_of(self, site: FFNSite) -> torch.Tensor:
+        """Tokens that ``site`` has, int64 ascending, each once."""
+        return torch.nonzero(self.index_TK.eq(site.up.expert or 0).any(-1)).flatten()
+
+
+def modules_of(sites: Sequence[FFNSite]) -> dict[str, list[FFNSite]]:
+    """Module of experts -> those of ``sites`` that are in it; sites that are no experts are left out."""
+    found: dict[str, list[FFNSite]] = {}
+    for site in sites:
+        if site.experts is not None:
+            found.setdefault(site.experts, []).append(site)
+    return found
+
+
+def chosen_shares(model_config: Any, sites: Sequence[FFNSite]) -> dict[str | None, float]:
+    """Module of experts -> the share of them that a token has, as the configuration says (1 if it does not)."""
+    if hasattr(model_config, "get_text_config"):
+        model_config = model_config.get_text_config()
+    chosen = getattr(model_config, "num_experts_per_tok", None)
+    counts = {name: 1 + max(site.up.expert or 0 for site in own) for name, own in modules_of(sites).items()}
+    return {name: min(1.0, (chosen or count) / count) for name, count in counts.items()}
+
+
+def first_products(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gate ``[T, I]`` float32 of an expert, and up where the activation is applied to it as well (else None)."""
+    assert weights.gate is not None
+    gate_TI = F.linear(x_TH, weights.gate).float()
+    return gate_TI, F.linear(x_TH, weights.up).float() if site.activation_on_up else None
+
+
+def fired_scores(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> torch.Tensor:
+    """``[T, I]`` float32 magnitudes that say whether a neuron fires, as the profile of any other layer has them."""
+    gate_TI, up_TI = first_products(site, weights, x_TH)
+    act = ACTIVATIONS[site.activation]
+    score_TI = act(gate_TI)
+    return (score_TI if up_TI is None else score_TI * act(up_TI)).abs()
+
+
+#: An expert, its input ``[N, H]`` and its gate ``[N, I]`` in float32 -> which neurons count, bool ``[N, I]``.
+Keep = Callable[[FFNSite, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def masked_experts(model: nn.Module, sites: Sequence[FFNSite], keep: Keep, routed: Routed) -> torch.Tensor:
+    """What the module of ``sites`` (all of its experts) makes of ``routed``, without the neurons that do not count."""
+    y_TH = torch.zeros(routed.x_TH.shape)
+    for site in sites:
+        tokens = routed.tokens_of(site)
+        if not len(tokens):
+            continue
+        weights, x_NH = site.weights(model), routed.x_TH[tokens]
+        gate_NI, _ = first_products(site, weights, x_NH)
+        act = ACTIVATIONS[site.activation]
+        up_NI = F.linear(x_NH, weights.up).float()
+        h_NI = act(gate_NI) * (act(up_NI) if site.activation_on_up else up_NI)
+        made_NH = F.linear((h_NI * keep(site, x_NH, gate_NI)).to(x_NH.dtype), weights.down).float()
+        weight_N = (routed.routing_TK[tokens].float() * routed.index_TK[tokens].eq(site.up.expert or 0)).sum(-1)
+        y_TH.index_add_(0, tokens, made_NH * weight_N[:, None])
+    return y_TH.to(routed.x_TH.dtype)
+
+
+@contextmanager
+def masked(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> Iterator[None]:
+    """The modules that hold ``sites`` compute only the neurons that count, while inside."""
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for name, own in modules_of(sites).items():
+            module = model.get_submodule(name)
+            before.append((module, module.__dict__.get("forward")))
+            module.forward = _masked_forward(model, own, keep)
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _masked_forward(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> Callable[..., torch.Tensor]:
+    return lambda *args, **kwargs: masked_experts(model, sites, keep, Routed.of(args, kwargs))

@@ -1,0 +1,247 @@
+"""What belongs to the weights of a folder: plan, predictors and statistics, inside its store or in files beside them.
+
+In a store a part is a text (U8 tensor ``pi2.PART``) and tensors ``pi2.PART.NAME``: of the plan the text of plan.json
+and the tensors of plan.safetensors, of the others the metadata of their file as JSON and its tensors (docs/FORMATS.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from torch_pi2.errors import ArtifactError
+from torch_pi2.plan.plan import PREDICTED, Plan
+from torch_pi2.predict.size import (
+    PREDICTORS_FILE,
+    AnyPredictor,
+    FittedPredictors,
+    each_predictor,
+    load_predictors,
+    predictors_of,
+)
+from torch_pi2.profile.stats import STATS_FILE, STATS_FORMAT, STATS_VERSION, ActivationStats, check_artifact
+from torch_pi2.runtime.files import read_text
+from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
+from torch_pi2.store.tensorfile import Spec, TensorReader
+
+#: Part -> the file without which it is not there, and the file of its tensors.
+_FILES = {
+    "plan": ("plan.json", "plan.safetensors"),
+    "predictors": (PREDICTORS_FILE, PREDICTORS_FILE),
+    "stats": (STATS_FILE, STATS_FILE),
+}
+
+
+class Parts:
+    """The parts of a folder ``pi2/``, wherever they are, read when they are asked for. Use it as a context manager.
+
+    Raises:
+        ArtifactError: the store is damaged, or there are files beside it that are not what it has inside.
+    """
+
+    def __init__(self, pi2: str | Path) -> None:
+        self._pi2 = Path(pi2)
+        self._store: StoreReader | None = None
+        if (self._pi2 / STORE_FILE).is_file():
+            store = StoreReader(self._pi2 / STORE_FILE)
+            try:
+                if store.has_parts:
+                    _check_beside(self._pi2, store)
+            except BaseException:
+                store.close()
+                raise
+            if store.has_parts:
+                self._store = store
+            else:  # packed before stores had them
+                store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    @property
+    def inside(self) -> bool:
+        """Whether they are in a store."""
+        return self._store is not None
+
+    def has(self, part: str) -> bool:
+        """Whether there is a ``plan``, ``predictors`` or ``stats``."""
+        if self._store is not None:
+            return f"pi2.{part}" in self._store.specs
+        return (self._pi2 / _FILES[part][0]).is_file()
+
+    def plan(self) -> Plan:
+        """Raises ArtifactError, StaleArtifactError: as :meth:`Plan.load`."""
+        if self._store is None:
+            return Plan.load(self._pi2)
+        plan = Plan.from_json(self._store.text("plan"), self._store.part("plan"), self._where("plan"))
+        self._store.check_plan(plan)
+        return plan
+
+    def predictors(self, model_hash: str | None = None) -> FittedPredictors:
+        """All of them; none if there are none. Raises as :func:`torch_pi2.predict.load_predictors`."""
+        if not self.has("predictors"):
+            return FittedPredictors()
+        if self._store is None:
+            return load_predictors(self._pi2, model_hash=model_hash)
+        return predictors_of(self._meta("predictors"), self._predictor_tensor, *self._belongs("predictors", model_hash))
+
+    def each_predictor(self, model_hash: str | None = None) -> Iterator[tuple[str, AnyPredictor]]:
+        """As :meth:`predictors`, one after the other."""
+        if self._store is None and self.has("predictors"):
+            path = self._pi2 / PREDICTORS_FILE
+            with TensorReader(path) as file:
+                named = {name: partial(file.read, name) for name in file.specs}
+                yield from each_predictor(file.metadata, lambda n: named[n]() if n in named else None, path, model_hash)
+        elif self.has("predictors"):
+            about = self._belongs("predictors", model_hash)
+            yield from each_predictor(self._meta("predictors"), self._predictor_tensor, *about)
+
+    def stats(self, model_hash: str | None = None) -> ActivationStats | None:
+        """None if there are none. Raises as :meth:`ActivationStats.load`."""
+        if not self.has("stats"):
+            return None
+        if self._store is None:
+            return ActivationStats.load(self._pi2, model_hash=model_hash)
+        where, wanted = self._belongs("stats", model_hash)
+        return ActivationStats.from_tensors(self._store.part("stats"), self._meta("stats"), where, model_hash=wanted)
+
+    def check_stats(self, model_hash: str) -> None:
+        """As :meth:`stats`, as far as their metadata tells, which may be much less to read."""
+        if self._store is None and self.has("stats"):
+            with TensorReader(self._pi2 / STATS_FILE) as file:
+                check_artifact(file.path, file.metadata, STATS_FORMAT, STATS_VERSION, model_hash)
+        elif self.has("stats"):
+            where, wanted = self._belongs("stats", model_hash)
+            check_artifact(where, self._meta("stats"), STATS_FORMAT, STATS_VERSION, wanted)
+
+    def _predictor_tensor(self, name: str) -> torch.Tensor | None:
+        assert self._store is not None
+        whole = f"pi2.predictors.{name}"
+        return self._store.read(whole) if whole in self._store.specs else None
+
+    def _belongs(self, part: str, model_hash: str | None) -> tuple[str, str]:
+        """Where a part in the store is, and of which weights it must be: the store's, if nobody says more."""
+        assert self._store is not None
+        return self._where(part), model_hash or self._store.model_hash
+
+    def _where(self, part: str) -> str:
+        return f"{self._pi2 / STORE_FILE}, its {part}"
+
+    def _meta(self, part: str) -> dict[str, str]:
+        assert self._store is not None
+        try:
+            found = json.loads(self._store.text(part))
+            if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+                raise TypeError("no texts by name")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ArtifactError(
+                self._where(part), expected="metadata", found=f"damage ({error})", fix="Pack the folder again."
+            ) from error
+        return found
+
+
+class PartFiles:
+    """The files of a folder ``pi2/`` as the tensors that a store has of them.
+
+    Args:
+        parts: some of ``PARTS`` (default: those that there are files of).
+
+    Attributes:
+        specs: by their names in a store. paths: the files.
+
+    Raises:
+        ArtifactError: a file is damaged.
+    """
+
+    def __init__(self, pi2: Path, parts: Iterable[str] | None = None) -> None:
+        self.specs: dict[str, Spec] = {}
+        self.paths: list[Path] = []
+        self._texts: dict[str, torch.Tensor] = {}
+        self._readers: dict[str, TensorReader] = {}
+        try:
+            for part in _FILES if parts is None else parts:
+                if (pi2 / _FILES[part][0]).is_file():
+                    self._add(part, *(pi2 / file for file in _FILES[part]))
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, part: str, first: Path, tensors: Path) -> None:
+        reader = self._readers[part] = TensorReader(tensors)
+        text = read_text(first) if first != tensors else json.dumps(reader.metadata, sort_keys=True)
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        self._texts[f"pi2.{part}"] = data
+        self.specs[f"pi2.{part}"] = Spec.of(data)
+        self.specs |= {f"pi2.{part}.{name}": spec for name, spec in reader.specs.items()}
+        self.paths += dict.fromkeys((first, tensors))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of a tensor, uint8."""
+        if name in self._texts:
+            return self._texts[name][start:stop]
+        part = part_of(name)
+        assert part is not None
+        return self._readers[part].read_bytes(name.removeprefix(f"pi2.{part}."), start, stop)
+
+
+def _check_beside(pi2: Path, store: StoreReader) -> None:
+    """Raises ArtifactError if a file beside ``store`` is not what it has inside: which of them counts?"""
+    with PartFiles(pi2) as files:
+        for name, spec in files.specs.items():
+            if store.specs.get(name) == spec:
+                starts = range(0, spec.nbytes, PIECE)
+                blocks = [block_checks(files.read_bytes(name, i, min(i + PIECE, spec.nbytes))) for i in starts]
+                if tensor_check(name, spec, blocks) == store.checks[name]:
+                    continue
+            beside = _FILES[part_of(name) or "plan"][0]
+            raise ArtifactError(
+                f"{pi2 / beside} beside {STORE_FILE}",
+                expected=f"what the store has inside, where {beside} belongs, or no such file",
+                found=f"another {name}",
+                fix="Remove it, or pack the folder that it belongs to anew.",
+            )
+
+
+def check_predictors(plan: Plan, found: Iterator[tuple[str, AnyPredictor]], where: str | Path) -> None:
+    """Raises ArtifactError unless every layer that wants a predictor has one of its kind and sizes in ``found``."""
+    missing = {layer.site.key: layer for layer in plan.layers if layer.method in PREDICTED}
+    for key, predictor in found:
+        layer = missing.pop(key, None)
+        if layer is None:
+            continue
+        rows = predictor.tensors().get("signs", predictor.tensors().get("b"))
+        kind = getattr(predictor, "kind", "lowrank")
+        hidden = getattr(predictor, "hidden", None) or predictor.tensors()["a"].shape[1]
+        neurons = 0 if rows is None else len(rows)
+        if (kind, neurons, hidden) != (layer.method, layer.site.intermediate, layer.site.hidden):
+            _mismatched(where, layer.method, layer.site, f"{kind} of {neurons} neurons and {hidden} inputs")
+    for layer in missing.values():
+        _mismatched(where, layer.method, layer.site, "none")
+
+
+def _mismatched(where: str | Path, method: str, site: Any, found: str) -> None:
+    raise ArtifactError(
+        f"predictors of {where}",
+        expected=f"a {method} predictor of {site.key} with {site.intermediate} neurons and {site.hidden} inputs",
+        found=found,
+        fix="Fit predictors to this model (torch_pi2.fit), and plan with them.",
+    )
