@@ -97,6 +97,10 @@ def test_results_that_do_not_belong_together(tmp_path):
         plot.draw([], tmp_path / "out.svg")
     with pytest.raises(ArtifactError, match=r"bench offload --json` printed, found a result of bench layer"):
         plot.draw(write(tmp_path, {"what": "layer"}), tmp_path / "out.svg")
+    for key in ("simulated", "token_bytes", "budget_bytes", "machine"):
+        old = {name: value for name, value in SWEEP[0].items() if name != key}
+        with pytest.raises(ArtifactError, match=rf"0\.json: .* found one that cannot be drawn \(KeyError: '{key}'"):
+            plot.draw(write(tmp_path, old), tmp_path / "out.svg")
     with pytest.raises(ArtifactError, match=r"none\.json: .*found FileNotFoundError"):
         plot.draw([tmp_path / "none.json"], tmp_path / "out.svg")
     assert not (tmp_path / "out.svg").exists()

@@ -29,7 +29,7 @@ from torch_pi2.predict import fit as fit_predictors
 from torch_pi2.predict.signbit_fit import fit_signbit
 from torch_pi2.profile import MIN_TOKENS, ActivationStats, batches, collect_samples
 from torch_pi2.profile import profile as profile_sites
-from torch_pi2.profile.samples import routed_tokens
+from torch_pi2.profile.samples import bytes_per_token, routed_tokens, samples_bytes
 from torch_pi2.quant.inputs import EXPERT_TOKENS, gather_inputs
 from torch_pi2.quant.linears import Storage
 from torch_pi2.runtime.experts import OffloadedExperts, SparseExperts
@@ -237,6 +237,32 @@ def test_samples_of_experts_are_bounded_by_their_share(smooth: nn.Module, sites:
     assert routed_tokens(2000, 8 / 128) == 256
     samples = collect_samples(smooth, TEXT, sites, 256, **settings())
     assert {len(mine) for mine in samples.values()} == {256}
+
+
+def test_what_is_kept_of_experts_is_within_the_memory_of_a_fit(
+    smooth: nn.Module, sites: list[FFNSite], stats: ActivationStats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts have no fewer samples than some, and rounded up: more than their share of the tokens."""
+    text, config = list(batches(TEXT)), Config(method="lowrank", sparsity=0.6)
+    asked: list[tuple[int, int]] = []
+
+    def fit(model: nn.Module, data: Any, sites: Any, *_: Any, n_tokens: int, max_bytes: int, **__: Any) -> Any:
+        asked.append((n_tokens, max_bytes))
+        for n in (n_tokens, max(1, min(n_tokens // 4, 4096))):  # as the real one: to fit to, and held back
+            samples = collect_samples(model, data, sites, n, **settings(max_bytes=max_bytes))
+            assert samples.keys() == {site.key for site in sites}
+        return FittedPredictors()
+
+    monkeypatch.setattr(torch_pi2.api, "fit_predictors", fit)
+    monkeypatch.setattr(torch_pi2.api, "_FIT_TOKENS", 1501)
+    shares = {site.experts: 0.1 for site in sites}  # of 1501 tokens 300.2 are kept, of 1024 at least 256
+    monkeypatch.setitem(collect_samples.__globals__, "chosen_shares", lambda *_: shares)
+    for most in (1, 1501 * bytes_per_token(smooth, sites)):
+        monkeypatch.setattr(torch_pi2.api, "_FIT_BYTES", most)
+        _fit(smooth, text, sites, stats, config, False)
+    assert [n for n, _ in asked] == [1024, 1501]
+    for n, most in asked:
+        assert most == samples_bytes(smooth, sites, n) > n * bytes_per_token(smooth, sites) - n
 
 
 # --- thresholds ---

@@ -191,6 +191,27 @@ def test_neurons_can_be_rounded_to_another_dtype(tmp_path: Path, saved: Path, qu
     assert sorted(os.listdir(tmp_path)) == ["float", "store"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "weights", "message"),
+    [
+        ("down_proj.weight", float("nan"), "float", r"largest in float32, found nan\. The checkpoint is damaged"),
+        ("up_proj.weight", float("-inf"), "bfloat16", r"largest in bfloat16, found inf\. The checkpoint is damaged"),
+        ("up_proj.bias", 65600.0, "float16", r"at most 65504, .* found 65600\. Pack it with weights='bfloat16'"),
+        ("down_proj.bias", float("nan"), "int8", r"largest in float32, found nan\. The checkpoint is damaged"),
+    ],
+)
+def test_values_that_no_store_holds(
+    tmp_path: Path, quick: None, name: str, value: float, weights: str, message: str
+) -> None:
+    model = tiny("llama-bias")
+    with torch.no_grad():
+        model.model.layers[1].mlp.get_parameter(name).flatten()[3] = value
+    model.save_pretrained(tmp_path / "float")
+    with pytest.raises(NonFiniteError, match=rf"layers\.1\.mlp\.{name}: expected .*{message}"):
+        torch_pi2.pack(tmp_path / "float", tmp_path / "store", weights=weights)
+    assert os.listdir(tmp_path) == ["float"]
+
+
 def test_the_dtype_is_that_of_the_loaded_model(tmp_path: Path, quick: None) -> None:
     """A checkpoint whose configuration says another dtype than its tensors have, as transformers reads it."""
     tiny("llama-relu").save_pretrained(tmp_path / "float")

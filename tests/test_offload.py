@@ -283,7 +283,7 @@ def test_budgets_are_bytes_or_text() -> None:
         12,
         7,
     ]
-    for wrong in ("much", "3 parsecs", "-1", -1):
+    for wrong in ("much", "3 parsecs", "-1", -1, float("inf"), float("nan"), "9" * 400, "9" * 306 + "G"):
         with pytest.raises(ConfigError, match=r"expected bytes, or text such as 2\.5GiB"):
             parse_bytes(wrong)
 

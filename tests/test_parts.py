@@ -173,6 +173,10 @@ def test_files_beside_must_be_what_is_inside(root: Path, store: Path) -> None:
             with pytest.raises(ArtifactError, match=message):
                 load(store)
         (store / "pi2" / name).write_bytes(mine)
+    (store / "pi2" / "plan.json").write_text("")
+    with pytest.raises(ArtifactError, match=r"pi2/plan\.json beside model\.pi2: .* found another pi2\.plan\."):
+        torch_pi2.load(store)
+    shutil.copy(root / "q" / "pi2" / "plan.json", store / "pi2" / "plan.json")
     predictors = load_predictors(root / "q" / "pi2")
     predictors[KEY.format(1)].bias[7] += 1  # one number of one tensor
     save_predictors(store / "pi2", predictors, predictors.model_hash)

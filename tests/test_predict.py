@@ -398,6 +398,9 @@ def test_stale_damaged_and_uncalibrated_predictors_are_refused(tmp_path: Path) -
     save_file(tensors, path, metadata=meta)
     with pytest.raises(ArtifactError, match=r"expected predictors with thresholds and cards, found damage"):
         load_predictors(path)
+    save_file(tensors, path, metadata={n: t for n, t in meta.items() if n != "model_hash"} | {"predictors": "{}"})
+    with pytest.raises(ArtifactError, match=r"expected predictors .* found damage \('model_hash'\)"):
+        load_predictors(path)
     save_predictors(tmp_path, fitted(), "a" * 64)
     good = path.read_bytes()
     path.write_bytes(good[: len(good) // 2])

@@ -25,6 +25,7 @@ from torch_pi2.runtime.offload import POLICIES, OffloadConfig
 from torch_pi2.runtime.replay import OPTIMAL, as_run, lru_curve, replay, slots_of
 
 IDS = torch.arange(1, 25).reshape(2, 12)
+CLOSED = r"model\.pi2: expected .* an open store, found a store that has been closed"
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,21 @@ def test_recording_says_what_cannot_be(folder: Path, tmp_path: Path, caplog: pyt
     with pytest.raises(ZeroDivisionError), torch_pi2.record_accesses(model, tmp_path / "c"):
         decoded(model, lambda i: 1 // (5 - i))
     assert Accesses.load(tmp_path / "c").run["hits"] > 0
+    recorder = torch_pi2.record_accesses(model, tmp_path / "d")
+    with pytest.raises(ZeroDivisionError), recorder:
+        _ = recorder.stop(), 1 // 0
+    store = torch_pi2.stats(model)["store"]
+    with pytest.raises(ZeroDivisionError) as caught, torch_pi2.record_accesses(model, tmp_path / "e"):
+        _ = store.close(), 1 // 0
+    assert "a store that has been closed" in caught.value.__notes__[0]
+    with pytest.raises(ArtifactError, match=CLOSED):
+        torch_pi2.record_accesses(model, tmp_path / "e").start()
+    with pytest.raises(ArtifactError, match=CLOSED):
+        torch_pi2.stats(model)
+    model = loaded(folder, 0.4)
+    with pytest.raises(ArtifactError, match=CLOSED), torch_pi2.record_accesses(model, tmp_path / "e"):
+        torch_pi2.stats(model)["store"].close()
+    assert not (tmp_path / "e").exists()
 
 
 def _with(**metadata: str) -> Callable[..., Any]:
@@ -313,8 +329,10 @@ def test_budgets_that_cannot_be(folder: Path, caplog: pytest.LogCaptureFixture) 
     with pytest.raises(ConfigError, match=r"cache_bytes: expected 0 to \d+, with which it was opened, found -1"):
         store.resize(-1)
     store.close()
-    with pytest.raises(RuntimeError, match="expected an open one"):
+    with pytest.raises(ArtifactError, match=CLOSED):
         store.resize(0)
+    with pytest.raises(ArtifactError, match=CLOSED):
+        torch_pi2.set_budget(model, parts.smallest)
 
 
 def test_what_a_policy_remembers_is_in_the_budget(folder: Path) -> None:

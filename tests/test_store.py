@@ -458,6 +458,34 @@ def test_bundles_of_float_checkpoints_are_not_made_twice(
     assert sorted(os.listdir(tmp_path)) == ["float", "out"]
 
 
+def test_bundles_are_made_anew_for_another_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None
+) -> None:
+    source = torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "float")
+    stopped(KeyboardInterrupt(), monkeypatch, source, tmp_path / "out", weights="float")
+    marker = tmp_path / ".out.bundles" / "pi2" / "source.json"
+    before = marker.read_text()
+    assert before == packing._source_marker(source, "float")
+    for name in ("pi2/plan.json", "pi2/plan.safetensors", "config.json", "model.safetensors"):
+        was = (source / name).stat().st_mtime_ns
+        os.utime(source / name, ns=(was, was + 1))
+        assert packing._source_marker(source, "float") != before, name
+        os.utime(source / name, ns=(was, was))
+    (source / "modeling.py").write_text("")
+    assert packing._source_marker(source, "float") != before
+    (source / "modeling.py").unlink()
+    assert packing._source_marker(source, "float") == before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_pi2, "__version__", "0")
+        assert packing._source_marker(source, "float") != before
+    plan = Plan.load(source / "pi2")
+    layers = [replace(layer, order=layer.order.flip(0)) for layer in plan.layers]
+    replace(plan, layers=layers).save(source / "pi2")
+    pack(source, tmp_path / "out", weights="float")
+    with Parts(tmp_path / "out" / "pi2") as parts:
+        assert all(torch.equal(a.order, b.order) for a, b in zip(parts.plan().layers, layers, strict=True))
+
+
 Usage = namedtuple("Usage", "total used free")
 
 

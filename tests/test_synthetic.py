@@ -216,6 +216,18 @@ def test_other_architectures_run(tmp_path: Path, kind: str, weights: str) -> Non
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
 
 
+def test_later_layers_can_be_copies(tmp_path: Path) -> None:
+    label = torch_pi2.synthetic(tmp_path / "m", "tiny", layers=5, distinct_layers=2)
+    assert label["distinct_layers"] == 2
+    model = torch_pi2.load(tmp_path / "m")
+    layers = [layer.mlp for layer in model.model.layers]
+    for i, j, same in ((0, 2, True), (1, 3, True), (0, 4, True), (0, 1, False)):
+        assert torch.equal(layers[i].bundles, layers[j].bundles) == same
+        assert torch.equal(layers[i].predictor_b, layers[j].predictor_b) == same
+    with pytest.raises(ConfigError, match=r"distinct_layers=...\): expected at least 1, found 0"):
+        torch_pi2.synthetic(tmp_path / "n", "tiny", distinct_layers=0)
+
+
 def test_sign_counts_above_2048_are_whole_numbers() -> None:
     """The margin lies on a count: half-precision counts would be apart by 2, and the margin between them by 1."""
     load_library()

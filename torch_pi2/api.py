@@ -32,7 +32,7 @@ from torch_pi2.predict.size import AnyPredictor, FittedPredictors, causal_lm_los
 from torch_pi2.predict.size import fit as fit_predictors
 from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profile.run import profile as profile_sites
-from torch_pi2.profile.samples import bytes_per_token
+from torch_pi2.profile.samples import bytes_per_token, samples_bytes
 from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.quant.inputs import InputStats, gather_inputs
 from torch_pi2.quant.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
@@ -210,7 +210,8 @@ def _fit(
         cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if s.experts is not None}
         if not any(s.experts is None for s in sites):
             return FittedPredictors()
-    per_token = max(1, bytes_per_token(model, [s for s in sites if len(cold[s.key])]))
+    fitted = [s for s in sites if len(cold[s.key])]
+    per_token = max(1, bytes_per_token(model, fitted))
     n_tokens = max(1024, min(_FIT_TOKENS, _FIT_BYTES // per_token))
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
@@ -233,7 +234,8 @@ def _fit(
         stats,
         cold=cold,
         n_tokens=n_tokens,
-        max_bytes=max(_FIT_BYTES, per_token * n_tokens),
+        # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
+        max_bytes=max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens)),
         hot_frequency=config.hot_frequency,
         target_recall=config.target_recall,
         tolerance=config.tolerance,

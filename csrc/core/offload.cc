@@ -51,6 +51,7 @@ struct Chunk {
   std::size_t asked = 0;              // of them, reads have begun of so many
   std::int64_t on_the_way = 0;        // slots of the file
   std::vector<std::int32_t> spares;   // places that it gives back
+  std::vector<Wanted> to_keep;        // of them, what the cache takes over then
 
   bool there() const { return on_the_way == 0 && asked == missing.size(); }
 };
@@ -88,7 +89,7 @@ struct Offload::State final : BundleSource {
   std::deque<std::int64_t> ready, waiting;  // chunks: to be computed; with slots that no read was begun of
   std::int64_t given = 0, finished = 0, total = 0, reading = 0;
   std::int64_t under_way = 0;  // reads: `reading` that this call waits for, and guesses
-  bool begun = false, stream = false;
+  bool begun = false, stream = false, last_piece = true;
   const std::uint8_t* keep_anyway = nullptr;  // [neurons] or null: of what is streamed, what the cache takes
   // Of streams: the layer that is likely to be streamed next, the slot of it that is read next, and by slot the spare
   // that it is read into, or -1. `follower`: by layer, the one that was streamed after it, or is likely to be.
@@ -141,7 +142,7 @@ struct Offload::State final : BundleSource {
   void clean_up(std::unique_lock<std::mutex>* lock);
   void prefetch(std::int64_t l, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
 
-  void expect(std::int64_t n_chunks, bool in_order) override;
+  void expect(std::int64_t n_chunks, bool in_order, bool last) override;
   void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size, std::int64_t n_chunks,
              const std::uint8_t* keep) override;
   std::int64_t next() override;
@@ -258,7 +259,7 @@ std::string Offload::State::make_places(std::int64_t keys, CachePolicy policy) {
   return "";
 }
 
-void Offload::State::expect(std::int64_t n_chunks, bool in_order) {
+void Offload::State::expect(std::int64_t n_chunks, bool in_order, bool last) {
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [this] { return reading == 0; });  // of the tokens before, if reading has broken
   if (broken) return;
@@ -269,6 +270,7 @@ void Offload::State::expect(std::int64_t n_chunks, bool in_order) {
   total = n_chunks;
   begun = false;
   stream = in_order;
+  last_piece = last;
 }
 
 void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
@@ -379,6 +381,17 @@ void Offload::State::follow() {
   std::int64_t count = 0;
   for (const Chunk& chunk : chunks) count += chunk.count;
   whole = 5 * count > 4 * about(layer).neurons;
+  if (ahead_layer != layer) return;
+  // What was in the cache when it was passed over may have left since, and would wait for room that later chunks have.
+  const std::int64_t key = key_of(layer), cluster = about(layer).cluster;
+  for (const Chunk& chunk : chunks) {
+    for (std::int64_t k = 0; k < chunk.count; ++k) {
+      const std::int64_t in_file = chunk.ids[k] / cluster;
+      if (in_file >= ahead_next || ahead[static_cast<std::size_t>(in_file)] >= 0 || cache->contains(key + in_file))
+        continue;
+      return drop_ahead();
+    }
+  }
 }
 
 // With the lock: the spare that this slot of the layer was read into ahead, from now on the chunk's; or -1.
@@ -387,6 +400,7 @@ std::int64_t Offload::State::taken_ahead(std::int64_t in_file, Chunk* chunk) {
   const std::int32_t p = ahead[static_cast<std::size_t>(in_file)];
   if (p < 0) return -1;
   chunk->spares.push_back(p);
+  if (keeps(about(layer), in_file)) chunk->to_keep.push_back({in_file, p});
   ahead[static_cast<std::size_t>(in_file)] = -1;
   guess[static_cast<std::size_t>(p)] = 0;
   ++sums.used;
@@ -404,8 +418,12 @@ void Offload::State::drop_ahead() {
 // With the lock, which is given back meanwhile: while a prompt is processed, the layer after this one is read into
 // spares that this one has no use for any more.
 void Offload::State::read_ahead(std::unique_lock<std::mutex>* lock) {
-  while (stream && whole && options.pipeline && !broken && waiting.empty()) {
-    std::unique_ptr<ReadBatch> batch = take_ahead();
+  while (stream && whole && last_piece && options.pipeline && !broken && waiting.empty()) {
+    std::unique_ptr<ReadBatch> batch;
+    try {
+      batch = take_ahead();
+    } catch (const std::bad_alloc&) {  // a guess less
+    }
     if (batch == nullptr) return;
     lock->unlock();
     const bool begun_to_read = submit(std::move(batch));
@@ -461,15 +479,14 @@ void Offload::State::ask(std::unique_lock<std::mutex>* lock) {
         drop_ahead();
         continue;
       }
-      // Of a stream, later chunks may hold every spare when a guess for the next one has failed.
-      if (stream && under_way == 0 && given == finished && !chunks[static_cast<std::size_t>(given)].there())
-        fail("no room for what has to be read again");
+      // Others may hold every spare when a guess for the one that is to be next has failed.
+      const bool stuck = stream ? !chunks[static_cast<std::size_t>(given)].there() : ready.empty();
+      if (under_way == 0 && given == finished && stuck) fail("no room for what has to be read again");
       return;
     }
     lock->unlock();
-    const bool begun_to_read = submit(std::move(batch));
+    submit(std::move(batch));  // if there is no memory, that has failed this call
     lock->lock();
-    if (!begun_to_read) fail("no memory");
   }
 }
 
@@ -489,7 +506,7 @@ std::unique_ptr<ReadBatch> Offload::State::take(std::int64_t c) {
   batch->chunk = c;
   const std::size_t before = chunk.asked;
   batch->wanted.reserve(chunk.missing.size() - before);
-  chunk.spares.reserve(chunk.missing.size());
+  chunk.spares.reserve(chunk.spares.size() + chunk.missing.size() - before);
   for (; chunk.asked < chunk.missing.size(); ++chunk.asked) {
     const std::int64_t in_file = chunk.missing[chunk.asked];
     std::int64_t p = keeps(l, in_file) ? cache->insert(key_of(layer) + in_file) : -1;
@@ -651,6 +668,13 @@ void Offload::State::over(const ReadRun& run, const std::string& wrong) {
     waiter[p] = -1;
     Chunk& chunk = chunks[static_cast<std::size_t>(c)];
     --chunk.on_the_way;
+    if (!wrong.empty() && !run.batch->asked_for && wanted[k].place >= most_slots) {  // it is read again elsewhere
+      chunk.spares.erase(std::find(chunk.spares.begin(), chunk.spares.end(), wanted[k].place));
+      free_spares.push_back(wanted[k].place);
+      const auto kept = std::find_if(chunk.to_keep.begin(), chunk.to_keep.end(),
+                                     [&](const Wanted& w) { return w.place == wanted[k].place; });
+      if (kept != chunk.to_keep.end()) chunk.to_keep.erase(kept);
+    }
     if (!wrong.empty() && (run.batch->asked_for || broken || !missed(c, wanted[k].in_file))) fail(wrong);
     if (chunk.there()) ready.push_back(c);
   }
@@ -662,12 +686,9 @@ bool Offload::State::missed(std::int64_t c, std::int64_t in_file) {
   try {
     chunk.missing.push_back(in_file);
     std::sort(chunk.missing.begin() + static_cast<std::ptrdiff_t>(chunk.asked), chunk.missing.end());
-    if (std::find(waiting.begin(), waiting.end(), c) == waiting.end()) {
-      if (stream)
-        waiting.push_front(c);  // chunks after it wait for it
-      else
-        waiting.push_back(c);
-    }
+    // In order: chunks of a stream come in theirs, and of others the first is the one that always gets on.
+    const auto at = std::lower_bound(waiting.begin(), waiting.end(), c);
+    if (at == waiting.end() || *at != c) waiting.insert(at, c);
   } catch (const std::bad_alloc&) {
     return false;
   }
@@ -710,6 +731,14 @@ void Offload::State::done(std::int64_t c) {
   Chunk& chunk = chunks[static_cast<std::size_t>(c)];
   ++finished;
   if (chunk.spares.empty() && !stream) return;
+  for (const Wanted& w : chunk.to_keep) {
+    const std::int64_t p = cache->insert(key_of(layer) + w.in_file);
+    if (p < 0) break;
+    guess[static_cast<std::size_t>(p)] = 0;
+    std::memcpy(place(p), place(w.place), static_cast<std::size_t>(place_bytes));
+    untold = true;  // a replay would have it in the cache before
+  }
+  chunk.to_keep.clear();
   free_spares.insert(free_spares.end(), chunk.spares.begin(), chunk.spares.end());
   chunk.spares.clear();
   try {

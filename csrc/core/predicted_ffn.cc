@@ -41,6 +41,7 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
   args.active = mask;
   for (std::int64_t start = 0; start < all; start += slice) {
     args.tokens = std::min(slice, all - start);
+    args.more = layer.more || start + slice < all;
     args.x = static_cast<const char*>(layer.x) + start * token_bytes;
     args.y = static_cast<char*>(layer.y) + start * token_bytes;
     predict(predictor, args, mask, parallel);

@@ -265,11 +265,11 @@ struct PromptPass {
 };
 
 // All neurons, chunk after chunk, from a source. `ids` has room for them and a count for each chunk.
-void begin_all(BundleSource& source, std::int64_t neurons, std::int64_t* ids) {
+void begin_all(BundleSource& source, std::int64_t neurons, bool last, std::int64_t* ids) {
   const std::int64_t chunks = (neurons + kChunkNeurons - 1) / kChunkNeurons;
   for (std::int64_t i = 0; i < neurons; ++i) ids[i] = i;
   for (std::int64_t c = 0; c < chunks; ++c) ids[neurons + c] = std::min(kChunkNeurons, neurons - c * kChunkNeurons);
-  source.expect(chunks, true);
+  source.expect(chunks, true, last);
   source.begin(ids, ids + neurons, kChunkNeurons, chunks);
 }
 
@@ -304,7 +304,7 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
                  table.prepare_gemm[static_cast<int>(args.w_dtype)]);
     std::memset(y_TW, 0, static_cast<std::size_t>(tokens * width) * sizeof(float));
-    if (args.source != nullptr) begin_all(*args.source, args.neurons, ids);
+    if (args.source != nullptr) begin_all(*args.source, args.neurons, !args.more && start + most >= args.tokens, ids);
     for (std::int64_t c = 0; c < chunks; ++c) {
       if (args.source != nullptr && args.source->next() < 0) return;  // reading has failed
       const TraceSpan span(Stage::kCompute, args.layer, c);

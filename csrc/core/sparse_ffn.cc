@@ -408,7 +408,7 @@ class Stream {
       active_ = args_.active == nullptr ? nullptr : args_.active + start * cold();
       for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.in(start + t, x_TW_ + t * width_);
       std::memset(y_TW_, 0, static_cast<std::size_t>(tokens_ * width_) * sizeof(float));
-      begin();
+      begin(!args_.more && start + most >= args_.tokens);
       for (std::int64_t c = args_.source->next(); c >= 0; c = args_.source->next()) {
         chunk_ = c;
         next_tile_ = 0;
@@ -444,8 +444,8 @@ class Stream {
     return made;
   }
 
-  void begin() {
-    args_.source->expect(chunks_, true);
+  void begin(bool last) {
+    args_.source->expect(chunks_, true, last);
     const Pass all = pass(0, tokens_, ids_);
     for (std::int64_t c = 0; c < chunks_; ++c) {
       const std::int64_t first = c * chunk_size_;

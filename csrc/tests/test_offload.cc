@@ -169,6 +169,31 @@ long check_ahead(std::mt19937& rng) {
   return cases;
 }
 
+// What was in the cache when the next layer was read ahead, and so was passed over, has left when that layer begins.
+long check_ahead_and_resize(std::mt19937& rng) {
+  const StoreFixture store(rng, 2, 2048, 3, 64, DType::kQ4);
+  OffloadOptions options;
+  options.engine = "pread";
+  options.in_flight = 1;
+  options.cache_bytes = 2 * 512 * 192;
+  const std::unique_ptr<Offload> offload = opened(store, options);
+  PI2_CHECK(offload->preload().empty(), "preload");
+  for (const std::int64_t layer : {0, 1}) {
+    const StoreLayer& l = store.layers[static_cast<std::size_t>(layer)];
+    Inputs in = inputs(rng, l, 40, 1);
+    FfnArgs args = arguments(l, &in, 40, false);
+    args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
+    sparse_ffn(args, serial());
+    const std::vector<float> wanted = in.y;
+    args.bundles = nullptr;
+    const std::string wrong = offload->ffn(layer, Predictor(), args, serial());
+    PI2_CHECK(wrong.empty() && wanted == in.y, "layer %ld: '%s'", static_cast<long>(layer), wrong.c_str());
+    const std::string resized = offload->resize(0, 0.5);
+    PI2_CHECK(resized.empty(), "%s", resized.c_str());
+  }
+  return 2;
+}
+
 // A whole cache: nothing is read twice. A flipped byte: an error that says where, as often as it is asked for, and
 // right results before and after.
 long check_faults(std::mt19937& rng) {
@@ -371,6 +396,7 @@ int main() {
   cases += check_bits(rng, 300, 3, 64, DType::kQ4, 0, 8);
   cases += check_bits(rng, 70, 2, 33, DType::kF32, 3, 64);
   cases += check_ahead(rng);
+  cases += check_ahead_and_resize(rng);
   cases += check_faults(rng);
   cases += check_prefetch(rng);
   cases += check_preload(rng);

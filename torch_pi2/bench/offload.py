@@ -47,6 +47,8 @@ FIRING: dict[str, dict[str, Any]] = {
 TRACE_BYTES = 1 << 29
 #: On top of a cap for a mixture of experts, whose step takes Inductor more memory to compile.
 EXPERTS_HEADROOM = 1 << 29
+#: On top of a cap where prompts are timed: their activations, logits and scratch memory.
+PROMPT_HEADROOM = 1 << 29
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
 #: The same for llama.cpp, which takes seconds a token, and the tokens of its only round.
@@ -117,7 +119,8 @@ def run(
         where the system reads), ``ffn_ms`` a token, ``cache_bytes``, ``peak_rss_bytes``, ``trace`` (what was recorded,
         or None) and ``capped``; with ``prompt`` its ``prompt_tokens_per_s`` and ``prompt_io_critical_share``. Where
         groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the budget of a mode with a cache,
-        what a process takes before it loads a model, and for mixtures of experts ``headroom_bytes`` for compiling.
+        what a process takes before it loads a model, and ``headroom_bytes`` where prompts are timed, or for compiling
+        mixtures of experts.
         ``against``: tokens/s of ``pipeline`` over those of other modes.
         ``peers``, machine and versions.
 
@@ -150,7 +153,7 @@ def run(
     rooms = _Rooms(folder, settings["context"])
     base = _base_rss(settings["threads"])
     budget_bytes = rooms.budget(MODES["pipeline"].config(engine, device), ffn_in_memory)
-    headroom = EXPERTS_HEADROOM if rooms.has_experts else 0
+    headroom = (EXPERTS_HEADROOM if rooms.has_experts else 0) + (PROMPT_HEADROOM if prompt else 0)
     cap_bytes = budget_bytes + base + headroom if capped else None
     path = folder / PI2_FOLDER / STORE_FILE
     warmed = cap.warm(path)

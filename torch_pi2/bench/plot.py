@@ -88,6 +88,15 @@ def _read(path: Path) -> dict[str, Any]:
             found=f"a result of bench {result['what']}",
             fix="Leave it out.",
         )
+    try:
+        series([result]), demand(result), _subject(result), _setting(result), [result[key] for key in _SAME]
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ArtifactError(
+            str(path),
+            expected="what `torch-pi2 bench offload --json` printed",
+            found=f"one that cannot be drawn ({type(error).__name__}: {error})",
+            fix="Measure again with this version.",
+        ) from error
     return result
 
 

@@ -565,8 +565,8 @@ def predictors_of(
 ) -> FittedPredictors:
     """Predictors from the metadata and tensors of a file, read from ``where``. Raises as :func:`load_predictors`."""
     result = FittedPredictors(each_predictor(meta, tensor, where, model_hash))
-    result.model_hash = meta["model_hash"]
     try:
+        result.model_hash = meta["model_hash"]
         report = json.loads(meta["report"])
         result.report = None if report is None else FitReport(**report)
     except (KeyError, TypeError, ValueError) as error:

@@ -117,7 +117,7 @@ def collect_samples(
     """
     groups = list(_groups(model, sites, n_tokens, max_bytes))
     if len(groups) > 1:
-        need = sum(_bytes(model, sites, n_tokens).values())
+        need = samples_bytes(model, sites, n_tokens)
         raise ConfigError(
             "memory for predictor samples",
             expected=f"at most max_bytes={max_bytes}",
@@ -140,7 +140,7 @@ def sample_groups(
     ``data`` is run through once per group, so it must not be an iterator that can be used only once.
     """
     for group in _groups(model, sites, n_tokens, max_bytes):
-        bound = max(max_bytes, sum(_bytes(model, group, n_tokens).values()))
+        bound = max(max_bytes, samples_bytes(model, group, n_tokens))
         yield collect_samples(model, data, group, n_tokens, max_bytes=bound, **options)
 
 
@@ -159,7 +159,12 @@ def _bytes(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> dict[st
 def bytes_per_token(model: nn.Module, sites: Sequence[FFNSite]) -> int:
     """Memory of the samples of all ``sites`` over that of their tokens."""
     many = 1 << 16
-    return -(-sum(_bytes(model, sites, many).values()) // many)
+    return -(-samples_bytes(model, sites, many) // many)
+
+
+def samples_bytes(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> int:
+    """Memory that :func:`collect_samples` takes: for experts over ``n_tokens`` times :func:`bytes_per_token`."""
+    return sum(_bytes(model, sites, n_tokens).values())
 
 
 def _groups(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int, max_bytes: int) -> Iterator[list[FFNSite]]:

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.ops import load
 from torch_pi2.runtime.files import atomic_write, read_tensors
-from torch_pi2.runtime.offload import Store, store_and_budget
+from torch_pi2.runtime.offload import Store, explained, store_and_budget
 from torch_pi2.runtime.trace import check_path
 
 _log = logging.getLogger("torch_pi2")
@@ -183,7 +183,7 @@ class record_accesses:
 
     Raises:
         ConfigError: the model has no store, it is being recorded already, or ``capacity`` makes no sense.
-        ArtifactError: ``path`` cannot be written: at once, if that can be seen then.
+        ArtifactError: ``path`` cannot be written: at once, if that can be seen then; or the store has been closed.
     """
 
     def __init__(self, model: nn.Module, path: str | Path, *, capacity: int = CAPACITY) -> None:
@@ -199,7 +199,8 @@ class record_accesses:
 
     def start(self) -> record_accesses:
         """Begin to record."""
-        problem = torch.ops.pi2.store_record(self._store.number, self.capacity)
+        with explained(str(self._store.path)):
+            problem = torch.ops.pi2.store_record(self._store.number, self.capacity)
         if problem:
             raise ConfigError(
                 f"recording what is wanted of {self._store.path}",
@@ -218,7 +219,8 @@ class record_accesses:
                 f"recording {self.path}", expected="one that was started", found="one that was not", fix="Call start()."
             )
         self._before = None
-        layers, streamed, bits, counts = torch.ops.pi2.store_recorded(store.number)
+        with explained(str(store.path)):
+            layers, streamed, bits, counts = torch.ops.pi2.store_recorded(store.number)
         wanted, hits, lost, whole = counts.tolist()
         if lost:
             _log.warning(
@@ -250,7 +252,7 @@ class record_accesses:
     ) -> None:
         try:
             self.stop()
-        except ArtifactError as unwritten:
+        except Pi2Error as unwritten:
             if error is None:
                 raise
             error.add_note(str(unwritten))  # what the block raised matters more

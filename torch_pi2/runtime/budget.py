@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,16 +35,16 @@ _POLICY_BYTES = {"s3-fifo": 4, "lfu": 1}
 
 def parse_bytes(value: float | str) -> int:
     """``2.5GiB``, ``700MB``, ``1G`` (decimal) or a number of bytes. Raises ConfigError."""
+    found: float = -1
     if isinstance(value, int | float):
-        found = int(value)
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
-        found = int(float(match.group(1)) * _UNITS[match.group(2)]) if match and match.group(2) in _UNITS else -1
-    if found < 0:
+        found = value
+    elif (match := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)) and match.group(2) in _UNITS:
+        found = float(match.group(1)) * _UNITS[match.group(2)]
+    if not 0 <= found < math.inf:
         raise ConfigError(
             "budget", expected="bytes, or text such as 2.5GiB or 700MB", found=repr(value), fix="Correct it."
         )
-    return found
+    return int(found)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     Raises:
         ConfigError: the model has no store, or its engine is ``mmap``; the budget does not hold what must stay in
             memory, or is larger than at loading. The model is as it was.
-        ArtifactError: what fills the cache cannot be read.
+        ArtifactError: what fills the cache cannot be read, or the store has been closed.
     """
     store, parts = store_and_budget(model)
     made: Budget = parts.with_total(parse_bytes(budget), store.path.parent.parent)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,8 +47,9 @@ class OffloadConfig:
         direct: read past the page cache (``O_DIRECT``) where a trial read shows that this works.
         verify: check the CRC32C of every bundle read (not with ``mmap``, where the system reads).
         pipeline: compute chunks of a layer while others are read; else wait for all of a layer's reads.
-        window: keep of a layer only what its last so many calls before this one used ("LLM in a flash": tokens; a
-            prompt is a call per 64); 0: as the policy says.
+        window: keep of a layer only what its last so many calls before this one used ("LLM in a flash": tokens; of
+            a prompt, from 32 tokens on, or 12 where int8 prompts go by tiles, up to 512 are one call); 0: as the policy
+            says.
         in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
         run_bytes: neighbouring neurons are read together, up to this.
         gap_bytes: of what lies between two neurons that are read, at most so many bytes in a row are read with them
@@ -197,7 +200,8 @@ class Store:
 
     def preload(self) -> None:
         """Fill what is free of the cache with the most frequent neurons. Raises ArtifactError."""
-        problem = torch.ops.pi2.store_preload(self.number)
+        with explained(str(self.path)):
+            problem = torch.ops.pi2.store_preload(self.number)
         if problem:
             raise self._damaged(problem)
 
@@ -209,9 +213,11 @@ class Store:
 
         Raises:
             ConfigError: a size that it cannot have, or engine ``mmap``, which has no cache.
+            ArtifactError: the store has been closed.
         """
         share = self._hot_share(cache_bytes)
-        problem = torch.ops.pi2.store_resize(self.number, cache_bytes, share)
+        with explained(str(self.path)):
+            problem = torch.ops.pi2.store_resize(self.number, cache_bytes, share)
         if problem:
             what, _, rest = problem.partition(": expected ")
             expected, _, found = rest.partition(", found ")
@@ -237,7 +243,8 @@ class Store:
 
     def describe(self) -> str:
         """Engine, and whether reads are direct: ``pread, direct``, or ``simulated ufs-4.0 over pread, direct``."""
-        found = str(torch.ops.pi2.store_describe(self.number))
+        with explained(str(self.path)):
+            found = str(torch.ops.pi2.store_describe(self.number))
         return found.replace("simulated device", f"simulated {self.device.name}") if self.device else found
 
     def stats(self, *, reset: bool = False) -> dict[str, int]:
@@ -245,7 +252,8 @@ class Store:
 
         ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for bundles, and in layers at all.
         """
-        values = torch.ops.pi2.store_stats(self.number, reset).tolist()
+        with explained(str(self.path)):
+            values = torch.ops.pi2.store_stats(self.number, reset).tolist()
         return dict(zip(STATISTICS, map(int, values), strict=True))
 
 
@@ -316,6 +324,18 @@ def unreadable(error: RuntimeError, where: str) -> ArtifactError | None:
         found=reading or "a store that has been closed",
         fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
     )
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """An operator's error that :func:`unreadable` knows is raised as it says."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = unreadable(error, where)
+        if found is None:
+            raise
+        raise found from error
 
 
 class InStore:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import NonFiniteError
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.store.names import ExpertMatrix
-from torch_pi2.store.quantize import Quantizer, QuantizeReport, convert, refs_of
+from torch_pi2.store.quantize import Quantizer, QuantizeReport, convert, converted, refs_of
 from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.tensorfile import Spec, TensorWriter
@@ -40,7 +39,7 @@ def bundle(
             ``float``: what the model has when it is loaded, so that nothing is lost.
 
     Raises:
-        NonFiniteError: a number that ``weights`` cannot hold. Others: as ``quantize``.
+        NonFiniteError: NaN, infinity, or a number that ``weights`` cannot hold. Others: as ``quantize``.
     """
 
     def make(model: torch.nn.Module, checkpoint: Checkpoint, plan: Plan, _linears: dict[str, int]) -> Quantizer:
@@ -73,11 +72,11 @@ class _Bundler(Quantizer):
             for row, (role, ref) in enumerate(refs):
                 for start, strip in self._strips(site, ref, role, None if first else digest):
                     if role == "down":
-                        part = _converted(strip[:, neurons], dtype, ref.weight)
+                        part = converted(strip[:, neurons], dtype, ref.weight)
                         bundles[:, row, start : start + len(strip)] = part.T
                     else:
                         here = ((neurons >= start) & (neurons < start + len(strip))).nonzero().flatten()
-                        bundles[here, row] = _converted(strip[neurons[here] - start], dtype, ref.weight)
+                        bundles[here, row] = converted(strip[neurons[here] - start], dtype, ref.weight)
             out.write(f"{site.key}.bundles", bundles.view(torch.uint8), row=first)
         self._write_biases(layer, out, digest)
         return 0.0
@@ -106,15 +105,3 @@ class _Bundler(Quantizer):
         rows, columns = self._checkpoint.spec(name).shape
         first, last = ref.rows or (0, rows)
         return name, first, (last - first, columns)
-
-
-def _converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    made = values.to(dtype)
-    if made is not values and bool((made.isinf() & ~values.isinf()).any()):
-        raise NonFiniteError(
-            f"values of {name}",
-            expected=f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {float_kind(dtype)}",
-            found=f"{float(values.abs().max()):.6g}",
-            fix="Pack it with weights='bfloat16' or 'float'.",
-        )
-    return made

@@ -23,7 +23,7 @@ from torch_pi2.runtime.files import atomic_write, resumable_folder
 from torch_pi2.store.bundled import bundle
 from torch_pi2.store.crc32c import crc32c
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
-from torch_pi2.store.quantize import check_separate, copy_small_files, quantize
+from torch_pi2.store.quantize import check_separate, copy_small_files, quantize, small_files
 from torch_pi2.store.storefile import (
     PADDING,
     PIECE,
@@ -102,7 +102,7 @@ def pack(
     """Write the neuron store ``pi2/model.pi2`` of a folder, and everything else of it, to ``folder_out``.
 
     No number is changed, unless ``weights`` says so: a packed model computes what the folder computes. Some ten MB of
-    memory are used whatever the size; for float checkpoints a layer at most, and not over half a GB. ``folder_out``
+    memory are used whatever the size; for float checkpoints a layer's FFN at most. ``folder_out``
     appears when all is there. A process that is killed or interrupted leaves ``.NAME.partial`` beside it, with which
     the same call goes on, if the source is the same file (by size, time and hash) and the settings are the same;
     otherwise it starts anew. After an error nothing is left.
@@ -162,8 +162,7 @@ def _bundled(source: Path, folder: Path, weights: str, trust_remote_code: bool, 
     """A folder of bundles made of the float checkpoint ``source``, for a time; one that a kill left is used again."""
     made = folder.with_name(f".{folder.name}.bundles")
     make = quantize if weights in KINDS else bundle
-    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(source.glob("*.safetensors"))]
-    about, marker = json.dumps([weights, str(source), files]), made / PI2_FOLDER / "source.json"
+    about, marker = _source_marker(source, weights), made / PI2_FOLDER / "source.json"
     try:
         if not marker.is_file() or marker.read_text() != about:
             shutil.rmtree(made, ignore_errors=True)
@@ -174,6 +173,17 @@ def _bundled(source: Path, folder: Path, weights: str, trust_remote_code: bool, 
         shutil.rmtree(made, ignore_errors=True)
         raise
     shutil.rmtree(made, ignore_errors=True)
+
+
+def _source_marker(source: Path, weights: str) -> str:
+    """What bundles are made of: every file that is read or copied for them, and who makes them."""
+    import torch_pi2
+
+    weight_files = [p for pattern in ("*.safetensors", "*.index.json") for p in source.glob(pattern)]
+    plan = [p for p in (source / PI2_FOLDER).glob("*") if p.is_file()]
+    files = sorted((*weight_files, *small_files(source), *plan))
+    stamps = [(str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return json.dumps([torch_pi2.__version__, weights, str(source), stamps])
 
 
 def _pack(

@@ -178,7 +178,9 @@ class PartFiles:
     def _add(self, part: str, first: Path, tensors: Path) -> None:
         reader = self._readers[part] = TensorReader(tensors)
         text = read_text(first) if first != tensors else json.dumps(reader.metadata, sort_keys=True)
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        data = torch.empty(0, dtype=torch.uint8)
+        if text:  # frombuffer takes no empty ones
+            data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         self._texts[f"pi2.{part}"] = data
         self.specs[f"pi2.{part}"] = Spec.of(data)
         self.specs |= {f"pi2.{part}.{name}": spec for name, spec in reader.specs.items()}

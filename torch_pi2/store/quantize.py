@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, read_config
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import find_sites
 from torch_pi2.graph.sites import FFNSite, LinearRef, check_weights
@@ -32,7 +32,7 @@ from torch_pi2.store.place import TRIED_EXPERTS, check_names, find_experts_way, 
 from torch_pi2.store.skeleton import places, put, skeleton
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.tensorfile import Spec, TensorWriter
-from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, metadata
+from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, float_kind, metadata
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
@@ -135,10 +135,14 @@ def convert(
 
 def copy_small_files(source: Path, folder: Path) -> None:
     """Everything of a checkpoint but its weights and its ``pi2/``."""
-    for pattern in _SMALL:
-        for path in source.glob(pattern):
-            if not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
+    for path in small_files(source):
+        shutil.copyfile(path, folder / path.name)
+
+
+def small_files(source: Path) -> list[Path]:
+    """What :func:`copy_small_files` copies."""
+    found = {path for pattern in _SMALL for path in source.glob(pattern)}
+    return sorted(path for path in found if not path.name.endswith(".index.json"))
 
 
 def check_separate(verb: str, source: Path, folder: Path) -> None:
@@ -399,7 +403,8 @@ class Quantizer:
                 bias = self._checkpoint.read(self._stored(ref.bias), ref.rows)
                 _update(digest, bias)
                 name = f"{site.key}.bias_{role}"
-                out.write(name, (bias if role == "down" else bias[order]).to(out.specs[name].dtype))
+                made = converted(bias, out.specs[name].dtype, ref.bias)
+                out.write(name, made if role == "down" else made[order])
 
     def _matrix(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
         if ref.expert is not None:
@@ -421,6 +426,20 @@ class Quantizer:
         if held is None or held.numel() < size:
             held = self._held[spec.dtype] = torch.empty(size, dtype=spec.dtype)
         return held[:size].view(spec.shape)
+
+
+def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """``values`` of the checkpoint's tensor ``name`` in ``dtype``. Raises NonFiniteError: NaN or infinite there."""
+    made = values.to(dtype)
+    if not made.numel() or all(map(math.isfinite, map(float, made.aminmax()))):
+        return made
+    sound = bool(values.isfinite().all())
+    raise NonFiniteError(
+        f"values of {name}",
+        expected=f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {float_kind(dtype)}",
+        found=f"{float(values.abs().max()):.6g}",
+        fix="Pack it with weights='bfloat16' or 'float'." if sound else "The checkpoint is damaged; get it again.",
+    )
 
 
 def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:

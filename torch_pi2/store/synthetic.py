@@ -8,6 +8,7 @@ token.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -243,7 +244,7 @@ class _Writer:
                 twin = sites[index % made_sites].key
                 out.copy(f"{site.key}.bundles", f"{twin}.bundles")
                 if twin in predictors:
-                    predictors[site.key] = predictors[twin]
+                    predictors[site.key] = copy.deepcopy(predictors[twin])  # safetensors takes no shared memory
         layers = [self._layer_plan(site, predictors) for site in sites]
         Plan(layers, model_hash, {"planner": "synthetic", "synthetic": self.label}).save(folder)
         if predictors:

@@ -27,8 +27,9 @@ class BundleSource {
   virtual ~BundleSource() = default;
   // begin is going to be called for so many chunks; again within a call, for further tokens, when every chunk of the
   // time before is done. `stream`: next gives chunks in ascending order, and what is read for them is not kept: a
-  // prompt wants nearly all of a layer, and would leave nothing in a cache of what is wanted often.
-  virtual void expect(std::int64_t chunks, bool stream = false) = 0;
+  // prompt wants nearly all of a layer, and would leave nothing in a cache of what is wanted often. `last`: the layer's
+  // last tokens, after which another layer's are to be expected.
+  virtual void expect(std::int64_t chunks, bool stream = false, bool last = true) = 0;
   // Chunk c < `chunks` of the layer is going to read the bundles ids[c * chunk_size + k], k < counts[c], ascending.
   // Other workers may be in next() already. `keep` [neurons], used until the last chunk is done: of a stream, the
   // neurons that are kept all the same, because the tokens after it are likely to want them.
@@ -56,6 +57,7 @@ struct FfnArgs {
   const void* bundles = nullptr;
   BundleSource* source = nullptr;  // instead of bundles; if it fails, y means nothing
   std::int64_t layer = -1;         // its number in a store, for traces
+  bool more = false;               // the same layer is going to be called for further tokens of the same prompt
   DType w_dtype = DType::kF32;
   std::int64_t neurons = 0;
   std::int64_t rows = 3;
