@@ -7,8 +7,7 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 64;   // that of the predictors and of sparse_ffn: slices are whole tiles
-constexpr std::int64_t kStreamTiles = 8;  // and of sparse_ffn over a source, which reads a layer once for so many
+constexpr std::int64_t kTokenTile = 64;  // that of the predictors and of sparse_ffn: slices are whole tiles
 
 template <class Args>
 Args of_layer(Args predictor, const FfnArgs& args, std::uint8_t* active) {
@@ -34,7 +33,8 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
   const std::int64_t cold = args.neurons - args.n_hot, all = args.tokens;
   if (cold == 0 || predictor.kind == Predictor::Kind::kNone) return sparse_ffn(args, parallel);
   std::int64_t tiles = std::max<std::int64_t>(1, kMaskBytes / (kTokenTile * cold));
-  if (tiles > kStreamTiles) tiles -= tiles % kStreamTiles;
+  constexpr std::int64_t kOneReading = kPromptTokens / kTokenTile;
+  if (tiles > kOneReading) tiles -= tiles % kOneReading;
   const std::int64_t slice = std::min(all, tiles * kTokenTile);
   auto* mask = reinterpret_cast<std::uint8_t*>(scratch(Scratch::kMask, (slice * cold + 3) / 4));
   const std::int64_t token_bytes = row_bytes(args.x_dtype, args.hidden);

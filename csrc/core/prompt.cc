@@ -15,8 +15,7 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 128;   // tokens per pass: their inputs share the second-level cache with panels
-constexpr std::int64_t kMostTokens = 512;  // for which a chunk of neurons is read once
+constexpr std::int64_t kTokenTile = 128;  // tokens per pass: their inputs share the second-level cache with panels
 constexpr std::int64_t kChunkNeurons = kPromptNeurons;
 constexpr std::int64_t kDownColumns = 128;  // of one work item of a dense down product
 // One in so many neurons of a chunk: a token that fires them goes through the matrix product, which is then faster than
@@ -92,7 +91,7 @@ class Workshop {
   char* inputs_;
   Bench benches_[kMostWorkers];
   float* plain_[kMostWorkers];
-  const void* x_T_[kMostTokens];
+  const void* x_T_[kPromptTokens];
 };
 
 // Unpacks the rows row(0) to row(count - 1), of which the last stands for what is missing of kPanelRows.
@@ -277,7 +276,7 @@ void begin_all(BundleSource& source, std::int64_t neurons, bool last, std::int64
 
 // Chunks of neurons, each for every tile of tokens: then a chunk is read once, from memory or from flash.
 void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor& parallel) {
-  const std::int64_t most = std::min(kMostTokens, args.tokens), tile = std::min(kTokenTile, args.tokens);
+  const std::int64_t most = std::min(kPromptTokens, args.tokens), tile = std::min(kTokenTile, args.tokens);
   const std::int64_t width = padded(args.hidden), x_bytes = row_bytes(args.x_dtype, args.hidden);
   const std::int64_t chunks = (args.neurons + kChunkNeurons - 1) / kChunkNeurons;
   Workshop shop(parallel, args.hidden, most, tile);

@@ -28,9 +28,8 @@ namespace {
 
 constexpr std::int64_t kTokenTile = 64;  // tokens per pass over the weights: bounds the scratch of partial sums
 constexpr std::int64_t kTinyMacs = 1 << 20;
-// A stream from a source: so many tokens at least, and at most for one reading of a layer; its last tokens are like
-// those that come after it.
-constexpr std::int64_t kStreamFrom = 32, kStreamMost = 512, kLastTokens = 8;
+// A stream from a source: so many tokens at least; its last tokens are like those that come after it.
+constexpr std::int64_t kStreamFrom = 32, kLastTokens = 8;
 constexpr std::int64_t kScan = 1024;         // neurons whose masks are combined at a time
 constexpr std::int64_t kBlock = 16;          // neurons per block
 constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
@@ -384,9 +383,9 @@ class Stream {
         width_(Tokenwise::ffn_width(args)),
         chunk_size_(chunk_neurons(args.neurons)),
         chunks_((args.neurons + chunk_size_ - 1) / chunk_size_) {
-    const std::int64_t most = std::min(kStreamMost, args.tokens), workers = std::max(1, parallel.threads);
-    rounds_ = (most + kTokenTile * workers - 1) / (kTokenTile * workers);
-    tile_ = (most + rounds_ * workers - 1) / (rounds_ * workers);
+    const std::int64_t most = std::min(kPromptTokens, args.tokens), workers = std::max(1, parallel.threads);
+    const std::int64_t rounds = (most + kTokenTile * workers - 1) / (kTokenTile * workers);
+    tile_ = (most + rounds * workers - 1) / (rounds * workers);
     const std::int64_t tiles = (most + tile_ - 1) / tile_;
     x_TW_ = scratch(Scratch::kInput, 2 * most * width_ + args.hidden);
     y_TW_ = x_TW_ + most * width_;
@@ -401,7 +400,7 @@ class Stream {
   }
 
   void run() {
-    const std::int64_t most = std::min(kStreamMost, args_.tokens);
+    const std::int64_t most = std::min(kPromptTokens, args_.tokens);
     const Tokenwise tokenwise(args_, table_, plain_H_);
     for (std::int64_t start = 0; start < args_.tokens; start += most) {
       tokens_ = std::min(most, args_.tokens - start);
@@ -479,7 +478,7 @@ class Stream {
   const KernelTable& table_;
   const ParallelFor& parallel_;
   const std::int64_t width_, chunk_size_, chunks_;
-  std::int64_t rounds_ = 0, tile_ = 0, tokens_ = 0, chunk_ = 0;
+  std::int64_t tile_ = 0, tokens_ = 0, chunk_ = 0;
   const std::uint8_t* active_ = nullptr;
   float *x_TW_, *y_TW_, *plain_H_, *partials_;
   std::int64_t *ids_, *counts_, *tile_ids_;

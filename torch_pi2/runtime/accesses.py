@@ -10,16 +10,16 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops import load
 from torch_pi2.runtime.files import atomic_write, read_tensors
 from torch_pi2.runtime.offload import Store, explained, store_and_budget
+from torch_pi2.runtime.recording import Recording
 from torch_pi2.runtime.trace import check_path
 
 _log = logging.getLogger("torch_pi2")
@@ -160,7 +160,7 @@ def _damaged(path: str | Path, reason: str, error: Exception | None = None) -> N
     ) from error
 
 
-class record_accesses:
+class record_accesses(Recording):
     """Write down which neurons every call of a model over a store wants, and write the file when the block ends.
 
     ::
@@ -197,7 +197,7 @@ class record_accesses:
         self._before: dict[str, int] | None = None
         check_path(self.path)
 
-    def start(self) -> record_accesses:
+    def start(self) -> Self:
         """Begin to record."""
         with explained(str(self._store.path)):
             problem = torch.ops.pi2.store_record(self._store.number, self.capacity)
@@ -243,19 +243,6 @@ class record_accesses:
         self.accesses = Accesses(stored, model_hash, place_bytes, run, layers, streamed, bits)
         self.accesses.save(self.path)
         return self.path
-
-    def __enter__(self) -> record_accesses:
-        return self.start()
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        try:
-            self.stop()
-        except Pi2Error as unwritten:
-            if error is None:
-                raise
-            error.add_note(str(unwritten))  # what the block raised matters more
 
 
 def _about(store: Store, stats: dict[str, int]) -> tuple[tuple[StoredLayer, ...], str, int]:

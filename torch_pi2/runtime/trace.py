@@ -13,14 +13,14 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load
 from torch_pi2.runtime.files import atomic_write, not_written
+from torch_pi2.runtime.recording import Recording
 
 _log = logging.getLogger("torch_pi2")
 
@@ -56,7 +56,7 @@ _MOST = 1 << 24  # kMostTraced of the core
 _ROWS = 4096  # turned into text at a time
 
 
-class trace:
+class trace(Recording):
     """Record what compute and I/O threads do, and write it as Chrome trace events when the block ends.
 
     ::
@@ -92,7 +92,7 @@ class trace:
         self.events = self.lost = 0
         self._on = False
 
-    def start(self) -> trace:
+    def start(self) -> Self:
         """Begin to record."""
         load()
         if not torch.ops.pi2.trace_start(self.capacity):
@@ -126,19 +126,6 @@ class trace:
     def summary(self) -> dict[str, Any]:
         """For results in JSON: ``path``, and ``events`` and ``lost_events`` once stopped."""
         return {"path": str(self.path), "events": self.events, "lost_events": self.lost}
-
-    def __enter__(self) -> trace:
-        return self.start()
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        try:
-            self.stop()
-        except ArtifactError as unwritten:
-            if error is None:
-                raise
-            error.add_note(str(unwritten))  # what the block raised matters more
 
 
 def check_path(path: Path) -> None:

@@ -17,6 +17,8 @@ constexpr std::int64_t chunk_neurons(std::int64_t neurons) {
   return (sixteenth + 63) / 64 * 64;
 }
 
+// Tokens of a prompt for which a layer's neurons are read once.
+constexpr std::int64_t kPromptTokens = 512;
 // Neurons of a prompt's chunk: whose h is held at a time, and their down rows in float.
 constexpr std::int64_t kPromptNeurons = 512;
 
