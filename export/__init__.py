@@ -1,12 +1,16 @@
-"""``torch_pi2.export``: optimised models as graphs that leave Python.
+"""``torch_pi2.export``: optimised models that leave Python.
 
-So far the first step of the way to a phone: :func:`program` gives a ``torch.export`` program in which every sparse
-FFN is a ``pi2`` operator. Partitioners, recipes and the bundle for ExecuTorch build on it; they are not here yet.
+``torch_pi2.export(model, "bundle/")`` writes a folder for ExecuTorch (docs/BUNDLE.md); the package itself can be
+called, see :func:`torch_pi2.export.api.export`. :func:`program` gives a ``torch.export`` program in which every sparse
+FFN is a ``pi2`` operator, for other ways out.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +21,19 @@ from torch_pi2.graph.rewrite import homes, is_optimized
 from torch_pi2.runtime.lazy import LazyDown
 
 __all__ = ["program"]
+
+
+class _Callable(ModuleType):
+    """This package, as a function."""
+
+    def __call__(self, model: nn.Module, folder: str | Path, **settings: Any) -> Path:
+        """:func:`torch_pi2.export.api.export`."""
+        from torch_pi2.export.api import export
+
+        return export(model, folder, **settings)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 
 def program(

@@ -18,12 +18,12 @@ import torch
 
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.runtime.files import atomic_write, resumable_folder
 from torch_pi2.store.bundled import bundle
-from torch_pi2.store.crc32c import crc32c
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
 from torch_pi2.store.quantize import check_separate, copy_small_files, quantize, small_files
+from torch_pi2.store.slots import cluster_size, write_slots
 from torch_pi2.store.storefile import (
     PADDING,
     PIECE,
@@ -33,7 +33,6 @@ from torch_pi2.store.storefile import (
     SUPERBLOCK,
     StoreReader,
     block_checks,
-    check_bytes,
     hot_neurons,
     metadata_check,
     open_weights,
@@ -60,8 +59,6 @@ FLOAT = "float"
 WEIGHTS = (*KINDS, FLOAT, *FLOAT_KINDS)
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
-#: Of a slot of clusters, at most: from here on devices read at full speed.
-_CLUSTER_BYTES = 1 << 18
 _PROGRESS, _PARTIAL = "progress.json", f".{STORE_FILE}.partial"
 #: Stands in the header until all is written.
 _NO_CHECK = "0" * 8
@@ -273,7 +270,7 @@ class _Layout:
         self._end = self._paddings = 0
         self._add(SUPERBLOCK, Spec((superblock_bytes(len(keys)),), torch.uint8))
         bundles = {layer.site.key: self._row_bytes(layer) * layer.site.rows_per_neuron for layer in plan.layers}
-        self.cluster = cluster or _cluster(plan, max(bundles.values()))
+        self.cluster = cluster or cluster_size(plan, max(bundles.values()))
         self._slots = {key: slot_bytes(self.cluster * size, slot_align) for key, size in bundles.items()}
         for layer in plan.layers:
             self._to_page()
@@ -338,14 +335,6 @@ class _Layout:
             layer=site.layer,
             cluster=self.cluster,
         )
-
-
-def _cluster(plan: Plan, bundle_bytes: int) -> int:
-    """Neurons of a slot. One size for all layers: a place in the cache has to fit any slot."""
-    if any(layer.method in PREDICTED for layer in plan.layers):
-        return 1
-    most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // bundle_bytes))
-    return 1 << (most.bit_length() - 1)
 
 
 class _Writer(TensorWriter):
@@ -482,23 +471,8 @@ def _tensors(item: LayerPlan | str) -> list[str]:
 
 
 def _write_layer(layer: LayerPlan, reader: QuantizedWeights, out: _Writer, cluster: int) -> None:
-    key, neurons = layer.site.key, layer.site.intermediate
-    n_slots, per_slot = out.specs[f"{key}.bundles"].shape
-    step = max(1, PIECE // per_slot)
-    checks = []
-    for slot in range(0, n_slots, step):
-        count = min(step, n_slots - slot)
-        first, last = slot * cluster, min((slot + count) * cluster, neurons)
-        bundles = reader.read_bundles(layer.site, (first, last)).flatten(1)
-        checks.append(crc32c(bundles))
-        slots = torch.zeros((count, per_slot), dtype=torch.uint8)
-        whole, size = (last - first) // cluster, bundles.shape[1]
-        slots[:whole, : cluster * size] = bundles[: whole * cluster].reshape(whole, cluster * size)
-        if whole < count:  # the layer's last, of fewer neurons
-            rest = bundles[whole * cluster :].flatten()
-            slots[whole, : len(rest)] = rest
-        out.write(f"{key}.bundles", slots, row=slot)
-    out.write(f"{key}.checks", check_bytes(torch.cat(checks)))
+    site = layer.site
+    write_slots(site.key, site.intermediate, lambda *rows: reader.read_bundles(site, rows), out, cluster)
 
 
 def _write_other(name: str, reader: QuantizedWeights | PartFiles, out: _Writer) -> str:

@@ -1,0 +1,74 @@
+"""The delegate blob: all that a ``.pte`` has of a feed-forward layer (docs/FORMATS.md, "Delegate blob")."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_pi2.store.crc32c import crc32c
+
+MAGIC, VERSION, BYTES = b"PI2BLOB\0", 1, 512
+#: In the order of the blob; of a sign-bit predictor ``a`` is the signs.
+TENSORS = ("bias_gate", "bias_up", "bias_down", "a", "a_scale", "b", "b_scale", "b_bias")
+#: Predictor kind and format of its rows -> code.
+PREDICTORS = {
+    ("", ""): 0,
+    ("lowrank", ""): 1,
+    ("lowrank_q", "int4"): 2,
+    ("lowrank_q", "int8"): 3,
+    ("signbit", ""): 4,
+}
+_HEAD = struct.Struct("<8sIIIIQII32s")
+_LAYER = struct.Struct("<IIIIIIIIfIdII")
+_TENSOR = struct.Struct("<QQII")
+_QUEUE, _NAME, _NAME_BYTES = 320, 384, 128
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One delegate call. Fields as in the blob; ``tensors``: name -> (file offset, bytes, CRC32C)."""
+
+    role: int
+    store_bytes: int
+    header_crc: int
+    layer: int
+    model_hash: bytes
+    hidden: int
+    neurons: int
+    rows: int
+    weights: int
+    activation: int
+    activation_on_up: bool
+    int8_activations: bool
+    predictor_int8_activations: bool
+    n_hot: int
+    first: int
+    threshold: float
+    predictor: int
+    cut: float
+    rank: int
+    dense_from: int
+    queue: int
+    store: str
+    tensors: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        """Its ``BYTES`` bytes."""
+        flags = self.activation_on_up | self.int8_activations << 1 | self.predictor_int8_activations << 2
+        numbers = (self.hidden, self.neurons, self.rows, self.weights, self.activation, flags, self.n_hot, self.first)
+        layer = _LAYER.pack(*numbers, self.threshold, self.predictor, self.cut, self.rank, self.dense_from)
+        places = b"".join(_TENSOR.pack(*self.tensors.get(name, (0, 0, 0)), 0) for name in TENSORS)
+
+        def with_checksum(checksum: int) -> bytes:
+            head = _HEAD.pack(
+                MAGIC, VERSION, checksum, BYTES, self.role, self.store_bytes, self.header_crc, self.layer,
+                self.model_hash,
+            )  # fmt: skip
+            body = (head + layer + places + struct.pack("<I", self.queue)).ljust(_NAME, b"\0")
+            return body + self.store.encode().ljust(_NAME_BYTES, b"\0")
+
+        data = bytearray(with_checksum(0))
+        return with_checksum(int(crc32c(torch.frombuffer(data, dtype=torch.uint8)[None])[0]))

@@ -1,0 +1,162 @@
+"""Methods of a Hugging Face decoder over one static KV cache of several lanes: ``prefill``, ``decode_bN``, ``fork``.
+
+A lane is a sequence. Every method says where its tokens stand (``positions``), so that sequences of a batch may have
+different lengths, and a new prompt simply begins at position 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import UnsupportedModelError
+
+Select = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Lanes(nn.Module):
+    """A causal language model with its KV cache as buffers, ``[lanes * max_tokens, KV heads, head size]`` per layer.
+
+    ExecuTorch writes into a buffer in place where the index is a vector, so that lane and position are one number.
+
+    Args:
+        model: a Hugging Face causal language model whose layers all have full attention.
+
+    Raises:
+        UnsupportedModelError: its cache is none of keys and values of all tokens.
+    """
+
+    def __init__(self, model: nn.Module, lanes: int, max_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        config: Any = model.config
+        text = config.get_text_config(decoder=True)
+        _check_attention(model, text, max_tokens)
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        self.layers, self.lanes, self.max_tokens = int(text.num_hidden_layers), lanes, max_tokens
+        for i in range(self.layers):
+            for kind in ("key", "value"):
+                self.register_buffer(f"{kind}_{i}", torch.zeros(lanes * max_tokens, kv_heads, width), persistent=False)
+        self.register_buffer("slots", torch.arange(max_tokens), persistent=False)
+
+    def run(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, lane_B: torch.Tensor, select: Select) -> Any:
+        """Logits ``[B, 1, V]`` of the last tokens. ``select``: the rows of a cache that belong to ``lane_B``."""
+        from transformers.cache_utils import Cache
+
+        rows_N = (lane_B[:, None] * self.max_tokens + positions_BT).flatten()
+        caches = [
+            _lane_layer(getattr(self, f"key_{i}"), getattr(self, f"value_{i}"), rows_N, self.lanes, select)
+            for i in range(self.layers)
+        ]
+        slots: Any = self.slots
+        seen_B1TL = slots[None, None, None, :] <= positions_BT[:, None, :, None]
+        output = self.model(
+            input_ids=ids_BT,
+            position_ids=positions_BT,
+            attention_mask=torch.where(seen_B1TL, 0.0, float("-inf")),
+            past_key_values=Cache(layers=caches),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits
+
+
+class Prefill(nn.Module):
+    """``(ids [1, T], positions [1, T], lane [1]) -> logits [1, 1, V]``."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__()
+        self.lanes = lanes
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, lane: torch.Tensor) -> Any:
+        return self.lanes.run(ids, positions, lane, lambda cache: cache.index_select(0, lane))
+
+
+class Decode(nn.Module):
+    """``(ids [B, 1], positions [B, 1]) -> logits [B, 1, V]`` of lanes 0 to B - 1."""
+
+    def __init__(self, lanes: Lanes, batch: int) -> None:
+        super().__init__()
+        self.lanes, self.batch = lanes, batch
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        return self.lanes.run(ids, positions, torch.arange(self.batch), lambda cache: cache[: self.batch])
+
+
+class Fork(nn.Module):
+    """``(lane [1]) -> lane``: all lanes continue what that one has read."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__()
+        self.lanes = lanes
+
+    def forward(self, lane: torch.Tensor) -> torch.Tensor:
+        for i in range(self.lanes.layers):
+            for kind in ("key", "value"):
+                cache = getattr(self.lanes, f"{kind}_{i}")
+                lanes = cache.view(self.lanes.lanes, -1)
+                cache.copy_(lanes.index_select(0, lane).repeat(len(lanes), 1).view(cache.shape))
+        return lane + 0
+
+
+def _lane_layer(
+    keys: torch.Tensor, values: torch.Tensor, rows_N: torch.Tensor, lanes: int, select: Select
+) -> Any:
+    """A layer of transformers' ``Cache`` over rows of two buffers."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    class LaneLayer(CacheLayerMixin):
+        is_compileable, is_sliding, is_initialized = True, False, True
+
+        def lazy_initialization(self, *_: Any) -> None: ...
+
+        def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+            found = []
+            for cache, new_BKTD in ((keys, key), (values, value)):
+                cache.index_put_((rows_N,), new_BKTD.transpose(1, 2).flatten(0, 1))
+                found.append(select(cache.view(lanes, -1, *cache.shape[1:])).transpose(1, 2))
+            return tuple(found)
+
+        def get_seq_length(self, *_: Any) -> int:
+            return 0
+
+        def get_max_length(self, *_: Any) -> int:
+            return len(keys) // lanes
+
+        def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+            return len(keys) // lanes, 0
+
+    layer = LaneLayer()
+    layer.keys, layer.values = keys, values
+    return layer
+
+
+def _check_attention(model: nn.Module, config: Any, max_tokens: int) -> None:
+    """Raises UnsupportedModelError for what a cache of lanes cannot hold."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    sliding = "sliding_attention" in kinds or (window and getattr(config, "use_sliding_window", True))
+    found = sorted(kinds - {"full_attention", "sliding_attention"})
+    if sliding and window and window < max_tokens:
+        found.append(f"a sliding window of {window} tokens, fewer than {max_tokens}")
+    if found:
+        raise UnsupportedModelError(
+            f"export of {type(model).__name__}",
+            expected="full attention in all layers",
+            found=", ".join(found),
+            fix="Export with max_tokens within the window, or a model with full attention.",
+        )
+
+
+def decoder_methods(lanes: Lanes, batches: Sequence[int]) -> dict[str, nn.Module]:
+    """Every method of a decoder by its name."""
+    methods: dict[str, nn.Module] = {"prefill": Prefill(lanes)}
+    methods |= {f"decode_b{batch}": Decode(lanes, batch) for batch in batches}
+    if max(batches) > 1:
+        methods["fork"] = Fork(lanes)
+    return methods

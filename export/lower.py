@@ -1,0 +1,163 @@
+"""From methods (modules and example inputs) to the bytes of a ``.pte``. Needs executorch.
+
+Feed-forward layers go to ``Pi2Backend``, everything else that it knows to XNNPACK, and what is left runs on
+ExecuTorch's CPU operators. One call of ``to_edge_transform_and_lower`` for all methods, which share their constants and
+their mutable buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.export.partitioner import BACKEND, Pi2Partitioner, role_of
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is traced under one name.
+
+    Attributes:
+        module, args, dynamic_shapes: as for ``torch.export.export``.
+        prepare: called before it is traced (a method may want other parts of the model than the one before).
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None = None
+    dynamic_shapes: Any = None
+    prepare: Callable[[], None] | None = None
+
+
+def trace(methods: Mapping[str, Method], name: str) -> dict[str, torch.export.ExportedProgram]:
+    """``torch.export`` of every method. Raises UnsupportedModelError, with torch's reason."""
+    programs = {}
+    for key, method in methods.items():
+        if method.prepare is not None:
+            method.prepare()
+        with torch.no_grad(), _quiet():
+            try:
+                programs[key] = torch.export.export(
+                    method.module,
+                    method.args,
+                    dict(method.kwargs or {}),
+                    dynamic_shapes=method.dynamic_shapes,
+                    strict=False,
+                )
+            except Exception as error:  # torch.export raises many types; each carries its own explanation
+                raise UnsupportedModelError(
+                    f"torch.export of {name}, method {key}",
+                    expected="a model that torch.export can trace",
+                    found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+                    fix="Export its dense form first to see whether torch_pi2 is the cause.",
+                ) from error
+    return programs
+
+
+@dataclass(frozen=True)
+class Program:
+    """A ``.pte``, and the bytes of memory that ExecuTorch plans for all of its methods together."""
+
+    data: bytes
+    arena_bytes: int
+
+
+def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str) -> Program:
+    """The ``.pte`` of ``programs``, whose delegate operators become blobs of :func:`~.partitioner.blobs`.
+
+    Raises:
+        UnsupportedModelError: ExecuTorch cannot lower it; or a delegate operator was left over.
+    """
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir.passes import MemoryPlanningPass
+
+    calls = {key: sum(role_of(n) is not None for n in p.graph.nodes) for key, p in programs.items()}
+    with _quiet():
+        try:
+            edge = to_edge_transform_and_lower(
+                dict(programs),
+                partitioner={key: _partitioners(XnnpackPartitioner, Pi2Partitioner) for key in programs},
+                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            )
+            _check_delegated(edge, calls, name)
+            program = edge.to_executorch(
+                ExecutorchBackendConfig(
+                    memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
+                    run_reinplace_pass=True,
+                )
+            )
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+            raise UnsupportedModelError(
+                f"lowering {name} for ExecuTorch",
+                expected="operators that ExecuTorch has",
+                found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+                fix="Lower its dense form with ExecuTorch first to see whether torch_pi2 is the cause.",
+            ) from error
+    arenas = [sum(plan.non_const_buffer_sizes) for plan in program.executorch_program.execution_plan]
+    return Program(program.buffer, sum(arenas))
+
+
+def _partitioners(xnnpack: Any, ours: Any) -> list[Any]:
+    rest = xnnpack()
+    return [ours(preserve_like=rest), rest]
+
+
+def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
+    for key, wanted in calls.items():
+        nodes = edge.exported_program(key).graph_module.graph.nodes
+        left = [str(node.target) for node in nodes if role_of(node) is not None]
+        called = [n.args[0].target for n in nodes if "executorch_call_delegate" in str(n.target)]
+        found = sum(getattr(edge.exported_program(key).graph_module, c).backend_id == BACKEND for c in called)
+        if left or found != wanted:
+            raise UnsupportedModelError(
+                f"lowering {name}, method {key}",
+                expected=f"{wanted} delegate calls of feed-forward layers",
+                found=f"{found}" + (f", and {len(left)} operators that were left ({left[0]})" if left else ""),
+                fix="Report it: the partitioner has missed a layer.",
+            )
+
+
+class _SharingCopies:
+    """``copy`` for ``torch.fx.traceback``: where a node comes from is not copied with every node made of it."""
+
+    copy = staticmethod(copy.copy)
+
+    @staticmethod
+    def deepcopy(value: Any) -> Any:
+        return value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch and ExecuTorch say, and keep, for those who develop them.
+
+    The provenance of nodes, which nothing here reads, is a tree that grows with every pass and is copied for each node:
+    a fifth of the time of lowering.
+    """
+    provenance: Any = importlib.import_module("torch.fx.traceback")
+
+    loggers = [logging.getLogger(name) for name in ("executorch", "torch.fx", "torch._export", "root")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        before = provenance.copy
+        provenance.copy = _SharingCopies
+        try:
+            yield
+        finally:
+            provenance.copy = before
+            for logger, level in zip(loggers, levels):
+                logger.setLevel(level)

@@ -1,0 +1,93 @@
+"""``Pi2Partitioner``: the delegate operators of a program become calls of the ``Pi2Backend`` delegate.
+
+The weights are in a store that has been written before (D2), so that what is left in the ``.pte`` is a blob of 512
+bytes per call (:mod:`torch_pi2.export.blob`). Needs executorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.export.markers import ROLES
+
+BACKEND = "Pi2Backend"
+
+#: Name of registered layers -> (layer, role, first neuron, queue) -> the blob.
+_blobs: dict[str, Callable[[int, int, int, int], bytes]] = {}
+
+
+@contextmanager
+def blobs(name: str, make: Callable[[int, int, int, int], bytes]) -> Iterator[None]:
+    """While this is entered, operators of the registered layers ``name`` are lowered to what ``make`` gives."""
+    _blobs[name] = make
+    try:
+        yield
+    finally:
+        del _blobs[name]
+
+
+def role_of(node: torch.fx.Node) -> int | None:
+    """Role in the blob of a node that is a delegate operator; None of any other."""
+    if node.op != "call_function":
+        return None
+    target = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "_op", None)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return ROLES.get(target._schema.name.replace("::", "."))
+
+
+@final
+class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
+    """Gives each delegate operator its blob."""
+
+    @staticmethod
+    def preprocess(edge_program: torch.export.ExportedProgram, compile_specs: list[Any]) -> PreprocessResult:
+        found = [(node, role_of(node)) for node in edge_program.graph.nodes]
+        calls = [(node, role) for node, role in found if role is not None]
+        assert len(calls) == 1, calls
+        node, role = calls[0]
+        assert role is not None
+        name, layer, *rest = node.args[1:]
+        first, queue = rest if role else (0, 0)
+        if name not in _blobs:
+            raise ConfigError(
+                f"lowering of {node.target}",
+                expected="a program made by torch_pi2.export",
+                found=f"layers {name}, whose store is not known",
+                fix="Lower it inside torch_pi2.export(...), which writes the store first.",
+            )
+        return PreprocessResult(processed_bytes=_blobs[name](int(layer), role, int(first), int(queue)))
+
+
+@final
+class Pi2Partitioner(Partitioner):
+    """Takes delegate operators, each by itself.
+
+    Args:
+        preserve_like: the partitioner of the rest. Every partitioner decomposes the whole program first; with another
+            list of operators to preserve, what that one knows (quantised linears) would be gone without an error.
+    """
+
+    def __init__(self, preserve_like: Partitioner | None = None) -> None:
+        super().__init__()
+        self._like = preserve_like
+        self._spec = DelegationSpec(BACKEND, [])
+
+    def ops_to_not_decompose(self, ep: torch.export.ExportedProgram) -> Any:
+        return ([], None) if self._like is None else self._like.ops_to_not_decompose(ep)
+
+    def partition(self, exported_program: torch.export.ExportedProgram) -> PartitionResult:
+        tags: dict[str, DelegationSpec] = {}
+        for node in exported_program.graph.nodes:
+            if role_of(node) is not None:
+                tag = f"pi2_{len(tags)}"
+                node.meta["delegation_tag"] = tag
+                tags[tag] = self._spec
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)

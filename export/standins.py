@@ -1,0 +1,131 @@
+"""A copy of an optimised model whose feed-forward layers are delegate operators: what is exported.
+
+``split_hot_cold`` gives each layer a submodule ``hot`` between the submit and the collect of its cold part. It is the
+accelerator's alone: compiled for it, or (XNNPACK) kept apart from its neighbours by these two.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.graph.rewrite import is_optimized
+from torch_pi2.runtime.experts import SparseExperts
+from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.lazy import LazyDown, LazySource
+from torch_pi2.runtime.standin import StandIn
+
+#: Plain attributes of a model that are the library's, and not to be copied with it.
+_OURS = ("torch_pi2", "torch_pi2_store")
+
+
+class DelegatedFFN(nn.Module):
+    """A whole layer in the delegate. See :mod:`torch_pi2.export.markers`."""
+
+    def __init__(self, model: str, layer: int) -> None:
+        super().__init__()
+        self.model, self.layer = model, layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.delegate_ffn(x, self.model, self.layer, 0)
+        return y
+
+
+class SplitFFN(nn.Module):
+    """A layer whose first neurons an accelerator computes while the delegate computes the others.
+
+    Attributes:
+        hot: the accelerator's part: :class:`~torch_pi2.export.hot.HotChunks`, or what was compiled of it; None: the
+            delegate computes the whole layer.
+        first: the first neuron of the cold part, as many as ``hot`` has.
+    """
+
+    def __init__(self, whole: DelegatedFFN) -> None:
+        super().__init__()
+        self.model, self.layer = whole.model, whole.layer
+        self.hot: nn.Module | None = None
+        self.first = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor
+        if self.hot is None:
+            y = torch.ops.pi2.delegate_ffn(x, self.model, self.layer, 0)
+        else:
+            settings = (self.model, self.layer, self.first, self.layer + 1)
+            y = torch.ops.pi2.delegate_collect(self.hot(torch.ops.pi2.delegate_submit(x, *settings)), *settings)
+        return y
+
+
+def exported_layers(model: nn.Module) -> list[SparseFFN]:
+    """The sparse layers of ``model`` in the order of its plan, if all of them can be delegate operators.
+
+    Raises:
+        ConfigError: a dense model. UnsupportedModelError: mixtures of experts, or layers whose activation is code of a
+            bigger block.
+    """
+    if not is_optimized(model):
+        raise ConfigError(
+            f"export of {type(model).__name__}",
+            expected="a model that torch_pi2.optimize or load gave",
+            found="a dense model",
+            fix="Call torch_pi2.optimize(model, ...) first; method='dense' keeps every neuron.",
+        )
+    modules = list(model.modules())
+    experts = [m.sites[0].experts for m in modules if isinstance(m, SparseExperts)]
+    if experts:
+        raise UnsupportedModelError(
+            f"export of {type(model).__name__}",
+            expected="feed-forward layers without experts",
+            found=f"{len(experts)} mixtures of experts ({experts[0]})",
+            fix="Run it with PyTorch (torch_pi2.load with a budget); experts are not in the delegate yet.",
+        )
+    lazy = [m.sparse.site.key for m in modules if isinstance(m, LazyDown)]
+    if lazy or any(isinstance(m, LazySource) for m in modules):
+        raise UnsupportedModelError(
+            f"export of {type(model).__name__}",
+            expected="feed-forward layers that are modules, or chains of modules",
+            found=f"{len(lazy)} whose activation is code of a bigger block ({', '.join(lazy[:3])})",
+            fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
+        )
+    found = {id(m): m for m in modules if isinstance(m, SparseFFN)}
+    return sorted(found.values(), key=lambda ffn: ffn.site.layer)
+
+
+def delegated_copy(model: nn.Module, layers: Sequence[SparseFFN], name: str) -> nn.Module:
+    """A copy of ``model`` in evaluation mode, ``layers`` as :class:`DelegatedFFN` of the registered ``name``.
+
+    Nothing of the feed-forward layers is copied, and ``model`` is left as it was.
+    """
+    instead: dict[int, nn.Module] = {id(ffn): DelegatedFFN(name, i) for i, ffn in enumerate(layers)}
+    with _without(model, instead):
+        return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+@contextmanager
+def _without(model: nn.Module, instead: dict[int, nn.Module]) -> Iterator[None]:
+    places = [(p, n, c) for p in model.modules() for n, c in p._modules.items() if isinstance(c, StandIn)]
+    ours = {name: model.__dict__.pop(name) for name in _OURS if name in model.__dict__}
+    for parent, name, child in places:
+        # what is left of a chain passes its input on; the original is not copied
+        parent._modules[name] = instead.get(id(child)) or nn.Identity()
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
+        for name, value in ours.items():
+            object.__setattr__(model, name, value)
+
+
+def split_hot_cold(model: nn.Module) -> list[SplitFFN]:
+    """Put a :class:`SplitFFN` in the place of each :class:`DelegatedFFN` of ``model``; they, in order of layers."""
+    made: dict[int, SplitFFN] = {}
+    places = [(p, n, c) for p in model.modules() for n, c in p._modules.items() if isinstance(c, DelegatedFFN)]
+    for parent, name, child in places:
+        parent._modules[name] = made.setdefault(child.layer, SplitFFN(child))
+    return [made[i] for i in sorted(made)]

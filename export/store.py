@@ -1,0 +1,257 @@
+"""The neuron store of a bundle: ``model.pi2`` with feed-forward layers alone, and what their delegate blobs say of it.
+
+A store as ``torch-pi2 pack`` writes it (docs/FORMATS.md), without the rest of the model, which is in ``model.pte``.
+Besides plan and biases it has each layer's predictor as it is computed with, ``KEY.predictor.*``: rows of cold neurons
+in plan order. The delegate parses no JSON: a blob has the offsets of everything its layer needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torch_pi2.export.blob import PREDICTORS, TENSORS, Blob
+from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.plan.plan import Plan
+from torch_pi2.runtime.ffn import PREDICTOR_TENSORS, SparseFFN
+from torch_pi2.runtime.offload import OffloadedFFN
+from torch_pi2.runtime.prompt import PREDICTED_SHARE, PROMPT_TOKENS
+from torch_pi2.store.crc32c import crc32c
+from torch_pi2.store.slots import cluster_size, write_slots
+from torch_pi2.store.storefile import (
+    STORE_FORMAT,
+    STORE_VERSION,
+    SUPERBLOCK,
+    StoreReader,
+    block_checks,
+    metadata_check,
+    tensor_check,
+)
+from torch_pi2.store.superblock import (
+    PAGE,
+    WEIGHT_CODES,
+    LayerEntry,
+    Superblock,
+    hash_bytes,
+    slot_bytes,
+    superblock_bytes,
+)
+from torch_pi2.store.tensorfile import Spec, TensorWriter, in_file_order
+from torch_pi2.store.weights import metadata, stored_row_bytes
+
+_NO_CHECK = "0" * 8
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """What blobs say of a store that has been written.
+
+    Attributes:
+        name: of the file. file_bytes: its size. header_crc: CRC32C of the safetensors length and header.
+        model_hash: 32 bytes. places: per layer, tensor of the blob -> (file offset, bytes, CRC32C).
+        bundle_bytes: of all layers, without the padding of slots. predictor_bytes: of what is in memory beside them.
+    """
+
+    name: str
+    file_bytes: int
+    header_crc: int
+    model_hash: bytes
+    places: tuple[dict[str, tuple[int, int, int]], ...]
+    bundle_bytes: int
+    predictor_bytes: int
+
+
+def kind_of(ffn: SparseFFN) -> str:
+    """How its bundles are stored: ``int4``, ``int8`` or the name of a float dtype."""
+    return ffn.weights if ffn.weights != "float" else str(ffn.bundles.dtype).removeprefix("torch.")
+
+
+def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress: bool = False) -> StoreFacts:
+    """Write the store of ``layers``, whose bundles are in memory or in stores, a few MB at a time.
+
+    Raises:
+        ArtifactError: the file cannot be written, or a bundle cannot be read.
+    """
+    import torch_pi2
+
+    kinds = {kind_of(ffn) for ffn in layers}
+    assert len(kinds) == 1, kinds  # optimize and load give every layer the same
+    kind = kinds.pop()
+    sizes = {ffn.site.key: ffn.site.rows_per_neuron * stored_row_bytes(kind, ffn.site.hidden) for ffn in layers}
+    cluster = cluster_size(plan, max(sizes.values()))
+    small = [_small_tensors(ffn) for ffn in layers]
+    text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
+    others = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}
+    for ffn, tensors in zip(layers, small):
+        others |= {_name(ffn.site.key, role): tensor for role, tensor in tensors.items()}
+    layout = _Layout([ffn.site.key for ffn in layers], layers, sizes, cluster, others)
+    about = metadata(kind, plan.model_hash, {}, {ffn.site.key: "owner" for ffn in layers}) | {
+        "pi2_format": STORE_FORMAT,
+        "pi2_version": STORE_VERSION,
+        "layers": json.dumps([ffn.site.key for ffn in layers]),
+        "orders_hash": plan.orders_hash,
+        "checks": json.dumps(dict.fromkeys(layout.others, _NO_CHECK)),
+        "provenance": json.dumps({"torch_pi2": torch_pi2.__version__, "from": "torch_pi2.export", "weights": kind}),
+    }
+    about["metadata_check"] = metadata_check(about)
+    with TensorWriter(path, layout.specs, about, progress=progress, order=list(layout.specs)) as out:
+        entries = tuple(_entry(ffn, out, kind, cluster, layout.slots[ffn.site.key]) for ffn in layers)
+        block = Superblock(out.file_bytes, hash_bytes(plan.model_hash), entries)
+        out.write(SUPERBLOCK, torch.frombuffer(bytearray(block.pack()), dtype=torch.uint8))
+        for name in layout.paddings:
+            out.write(name, torch.zeros(layout.specs[name].shape, dtype=torch.uint8))
+        for ffn in layers:
+            with ExitStack() as stack:
+                write_slots(ffn.site.key, ffn.site.intermediate, _reader(ffn, stack), out, cluster)
+        checks = {}
+        for name in layout.others:
+            out.write(name, others[name])
+            checks[name] = tensor_check(name, layout.specs[name], [block_checks(_bytes(others[name]))])
+        out.set_metadata("checks", json.dumps(checks))
+        places = tuple(
+            {
+                role: (out.offset(_name(ffn.site.key, role)), tensor.nbytes, _crc(_bytes(tensor)))
+                for role, tensor in tensors.items()
+            }
+            for ffn, tensors in zip(layers, small)
+        )
+    return StoreFacts(
+        path.name,
+        block.file_bytes,
+        _header_crc(path),
+        block.model_hash,
+        places,
+        sum(ffn.site.intermediate * sizes[ffn.site.key] for ffn in layers),
+        sum(tensor.nbytes for tensors in small for tensor in tensors.values()),
+    )
+
+
+def blob_of(
+    facts: StoreFacts, layers: Sequence[SparseFFN], layer: int, role: int, first: int = 0, queue: int = 0
+) -> Blob:
+    """The blob of one call of ``layers[layer]``; see :class:`Blob`."""
+    ffn = layers[layer]
+    rank = 0 if ffn.predictor_a is None else len(ffn.predictor_a)
+    return Blob(
+        role=role,
+        store_bytes=facts.file_bytes,
+        header_crc=facts.header_crc,
+        layer=layer,
+        model_hash=facts.model_hash,
+        hidden=ffn.site.hidden,
+        neurons=ffn.site.intermediate,
+        rows=ffn.site.rows_per_neuron,
+        weights=WEIGHT_CODES[kind_of(ffn)],
+        activation=list(ACTIVATIONS).index(ffn.site.activation),
+        activation_on_up=ffn.site.activation_on_up,
+        int8_activations=ffn.int8_activations,
+        predictor_int8_activations=ffn.int8_activations and bool(ffn.predictor_weights),
+        n_hot=ffn.n_hot,
+        first=first,
+        threshold=ffn.threshold,
+        predictor=PREDICTORS[ffn.predictor_kind, ffn.predictor_weights] if ffn.has_predictor else 0,
+        cut=ffn.predictor_threshold if ffn.has_predictor else 0.0,
+        rank=rank,
+        dense_from=PROMPT_TOKENS if ffn.has_predictor and ffn.expected_share > PREDICTED_SHARE else 0,
+        queue=queue,
+        store=facts.name,
+        tensors=facts.places[layer],
+    )
+
+
+class _Layout:
+    """Tensors of the file in order, with padding so that bundles begin on pages."""
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        layers: Sequence[SparseFFN],
+        sizes: dict[str, int],
+        cluster: int,
+        others: dict[str, torch.Tensor],
+    ) -> None:
+        self.specs: dict[str, Spec] = {SUPERBLOCK: Spec((superblock_bytes(len(keys)),), torch.uint8)}
+        self.slots = {key: slot_bytes(cluster * sizes[key]) for key in keys}
+        self.paddings: list[str] = []
+        for key, ffn in zip(keys, layers):
+            self._to_page()
+            self.specs[f"{key}.bundles"] = Spec((-(-ffn.site.intermediate // cluster), self.slots[key]), torch.uint8)
+        for key, ffn in zip(keys, layers):
+            self.specs[f"{key}.checks"] = Spec((4 * ffn.site.intermediate,), torch.uint8)
+        self._to_page()
+        specs = {name: Spec.of(tensor) for name, tensor in others.items()}
+        self.others = in_file_order({n: s for n, s in specs.items() if n.startswith("pi2.")})
+        weights = in_file_order({n: s for n, s in specs.items() if not n.startswith("pi2.")})
+        for name in self.others:
+            self.specs[name] = specs[name]
+        if weights:
+            self._to_page()
+        for name in weights:
+            self.specs[name] = specs[name]
+        self.others += weights
+
+    def _to_page(self) -> None:
+        end = sum(spec.nbytes for spec in self.specs.values())
+        if end % PAGE:
+            name = f"pi2.padding.{len(self.paddings)}"
+            self.paddings.append(name)
+            self.specs[name] = Spec((-end % PAGE,), torch.uint8)
+
+
+def _name(key: str, role: str) -> str:
+    """Tensor of the file that is ``role`` of a blob."""
+    return f"{key}.{role}" if role.startswith("bias_") else f"{key}.predictor.{role}"
+
+
+def _small_tensors(ffn: SparseFFN) -> dict[str, torch.Tensor]:
+    """Biases and predictor by their names in a blob."""
+    found = {role: getattr(ffn, role) for role in TENSORS[:3]}
+    if ffn.predictor_signs is not None:
+        found["a"] = ffn.predictor_signs
+    elif ffn.has_predictor:
+        names = dict(zip(PREDICTOR_TENSORS, ("a", "a_scale", "b", "b_scale", "b_bias"), strict=True))
+        found |= {role: getattr(ffn, f"predictor_{name}") for name, role in names.items()}
+    return {role: tensor.detach().contiguous() for role, tensor in found.items() if tensor is not None}
+
+
+def _reader(ffn: SparseFFN, stack: ExitStack) -> Callable[[int, int], torch.Tensor]:
+    if not isinstance(ffn, OffloadedFFN):
+        return lambda first, last: ffn.bundles[first:last]
+    reader = stack.enter_context(StoreReader(ffn.store.path))
+    return lambda first, last: reader.read_layer(ffn.store_layer, (first, last))
+
+
+def _entry(ffn: SparseFFN, out: TensorWriter, kind: str, cluster: int, slot: int) -> LayerEntry:
+    site = ffn.site
+    return LayerEntry(
+        slots=out.offset(f"{site.key}.bundles"),
+        checks=out.offset(f"{site.key}.checks"),
+        neurons=site.intermediate,
+        hidden=site.hidden,
+        rows=site.rows_per_neuron,
+        weights=WEIGHT_CODES[kind],
+        slot_bytes=slot,
+        row_bytes=stored_row_bytes(kind, site.hidden),
+        n_hot=ffn.n_hot,
+        layer=site.layer,
+        cluster=cluster,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _crc(data: torch.Tensor) -> int:
+    return int(crc32c(data[None])[0]) if data.numel() else 0
+
+
+def _header_crc(path: Path) -> int:
+    with open(path, "rb") as file:
+        size = file.read(8)
+        return _crc(torch.frombuffer(bytearray(size + file.read(int.from_bytes(size, "little"))), dtype=torch.uint8))

@@ -1,0 +1,50 @@
+"""Neuron bundles as the slots of a store, with their checksums (docs/FORMATS.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from torch_pi2.plan.plan import PREDICTED, Plan
+from torch_pi2.store.crc32c import crc32c
+from torch_pi2.store.storefile import PIECE, check_bytes
+from torch_pi2.store.superblock import MOST_CLUSTER
+from torch_pi2.store.tensorfile import TensorWriter
+
+#: Of a slot of clusters, at most: from here on devices read at full speed.
+_CLUSTER_BYTES = 1 << 18
+
+
+def cluster_size(plan: Plan, bundle_bytes: int) -> int:
+    """Neurons of a slot. One size for all layers: a place in the cache has to fit any slot."""
+    if any(layer.method in PREDICTED for layer in plan.layers):
+        return 1
+    most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // bundle_bytes))
+    return 1 << (most.bit_length() - 1)
+
+
+def write_slots(
+    key: str, neurons: int, read: Callable[[int, int], torch.Tensor], out: TensorWriter, cluster: int
+) -> None:
+    """Write ``KEY.bundles`` and ``KEY.checks``, as ``out`` declares them.
+
+    Args:
+        read: first, last -> the bundles of neurons ``[first, last)`` in plan order, ``[n, R, row]`` of any dtype.
+    """
+    n_slots, per_slot = out.specs[f"{key}.bundles"].shape
+    step = max(1, PIECE // per_slot)
+    checks = []
+    for slot in range(0, n_slots, step):
+        count = min(step, n_slots - slot)
+        first, last = slot * cluster, min((slot + count) * cluster, neurons)
+        bundles = read(first, last).flatten(1).contiguous().view(torch.uint8)
+        checks.append(crc32c(bundles))
+        slots = torch.zeros((count, per_slot), dtype=torch.uint8)
+        whole, size = (last - first) // cluster, bundles.shape[1]
+        slots[:whole, : cluster * size] = bundles[: whole * cluster].reshape(whole, cluster * size)
+        if whole < count:  # the layer's last, of fewer neurons
+            rest = bundles[whole * cluster :].flatten()
+            slots[whole, : len(rest)] = rest
+        out.write(f"{key}.bundles", slots, row=slot)
+    out.write(f"{key}.checks", check_bytes(torch.cat(checks)))
