@@ -35,6 +35,7 @@ from torch_pi2.export.manifest import Method as MethodEntry
 from torch_pi2.export.markers import registered
 from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 from torch_pi2.export.store import StoreFacts, blob_of, kind_of, write_store
+from torch_pi2.runtime.budget import wanted_neurons
 from torch_pi2.runtime.executorch import EXECUTORCH
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.files import atomic_write, replacing_folder
@@ -364,9 +365,6 @@ def _manifest(
         if max(request.batches) > 1:
             methods["fork"] = MethodEntry("fork", 1, 1)
     pte = files[PROGRAM_FILE].bytes
-    bundle = {ffn.site.key: ffn.site.rows_per_neuron for ffn in layers}
-    per_layer = facts.bundle_bytes / sum(ffn.site.intermediate * bundle[ffn.site.key] for ffn in layers)
-    wanted = sum(ffn.expected_share * ffn.site.intermediate * bundle[ffn.site.key] for ffn in layers)
     return Manifest(
         kind="decoder" if decoder else "module",
         target=request.target,
@@ -393,7 +391,7 @@ def _manifest(
         ffn_bytes=facts.bundle_bytes,
         # XNNPACK packs what it has of the program beside it; the delegate holds biases and predictors
         fixed_bytes=_PROCESS_BYTES + 2 * pte + arenas + facts.predictor_bytes,
-        token_bytes=int(per_layer * wanted),
+        token_bytes=sum(wanted_neurons(layer) * size for layer, size in zip(parts.plan.layers, facts.neuron_bytes)),
     )
 
 

@@ -6,7 +6,8 @@ different lengths, and a new prompt simply begins at position 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,51 @@ from torch import nn
 from torch_pi2.errors import UnsupportedModelError
 
 Select = Callable[[torch.Tensor], torch.Tensor]
+#: Under this name transformers finds :func:`grouped_attention`.
+_ATTENTION = "pi2_export"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface, of operators that XNNPACK has, without repeating keys for each query head.
+
+    Args:
+        query: ``[B, N, T, D]``. key, value: ``[B, K, L, D]``. attention_mask: additive, ``[B, 1, N / K * T, L]``; every
+            token sees something, so that softmax needs no guard.
+
+    Returns:
+        ``[B, T, N, D]``.
+    """
+    batch, heads, tokens, width = query.shape
+    groups = batch * key.shape[1]  # bmm, as matmul of four dimensions would copy both of its sides
+    packed = query.reshape(groups, -1, width) * (scaling or width**-0.5)
+    scores = torch.bmm(packed, key.reshape(groups, -1, width).transpose(1, 2))
+    seen = scores.view(batch, key.shape[1], *scores.shape[1:]) + attention_mask
+    weights = torch.softmax(seen, -1).view(scores.shape)
+    y = torch.bmm(weights, value.reshape(groups, -1, value.shape[-1]))
+    return y.view(batch, heads, tokens, value.shape[-1]).transpose(1, 2), None
+
+
+@contextmanager
+def exportable_attention(model: nn.Module) -> Iterator[None]:
+    """While this is entered, a Hugging Face ``model`` uses :func:`grouped_attention`."""
+    from transformers import AttentionInterface
+
+    config: Any = model.config
+    AttentionInterface.register(_ATTENTION, grouped_attention)
+    before = config._attn_implementation
+    config._attn_implementation = _ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 class Lanes(nn.Module):
@@ -38,6 +84,7 @@ class Lanes(nn.Module):
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        self.groups = heads // kv_heads
         self.layers, self.lanes, self.max_tokens = int(text.num_hidden_layers), lanes, max_tokens
         for i in range(self.layers):
             for kind in ("key", "value"):
@@ -55,14 +102,16 @@ class Lanes(nn.Module):
         ]
         slots: Any = self.slots
         seen_B1TL = slots[None, None, None, :] <= positions_BT[:, None, :, None]
-        output = self.model(
-            input_ids=ids_BT,
-            position_ids=positions_BT,
-            attention_mask=torch.where(seen_B1TL, 0.0, float("-inf")),
-            past_key_values=Cache(layers=caches),
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        mask_B1TL = torch.where(seen_B1TL, 0.0, float("-inf"))
+        with exportable_attention(self.model):
+            output = self.model(
+                input_ids=ids_BT,
+                position_ids=positions_BT,
+                attention_mask=mask_B1TL.repeat(1, 1, self.groups, 1),
+                past_key_values=Cache(layers=caches),
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits
 
 
@@ -104,9 +153,7 @@ class Fork(nn.Module):
         return lane + 0
 
 
-def _lane_layer(
-    keys: torch.Tensor, values: torch.Tensor, rows_N: torch.Tensor, lanes: int, select: Select
-) -> Any:
+def _lane_layer(keys: torch.Tensor, values: torch.Tensor, rows_N: torch.Tensor, lanes: int, select: Select) -> Any:
     """A layer of transformers' ``Cache`` over rows of two buffers."""
     from transformers.cache_utils import CacheLayerMixin
 

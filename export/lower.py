@@ -87,7 +87,7 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str) -> Pr
         try:
             edge = to_edge_transform_and_lower(
                 dict(programs),
-                partitioner={key: _partitioners(XnnpackPartitioner, Pi2Partitioner) for key in programs},
+                partitioner={key: [Pi2Partitioner(XnnpackPartitioner())] for key in programs},
                 compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             )
             _check_delegated(edge, calls, name)
@@ -106,11 +106,6 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str) -> Pr
             ) from error
     arenas = [sum(plan.non_const_buffer_sizes) for plan in program.executorch_program.execution_plan]
     return Program(program.buffer, sum(arenas))
-
-
-def _partitioners(xnnpack: Any, ours: Any) -> list[Any]:
-    rest = xnnpack()
-    return [ours(preserve_like=rest), rest]
 
 
 def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:

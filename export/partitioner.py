@@ -68,26 +68,29 @@ class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
 
 @final
 class Pi2Partitioner(Partitioner):
-    """Takes delegate operators, each by itself.
+    """Takes delegate operators, each by itself, and leaves everything else to another partitioner.
 
     Args:
-        preserve_like: the partitioner of the rest. Every partitioner decomposes the whole program first; with another
-            list of operators to preserve, what that one knows (quantised linears) would be gone without an error.
+        rest: of the rest. It is a part of this one because each partitioner in a list decomposes the whole program
+            first: with another list of operators to preserve, what the other one knows (quantised linears) would be
+            gone without an error; with the same list, it would be done twice.
     """
 
-    def __init__(self, preserve_like: Partitioner | None = None) -> None:
+    def __init__(self, rest: Partitioner | None = None) -> None:
         super().__init__()
-        self._like = preserve_like
+        self._rest = rest
         self._spec = DelegationSpec(BACKEND, [])
 
     def ops_to_not_decompose(self, ep: torch.export.ExportedProgram) -> Any:
-        return ([], None) if self._like is None else self._like.ops_to_not_decompose(ep)
+        return ([], None) if self._rest is None else self._rest.ops_to_not_decompose(ep)
 
     def partition(self, exported_program: torch.export.ExportedProgram) -> PartitionResult:
         tags: dict[str, DelegationSpec] = {}
-        for node in exported_program.graph.nodes:
+        if self._rest is not None:
+            found = self._rest.partition(exported_program)
+            exported_program, tags = found.tagged_exported_program, dict(found.partition_tags)
+        for i, node in enumerate(exported_program.graph.nodes):
             if role_of(node) is not None:
-                tag = f"pi2_{len(tags)}"
-                node.meta["delegation_tag"] = tag
-                tags[tag] = self._spec
+                node.meta["delegation_tag"] = f"pi2_{i}"
+                tags[f"pi2_{i}"] = self._spec
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)

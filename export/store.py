@@ -54,7 +54,8 @@ class StoreFacts:
     Attributes:
         name: of the file. file_bytes: its size. header_crc: CRC32C of the safetensors length and header.
         model_hash: 32 bytes. places: per layer, tensor of the blob -> (file offset, bytes, CRC32C).
-        bundle_bytes: of all layers, without the padding of slots. predictor_bytes: of what is in memory beside them.
+        bundle_bytes: of all layers, without the padding of slots. neuron_bytes: of one neuron of each layer, with it.
+        predictor_bytes: of what is in memory beside them.
     """
 
     name: str
@@ -63,6 +64,7 @@ class StoreFacts:
     model_hash: bytes
     places: tuple[dict[str, tuple[int, int, int]], ...]
     bundle_bytes: int
+    neuron_bytes: tuple[int, ...]
     predictor_bytes: int
 
 
@@ -127,6 +129,7 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
         block.model_hash,
         places,
         sum(ffn.site.intermediate * sizes[ffn.site.key] for ffn in layers),
+        tuple(layout.slots[ffn.site.key] // cluster for ffn in layers),
         sum(tensor.nbytes for tensors in small for tensor in tensors.values()),
     )
 

@@ -192,7 +192,7 @@ def divide(
     left = total - sum(parts.values())
     chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
     token = slot * sum(
-        -(-round(_wanted(layer) * chosen.get(layer.site.experts, 1.0)) // entry.cluster)
+        -(-round(wanted_neurons(layer) * chosen.get(layer.site.experts, 1.0)) // entry.cluster)
         for layer, entry in zip(plan.layers, store.entries)
     )
     if left < 0:
@@ -228,7 +228,7 @@ def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:
     )
 
 
-def _wanted(layer: LayerPlan) -> int:
+def wanted_neurons(layer: LayerPlan) -> int:
     """Neurons of a layer that a token reads on average, if it has it: all of them where no predictor says which."""
     if layer.method not in PREDICTED:
         return layer.site.intermediate
