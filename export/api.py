@@ -85,7 +85,7 @@ def export(
     linears: str = "float32",
     hot: Mapping[int, int] | None = None,
     precision: str = "w4a16",
-    outliers: int = 32,
+    outliers: int = 64,
     weight_sharing: bool = True,
     calibration: Any = None,
     progress: bool = False,

@@ -81,14 +81,14 @@ class Lanes(nn.Module):
         config: Any = model.config
         text = config.get_text_config(decoder=True)
         _check_attention(model, text, max_tokens)
-        heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // heads
-        self.groups = heads // kv_heads
-        self.layers, self.lanes, self.max_tokens = int(text.num_hidden_layers), lanes, max_tokens
-        for i in range(self.layers):
-            for kind in ("key", "value"):
-                self.register_buffer(f"{kind}_{i}", torch.zeros(lanes * max_tokens, kv_heads, width), persistent=False)
+        with torch.no_grad():  # what a token leaves in each layer; configurations say it in many ways
+            seen = model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=True).past_key_values.layers
+        self.groups = text.num_attention_heads // seen[0].keys.shape[1]
+        self.layers, self.lanes, self.max_tokens = len(seen), lanes, max_tokens
+        for i, layer in enumerate(seen):
+            for kind, one in (("key", layer.keys), ("value", layer.values)):
+                cache = torch.zeros(lanes * max_tokens, one.shape[1], one.shape[3])
+                self.register_buffer(f"{kind}_{i}", cache, persistent=False)
         self.register_buffer("slots", torch.arange(max_tokens), persistent=False)
 
     def run(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, lane_B: torch.Tensor, select: Select) -> Any:

@@ -1,0 +1,413 @@
+"""``manifest.json`` of a bundle: what it is, what it was made by and from, and every file with its size and hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.errors import ArtifactError
+from torch_pi2.runtime.files import atomic_write, parse_json, read_text
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = "torch_pi2.bundle"
+VERSION = 1
+#: The two files that every bundle has: the program of ExecuTorch, and the neurons.
+PROGRAM_FILE = "model.pte"
+STORE_FILE = "model.pi2"
+KINDS = ("decoder", "module")
+METHOD_KINDS = ("prefill", "decode", "fork", "forward")
+#: Of the store's neurons.
+WEIGHTS = ("float32", "bfloat16", "float16", "int4", "int8")
+#: Neurons of a hot chunk.
+CHUNK_NEURONS = 512
+
+_NOTHING = object()
+_HEX = re.compile(r"[0-9a-f]{64}")
+_TARGET = re.compile(r"xnnpack|qnn:[A-Za-z0-9]+")
+_DECODE = re.compile(r"decode_b([1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and SHA-256, 64 hexadecimal digits, of a file."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path, progress: Any = None) -> FileEntry:
+        """Of the file at ``path``; ``progress`` has ``update(bytes)``. Raises OSError."""
+        digest, count = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+                count += len(piece)
+                if progress is not None:
+                    progress.update(len(piece))
+        return cls(count, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of the program.
+
+    Attributes:
+        kind: a value of ``METHOD_KINDS``. batch: sequences at once. max_tokens: of one call, of each sequence.
+        hot_chunks: per layer, how many chunks of ``chunk_neurons`` the accelerator has; empty without one.
+    """
+
+    kind: str
+    batch: int
+    max_tokens: int
+    hot_chunks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What was exported.
+
+    Attributes:
+        class_name: ``class`` in the file. model_type: Hugging Face's, or None. model_hash: of the FFN weights, as in
+            plan.json. weights: the store's. linears: of all other linear layers. layers: FFNs. hidden: input size.
+        vocab: tokens that logits are of, or None.
+    """
+
+    class_name: str
+    model_type: str | None
+    model_hash: str
+    weights: str
+    linears: str
+    layers: int
+    hidden: int
+    vocab: int | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole file; ``docs/BUNDLE.md`` explains the fields, :func:`from_json` checks all of them.
+
+    Attributes:
+        kind: "decoder" or "module". target: "xnnpack" or "qnn:SOC". made_by: package -> version.
+        files: name -> entry, of all files but this one. methods: name -> method, of a decoder at least ``prefill``,
+            one ``decode_bN`` and, for more than one lane, ``fork``; of a module only ``forward``.
+        max_tokens: of a sequence, prompt and answer together (the KV cache has as many). lanes: sequences at once.
+        eos: tokens that end an answer. bos: the token that begins a text, if there is one.
+        lossy: in words, what is not as in the model; empty if nothing is.
+        pte_bytes, store_bytes, ffn_bytes: ``bytes`` in the file: of the two files, and of the neurons alone.
+        fixed_bytes, token_bytes: ``memory`` in the file: what it takes without the neuron cache, and neurons that a
+            token wants on average.
+    """
+
+    kind: str
+    target: str
+    made_by: Mapping[str, str]
+    files: Mapping[str, FileEntry]
+    model: Model
+    methods: Mapping[str, Method]
+    max_tokens: int
+    lanes: int
+    pte_bytes: int
+    store_bytes: int
+    ffn_bytes: int
+    fixed_bytes: int
+    token_bytes: int
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    lossy: tuple[str, ...] = ()
+    chunk_neurons: int = CHUNK_NEURONS
+    #: Where it was read from, for messages.
+    where: str = field(default=MANIFEST_FILE, compare=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Sequences that the decoding methods take, ascending."""
+        return tuple(sorted(m.batch for m in self.methods.values() if m.kind == "decode"))
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file."""
+        model = dict(vars(self.model))
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.kind,
+            "target": self.target,
+            "made_by": dict(self.made_by),
+            "files": {name: dict(vars(entry)) for name, entry in self.files.items()},
+            "model": {"class": model.pop("class_name"), **model},
+            "methods": {
+                name: {**vars(method), "hot_chunks": list(method.hot_chunks)} for name, method in self.methods.items()
+            },
+            "max_tokens": self.max_tokens,
+            "lanes": self.lanes,
+            "chunk_neurons": self.chunk_neurons,
+            "eos": list(self.eos),
+            "bos": self.bos,
+            "lossy": list(self.lossy),
+            "bytes": {"pte": self.pte_bytes, "store": self.store_bytes, "ffn": self.ffn_bytes},
+            "memory": {"fixed_bytes": self.fixed_bytes, "token_bytes": self.token_bytes},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], where: str = MANIFEST_FILE) -> Manifest:
+        """Of what is in the file; fields that it does not know are passed over.
+
+        Raises:
+            ArtifactError: a field is missing or has a value that makes no sense, alone or beside another. The message
+                names ``where`` and the field.
+        """
+        get = _Fields(data, where)
+        model, sizes, memory = (get.sub(name) for name in ("model", "bytes", "memory"))
+        return cls(
+            kind=get.text("kind"),
+            target=get.text("target"),
+            made_by=(made := get.sub("made_by")).each(lambda name: made.text(name)),
+            files=(files := get.sub("files")).each(lambda name: _file(files.sub(name))),
+            model=Model(
+                class_name=model.text("class"),
+                model_type=model.text("model_type", optional=True),
+                model_hash=model.text("model_hash"),
+                weights=model.text("weights"),
+                linears=model.text("linears"),
+                layers=model.number("layers"),
+                hidden=model.number("hidden"),
+                vocab=model.number("vocab", optional=True),
+            ),
+            methods=(methods := get.sub("methods")).each(lambda name: _method(methods.sub(name))),
+            max_tokens=get.number("max_tokens"),
+            lanes=get.number("lanes"),
+            chunk_neurons=get.number("chunk_neurons"),
+            eos=get.numbers("eos"),
+            bos=get.number("bos", optional=True),
+            lossy=get.texts("lossy"),
+            pte_bytes=sizes.number("pte"),
+            store_bytes=sizes.number("store"),
+            ffn_bytes=sizes.number("ffn"),
+            fixed_bytes=memory.number("fixed_bytes"),
+            token_bytes=memory.number("token_bytes"),
+            where=where,
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``folder``/manifest.json, whole or not at all. Raises ArtifactError: it cannot be written."""
+        atomic_write(Path(folder) / MANIFEST_FILE, json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Manifest:
+        """That of a bundle. Raises ArtifactError: there is none, of another version, or as :meth:`from_json`."""
+        path = Path(folder) / MANIFEST_FILE
+        if not path.is_file():
+            raise ArtifactError(
+                str(folder),
+                expected=f"a bundle: a folder with {MANIFEST_FILE}",
+                found="none in it" if Path(folder).is_dir() else "no such folder",
+                fix="Make one: torch-pi2 export MODEL --out BUNDLE.",
+            )
+        return cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION), str(path))
+
+    def verify(self, folder: str | Path, full: bool = False, progress: bool = False, store: Path | None = None) -> int:
+        """Compare the files of a bundle with what is said of them here: all are there, with their sizes, and no other.
+
+        Args:
+            full: also compare their hashes, which reads all of them. progress: show a bar while it does.
+            store: where model.pi2 is, if not in ``folder``.
+
+        Returns:
+            Bytes that were read.
+
+        Raises:
+            ArtifactError: a file is missing, of another size, changed, or does not belong to the bundle; the message
+                names it. Names that begin with a dot are passed over.
+        """
+        folder = Path(folder)
+        paths = {name: folder / name for name in self.files}
+        if store is not None:
+            paths[STORE_FILE] = store
+        for name, entry in self.files.items():
+            _check_size(paths[name], entry)
+        others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*self.files, MANIFEST_FILE}
+        if others:
+            raise ArtifactError(
+                str(folder / min(others)),
+                expected=f"only the files that {MANIFEST_FILE} names",
+                found="another",
+                fix="Move it out of the bundle, or export again.",
+            )
+        if not full:
+            return 0
+        from tqdm import tqdm
+
+        total = sum(entry.bytes for entry in self.files.values())
+        with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=not progress, leave=False) as bar:
+            for name, entry in self.files.items():
+                _check_hash(paths[name], entry, bar)
+        return total
+
+
+def describe_files(folder: str | Path) -> dict[str, FileEntry]:
+    """Entries of all files of ``folder`` but the manifest, by name; for who writes a bundle. Raises OSError."""
+    paths = sorted(p for p in Path(folder).iterdir() if p.is_file() and p.name != MANIFEST_FILE)
+    return {path.name: FileEntry.of(path) for path in paths}
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    """Raises ArtifactError unless ``path`` is a file of the size that ``entry`` says."""
+    try:
+        found = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if found == entry.bytes:
+        return
+    raise ArtifactError(
+        str(path),
+        expected=f"{entry.bytes} bytes, as {MANIFEST_FILE} says",
+        found="no such file" if found is None else f"{found} bytes" + (": it is cut" if found < entry.bytes else ""),
+        fix="Copy the bundle again, or export again.",
+    )
+
+
+def _check_hash(path: Path, entry: FileEntry, bar: Any) -> None:
+    try:
+        found = FileEntry.of(path, bar)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if found != entry:
+        raise ArtifactError(
+            str(path),
+            expected=f"SHA-256 {entry.sha256[:12]}..., as {MANIFEST_FILE} says",
+            found=f"{found.sha256[:12]}...: it was changed or damaged",
+            fix="Copy the bundle again, or export again.",
+        )
+
+
+def _unreadable(path: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(
+        str(path),
+        expected="a file that can be read",
+        found=error.strerror or str(error),
+        fix="Check its permissions.",
+    )
+
+
+def _wrong(where: str, name: str, expected: str, found: object) -> ArtifactError:
+    shown = "nothing" if found is _NOTHING else repr(found)
+    return ArtifactError(
+        f"{where}, {name}",
+        expected=expected,
+        found=shown if len(shown) <= 80 else shown[:77] + "...",
+        fix="Use the torch_pi2 that wrote it, or export again.",
+    )
+
+
+class _Fields:
+    """A JSON object whose values are taken with their types checked; ``path`` begins the names in messages."""
+
+    def __init__(self, data: Any, where: str, path: str = "") -> None:
+        self.data, self.where, self.path = data, where, path
+
+    def _take(self, name: str, expected: str, fits: Any) -> Any:
+        if name not in self.data:
+            raise _wrong(self.where, self.path + name, expected, _NOTHING)
+        if not fits(self.data[name]):
+            raise _wrong(self.where, self.path + name, expected, self.data[name])
+        return self.data[name]
+
+    def text(self, name: str, optional: bool = False) -> Any:
+        null = " or null" if optional else ""
+        return self._take(name, f"text{null}", lambda v: (isinstance(v, str) and v != "") or (optional and v is None))
+
+    def number(self, name: str, optional: bool = False) -> Any:
+        null = " or null" if optional else ""
+        return self._take(name, f"a whole number, 0 or more{null}", lambda v: _whole(v) or (optional and v is None))
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        fits = lambda v: isinstance(v, list) and all(map(_whole, v))  # noqa: E731
+        return tuple(self._take(name, "a list of whole numbers, 0 or more", fits))
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        fits = lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v)  # noqa: E731
+        return tuple(self._take(name, "a list of texts", fits))
+
+    def sub(self, name: str) -> _Fields:
+        return _Fields(self._take(name, "an object", lambda v: isinstance(v, dict)), self.where, f"{self.path}{name}.")
+
+    def each(self, of: Any) -> dict[str, Any]:
+        return {name: of(name) for name in self.data}
+
+
+def _whole(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _file(fields: _Fields) -> FileEntry:
+    return FileEntry(fields.number("bytes"), fields.text("sha256"))
+
+
+def _method(fields: _Fields) -> Method:
+    return Method(
+        fields.text("kind"), fields.number("batch"), fields.number("max_tokens"), fields.numbers("hot_chunks")
+    )
+
+
+def _check(m: Manifest) -> None:
+    """Raises ArtifactError for values that make no sense."""
+
+    def require(fits: bool, name: str, expected: str, found: object) -> None:
+        if not fits:
+            raise _wrong(m.where, name, expected, found)
+
+    require(m.kind in KINDS, "kind", " or ".join(KINDS), m.kind)
+    require(_TARGET.fullmatch(m.target) is not None, "target", "xnnpack or qnn:SOC, such as qnn:SM8650", m.target)
+    for name, entry in m.files.items():
+        plain = name not in ("", ".", "..", MANIFEST_FILE) and not set(name) & set("/\\\0")
+        require(plain, "files", "names of files without folders", name)
+        require(_HEX.fullmatch(entry.sha256) is not None, f"files.{name}.sha256", "64 hex digits", entry.sha256)
+    for name, size, what in ((PROGRAM_FILE, m.pte_bytes, "pte"), (STORE_FILE, m.store_bytes, "store")):
+        require(name in m.files, "files", f"an entry of {name}", ", ".join(m.files) or "none")
+        require(size == m.files[name].bytes, f"bytes.{what}", f"{m.files[name].bytes}, the size of {name}", size)
+    require(
+        m.ffn_bytes <= m.store_bytes, "bytes.ffn", f"at most {m.store_bytes}, the size of {STORE_FILE}", m.ffn_bytes
+    )
+    model = m.model
+    require(_HEX.fullmatch(model.model_hash) is not None, "model.model_hash", "64 hex digits", model.model_hash)
+    require(model.weights in WEIGHTS, "model.weights", "one of " + ", ".join(WEIGHTS), model.weights)
+    require(model.layers > 0, "model.layers", "1 or more", model.layers)
+    require(model.hidden > 0, "model.hidden", "1 or more", model.hidden)
+    require(m.chunk_neurons == CHUNK_NEURONS, "chunk_neurons", str(CHUNK_NEURONS), m.chunk_neurons)
+    _check_methods(m, require)
+
+
+def _check_methods(m: Manifest, require: Any) -> None:
+    for name, method in m.methods.items():
+        at = f"methods.{name}"
+        require(method.kind in METHOD_KINDS, f"{at}.kind", "one of " + ", ".join(METHOD_KINDS), method.kind)
+        decode = _DECODE.fullmatch(name)
+        kind = "decode" if decode else name
+        require(method.kind == kind, f"{at}.kind", f"{kind}, as its name says", method.kind)
+        batch = int(decode.group(1)) if decode else method.batch
+        require(method.batch == batch, f"{at}.batch", f"{batch}, as its name says", method.batch)
+        tokens = 1 if method.kind in ("decode", "fork") else method.max_tokens
+        require(method.max_tokens == tokens, f"{at}.max_tokens", "1", method.max_tokens)
+        chunks = method.hot_chunks
+        require(len(chunks) in (0, m.model.layers), f"{at}.hot_chunks", f"{m.model.layers} numbers, or none", chunks)
+    names = set(m.methods)
+    if m.kind == "module":
+        require(names == {"forward"}, "methods", "only forward", ", ".join(m.methods) or "none")
+        return
+    found = ", ".join(m.methods) or "none"
+    require("prefill" in names and m.batches != (), "methods", "prefill and decode_bN", found)
+    require("fork" in names or m.lanes == 1, "methods", "fork, for more than one lane", found)
+    require("forward" not in names, "methods", "no forward beside prefill", found)
+    require(m.lanes == m.batches[-1], "lanes", f"{m.batches[-1]}, as the largest batch", m.lanes)
+    longest = m.methods["prefill"].max_tokens
+    require(longest > 0, "methods.prefill.max_tokens", "1 or more", longest)
+    require(longest <= m.max_tokens, "max_tokens", f"at least {longest}, as prefill takes", m.max_tokens)
+    vocab = m.model.vocab
+    require(vocab is not None and vocab > 0, "model.vocab", "1 or more in a decoder", vocab)

@@ -1,0 +1,15 @@
+"""``torch_pi2.export.qnn``: the hot part of each layer for Qualcomm's NPU (Hexagon HTP), compiled ahead of time.
+
+    settings = qnn.Settings(soc="SM8650")
+    qnn.check(settings)                                  # before any work: SoC, versions, libraries; no network
+    lowered = qnn.lower_hot(hot, samples, graphs, settings)
+
+Qualcomm's libraries are proprietary (Qualcomm AI Stack License) and not part of torch_pi2: docs/QNN.md says how to get
+them. They are only ever loaded in a process of their own (:mod:`torch_pi2.export.qnn.compile`).
+"""
+
+from torch_pi2.export.qnn.lower import Lowered, check, lower_hot
+from torch_pi2.export.qnn.sdk import problems
+from torch_pi2.export.qnn.settings import PRECISIONS, SOCS, Graph, Settings
+
+__all__ = ["PRECISIONS", "SOCS", "Graph", "Lowered", "Settings", "check", "lower_hot", "problems"]

@@ -1,0 +1,205 @@
+"""The process that compiles: ``python -m torch_pi2.export.qnn.compile FOLDER``; started by :mod:`.job` alone.
+
+Qualcomm's libraries live only in here: they print without end, must be loaded after torch, and may crash.
+
+FOLDER holds ``job.json`` (:class:`torch_pi2.export.qnn.job.Job`) and for each layer its hot part with calibration
+inputs, ``NAME.pt``. For each it writes the quantised program ``NAME.pt2``, the context binary ``NAME.context``, the
+compile specification ``NAME.spec`` and, last, ``NAME.json``; when all is done ``done.json``. If something is wrong it
+writes ``error.json`` and exits with 1. Standard output and standard error of this process are the file ``log``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import CompileError, Pi2Error, VersionError
+from torch_pi2.export.qnn import sdk
+from torch_pi2.export.qnn.quantize import graph_program, quantize
+from torch_pi2.export.qnn.settings import Settings
+from torch_pi2.runtime.executorch import EXECUTORCH
+from torch_pi2.runtime.files import atomic_write
+
+_TRAFFIC = re.compile(
+    rb"spill_bytes=(\d+)\s+fill_bytes=(\d+)\s+write_total_bytes=(\d+)\s+read_total_bytes=(\d+)", re.MULTILINE
+)
+_ERROR = re.compile(rb"^.*(?:<E>|\[ERROR\]).*$", re.MULTILINE)
+
+
+class _Log:
+    """What was printed since :meth:`mark`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.start = path, 0
+
+    def mark(self) -> None:
+        self.start = self._flushed()
+
+    def read(self) -> bytes:
+        self._flushed()
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read()
+
+    def _flushed(self) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+        return self.path.stat().st_size
+
+
+def main(folder: Path) -> int:
+    try:
+        _run(folder)
+    except Pi2Error as error:
+        facts = {"expected": error.expected, "found": error.found, "fix": error.fix}
+        atomic_write(folder / "error.json", json.dumps({"kind": type(error).__name__, "what": error.what, **facts}))
+        return 1
+    return 0
+
+
+def _run(folder: Path) -> None:
+    job = json.loads((folder / "job.json").read_text())
+    settings, log = Settings(**job["settings"]), _Log(folder / "log")
+    sdk.load(sdk.Libraries(Path(job["libraries"]), job["origin"]))
+    build = _build()
+    sdk.check_build(build)
+    _probe(settings, build, log)
+    for layer in job["layers"]:
+        started = time.monotonic()
+        name = layer["name"]
+        hot, samples = torch.load(folder / f"{name}.pt", weights_only=False)  # our own file
+        quantized = quantize(hot, samples, settings)
+        torch.export.save(quantized.program, folder / f"{name}.pt2")
+        context, spec, graphs = _compile(quantized.program, layer, settings, log)
+        atomic_write(folder / f"{name}.context", context)
+        atomic_write(folder / f"{name}.spec", spec)
+        report = {
+            "context_bytes": len(context),
+            "outliers": quantized.outliers,
+            "errors": quantized.errors,
+            "graphs": graphs,
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        atomic_write(folder / f"{name}.json", json.dumps(report))
+    atomic_write(folder / "done.json", json.dumps({"build": build}))
+
+
+def _build() -> str:
+    from executorch.backends.qualcomm.utils.check_qnn_version import get_sdk_build_id
+
+    return str(get_sdk_build_id())
+
+
+def _probe(settings: Settings, build: str, log: _Log) -> None:
+    """One tiny layer: says whether ExecuTorch's adaptor and these libraries speak the same binary interface."""
+    log.mark()
+    linear = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).eval()
+    program = torch.export.export(linear, (torch.zeros(1, 64),))
+    try:
+        _lower({"probe": program}, Settings(settings.soc, "fp16", weight_sharing=False))
+    except Exception as error:
+        raise VersionError(
+            "binary interface of Qualcomm's libraries",
+            expected=f"one that ExecuTorch {EXECUTORCH} knows: QNN {', '.join(sdk.PACKAGE_VERSIONS.values())}",
+            found=f"{build}, with which a linear layer of 64 neurons cannot be compiled: {_reason(error, log)}",
+            fix=f"pip install {sdk.PACKAGE}=={next(iter(sdk.PACKAGE_VERSIONS))} and unset QNN_SDK_ROOT.",
+        ) from error
+
+
+def _compile(
+    whole: torch.export.ExportedProgram, layer: dict[str, Any], settings: Settings, log: _Log
+) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
+    """Context binary, compile specification and what is known of each graph."""
+    log.mark()
+    programs = {name: graph_program(whole, graph["tokens"], graph["chunks"]) for name, graph in layer["graphs"].items()}
+    try:
+        contexts, spec = _lower(programs, settings)
+    except Pi2Error as error:
+        raise CompileError(
+            f"hot part of layer {layer['name']}: {error.what}",
+            expected=error.expected,
+            found=error.found,
+            fix=error.fix,
+        ) from error
+    except Exception as error:
+        raise CompileError(
+            f"hot part of layer {layer['name']}",
+            expected=f"graphs that Qualcomm's compiler takes for {settings.soc}",
+            found=_reason(error, log),
+            fix="Choose another precision or fewer chunks, or export with target='xnnpack'.",
+        ) from error
+    if len(set(contexts.values())) != 1:
+        raise CompileError(
+            f"hot part of layer {layer['name']}",
+            expected="one context for all graphs",
+            found=f"{len(set(contexts.values()))}",
+            fix="Report it: this is a mistake of torch_pi2.",
+        )
+    traffic = _TRAFFIC.findall(log.read())
+    names = ("spill_bytes", "fill_bytes", "write_bytes", "read_bytes")
+    graphs = {
+        name: {**graph, **(dict(zip(names, map(int, numbers))) if len(traffic) == len(programs) else {})}
+        for (name, graph), numbers in zip(layer["graphs"].items(), traffic or [()] * len(programs))
+    }
+    return next(iter(contexts.values())), spec, graphs
+
+
+def _lower(programs: dict[str, torch.export.ExportedProgram], settings: Settings) -> tuple[dict[str, bytes], bytes]:
+    """ExecuTorch's lowering to the HTP: context binary of each program (the same one), and the specification."""
+    from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
+    from executorch.backends.qualcomm.utils.utils import (
+        generate_htp_compiler_spec,
+        generate_qnn_executorch_compiler_spec,
+        to_edge_transform_and_lower_to_qnn,
+    )
+
+    options = generate_htp_compiler_spec(
+        use_fp16=settings.precision == "fp16", use_weight_sharing=settings.weight_sharing and len(programs) > 1
+    )
+    specs = {
+        name: generate_qnn_executorch_compiler_spec(soc_model=QcomChipset[settings.soc], backend_options=options)
+        for name in programs
+    }
+    inputs = {name: tuple(program.example_inputs[0]) for name, program in programs.items()}
+    modules = {name: program.module(check_guards=False) for name, program in programs.items()}
+    manager = to_edge_transform_and_lower_to_qnn(modules, inputs, specs)
+    return {name: _only_delegate(manager.exported_program(name), settings) for name in programs}, specs[
+        next(iter(specs))
+    ][0].value
+
+
+def _only_delegate(program: torch.export.ExportedProgram, settings: Settings) -> bytes:
+    """What stands for the whole program once it is lowered; anything left over is an operator the NPU lacks."""
+    graph = program.graph_module
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    left = {str(n.target) for n in nodes if not str(n.target).endswith(("executorch_call_delegate", "getitem>"))}
+    delegates = [child for child in graph.children() if hasattr(child, "processed_bytes")]
+    if left or len(delegates) != 1:
+        raise CompileError(
+            "operators of the hot part",
+            expected=f"only such as the NPU of {settings.soc} computes in {settings.precision}, in one graph",
+            found=f"others: {', '.join(sorted(left))}" if left else f"{len(delegates)} graphs",
+            fix="Choose another precision, or export with target='xnnpack'.",
+        )
+    return bytes(delegates[0].processed_bytes)
+
+
+def _reason(error: Exception, log: _Log) -> str:
+    """What ``error`` says, and the last things that the libraries printed as errors."""
+    lines = [line.decode(errors="replace").strip() for line in _ERROR.findall(log.read())]
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return "; ".join([text[0][:400], *(line[:200] for line in lines[-3:])])
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("QNN_SDK_ROOT", "")
+    sys.exit(main(Path(sys.argv[1])))

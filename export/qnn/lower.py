@@ -1,0 +1,147 @@
+"""From the hot parts of a model to modules that stand for compiled graphs.
+
+Each layer's hot part is compiled on its own, before the model is exported: no other partitioner can take a piece of it
+or join it with its neighbours, ExecuTorch's passes for Qualcomm (which rewrite a whole program) see nothing else, and
+only one layer at a time is in the compiler's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.qnn import sdk
+from torch_pi2.export.qnn.job import Compiled, Job, job, probe
+from torch_pi2.export.qnn.quantize import check_calibration, graph_program
+from torch_pi2.export.qnn.settings import Graph, Settings
+from torch_pi2.runtime.executorch import EXECUTORCH
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Compiled hot parts.
+
+    Attributes:
+        modules: graph -> for each layer a module x ``[*shape, H]`` -> the same shape, or None without hot chunks.
+            ``torch.export`` keeps it as a call of ExecuTorch's QNN delegate; in PyTorch it computes in the precision
+            that was compiled.
+        report: versions, settings, and per layer: bytes, neurons with 8-bit weights, quantisation error, and for each
+            graph its shape, chunks and DDR bytes per call as the compiler states them.
+    """
+
+    modules: dict[str, list[nn.Module | None]]
+    report: dict[str, Any]
+
+
+class CompiledHot(nn.Module):
+    """One graph of one layer's context binary: ``[..., H] -> [..., H]``, as many tokens as it was compiled for."""
+
+    def __init__(self, delegate: nn.Module) -> None:
+        super().__init__()
+        self.delegate = delegate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.higher_order.executorch_call_delegate(self.delegate, x.reshape(-1, x.shape[-1]))[0]
+        return y.reshape(x.shape)
+
+
+def check(settings: Settings) -> None:
+    """Everything that can be known before any work: SoC, host, versions, libraries, and one small layer compiled.
+
+    Raises:
+        ConfigError: unsupported SoC. LibraryMissingError: no libraries; the message names their licence.
+        VersionError: ExecuTorch or the libraries have a version that does not work.
+    """
+    _probed(settings.soc)
+
+
+@functools.cache
+def _probed(soc: str) -> str:
+    return probe(soc)
+
+
+def lower_hot(
+    hot: Sequence[HotChunks | None],
+    samples: Sequence[torch.Tensor | None],
+    graphs: Mapping[str, Graph],
+    settings: Settings,
+) -> Lowered:
+    """Quantise and compile the hot part of each layer.
+
+    Args:
+        hot: of each layer, float32; None: it has none.
+        samples: calibration inputs of each layer ``[..., H]`` (with fp16 they may be None).
+        graphs: by the name of the method that they are for; ExecuTorch finds a graph by its method's name.
+
+    Raises:
+        ConfigError: ``graphs`` and ``hot`` do not agree; unsupported SoC.
+        LibraryMissingError, VersionError: as :func:`check`.
+        CalibrationError, ShapeError, NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.quantize`.
+        CompileError: the compiler refused a layer, crashed, or took too long.
+    """
+    _check_graphs(hot, samples, graphs)
+    with job(settings) as work:
+        for i, layer in enumerate(hot):
+            _add(work, i, layer, samples[i], graphs)
+        build, compiled = work.run()
+        origin = work.libraries.origin
+    layers = [compiled.get(_name(i)) for i in range(len(hot))]
+    report = {
+        **asdict(settings),
+        "qnn": build,
+        "libraries": origin,
+        "executorch": EXECUTORCH,
+        "layers": [None if layer is None else layer.report for layer in layers],
+    }
+    modules = {
+        name: [_module(layer, math.prod(graph.shape), graph.chunks[i]) for i, layer in enumerate(layers)]
+        for name, graph in graphs.items()
+    }
+    return Lowered(modules, report)
+
+
+def _add(work: Job, i: int, layer: HotChunks | None, samples: torch.Tensor | None, graphs: Mapping[str, Graph]) -> None:
+    wanted = {name: (math.prod(graph.shape), graph.chunks[i]) for name, graph in graphs.items() if graph.chunks[i]}
+    if layer is not None and wanted:
+        check_calibration(layer, samples, work.settings)
+        work.add(_name(i), layer, samples, wanted)
+
+
+def _module(layer: Compiled | None, tokens: int, chunks: int) -> nn.Module | None:
+    if layer is None or chunks == 0:
+        return None
+    from executorch.backends.qualcomm.utils.constants import QCOM_QNN_COMPILE_SPEC
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
+
+    specs = [CompileSpec(QCOM_QNN_COMPILE_SPEC, layer.spec)]
+    delegate = LoweredBackendModule(graph_program(layer.program, tokens, chunks), "QnnBackend", layer.context, specs)
+    delegate.meta = {"debug_handle_map": {}}
+    return CompiledHot(delegate)
+
+
+def _name(layer: int) -> str:
+    return f"layer{layer}"
+
+
+def _check_graphs(
+    hot: Sequence[HotChunks | None], samples: Sequence[torch.Tensor | None], graphs: Mapping[str, Graph]
+) -> None:
+    most = [0 if layer is None else len(layer.up) for layer in hot]
+    for name, graph in graphs.items():
+        wrong = len(graph.chunks) != len(hot) or any(not 0 <= k <= n for k, n in zip(graph.chunks, most))
+        if wrong or not graph.shape or min(graph.shape) < 1 or len(samples) != len(hot):
+            raise ConfigError(
+                f"graph {name} of the hot parts",
+                expected=f"sizes of at least 1 and chunks for {len(hot)} layers, at most {most}; as many samples",
+                found=f"shape {tuple(graph.shape)}, chunks {list(graph.chunks)}, {len(samples)} samples",
+                fix="Give every graph the chunks of every layer.",
+            )

@@ -1,0 +1,241 @@
+"""The hot part of a layer in the precision that the NPU computes in, as a program that runs in PyTorch too.
+
+All chunks are quantised once, in one graph whose outputs are the sums of the first 1, 2, ... chunks. The graph for k
+chunks is that graph cut off after its k-th output: every number of chunks and every batch size has the same weights and
+scales, so that the compiler can keep one copy of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import CalibrationError, NonFiniteError, ShapeError
+from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.qnn.outliers import four_bit_damage, split
+from torch_pi2.export.qnn.settings import Settings
+from torch_pi2.ops.activations import ACTIVATIONS
+
+#: Inputs that are looked at at once: their intermediate values are kept.
+_ROWS = 256
+
+#: Modules of :class:`_Sums` whose weights are 8 bits wide.
+_OUTLIERS = "outliers_"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A layer's hot part.
+
+    Attributes:
+        program: x ``[T, H]`` float32 (any T) -> a tuple of the sums of the first 1, 2, ... chunks.
+        errors: of each sum on the calibration inputs, relative to float32 (L2); empty with fp16.
+        outliers: how many neurons of each chunk have 8-bit weights.
+    """
+
+    program: torch.export.ExportedProgram
+    errors: list[float]
+    outliers: list[int]
+
+
+class _Part(nn.Module):
+    """Some neurons of a chunk: ``[..., H] -> [..., H]``."""
+
+    def __init__(self, hot: HotChunks, chunk: int, neurons: torch.Tensor) -> None:
+        super().__init__()
+        self.activation, self.activation_on_up = hot.activation, hot.activation_on_up
+        gate, up, down = _chunk(hot, chunk)
+        self.gate = None if gate is None else _rows(gate, neurons)
+        self.up = _rows(up, neurons)
+        self.down = _linear(down.weight[:, neurons], None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(_intermediate(self, None if self.gate is None else self.gate(x), self.up(x)))
+        return y
+
+
+class _Sums(nn.Module):
+    """The sums of the first 1, 2, ... chunks; of each chunk its outliers come first."""
+
+    def __init__(self, hot: HotChunks, splits: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.parts, self.last = nn.ModuleDict(), set[str]()
+        for i, (high, low) in enumerate(splits):
+            for name, neurons in ((f"{_OUTLIERS}{i}", high), (f"chunk_{i}", low)):
+                if len(neurons):
+                    self.parts[name] = _Part(hot, i, neurons)
+            self.last.add(f"chunk_{i}" if len(low) else f"{_OUTLIERS}{i}")
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sums: list[torch.Tensor] = []
+        total: torch.Tensor | None = None
+        for name, part in self.parts.items():
+            y = part(x)
+            total = y if total is None else total + y
+            if name in self.last:
+                sums.append(total)
+        return tuple(sums)
+
+
+def quantize(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -> Quantized:
+    """Bring ``hot`` into ``settings.precision`` (post-training quantisation by ExecuTorch's quantiser for the HTP).
+
+    Args:
+        hot: float32.
+        samples: calibration inputs of the layer ``[..., H]`` float32; with fp16 they may be None.
+
+    Raises:
+        CalibrationError: no samples where they are needed. ShapeError: samples of another width.
+        NonFiniteError: NaN or infinity in samples or weights.
+    """
+    check_calibration(hot, samples, settings)
+    with torch.no_grad():
+        if settings.precision == "fp16" or samples is None:
+            sums = _Sums(hot, [_all(width) for width in _widths(hot)]).eval()
+            return Quantized(_export(sums, _chunk(hot, 0)[1].in_features), [], [0] * len(hot.up))
+        x_TH = samples.reshape(-1, samples.shape[-1]).float()
+        splits = _splits(hot, x_TH, settings)
+        sums = _Sums(hot, splits).eval()
+        quantized = _pt2e(_export(sums, x_TH.shape[1]).module(), x_TH, settings)
+        return Quantized(
+            _export(quantized, x_TH.shape[1]), _errors(sums, quantized, x_TH), [len(high) for high, _ in splits]
+        )
+
+
+def graph_program(program: torch.export.ExportedProgram, tokens: int, chunks: int) -> torch.export.ExportedProgram:
+    """The static program for x ``[tokens, H]`` and the first ``chunks`` chunks of :attr:`Quantized.program`.
+
+    It returns a tuple of one. Weights are shared with ``program``; those of further chunks are not in it.
+
+    x has two dimensions: with 4-bit weights and x ``[2, 1, H]`` the HTP (Qualcomm's emulator, QNN 2.49) computes
+    something else; ``[2, H]`` and ``[1, 2, H]`` are right.
+    """
+    whole = program.module(check_guards=False)
+    graph, values = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    outputs: Any = graph.graph_copy(whole.graph, values)
+    graph.output((outputs[chunks - 1],))  # a tuple: what a delegate returns
+    with_all = torch.fx.GraphModule(whole, graph)
+    with_all.graph.eliminate_dead_code()
+    module = torch.fx.GraphModule(with_all, with_all.graph)  # copies only what is still used
+    (x,) = (node for node in whole.graph.nodes if node.op == "placeholder")
+    return torch.export.export(module, (torch.zeros(tokens, x.meta["val"].shape[-1]),), strict=False)
+
+
+def check_calibration(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -> None:
+    """Raises what :func:`quantize` raises, before anything is computed."""
+    hidden = _chunk(hot, 0)[1].in_features
+    if samples is None or samples.numel() == 0:
+        if settings.precision == "fp16" and samples is None:
+            return
+        raise CalibrationError(
+            "calibration inputs of the hot part",
+            expected=f"some [..., {hidden}] to find the ranges of 16-bit activations",
+            found="none",
+            fix="Give samples, or choose precision='fp16'.",
+        )
+    if samples.shape[-1] != hidden:
+        raise ShapeError(
+            "calibration inputs of the hot part",
+            expected=f"[..., {hidden}]",
+            found=str(tuple(samples.shape)),
+            fix="Record what enters this layer's FFN.",
+        )
+    for what, tensors in (("calibration inputs", [samples]), ("weights", list(hot.parameters()))):
+        if not all(t.isfinite().all() for t in tensors):
+            raise NonFiniteError(
+                f"{what} of the hot part", expected="finite values", found="NaN or infinity", fix="Check the model."
+            )
+
+
+def _splits(hot: HotChunks, x_TH: torch.Tensor, settings: Settings) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each chunk the neurons with 8-bit weights and the others."""
+    if settings.precision != "w4a16" or settings.outliers == 0:
+        return [_all(width) for width in _widths(hot)]
+    return [split(_damage(hot, i, x_TH), min(settings.outliers, width)) for i, width in enumerate(_widths(hot))]
+
+
+def _damage(hot: HotChunks, chunk: int, x_TH: torch.Tensor) -> torch.Tensor:
+    gate, up, down = _chunk(hot, chunk)
+    total = torch.zeros(len(up.weight), dtype=torch.float64)
+    for x in x_TH.split(_ROWS):
+
+        def intermediate(w_gate: torch.Tensor | None, w_up: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
+            gated = None if gate is None or w_gate is None else nn.functional.linear(x, w_gate, gate.bias)
+            return _intermediate(hot, gated, nn.functional.linear(x, w_up, up.bias))
+
+        total += four_bit_damage(intermediate, None if gate is None else gate.weight, up.weight, down.weight)
+    return total
+
+
+def _intermediate(of: Any, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+    act = ACTIVATIONS[of.activation]
+    if gate is None:
+        return act(up)
+    return act(gate) * (act(up) if of.activation_on_up else up)
+
+
+def _pt2e(module: torch.nn.Module, x_TH: torch.Tensor, settings: Settings) -> torch.fx.GraphModule:
+    from executorch.backends.qualcomm.quantizer.quantizer import ModuleQConfig, QnnQuantizer, QuantDtype
+    from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
+    from torchao.quantization.pt2e import MinMaxObserver
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    eight: dict[str, Any] = {"is_linear_per_channel": True, "act_observer": MinMaxObserver}
+    quantizer = QnnQuantizer(soc_model=QcomChipset[settings.soc])
+    quantizer.set_default_quant_config(
+        QuantDtype.use_16a4w if settings.precision == "w4a16" else QuantDtype.use_16a8w, **eight
+    )
+    quantizer.set_submodule_qconfig_list([(_is_outlier, ModuleQConfig(QuantDtype.use_16a8w, **eight))])
+    prepared = prepare_pt2e(module, quantizer)
+    for x in x_TH.split(_ROWS):
+        prepared(x)
+    converted: torch.fx.GraphModule = convert_pt2e(prepared)
+    return converted
+
+
+def _is_outlier(node: torch.fx.Node) -> bool:
+    return any(_OUTLIERS in str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+
+
+def _errors(sums: _Sums, quantized: torch.fx.GraphModule, x_TH: torch.Tensor) -> list[float]:
+    squares = torch.zeros(2, len(sums.last), dtype=torch.float64)
+    for x in x_TH.split(_ROWS):
+        for i, (right, got) in enumerate(zip(sums(x), quantized(x))):
+            squares[0, i] += (got - right).double().square().sum()
+            squares[1, i] += right.double().square().sum()
+    return [float(e) for e in (squares[0] / squares[1].clamp_min(1e-300)).sqrt()]
+
+
+def _export(module: nn.Module, hidden: int) -> torch.export.ExportedProgram:
+    tokens = torch.export.Dim("tokens", min=1, max=4096)
+    return torch.export.export(module, (torch.zeros(3, hidden),), dynamic_shapes=({0: tokens},))
+
+
+def _chunk(hot: HotChunks, i: int) -> tuple[nn.Linear | None, nn.Linear, nn.Linear]:
+    gate: Any = hot.gate[i] if len(hot.gate) else None
+    up: Any = hot.up[i]
+    down: Any = hot.down[i]
+    return gate, up, down
+
+
+def _widths(hot: HotChunks) -> list[int]:
+    return [_chunk(hot, i)[1].out_features for i in range(len(hot.up))]
+
+
+def _all(neurons: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(0), torch.arange(neurons)
+
+
+def _rows(linear: nn.Linear, neurons: torch.Tensor) -> nn.Linear:
+    return _linear(linear.weight[neurons], None if linear.bias is None else linear.bias[neurons])
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach().contiguous(), requires_grad=False)
+    return made

@@ -1,0 +1,205 @@
+"""Qualcomm's libraries: where they are, whether they and ExecuTorch fit together, how they are loaded.
+
+They come from the extra ``qnn`` (the package onnxruntime-qnn carries them) or from the user's own SDK in
+``QNN_SDK_ROOT``. Nothing here uses the network: ExecuTorch downloads an SDK when ``QNN_SDK_ROOT`` is unset, so it is
+always set before any of its code for Qualcomm runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
+from torch_pi2.export.qnn.settings import SOCS
+from torch_pi2.runtime.executorch import EXECUTORCH
+
+#: Versions of onnxruntime-qnn that ExecuTorch's adaptor works with. 2.3, 2.4, 2.6 and 2.7 do not: the field
+#: ``socModel`` of QNN's device configuration lies 4 bytes further there (tried, all five).
+PACKAGE = "onnxruntime-qnn"
+PACKAGE_VERSIONS = {"2.5.0": "2.49.40"}
+
+#: QNN releases of an own SDK with that other layout; 2.49 is known to work, of others the first small compile tells.
+BROKEN_RELEASES = ("2.47.", "2.48.", "2.50.", "2.51.")
+
+LICENCE = "Qualcomm AI Stack License"
+INSTALL = (
+    f"pip install 'torch-pi2[qnn]' gets them; they are proprietary, and installing them accepts the {LICENCE} "
+    "(docs/QNN.md)"
+)
+
+_HOST = Path("lib/x86_64-linux-clang")
+#: In the order in which they are loaded.
+_NAMES = ("libQnnSystem.so", "libQnnHtp.so")
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """Where the libraries are: ``folder``, and ``origin`` for messages: a package with its version, or the variable."""
+
+    folder: Path
+    origin: str
+
+
+def find() -> Libraries:
+    """The user's own SDK if ``QNN_SDK_ROOT`` names one, else those of the extra. Loads nothing.
+
+    Raises:
+        LibraryMissingError: there are none; the message names the licence and how to get them.
+        VersionError: the package has a version that ExecuTorch's adaptor does not fit.
+    """
+    root = os.environ.get("QNN_SDK_ROOT")
+    if root:
+        folder = Path(root) / _HOST
+        if not all((folder / name).is_file() for name in _NAMES):
+            raise LibraryMissingError(
+                "Qualcomm's libraries (QNN)",
+                expected=f"{' and '.join(_NAMES)} in {folder}, as QNN_SDK_ROOT says",
+                found="no such files",
+                fix=f"Correct QNN_SDK_ROOT, or unset it: {INSTALL}.",
+            )
+        return Libraries(folder, "QNN_SDK_ROOT")
+    return _packaged()
+
+
+def _packaged() -> Libraries:
+    try:
+        distribution = importlib.metadata.distribution(PACKAGE)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise LibraryMissingError(
+            "Qualcomm's libraries (QNN)",
+            expected=f"{PACKAGE} {' or '.join(PACKAGE_VERSIONS)}, or an SDK named by QNN_SDK_ROOT",
+            found="neither",
+            fix=f"{INSTALL}.",
+        ) from error
+    if distribution.version not in PACKAGE_VERSIONS:
+        raise VersionError(
+            f"version of {PACKAGE}",
+            expected=f"{' or '.join(PACKAGE_VERSIONS)} (QNN {', '.join(PACKAGE_VERSIONS.values())})",
+            found=f"{distribution.version}, whose device structure ExecuTorch {EXECUTORCH} does not know",
+            fix=f"pip install {PACKAGE}=={next(iter(PACKAGE_VERSIONS))}; a newer one is not better here.",
+        )
+    folder = Path(str(distribution.locate_file("onnxruntime_qnn")))
+    if not all((folder / name).is_file() for name in _NAMES):
+        raise LibraryMissingError(
+            "Qualcomm's libraries (QNN)",
+            expected=f"{' and '.join(_NAMES)} in {folder}",
+            found="an installation without them",
+            fix=f"pip install --force-reinstall {PACKAGE}=={distribution.version}.",
+        )
+    return Libraries(folder, f"{PACKAGE} {distribution.version}")
+
+
+def check_soc(soc: str) -> None:
+    """Raises ConfigError if nothing is compiled for ``soc``."""
+    if soc not in SOCS:
+        raise ConfigError(
+            "Qualcomm SoC of the target",
+            expected=f"one of {', '.join(f'{name} ({what})' for name, what in SOCS.items())}",
+            found=repr(soc),
+            fix="Choose the part number of the phone's chip, for instance target='qnn:SM8650'.",
+        )
+
+
+def check_host() -> None:
+    """Raises LibraryMissingError where Qualcomm's compiler does not run."""
+    host = f"{platform.system()} {platform.machine()}"
+    if host.lower() not in ("linux x86_64", "linux amd64"):
+        raise LibraryMissingError(
+            "host of Qualcomm's compiler",
+            expected="Linux on x86-64",
+            found=host,
+            fix="Export there and copy the bundle; target='xnnpack' works here.",
+        )
+
+
+def check_executorch() -> None:
+    """Raises LibraryMissingError or VersionError unless ExecuTorch is the version that was tried."""
+    try:
+        found = importlib.metadata.version("executorch")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise LibraryMissingError(
+            "ExecuTorch", expected=f"executorch {EXECUTORCH}", found="none", fix="pip install 'torch-pi2[export]'."
+        ) from error
+    if found.partition("+")[0] != EXECUTORCH:
+        raise VersionError(
+            "version of executorch",
+            expected=f"{EXECUTORCH}, which was tried with Qualcomm's libraries",
+            found=found,
+            fix=f"pip install executorch=={EXECUTORCH}.",
+        )
+
+
+def check_build(build: str) -> None:
+    """Raises VersionError if the QNN build (``v2.49.40.2608...``) is known not to fit ExecuTorch's adaptor."""
+    if build.removeprefix("v").startswith(BROKEN_RELEASES):
+        raise VersionError(
+            "QNN release of Qualcomm's libraries",
+            expected=f"{', '.join(PACKAGE_VERSIONS.values())}",
+            found=f"{build}, whose device structure ExecuTorch {EXECUTORCH} does not know",
+            fix=f"Unset QNN_SDK_ROOT and pip install {PACKAGE}=={next(iter(PACKAGE_VERSIONS))}.",
+        )
+
+
+def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:
+    """Everything that stands in the way of compiling for ``soc``; empty: nothing. Each says how to mend it.
+
+    Args:
+        soc: a part number, for instance ``SM8650``.
+        compile: also load the libraries and compile one small layer, in a process of its own (some 10 seconds).
+    """
+    found: list[Pi2Error] = []
+    for step in (lambda: check_soc(soc), check_host, check_executorch, find):
+        try:
+            step()
+        except Pi2Error as error:
+            found.append(error)
+    if compile and not found:
+        from torch_pi2.export.qnn.job import probe
+
+        try:
+            probe(soc)
+        except Pi2Error as error:
+            found.append(error)
+    return found
+
+
+def environment(libraries: Libraries, root: Path) -> dict[str, str]:
+    """Variables for a process that compiles: ``root``, an empty folder, becomes an SDK that links to ``libraries``.
+
+    With ``QNN_SDK_ROOT`` set, ExecuTorch asks the SDK's version and never downloads one.
+    """
+    place = root / _HOST
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(libraries.folder.resolve(), target_is_directory=True)
+    return {**os.environ, "QNN_SDK_ROOT": str(root)}
+
+
+def load(libraries: Libraries) -> None:
+    """Load the libraries into this process, after torch and ExecuTorch: before them they crash it.
+
+    ExecuTorch finds them by their names afterwards. For programs that are executed on x86-64 (Qualcomm's emulator of
+    the NPU), and for the process that compiles. Sets ``QNN_SDK_ROOT``, to nothing, if it is unset.
+
+    Raises:
+        LibraryMissingError: they cannot be loaded; the message has the loader's reason.
+    """
+    import executorch.exir  # noqa: F401
+    import torch  # noqa: F401
+
+    os.environ.setdefault("QNN_SDK_ROOT", "")  # ExecuTorch downloads an SDK when it is unset
+    for name in _NAMES:
+        path = libraries.folder.resolve() / name
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as error:
+            raise LibraryMissingError(
+                f"Qualcomm's {name}",
+                expected="a library that this system can load (glibc 2.35 or later, libatomic)",
+                found=str(error),
+                fix="Debian 12 or Ubuntu 22.04 and later have what it needs; apt-get install libatomic1.",
+            ) from error

@@ -1,0 +1,69 @@
+"""What is compiled, and for which phone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_pi2.errors import ConfigError
+
+#: Supported systems on a chip: part number -> the name on the box and the version of its NPU.
+SOCS = {
+    "SM8550": "Snapdragon 8 Gen 2 (HTP V73)",
+    "SM8650": "Snapdragon 8 Gen 3 (HTP V75)",
+    "SM8750": "Snapdragon 8 Elite (HTP V79)",
+}
+
+#: w4a16: weights 4 bit with a scale per output channel, activations 16 bit. w8a16: weights 8 bit. fp16: both float16.
+PRECISIONS = ("w4a16", "w8a16", "fp16")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How hot parts are compiled.
+
+    Attributes:
+        soc: one of :data:`SOCS`.
+        precision: one of :data:`PRECISIONS`; all are lossy against float32, w4a16 most.
+        outliers: with w4a16, so many neurons of each chunk of 512 have 8-bit weights: those whose 4-bit error weighs
+            most (PowerInfer-2 keeps outliers at a higher precision). A multiple of 64: of other widths the compiler
+            keeps a copy of the weights per graph.
+        weight_sharing: one copy of the weights for all graphs of a layer. Phones need it; Qualcomm's x86 emulator
+            refuses to load such files, so what is to run there is compiled without.
+        timeout_s: seconds that one layer may take.
+    """
+
+    soc: str
+    precision: str = "w4a16"
+    outliers: int = 64
+    weight_sharing: bool = True
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigError(
+                "precision of the hot part",
+                expected=f"one of {', '.join(PRECISIONS)}",
+                found=repr(self.precision),
+                fix="w4a16 is the default.",
+            )
+        if self.outliers < 0 or self.outliers % 64 or self.timeout_s <= 0:
+            raise ConfigError(
+                "settings of the hot part",
+                expected="outliers a multiple of 64 (or 0) and a timeout_s above 0",
+                found=f"outliers={self.outliers}, timeout_s={self.timeout_s}",
+                fix="Leave them at their defaults.",
+            )
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph of every layer, named as the method of the program that it is for.
+
+    Attributes:
+        shape: leading sizes of its input, for instance ``(2, 1)``: x is ``[2, 1, H]``. Graphs of an NPU are static.
+        chunks: hot chunks of each layer in this graph; 0: the layer has none in it.
+    """
+
+    shape: tuple[int, ...]
+    chunks: Sequence[int]

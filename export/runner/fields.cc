@@ -1,0 +1,66 @@
+#include "fields.h"
+
+#include <algorithm>
+#include <fstream>
+#include <utility>
+
+namespace pi2::runner {
+namespace {
+
+constexpr const char* kFix = "Copy the bundle again, or export it again with this version of torch_pi2.";
+
+bool is_whole(const Json& value) { return value.is_number_integer() && (value.is_number_unsigned() || value >= 0); }
+
+}  // namespace
+
+Json read_json(const std::filesystem::path& file) {
+  std::ifstream stream(file, std::ios::binary);
+  if (!stream) throw Problem(file.string(), "a file that can be read", "none", kFix);
+  try {
+    return Json::parse(stream);
+  } catch (const Json::exception& error) {
+    throw Problem(file.string(), "JSON", error.what(), kFix);
+  }
+}
+
+std::string shown(const Json& value) {
+  std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
+  return text.size() <= 80 ? text : text.substr(0, 77) + "...";
+}
+
+Fields::Fields(const Json& data, std::string where) : data_(&data), where_(std::move(where)) {
+  if (!data.is_object()) throw Problem(where_, "an object", shown(data), kFix);
+}
+
+const Json& Fields::at(const char* name, const char* expected, bool (*fits)(const Json&)) const {
+  const auto found = data_->find(name);
+  if (found == data_->end()) throw Problem(where_ + ", " + name, expected, "nothing", kFix);
+  if (!fits(*found)) throw Problem(where_ + ", " + name, expected, shown(*found), kFix);
+  return *found;
+}
+
+const std::string& Fields::text(const char* name) const {
+  return at(name, "text", [](const Json& v) { return v.is_string(); }).get_ref<const std::string&>();
+}
+
+std::int64_t Fields::number(const char* name) const { return at(name, "a whole number, 0 or more", is_whole); }
+
+bool Fields::flag(const char* name, bool otherwise) const {
+  return has(name) ? at(name, "true or false", [](const Json& v) { return v.is_boolean(); }).get<bool>() : otherwise;
+}
+
+const Json& Fields::list(const char* name) const {
+  return at(name, "a list", [](const Json& v) { return v.is_array(); });
+}
+
+Fields Fields::sub(const char* name) const {
+  return {at(name, "an object", [](const Json& v) { return v.is_object(); }), where_ + ", " + name};
+}
+
+std::vector<std::int64_t> Fields::numbers(const char* name) const {
+  const Json& found = at(name, "a list of whole numbers, 0 or more",
+                         [](const Json& v) { return v.is_array() && std::all_of(v.begin(), v.end(), is_whole); });
+  return found.get<std::vector<std::int64_t>>();
+}
+
+}  // namespace pi2::runner

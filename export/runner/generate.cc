@@ -1,0 +1,149 @@
+#include "generate.h"
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <utility>
+
+namespace pi2::runner {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+class Generation {
+ public:
+  Generation(Program& program, const Manifest& manifest, const Tokenizer* tokenizer, const Request& request,
+             const Stream& stream, LogitsFile* logits)
+      : program_(program), manifest_(manifest), request_(request), stream_(stream), logits_(logits) {
+    const auto room = manifest.max_tokens - std::ssize(request.prompt);
+    if (room <= 0) {
+      throw Problem("prompt",
+                    "at most " + std::to_string(manifest.max_tokens - 1) + " tokens: the bundle has room for " +
+                        std::to_string(manifest.max_tokens) + ", answer included",
+                    std::to_string(request.prompt.size()), "Shorten it, or export with a larger max_tokens.");
+    }
+    limit_ = request.max_new_tokens == 0 ? room : std::min<std::int64_t>(request.max_new_tokens, room);
+    full_ = limit_ == room ? "room" : "length";
+    result_.answers.resize(static_cast<std::size_t>(request.sequences));
+    for (int i = 0; i < request.sequences; ++i) {
+      Sequence& one = sequences_.emplace_back(Sequence{
+          i, Sampler(request.temperature, request.top_p, request.seed + static_cast<std::uint64_t>(i)), std::nullopt});
+      if (tokenizer != nullptr) one.text.emplace(*tokenizer, request.prompt);
+    }
+  }
+
+  Generated run() {
+    const auto start = Clock::now();
+    const float* logits = read_prompt();
+    for (std::size_t i = 0; i < sequences_.size(); ++i) take(i, logits);
+    result_.prompt_seconds = since(start);
+    result_.prompt_stats = take_engine_stats();
+    const auto first = Clock::now();
+    if (sequences_.size() > 1 && !all_ended()) program_.fork(0);
+    while (!all_ended()) step();
+    result_.decode_seconds = since(first);
+    result_.decode_stats = take_engine_stats();
+    return std::move(result_);
+  }
+
+ private:
+  struct Sequence {
+    int lane;
+    Sampler sampler;
+    std::optional<TextStream> text;
+  };
+
+  bool ended(std::size_t i) const { return !result_.answers[i].ended.empty(); }
+  bool all_ended() const {
+    return std::all_of(result_.answers.begin(), result_.answers.end(),
+                       [](const Answer& a) { return !a.ended.empty(); });
+  }
+
+  // In pieces of what prefill takes.
+  const float* read_prompt() {
+    const std::vector<std::int64_t>& ids = request_.prompt;
+    const float* logits = nullptr;
+    for (std::int64_t at = 0; at < std::ssize(ids); at += manifest_.prompt_tokens) {
+      logits = program_.prefill(ids.data() + at, std::min(manifest_.prompt_tokens, std::ssize(ids) - at), at);
+    }
+    return logits;
+  }
+
+  // One more token for each that has not ended.
+  void step() {
+    std::vector<std::size_t> going;
+    for (std::size_t i = 0; i < sequences_.size(); ++i) {
+      if (!ended(i)) going.push_back(i);
+    }
+    if (going.size() == 1 && sequences_[going[0]].lane != 0) {
+      program_.fork(sequences_[going[0]].lane);  // its keys and values to all lanes, 0 among them
+      sequences_[going[0]].lane = 0;
+    }
+    const int last = sequences_[going.back()].lane;  // lanes ascend
+    const int batch = *std::upper_bound(manifest_.batches.begin(), manifest_.batches.end(), last);
+    // The others write over what they no longer need.
+    std::vector<std::int64_t> ids(static_cast<std::size_t>(batch)), positions(ids.size());
+    for (const std::size_t i : going) {
+      const std::vector<std::int64_t>& so_far = result_.answers[i].ids;
+      ids[sequences_[i].lane] = so_far.back();
+      positions[sequences_[i].lane] = std::ssize(request_.prompt) + std::ssize(so_far) - 1;
+    }
+    const float* logits = program_.decode(ids, positions);
+    ++result_.decode_steps;
+    std::size_t next = 0;
+    for (std::size_t i = 0; i < sequences_.size(); ++i) {
+      const bool goes = next < going.size() && going[next] == i;
+      if (goes) ++next;
+      if (goes) {
+        take(i, logits + sequences_[i].lane * manifest_.vocab);
+      } else if (logits_ != nullptr) {
+        logits_->add(nothing().data());
+      }
+    }
+  }
+
+  const std::vector<float>& nothing() {
+    nothing_.resize(static_cast<std::size_t>(manifest_.vocab));
+    return nothing_;
+  }
+
+  void take(std::size_t i, const float* logits) {
+    const auto start = Clock::now();
+    if (logits_ != nullptr) logits_->add(logits);
+    Answer& answer = result_.answers[i];
+    const std::int64_t token = sequences_[i].sampler.choose(logits, manifest_.vocab);
+    answer.ids.push_back(token);
+    const bool eos = std::find(manifest_.eos.begin(), manifest_.eos.end(), token) != manifest_.eos.end();
+    if (eos || std::ssize(answer.ids) == limit_) answer.ended = eos ? "eos" : full_;
+    if (std::optional<TextStream>& text = sequences_[i].text) {
+      std::string piece = eos ? "" : text->add(token);
+      if (!answer.ended.empty()) piece += text->rest();
+      answer.text += piece;
+      if (stream_ && !piece.empty()) stream_(static_cast<int>(i), piece);
+    }
+    result_.sampling_seconds += since(start);
+  }
+
+  Program& program_;
+  const Manifest& manifest_;
+  const Request& request_;
+  const Stream& stream_;
+  LogitsFile* logits_;
+  std::int64_t limit_ = 0;
+  std::string full_;
+  std::vector<Sequence> sequences_;
+  std::vector<float> nothing_;  // logits of a sequence that has ended
+  Generated result_;
+};
+
+}  // namespace
+
+Generated generate(Program& program, const Manifest& manifest, const Tokenizer* tokenizer, const Request& request,
+                   const Stream& stream, LogitsFile* logits) {
+  take_engine_stats();
+  return Generation(program, manifest, tokenizer, request, stream, logits).run();
+}
+
+}  // namespace pi2::runner

@@ -1,0 +1,19 @@
+// Memory of this process.
+#pragma once
+
+#include <cstdint>
+
+namespace pi2::runner {
+
+struct Memory {
+  std::int64_t resident = 0, peak = 0;  // bytes, with pages of mapped files
+  std::int64_t anonymous = 0;           // of them what no file backs
+};
+
+// As Linux says in /proc; zeros where there is none.
+Memory memory_of_process();
+
+// Gives back what was freed since the start: a tokenizer's file in pieces takes much more than what is kept of it.
+void trim_heap();
+
+}  // namespace pi2::runner

@@ -1,0 +1,159 @@
+#include "options.h"
+
+#include <charconv>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <map>
+#include <sstream>
+
+namespace pi2::runner {
+namespace {
+
+constexpr const char* kFix = "Correct it; --help lists the options.";
+
+// All of `text` as a number within [low, high].
+template <class T>
+T number(const std::string& name, const std::string& text, T low, T high, const std::string& expected) {
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !(value >= low && value <= high)) {
+    throw Problem(name, expected, "'" + text + "'", kFix);
+  }
+  return value;
+}
+
+std::int64_t positive(const std::string& name, const std::string& text) {
+  return number<std::int64_t>(name, text, 1, std::numeric_limits<int>::max(), "a whole number, 1 or more");
+}
+
+std::vector<std::int64_t> token_ids(const std::string& text) {
+  std::vector<std::int64_t> ids;
+  std::stringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) {
+    ids.push_back(number<std::int64_t>("--ids", part, 0, std::numeric_limits<int>::max(), "token ids such as 1,2,3"));
+  }
+  return ids;
+}
+
+}  // namespace
+
+const char* const kUsage = R"(usage: pi2_runner BUNDLE --prompt TEXT [options]
+
+Generates text with a bundle that torch_pi2.export wrote.
+
+  --prompt TEXT            text to continue
+  --ids N,...              token ids to continue, instead; needs no tokenizer
+  --chat                   --prompt is what a user says: the model's chat template goes around it
+  --system TEXT            with --chat: what the system says first
+  --max-new-tokens N       of each answer (64)
+  --temperature T          0, the default, is greedy
+  --top-p P                draw from the most probable tokens that make up P (1)
+  --seed S                 of the first answer; the next has S + 1 (0)
+  --num-return-sequences N answers to one prompt (1)
+
+  --budget BYTES           memory of the whole process, such as 2GB or 1.5GiB (default: as it takes)
+  --threads N              for all computing
+  --store PATH             the neuron store, or its folder, if it is not in BUNDLE
+  --io-threads N           that read the store
+  --engine NAME            reading: auto, pread or io_uring
+  --policy NAME            of the neuron cache: lfu, lru, sieve, s3-fifo, static or none
+  --backend LIBRARY        load it first (ExecuTorch's QNN backend, for a bundle of such a target); may be repeated
+  --verify                 compare all files with their hashes first
+
+  --json                   one JSON object instead of text
+  --trace FILE             what threads did, for Perfetto
+  --etdump FILE            events of every operator, for ExecuTorch's Inspector
+  --logits FILE            float32 [tokens, answers, vocabulary], for NumPy
+
+Errors: one line on standard error, exit code 2.
+)";
+
+std::int64_t parse_bytes(const std::string& text) {
+  double value = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const std::string unit(end, static_cast<const char*>(text.data() + text.size()));
+  double scale = 0;
+  if (unit.empty() || unit == "B") scale = 1;
+  for (int i = 0; i < 4 && scale == 0; ++i) {
+    const std::string prefix(1, "KMGT"[i]);
+    if (unit == prefix || unit == prefix + "B") scale = std::pow(1000.0, i + 1);
+    if (unit == prefix + "i" || unit == prefix + "iB") scale = std::pow(1024.0, i + 1);
+  }
+  if (error != std::errc() || scale == 0 || !(value >= 0 && value * scale < 0x1p62)) {
+    throw Problem("--budget", "bytes, or text such as 2.5GiB or 700MB", "'" + text + "'", kFix);
+  }
+  return static_cast<std::int64_t>(value * scale);
+}
+
+Options parse_options(int argc, char** argv) {
+  Options o;
+  o.request.max_new_tokens = 64;
+  bool prompt = false, ids = false, system = false;
+  using Take = std::function<void(const std::string&)>;
+  const auto text = [](std::string& to) { return Take([&to](const std::string& v) { to = v; }); };
+  const std::map<std::string, Take> with_value = {
+      {"--prompt", [&](const auto& v) { o.prompt = v, prompt = true; }},
+      {"--ids", [&](const auto& v) { o.request.prompt = token_ids(v), ids = true; }},
+      {"--system", [&](const auto& v) { o.system = v, system = true; }},
+      {"--max-new-tokens", [&](const auto& v) { o.request.max_new_tokens = positive("--max-new-tokens", v); }},
+      {"--temperature",
+       [&](const auto& v) {
+         o.request.temperature = number<double>("--temperature", v, 0, 1e6, "0 (greedy) or more");
+       }},
+      {"--top-p",
+       [&](const auto& v) { o.request.top_p = number<double>("--top-p", v, 1e-9, 1, "more than 0, at most 1"); }},
+      {"--seed",
+       [&](const auto& v) {
+         o.request.seed = number<std::uint64_t>("--seed", v, 0, std::numeric_limits<std::uint64_t>::max(),
+                                                "a whole number, 0 or more");
+       }},
+      {"--num-return-sequences",
+       [&](const auto& v) { o.request.sequences = static_cast<int>(positive("--num-return-sequences", v)); }},
+      {"--budget", [&](const auto& v) { o.budget = parse_bytes(v); }},
+      {"--threads",
+       [&](const auto& v) {
+         o.threads = static_cast<int>(number<std::int64_t>("--threads", v, 1, 1024, "a whole number, 1 to 1024"));
+       }},
+      {"--io-threads", text(o.io_threads)},
+      {"--engine", text(o.engine)},
+      {"--policy", text(o.policy)},
+      {"--store", text(o.store)},
+      {"--backend", [&](const auto& v) { o.backends.push_back(v); }},
+      {"--trace", text(o.trace)},
+      {"--etdump", text(o.etdump)},
+      {"--logits", text(o.logits)},
+  };
+  const std::map<std::string, bool*> flags = {
+      {"--chat", &o.chat}, {"--json", &o.json}, {"--verify", &o.verify}, {"--help", &o.help}, {"-h", &o.help}};
+  for (int i = 1; i < argc; ++i) {
+    std::string name = argv[i];
+    if (const auto flag = flags.find(name); flag != flags.end()) {
+      *flag->second = true;
+      continue;
+    }
+    if (!name.starts_with("--")) {
+      if (!o.bundle.empty()) throw Problem("arguments", "one bundle", "'" + o.bundle + "' and '" + name + "'", kFix);
+      o.bundle = name;
+      continue;
+    }
+    const std::size_t equals = name.find('=');
+    std::string value = equals == std::string::npos ? "" : name.substr(equals + 1);
+    name = name.substr(0, equals);
+    const auto take = with_value.find(name);
+    if (take == with_value.end()) throw Problem("arguments", "an option of this program", "'" + name + "'", kFix);
+    if (equals == std::string::npos) {
+      if (i + 1 == argc) throw Problem(name, "a value behind it", "none", kFix);
+      value = argv[++i];
+    }
+    take->second(value);
+  }
+  if (o.help) return o;
+  if (o.bundle.empty()) throw Problem("arguments", "a bundle", "none", kFix);
+  if (prompt == ids) throw Problem("arguments", "--prompt or --ids", prompt ? "both" : "neither", kFix);
+  if (o.chat && !prompt) throw Problem("--chat", "--prompt beside it", "--ids", kFix);
+  if (system && !o.chat) throw Problem("--system", "--chat beside it", "none", kFix);
+  return o;
+}
+
+}  // namespace pi2::runner

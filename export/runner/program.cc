@@ -1,0 +1,185 @@
+#include "program.h"
+
+#include <executorch/extension/module/module.h>
+#include <executorch/extension/tensor/tensor.h>
+#include <executorch/runtime/backend/interface.h>
+#include <pi2/executorch.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+
+#ifdef PI2_HAVE_ETDUMP
+#include <executorch/devtools/etdump/etdump_flatcc.h>
+#endif
+
+#include "output.h"
+
+// Of ExecuTorch's library; the executorch package has no header of it.
+namespace executorch::extension::threadpool {
+class ThreadPool {
+ public:
+  std::size_t get_thread_count() const;
+  bool _unsafe_reset_threadpool(std::uint32_t threads);
+};
+ThreadPool* get_threadpool();
+}  // namespace executorch::extension::threadpool
+
+namespace pi2::runner {
+namespace {
+
+using executorch::aten::ScalarType;
+using executorch::extension::from_blob;
+using executorch::extension::Module;
+using executorch::extension::TensorPtr;
+using executorch::runtime::Error;
+using executorch::runtime::EValue;
+
+// What our backend says, or else ExecuTorch's code.
+[[noreturn]] void failed(const std::string& what, const char* expected, Error error) {
+  if (const std::string said = pi2_et_error(); !said.empty()) throw Problem(said);
+  char code[16];
+  std::snprintf(code, sizeof code, "0x%02x", static_cast<unsigned>(error));
+  throw Problem(what, expected,
+                std::string("ExecuTorch's error ") + code + " (" + executorch::runtime::to_string(error) + ")",
+                "Its log above says more; --verify finds damage.");
+}
+
+}  // namespace
+
+void set_engine_option(const char* key, const std::string& value) {
+  if (pi2_et_set(key, value.c_str()) != 0) throw Problem(std::string(pi2_et_error()));
+}
+
+Json take_engine_stats() {
+  std::string text;
+  for (std::int64_t bytes = pi2_et_stats(nullptr, 0, 0); bytes > static_cast<std::int64_t>(text.size());) {
+    text.resize(static_cast<std::size_t>(bytes) + 64);
+    bytes = pi2_et_stats(text.data(), static_cast<std::int64_t>(text.size()), 1);
+  }
+  const Json all = Json::parse(text.c_str());
+  return all.at("stores").empty() ? Json::object() : all.at("stores")[0];
+}
+
+void set_threads(int threads) {
+  auto* pool = executorch::extension::threadpool::get_threadpool();
+  if (pool == nullptr || !pool->_unsafe_reset_threadpool(static_cast<std::uint32_t>(threads))) {
+    throw Problem("--threads", "a thread pool of that size", "a failure of ExecuTorch's", "Pass fewer.");
+  }
+}
+
+int threads() {
+  const auto* pool = executorch::extension::threadpool::get_threadpool();
+  return pool == nullptr ? 1 : static_cast<int>(pool->get_thread_count());
+}
+
+struct Program::State {
+  std::string file;
+  std::int64_t vocab;
+  executorch::runtime::EventTracer* dump = nullptr;  // the module's
+  std::unique_ptr<Module> module;
+  std::set<std::string> loaded;
+  std::vector<EValue> outputs;
+
+  const EValue& run(const std::string& method, const std::vector<EValue>& inputs) {
+    pi2_et_clear_error();
+    auto found = module->execute(method, inputs);
+    if (!found.ok()) failed(file + ", " + method, "a call that succeeds", found.error());
+    outputs = std::move(*found);
+    if (outputs.empty()) throw Problem(file + ", " + method, "an output", "none", "Export the bundle again.");
+    return outputs[0];
+  }
+
+  const float* logits(const std::string& method, const std::vector<EValue>& inputs, std::int64_t rows) {
+    const EValue& output = run(method, inputs);
+    if (output.isTensor()) {
+      const auto& tensor = output.toTensor();
+      if (tensor.scalar_type() == ScalarType::Float && tensor.numel() == rows * vocab) {
+        return tensor.const_data_ptr<float>();
+      }
+    }
+    throw Problem(file + ", " + method,
+                  "logits, float32 [" + std::to_string(rows) + ", 1, " + std::to_string(vocab) + "]", "another output",
+                  "The program is of another bundle: copy it again, or export it again.");
+  }
+};
+
+Program::Program(const std::filesystem::path& file, const Manifest& manifest, bool dump) : state_(new State) {
+  state_->file = file.string();
+  state_->vocab = manifest.vocab;
+  if (pi2_et_abi() != 1) {
+    throw Problem("libpi2_executorch.so", "interface 1", std::to_string(pi2_et_abi()),
+                  "Build runner and library together.");
+  }
+  if (manifest.target.starts_with("qnn:") && executorch::runtime::get_backend_class("QnnBackend") == nullptr) {
+    throw Problem(state_->file + ", made for " + manifest.target, "ExecuTorch's QNN backend in this process", "none",
+                  "Pass --backend PATH/libexecutorch_backend_qnn.so, with Qualcomm's libraries in LD_LIBRARY_PATH.");
+  }
+  std::unique_ptr<executorch::runtime::EventTracer> recorder;
+  if (dump) {
+#ifdef PI2_HAVE_ETDUMP
+    recorder = std::make_unique<executorch::etdump::ETDumpGen>();
+#else
+    throw Problem("--etdump", "a runner built with ExecuTorch's developer tools", "one without",
+                  "Build ExecuTorch with EXECUTORCH_BUILD_DEVTOOLS, or leave it out.");
+#endif
+  }
+  state_->dump = recorder.get();
+  // Mapped: weights are read from the file's pages instead of being copied. Shared: the methods have one KV cache.
+  state_->module = std::make_unique<Module>(state_->file, Module::LoadMode::Mmap, std::move(recorder), nullptr, nullptr,
+                                            /*share_memory_arenas=*/true);
+  pi2_et_clear_error();
+  if (const Error error = state_->module->load(); error != Error::Ok) {
+    failed(state_->file, "a program of ExecuTorch", error);
+  }
+}
+
+Program::~Program() = default;
+
+void Program::load(const std::string& method) {
+  if (state_->loaded.contains(method)) return;
+  pi2_et_clear_error();
+  if (const Error error = state_->module->load_method(method); error != Error::Ok) {
+    failed(state_->file + ", " + method, "a method that ExecuTorch loads", error);
+  }
+  state_->loaded.insert(method);
+}
+
+const float* Program::prefill(const std::int64_t* ids, std::int64_t count, std::int64_t position) {
+  load("prefill");
+  std::vector<std::int64_t> tokens(ids, ids + count), positions(tokens.size()), lane{0};
+  for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = position + static_cast<std::int64_t>(i);
+  const auto n = static_cast<executorch::aten::SizesType>(count);
+  const TensorPtr ids_1T = from_blob(tokens.data(), {1, n}, ScalarType::Long);
+  const TensorPtr positions_1T = from_blob(positions.data(), {1, n}, ScalarType::Long);
+  const TensorPtr lane_1 = from_blob(lane.data(), {1}, ScalarType::Long);
+  return state_->logits("prefill", {ids_1T, positions_1T, lane_1}, 1);
+}
+
+const float* Program::decode(std::vector<std::int64_t>& ids, std::vector<std::int64_t>& positions) {
+  const auto n = static_cast<executorch::aten::SizesType>(ids.size());
+  const std::string method = "decode_b" + std::to_string(n);
+  load(method);
+  const TensorPtr ids_N1 = from_blob(ids.data(), {n, 1}, ScalarType::Long);
+  const TensorPtr positions_N1 = from_blob(positions.data(), {n, 1}, ScalarType::Long);
+  return state_->logits(method, {ids_N1, positions_N1}, n);
+}
+
+void Program::fork(std::int64_t lane) {
+  load("fork");
+  const TensorPtr lane_1 = from_blob(&lane, {1}, ScalarType::Long);
+  state_->run("fork", {lane_1});
+}
+
+void Program::write_dump(const std::filesystem::path& file) {
+#ifdef PI2_HAVE_ETDUMP
+  const executorch::etdump::ETDumpResult result =
+      static_cast<executorch::etdump::ETDumpGen*>(state_->dump)->get_etdump_data();
+  write_file(file, std::string_view(static_cast<const char*>(result.buf), result.size));
+  std::free(result.buf);
+#else
+  write_file(file, "");
+#endif
+}
+
+}  // namespace pi2::runner

@@ -1,0 +1,48 @@
+// The methods of a bundle's model.pte, run by ExecuTorch.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fields.h"
+#include "manifest.h"
+
+namespace pi2::runner {
+
+// What the engine takes for its store (pi2/executorch.h); empty: its default. Throws Problem.
+void set_engine_option(const char* key, const std::string& value);
+// What the engine did since the last call (pi2_et_stats), of the first store: this program opens one.
+Json take_engine_stats();
+// Threads of ExecuTorch's pool, for everything that is computed; before the program is loaded.
+void set_threads(int threads);
+int threads();
+
+class Program {
+ public:
+  // `dump`: record events for write_dump. Throws Problem: ExecuTorch does not take it.
+  Program(const std::filesystem::path& file, const Manifest& manifest, bool dump);
+  ~Program();
+
+  // Loads a method, once; what is wrong with the store is said here. Throws Problem.
+  void load(const std::string& method);
+
+  // Each returns the logits of the last token of each row, [N, vocab], valid until the next call. Throws Problem.
+  // ids, N = 1: the next tokens of lane 0 from `position` on; at most manifest.prompt_tokens.
+  const float* prefill(const std::int64_t* ids, std::int64_t count, std::int64_t position);
+  // N = ids.size(): one token for each of the lanes 0 to N - 1.
+  const float* decode(std::vector<std::int64_t>& ids, std::vector<std::int64_t>& positions);
+  // All lanes continue what this one has read.
+  void fork(std::int64_t lane);
+
+  // An ETDump of all that was run, for ExecuTorch's Inspector. Throws Problem.
+  void write_dump(const std::filesystem::path& file);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace pi2::runner

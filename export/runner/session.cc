@@ -1,0 +1,105 @@
+#include "session.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+
+#include "chat.h"
+
+namespace pi2::runner {
+namespace {
+
+namespace fs = std::filesystem;
+
+double since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// What the budget leaves for neurons.
+std::int64_t cache_of(const Options& options, const Manifest& manifest) {
+  const std::int64_t left = options.budget - manifest.fixed_bytes;
+  const std::int64_t least = std::min(manifest.token_bytes, manifest.ffn_bytes);
+  if (left < std::max<std::int64_t>(least, 1024)) {
+    const auto mib = [](std::int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; };
+    throw Problem("--budget",
+                  "at least " + mib(manifest.fixed_bytes + least) + ": " + mib(manifest.fixed_bytes) +
+                      " without neurons, and those that a token wants",
+                  mib(options.budget), "Give it more, or export with fewer tokens or batches.");
+  }
+  return std::min(left, std::max<std::int64_t>(manifest.ffn_bytes, 1024));
+}
+
+// Returns the bytes of the cache; 0: no budget.
+std::int64_t set_engine(const Options& o, const Manifest& manifest) {
+  std::int64_t cache_bytes = 0;
+  const fs::path store = o.store.empty() ? fs::path(o.bundle) / "model.pi2" : fs::path(o.store);
+  set_engine_option("store_path", fs::absolute(store).string());
+  if (o.budget >= 0) {
+    cache_bytes = cache_of(o, manifest);
+    set_engine_option("cache_bytes_kib", std::to_string(cache_bytes / 1024));
+  }
+  if (o.threads > 0) set_engine_option("threads", std::to_string(o.threads));
+  set_engine_option("io_threads", o.io_threads);
+  set_engine_option("engine", o.engine);
+  set_engine_option("policy", o.policy);
+  set_engine_option("trace", o.trace.empty() ? "" : fs::absolute(o.trace).string());
+  return cache_bytes;
+}
+
+std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenizer, std::int64_t vocab) {
+  std::vector<std::int64_t> ids = o.request.prompt;
+  if (ids.empty() && tokenizer != nullptr) {
+    ids =
+        o.chat ? tokenizer->encode(chat_text(o.bundle, o.prompt, o.system), false) : tokenizer->encode(o.prompt, true);
+  }
+  const auto wrong = std::find_if(ids.begin(), ids.end(), [&](std::int64_t id) { return id >= vocab; });
+  if (ids.empty() || wrong != ids.end()) {
+    throw Problem("prompt", "tokens of one sequence below " + std::to_string(vocab),
+                  ids.empty() ? "no tokens" : "the token " + std::to_string(*wrong),
+                  "Pass at least one token, and the tokenizer of this model.");
+  }
+  return ids;
+}
+
+}  // namespace
+
+Session::Session(const Options& o) {
+  const auto started = std::chrono::steady_clock::now();
+  manifest_ = open_bundle(o.bundle, o.store, o.verify);
+  for (const std::string& library : o.backends) {
+    if (dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+      throw Problem("--backend", "a library that can be loaded", dlerror(), "Check its path and LD_LIBRARY_PATH.");
+    }
+  }
+  if (o.threads > 0) set_threads(o.threads);
+  cache_bytes_ = set_engine(o, manifest_);
+  const fs::path file = fs::path(o.bundle) / "tokenizer.json";
+  if (o.request.prompt.empty() || fs::exists(file)) tokenizer_.emplace(file);
+  trim_heap();
+  program_ = std::make_unique<Program>(fs::path(o.bundle) / "model.pte", manifest_, !o.etdump.empty());
+  program_->load("prefill");
+  load_seconds_ = since(started);
+}
+
+Run Session::generate(const Options& o, const Stream& stream) {
+  if (o.request.sequences > manifest_.lanes) {
+    throw Problem("--num-return-sequences", "1 to " + std::to_string(manifest_.lanes) + ", the lanes of the bundle",
+                  std::to_string(o.request.sequences), "Ask for fewer, or export with larger batches.");
+  }
+  const Tokenizer* tokenizer = tokenizer_ ? &*tokenizer_ : nullptr;
+  Run run{o, manifest_, {}, 0, cache_bytes_, load_seconds_, threads(), {}};
+  run.options.request.prompt = prompt_ids(o, tokenizer, manifest_.vocab);
+  run.prompt_tokens = std::ssize(run.options.request.prompt);
+  std::optional<LogitsFile> logits;
+  if (!o.logits.empty()) logits.emplace(o.logits, o.request.sequences, manifest_.vocab);
+  run.generated =
+      runner::generate(*program_, manifest_, tokenizer, run.options.request, stream, logits ? &*logits : nullptr);
+  run.memory = memory_of_process();
+  if (logits) logits->close();
+  if (!o.etdump.empty()) program_->write_dump(o.etdump);
+  return run;
+}
+
+}  // namespace pi2::runner

@@ -1,0 +1,75 @@
+#include "tokenizer/tokenizer.h"
+
+#include "tokenizer/utf8.h"
+
+namespace pi2::runner {
+namespace {
+
+const Json& part(const Json& json, const char* name) {
+  static const Json none;
+  const auto found = json.find(name);
+  return found == json.end() ? none : *found;
+}
+
+}  // namespace
+
+Tokenizer::Tokenizer(const std::filesystem::path& file) : Tokenizer(file, read_json(file)) {}
+
+Tokenizer::Tokenizer(const std::filesystem::path& file, const Json& json)
+    : model_(Fields(json, file.string()).sub("model")),
+      normalize_(make_normalizer(part(json, "normalizer"), file.string() + ", normalizer")),
+      pre_tokenize_(make_pre_tokenizer(part(json, "pre_tokenizer"), file.string() + ", pre_tokenizer")),
+      decode_(make_decoder(part(json, "decoder"), file.string() + ", decoder")),
+      frame_(make_frame(part(json, "post_processor"), file.string() + ", post_processor")) {
+  for (const auto& [text, id] : model_.vocabulary()) tokens_[id] = {text, false};
+  for (const Json& entry : Fields(json, file.string()).list("added_tokens")) {
+    const Fields fields(entry, file.string() + ", added_tokens");
+    AddedToken token{fields.number("id"),          fields.text("content"),       fields.flag("single_word", false),
+                     fields.flag("lstrip", false), fields.flag("rstrip", false), fields.flag("normalized", true),
+                     fields.flag("special", false)};
+    if (token.content.empty()) continue;
+    if (token.normalized) token.content = normalize_(token.content);
+    tokens_[token.id] = {token.content, token.special};
+    if (!token.content.empty()) (token.normalized ? normalized_ : raw_).add(std::move(token));
+  }
+}
+
+std::vector<std::int64_t> Tokenizer::encode(std::string_view text, bool special) const {
+  if (!is_utf8(text)) throw Problem("prompt", "UTF-8", "other bytes", "Convert it: iconv -t UTF-8.");
+  std::vector<std::int64_t> ids;
+  if (special) ids = frame_.before;
+  for (const Found& raw : raw_.find(text)) {
+    if (raw.id >= 0) {
+      ids.push_back(raw.id);
+      continue;
+    }
+    const std::string normal = normalize_(std::string(raw.text));
+    const bool first = raw.text.data() == text.data();
+    for (const Found& found : normalized_.find(normal)) {
+      if (found.id >= 0) {
+        ids.push_back(found.id);
+        continue;
+      }
+      for (const Piece& piece :
+           pre_tokenize_({{std::string(found.text), first && found.text.data() == normal.data()}})) {
+        model_.encode(piece.text, ids);
+      }
+    }
+  }
+  if (special) ids.insert(ids.end(), frame_.behind.begin(), frame_.behind.end());
+  return ids;
+}
+
+std::string Tokenizer::decode(const std::int64_t* ids, std::size_t count) const {
+  std::vector<std::string> texts;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto found = tokens_.find(ids[i]);  // some models have more rows than their tokenizer has tokens
+    if (found != tokens_.end() && !found->second.special) texts.push_back(found->second.text);
+  }
+  if (texts.empty()) return "";
+  std::string text;
+  for (const std::string& piece : decode_(std::move(texts))) text += piece;
+  return text;
+}
+
+}  // namespace pi2::runner

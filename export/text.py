@@ -1,0 +1,133 @@
+"""Text and tokens of a bundle: its tokenizer, prompts and chats, and text as it becomes certain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
+
+#: Tokens of the prompt that an answer is decoded after: what a token looks like depends on the one before.
+_CONTEXT = 8
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a bundle, with transformers; no code of the folder is run.
+
+    Raises:
+        LibraryMissingError: transformers is not installed. ArtifactError: there is no tokenizer, or it is damaged.
+    """
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise LibraryMissingError(
+            "transformers",
+            expected="it, for text",
+            found=str(error),
+            fix="pip install 'torch-pi2[hf]', or pass token ids.",
+        ) from error
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns of model types that it does not know, which tokenizers do not need
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many types for damaged files
+        raise ArtifactError(
+            f"tokenizer of {folder}",
+            expected="tokenizer.json and tokenizer_config.json, as the model's folder has them",
+            found=(str(error).strip() or type(error).__name__).splitlines()[0],
+            fix="Export again with tokenizer=..., or pass token ids.",
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def encode(
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | torch.Tensor, tokenizer: Callable[[], Any], vocab: int
+) -> list[int]:
+    """Token ids of text, of messages of a chat, or of ids themselves (``[T]`` or ``[1, T]``).
+
+    Raises:
+        ConfigError: there are no tokens, one is not below ``vocab``, or the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        ids = list(tokenizer()(prompt)["input_ids"])
+    elif isinstance(prompt, torch.Tensor):
+        ids = prompt.flatten().tolist() if prompt.dim() == 1 or prompt.shape[0] == 1 else []
+    elif prompt and isinstance(prompt[0], Mapping):
+        ids = list(tokenizer()(chat_text(tokenizer(), prompt), add_special_tokens=False)["input_ids"])
+    else:
+        ids = list(prompt)
+    wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < vocab), None)
+    if not ids or wrong is not None:
+        raise ConfigError(
+            "prompt",
+            expected=f"text, messages, or tokens of one sequence below {vocab}",
+            found=f"the token {wrong!r}" if ids else "no tokens",
+            fix="Pass at least one token, and the tokenizer of this model.",
+        )
+    return ids
+
+
+def chat_text(tokenizer: Any, messages: Any) -> str:
+    """The text of ``messages`` by the tokenizer's template, up to where the answer begins. Raises ConfigError."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            "chat",
+            expected="a tokenizer with a chat template",
+            found="none in tokenizer_config.json",
+            fix="Pass the prompt as text, or export with a tokenizer that has one.",
+        )
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    except (TemplateError, KeyError, TypeError) as error:
+        raise ConfigError(
+            "chat",
+            expected="messages that the tokenizer's template takes: a role and a content each",
+            found=str(error),
+            fix="Correct them.",
+        ) from error
+
+
+class Detokenizer:
+    """Text of a growing sequence, in pieces that no later token changes.
+
+    A token may be part of a character, and some tokenizers write a space before a word only if one is before it. So
+    what is new is the difference of two decodings that begin at an earlier token, and it waits while it ends in the
+    middle of a character.
+
+    Args:
+        tokenizer: transformers'. prompt: tokens before the first that is added.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-_CONTEXT:])
+        self._start, self._shown = 0, len(self._ids)
+
+    def add(self, token: int) -> str:
+        """What is certain with this token; "" while a character is incomplete."""
+        self._ids.append(token)
+        piece = self._new()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return piece
+
+    def rest(self) -> str:
+        """At the end: what was held back."""
+        piece = self._new()
+        self._shown = len(self._ids)
+        return piece
+
+    def _new(self) -> str:
+        before = self._decode(self._ids[self._start : self._shown])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
