@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install demo test test-python test-cpp test-arm sanitize fuzz lint format bench bench-kernels clean
+.PHONY: install runner demo test test-python test-cpp test-qnn test-arm runner-arm sanitize fuzz lint format bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -23,8 +23,13 @@ $(VENV)/.torch:
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11' 'cmake>=3.26' ninja
 	@touch $@
 
+# ExecuTorch before the build, which compiles its backend against it; torch is named again so that nothing replaces it.
+$(VENV)/.executorch: $(VENV)/.torch
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0 executorch==1.5.1 'torchao>=0.18,<0.19'
+	@touch $@
+
 # Editable: Python changes need nothing; a change of C++ runs this again and compiles what changed.
-$(VENV)/.installed: $(VENV)/.torch $(BUILD_INPUTS)
+$(VENV)/.installed: $(VENV)/.executorch $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev]'
 	@touch $@
 
@@ -35,7 +40,7 @@ test: test-cpp test-python
 
 # Two workers, and OpenMP threads that sleep while they wait: spinning, they would take each other's cores.
 PYTEST_WORKERS ?= 2
-test-python: install
+test-python: install runner
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 test-cpp: install
@@ -44,39 +49,75 @@ test-cpp: install
 	$(BIN)/cmake --build build/tests
 	$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error
 
+# Qualcomm's compiler and emulator, some 3 minutes. Installs the extra: proprietary libraries, see docs/QNN.md.
+test-qnn: install
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev,qnn]'
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m qnn -n $(PYTEST_WORKERS) --dist worksteal tests/test_qnn.py
+
+# The C++ runner of bundles, as a folder that runs alone: build/runner/pi2/pi2_runner.
+runner: build/runner/.built
+RUNNER_INPUTS := $(shell find export/runner -type f 2>/dev/null)
+SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+build/runner/.built: $(VENV)/.installed $(RUNNER_INPUTS)
+	@mkdir -p build/runner
+	$(BIN)/python export/runner/dependencies.py build/deps
+	$(BIN)/cmake -S export/runner -B build/runner/cmake -G Ninja -DPI2_DEPENDENCIES=$(abspath build/deps) \
+	  -DPI2_LIBRARIES=$(SITE)/torch_pi2/_lib -DCMAKE_PREFIX_PATH=$(SITE)/executorch >build/runner.log 2>&1 || { cat build/runner.log; exit 1; }
+	$(BIN)/cmake --build build/runner/cmake
+	$(BIN)/cmake --install build/runner/cmake --prefix build/runner/pi2 >>build/runner.log
+	@touch $@
+
 # The C++ tests for 64-bit ARM: Debian's cross compiler, and qemu as a CPU that has everything, as one without the matrix
 # products and as plain armv8-a. PI2_TEST_ISAS says what must be found there.
 test-arm: install
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool >/dev/null || \
 	  { echo "make test-arm needs $$tool: apt-get install g++-aarch64-linux-gnu qemu-user-static" >&2; exit 1; }; done
 	@mkdir -p build
-	$(BIN)/cmake -S . -B build/arm -G Ninja --toolchain cmake/aarch64-linux-gnu.cmake -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/arm.log 2>&1 || { cat build/arm.log; exit 1; }
+	$(BIN)/python export/runner/dependencies.py build/deps --aarch64
+	$(BIN)/cmake -S . -B build/arm -G Ninja --toolchain cmake/aarch64-linux-gnu.cmake -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF \
+	  -DPI2_BUILD_EXECUTORCH=ON -DPI2_EXECUTORCH_ROOT=$(abspath build/deps/executorch-aarch64/executorch) \
+	  -DCMAKE_BUILD_TYPE=Release >build/arm.log 2>&1 || { cat build/arm.log; exit 1; }
 	$(BIN)/cmake --build build/arm
 	QEMU_CPU=max PI2_TEST_ISAS=scalar,neon,neon_dotprod,neon_i8mm $(BIN)/ctest --test-dir build/arm -j 2 --output-on-failure --no-tests=error
 	QEMU_CPU=cortex-a76 PI2_TEST_ISAS=scalar,neon,neon_dotprod $(BIN)/ctest --test-dir build/arm -R 'kernels|quantized' --output-on-failure --no-tests=error
 	QEMU_CPU=cortex-a53 PI2_TEST_ISAS=scalar,neon $(BIN)/ctest --test-dir build/arm -j 2 --output-on-failure --no-tests=error
+	$(MAKE) --no-print-directory runner runner-arm
+	$(BIN)/python -m pytest tests/check_arm.py
+
+# The runner for 64-bit ARM Linux, as a folder that needs nothing of the machine that it runs on: build/runner-arm/pi2/run.
+# Of build/arm, which test-arm makes.
+runner-arm:
+	$(BIN)/cmake -S export/runner -B build/runner-arm/cmake -G Ninja --toolchain $(abspath cmake/aarch64-linux-gnu.cmake) \
+	  -DPI2_DEPENDENCIES=$(abspath build/deps) -DPI2_LIBRARIES=$(abspath build/arm) -DPI2_PACK_LIBC=ON \
+	  -DCMAKE_PREFIX_PATH=$(abspath build/deps/executorch-aarch64/executorch) >build/runner-arm.log 2>&1 || { cat build/runner-arm.log; exit 1; }
+	$(BIN)/cmake --build build/runner-arm/cmake
+	$(BIN)/cmake --install build/runner-arm/cmake --prefix build/runner-arm/pi2 >>build/runner-arm.log
 
 # The C++ tests once more under the address, undefined-behaviour and thread sanitizers. -O1 takes half of -O2's time to compile.
 sanitize: install
 	@mkdir -p build
 	@for kind in address,undefined thread; do \
-	  $(BIN)/cmake -S . -B build/sanitize-$${kind%%,*} -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_SANITIZE=$$kind \
+	  $(BIN)/cmake -S . -B build/sanitize-$${kind%%,*} -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_BUILD_EXECUTORCH=OFF -DPI2_SANITIZE=$$kind \
 	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g1' >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }; \
 	  $(BIN)/cmake --build build/sanitize-$${kind%%,*} || exit 1; \
 	  $(BIN)/ctest --test-dir build/sanitize-$${kind%%,*} -j 2 --output-on-failure --no-tests=error || exit 1; \
 	done
 
-# Random superblocks and stores against the core's parser (libFuzzer, with the address and undefined-behaviour sanitizers).
+# Random superblocks and stores against the core's parser, and random delegate blobs against the backend's (libFuzzer,
+# with the address and undefined-behaviour sanitizers), each for FUZZ_SECONDS.
 # What it finds on its way stays in build/fuzz/corpus for the next time; an input that fails is build/fuzz/crash-*.
 FUZZ_SECONDS ?= 60
 fuzz: install
 	@command -v clang++ >/dev/null || { echo "make fuzz needs clang++: apt-get install clang" >&2; exit 1; }
-	@mkdir -p build/fuzz/corpus build/fuzz/seeds
+	@mkdir -p build/fuzz/corpus build/fuzz/seeds build/fuzz/blob-corpus build/fuzz/blob-seeds
 	$(BIN)/cmake -S . -B build/fuzz -G Ninja -DPI2_BUILD_FUZZ=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
-	$(BIN)/cmake --build build/fuzz --target fuzz_superblock make_seeds
+	$(BIN)/cmake --build build/fuzz --target fuzz_superblock make_seeds fuzz_blob make_blob_seeds
 	build/fuzz/make_seeds build/fuzz/seeds
+	build/fuzz/make_blob_seeds build/fuzz/blob-seeds
 	build/fuzz/fuzz_superblock -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -print_final_stats=1 -verbosity=0 \
 	  -artifact_prefix=build/fuzz/ build/fuzz/corpus build/fuzz/seeds
+	build/fuzz/fuzz_blob -max_total_time=$(FUZZ_SECONDS) -max_len=520 -print_final_stats=1 -verbosity=0 \
+	  -artifact_prefix=build/fuzz/blob- build/fuzz/blob-corpus build/fuzz/blob-seeds
 
 lint: install
 	$(BIN)/ruff check .

@@ -39,19 +39,18 @@ TOLERANCE = 1e-4
 def runner(command: list[str], bundle: Path, prompt: str, tokens: int) -> dict[str, Any]:
     """What a C++ runner answers: token ids, logits of the prompt's last token, figures."""
     with tempfile.TemporaryDirectory() as folder:
-        logits = Path(folder) / "logits"
+        logits = Path(folder) / "logits.npy"
         asked = [*command, str(bundle), "--prompt", prompt, "--max-new-tokens", str(tokens), "--json"]
         done = subprocess.run([*asked, "--logits", str(logits)], capture_output=True, text=True, timeout=900)
         if done.returncode:
             raise SystemExit(f"{command[0]} failed: {done.stderr.strip().splitlines()[-1]}")
         found: dict[str, Any] = json.loads(done.stdout)
-        found["logits"] = torch.from_numpy(np.fromfile(logits, dtype=np.float32))
+        found["logits"] = torch.from_numpy(np.load(logits)[0, 0])
     return found
 
 
-def answers(model: Any, bundle: Path, arm: Path | None, prompt: str, tokens: int) -> dict[str, Any]:
+def answers(model: Any, tokenizer: Any, bundle: Path, arm: Path | None, prompt: str, tokens: int) -> dict[str, Any]:
     """Token ids and first logits of each way of running the bundle."""
-    tokenizer = AutoTokenizer.from_pretrained(bundle)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         logits = model(ids).logits[0, -1].float()
@@ -63,14 +62,13 @@ def answers(model: Any, bundle: Path, arm: Path | None, prompt: str, tokens: int
             opened.generate(ids_list, tokens).sequences[0].ids,
             opened.logits(ids_list, len(ids_list))[-1],
         )
-    vocab = len(logits)
     ways = {"C++ runner, x86-64": [str(ROOT / "build" / "runner" / "pi2" / "pi2_runner")]}
     if arm is not None:
         for cpu in ("max", "cortex-a53"):
             ways[f"C++ runner, aarch64 ({cpu}, qemu)"] = ["qemu-aarch64-static", "-cpu", cpu, *arm_command(arm)]
     for name, command in ways.items():
         made = runner(command, bundle, prompt, tokens)
-        found[name] = (made["sequences"][0]["ids"], made["logits"][:vocab])
+        found[name] = (made["sequences"][0]["ids"], made["logits"])
     return found
 
 
@@ -98,7 +96,7 @@ def main() -> int:
     report: dict[str, Any] = {"export_seconds": seconds, "program": describe_program(bundle / "model.pte"), "ways": {}}
     same = True
     for prompt in PROMPTS:
-        found = answers(model, bundle, under_qemu, prompt, args.tokens)
+        found = answers(model, tokenizer, bundle, under_qemu, prompt, args.tokens)
         wanted, logits = found["PyTorch"]
         for name, (ids, others) in found.items():
             error = float((others - logits).abs().max() / logits.abs().max())

@@ -19,6 +19,7 @@ from torch import nn
 from torch_pi2.api import Optimized, parts_of
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, LibraryMissingError
 from torch_pi2.export.calibrate import inputs_of
+from torch_pi2.export.chat import write_chat
 from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.linears import LINEARS, linears_of, prepare_rest
@@ -340,6 +341,8 @@ def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
         generation.save_pretrained(staging)
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
+        if hasattr(tokenizer, "apply_chat_template"):
+            write_chat(tokenizer, staging)
 
 
 def _manifest(

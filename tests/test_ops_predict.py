@@ -206,6 +206,21 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.pi2.predict_signbit.default, (x, signs, 77, 1.0))
 
 
+def test_opcheck_out_variant() -> None:
+    # No functionalisation: see tests/test_ops.py.
+    x, *tensors = layer("int4", 230, 3, 77, 3)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for case in predicted_cases():
+        args, out = (x, *tensors, *case, "relu", True, 30, 0.0, "int4", True), torch.empty_like(x)
+        torch.library.opcheck(torch.ops.pi2.predicted_ffn.out, args, {"out": out}, test_utils=utils)
+        assert torch.ops.pi2.predicted_ffn.out(*args, out=out) is out
+        assert torch.equal(out, torch.ops.pi2.predicted_ffn(*args))
+    with pytest.raises(
+        RuntimeError, match=r"pi2: out: expected a contiguous tensor .*operator's shape, found \[3, 76\]"
+    ):
+        torch.ops.pi2.predicted_ffn.out(*args, out=torch.empty(3, 76))
+
+
 def test_gradients_are_refused() -> None:
     x, *tensors = layer("float", 230, 3, 77, 3)
     x.requires_grad_()

@@ -127,6 +127,23 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.pi2.linear.default, (x[None], rows, None, kind, True))
 
 
+def test_opcheck_out_variant() -> None:
+    # No functionalisation: see tests/test_ops.py.
+    x, rows = matrix(3, 40), torch.ops.pi2.quantize(matrix(5, 40), "int4", None)
+    args, out = (x, rows, torch.ones(5), "int4", True), torch.empty(3, 5)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.pi2.linear.out, args, {"out": out}, test_utils=utils)
+    assert torch.ops.pi2.linear.out(*args, out=out) is out
+    assert torch.equal(out, torch.ops.pi2.linear(*args))
+    for wrong, found in ((torch.empty(3, 6), r"\[3, 6\]"), (torch.empty(3, 5).double(), r"another dtype, \[3, 5\]")):
+        with pytest.raises(
+            RuntimeError, match=rf"pi2: out: expected a contiguous tensor with x's dtype .*found {found}"
+        ):
+            torch.ops.pi2.linear.out(*args, out=wrong)
+    with pytest.raises(RuntimeError, match=r"found strided, \[3, 5\]\. Make it with torch\.empty"):
+        torch.ops.pi2.linear.out(*args, out=torch.empty(5, 3).T)
+
+
 def test_refusals_of_the_operators() -> None:
     rows = torch.ops.pi2.quantize(matrix(5, 40), "int4", None)
     with pytest.raises(RuntimeError, match=r"weights: expected int4 or int8, found 'int3'"):

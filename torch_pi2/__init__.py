@@ -6,6 +6,7 @@ See README.md for a start, :mod:`torch_pi2.api` for the functions, :mod:`torch_p
 Importing has no side effects: nothing is printed, downloaded, loaded or set.
 """
 
+import torch_pi2.export as export
 from torch_pi2.api import fit, optimize, plan, profile, restore
 from torch_pi2.checkpoint import load, save
 from torch_pi2.config import Config
@@ -28,6 +29,7 @@ __all__ = [
     "OffloadConfig",
     "Pi2Error",
     "__version__",
+    "export",
     "find_sites",
     "fit",
     "load",

@@ -62,3 +62,11 @@ class LibraryMissingError(Pi2Error, ImportError):
 
 class ConfigError(Pi2Error, ValueError):
     """A setting has a value that makes no sense."""
+
+
+class VersionError(Pi2Error):
+    """A library has another version than the one that works together with the rest."""
+
+
+class CompileError(Pi2Error):
+    """An accelerator's compiler could not compile a part of a model; the message has its reason."""

@@ -10,13 +10,21 @@
 
 namespace pi2 {
 
-// Keys of a layer are first[layer]..first[layer + 1] - 1, the most frequent first. Of as many slots, each layer's
-// share.
-inline std::vector<std::int64_t> shares(const std::vector<std::int64_t>& first, std::int64_t slots) {
-  std::vector<std::int64_t> count;
-  for (std::size_t l = 0; l + 1 < first.size(); ++l)
-    count.push_back(static_cast<std::int64_t>(
-        static_cast<double>(slots) * static_cast<double>(first[l + 1] - first[l]) / static_cast<double>(first.back())));
+// Keys of a layer are first[layer]..first[layer + 1] - 1, the most frequent first; of them the first left_out[layer]
+// are wanted by nobody (none where it is empty). Of as many slots, each layer's share.
+inline std::vector<std::int64_t> shares(const std::vector<std::int64_t>& first, std::int64_t slots,
+                                        const std::vector<std::int64_t>& left_out = {}) {
+  std::vector<std::int64_t> keys, count;
+  std::int64_t all = 0;
+  for (std::size_t l = 0; l + 1 < first.size(); ++l) {
+    keys.push_back(first[l + 1] - first[l] - (left_out.empty() ? 0 : left_out[l]));
+    all += keys.back();
+  }
+  for (const std::int64_t n : keys) {
+    const double share =
+        static_cast<double>(slots) * static_cast<double>(n) / static_cast<double>(std::max<std::int64_t>(1, all));
+    count.push_back(std::min(n, static_cast<std::int64_t>(share)));
+  }
   return count;
 }
 
@@ -30,8 +38,9 @@ inline std::int64_t hot_of(std::int64_t share, double hot_share) {
 // Gives what is free of the cache to the most frequent keys of every layer that are not there, and says which; those of
 // the hot share are fixed, there before or not. The most frequent come last: they are the last to leave.
 inline std::vector<std::int64_t> insert_first(NeuronCache* cache, const std::vector<std::int64_t>& first,
-                                              double hot_share) {
-  const std::vector<std::int64_t> count = shares(first, cache->slots());
+                                              double hot_share, const std::vector<std::int64_t>& left_out = {}) {
+  const std::vector<std::int64_t> count = shares(first, cache->slots(), left_out);
+  const auto begin = [&](std::size_t l) { return first[l] + (left_out.empty() ? 0 : left_out[l]); };
   const std::int64_t free = cache->slots() - cache->used();
   const std::int64_t most = count.empty() ? 0 : *std::max_element(count.begin(), count.end());
   std::vector<std::int64_t> keys, hot;
@@ -39,7 +48,7 @@ inline std::vector<std::int64_t> insert_first(NeuronCache* cache, const std::vec
   keys.reserve(static_cast<std::size_t>(std::max<std::int64_t>(0, free)));
   for (std::int64_t rank = 0; rank < most; ++rank) {
     for (std::size_t l = count.size(); l-- > 0;) {
-      const std::int64_t key = first[l] + rank;
+      const std::int64_t key = begin(l) + rank;
       if (rank >= count[l]) continue;
       if (!cache->contains(key)) {
         if (static_cast<std::int64_t>(keys.size()) < free) keys.push_back(key);
@@ -52,18 +61,20 @@ inline std::vector<std::int64_t> insert_first(NeuronCache* cache, const std::vec
   std::reverse(keys.begin(), keys.end());
   for (const std::int64_t key : keys) {
     const auto l = static_cast<std::size_t>(std::upper_bound(first.begin(), first.end(), key) - first.begin() - 1);
-    cache->insert(key, key - first[l] < hot[l]);
+    cache->insert(key, key - begin(l) < hot[l]);
   }
   return keys;
 }
 
 // What is fixed and not among the hot share of a cache of so many slots no longer is.
 inline void release_hot(NeuronCache* cache, const std::vector<std::int64_t>& first, std::int64_t slots,
-                        double hot_share) {
-  const std::vector<std::int64_t> count = shares(first, slots);
-  for (std::size_t l = 0; l < count.size(); ++l)
-    for (std::int64_t key = first[l + 1] - 1; key >= first[l] + hot_of(count[l], hot_share); --key)
+                        double hot_share, const std::vector<std::int64_t>& left_out = {}) {
+  const std::vector<std::int64_t> count = shares(first, slots, left_out);
+  for (std::size_t l = 0; l < count.size(); ++l) {
+    const std::int64_t begin = first[l] + (left_out.empty() ? 0 : left_out[l]);
+    for (std::int64_t key = first[l + 1] - 1; key >= begin + hot_of(count[l], hot_share); --key)
       if (cache->is_fixed(key)) cache->fix(key, false);  // the rarest first: the first to leave
+  }
 }
 
 // Of a window of so many calls before this one: what none of them used leaves. `calls`: of this layer, when they were.

@@ -71,6 +71,7 @@ struct Offload::State final : BundleSource {
   std::int64_t place_bytes = 0, n_spares = 0;
   std::int64_t most_slots = 0;                       // of the cache: that there are places for
   std::vector<std::int64_t> first_key;               // of the cache, by layer: keys are slots of the file
+  std::vector<std::int64_t> left_out;                // by layer: first slots that nobody wants, or empty
   std::vector<std::deque<std::int64_t>> last_calls;  // by layer: when, if there is a window
   std::vector<std::vector<const char*>> where;       // [layers][neurons], of the last call
   pid_t process = 0;
@@ -126,6 +127,9 @@ struct Offload::State final : BundleSource {
     changed.notify_all();
   }
   const StoreLayer& about(std::int64_t l) const { return file.layers()[static_cast<std::size_t>(l)]; }
+  std::int64_t first_wanted(std::int64_t l) const {
+    return left_out.empty() ? 0 : left_out[static_cast<std::size_t>(l)];
+  }
   std::int64_t key_of(std::int64_t l) const { return first_key[static_cast<std::size_t>(l)]; }
   char* place(std::int64_t index) const { return places.data() + index * place_bytes; }
 
@@ -380,7 +384,7 @@ void Offload::State::follow() {
   streamed_last = layer;
   std::int64_t count = 0;
   for (const Chunk& chunk : chunks) count += chunk.count;
-  whole = 5 * count > 4 * about(layer).neurons;
+  whole = 5 * count > 4 * (about(layer).neurons - first_wanted(layer) * about(layer).cluster);
   if (ahead_layer != layer) return;
   // What was in the cache when it was passed over may have left since, and would wait for room that later chunks have.
   const std::int64_t key = key_of(layer), cluster = about(layer).cluster;
@@ -442,7 +446,7 @@ std::unique_ptr<ReadBatch> Offload::State::take_ahead() {
     drop_ahead();
     ahead.assign(static_cast<std::size_t>(l.n_slots()), -1);
     ahead_layer = after;
-    ahead_next = 0;
+    ahead_next = first_wanted(after);
   }
   auto batch = std::make_unique<ReadBatch>();
   batch->layer = after;
@@ -847,9 +851,9 @@ std::string Offload::State::preload() {
   const std::lock_guard<std::mutex> one(turn);
   const std::lock_guard<std::mutex> lock(mutex);
   if (mapped != nullptr) return "";
-  untold = untold || log != nullptr;
+  untold = untold || log != nullptr || !left_out.empty();
   // Whatever ends this early, nothing of it may be taken for loaded.
-  const std::vector<std::int64_t> made = insert_first(cache.get(), first_key, options.hot_share);
+  const std::vector<std::int64_t> made = insert_first(cache.get(), first_key, options.hot_share, left_out);
   const auto forget = [&] {
     for (const std::int64_t key : made) cache->erase(key);
   };
@@ -911,7 +915,7 @@ std::string Offload::State::resize(std::int64_t cache_bytes, double hot_share) {
   changed.wait(lock, [this] { return under_way == 0; });  // guesses: what they are read into may move
   options.hot_share = hot_share;
   untold = true;
-  release_hot(cache.get(), first_key, slots, hot_share);
+  release_hot(cache.get(), first_key, slots, hot_share, left_out);
   const std::int64_t before = cache->slots();
   for (const NeuronCache::Move& move : cache->resize(slots)) {
     std::memcpy(place(move.to), place(move.from), static_cast<std::size_t>(place_bytes));
@@ -963,6 +967,16 @@ std::string Offload::ffn(std::int64_t layer, const Predictor& predictor, FfnArgs
 
 void Offload::prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) {
   state_->prefetch(layer, n_hot, active, tokens);
+}
+
+void Offload::leave_out(const std::vector<std::int64_t>& first) {
+  if (state_->process != getpid()) return;
+  const std::lock_guard<std::mutex> one(state_->turn);
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  std::vector<std::int64_t> slots;
+  for (std::int64_t l = 0; l < layers(); ++l)
+    slots.push_back(first[static_cast<std::size_t>(l)] / state_->about(l).cluster);
+  state_->left_out = std::move(slots);
 }
 
 std::string Offload::preload() { return state_->preload(); }

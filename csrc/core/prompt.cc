@@ -161,11 +161,12 @@ struct PromptPass {
     return values == nullptr ? 0.0f : static_cast<const float*>(values)[neuron];
   }
 
-  // h of kPanelRows neurons for every token: 0 where one does not fire.
-  void gate_and_up(std::int64_t worker, std::int64_t begin, std::int64_t block, Counters* done) const {
+  // h of kPanelRows neurons of the chunk [begin, end) for every token: 0 where one does not fire.
+  void gate_and_up(std::int64_t worker, std::int64_t begin, std::int64_t end, std::int64_t block,
+                   Counters* done) const {
     Bench& bench = shop.bench(worker);
     const int w = static_cast<int>(args.w_dtype);
-    const std::int64_t first = begin + block * kPanelRows, count = std::min(kPanelRows, args.neurons - first);
+    const std::int64_t first = begin + block * kPanelRows, count = std::min(kPanelRows, end - first);
     const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden), panels = args.rows - 1;
     for (std::int64_t p = 0; p < panels; ++p)
       unpack(
@@ -230,7 +231,7 @@ struct PromptPass {
     const std::int64_t blocks = (count + kPanelRows - 1) / kPanelRows;
     shop.each(blocks, [&](std::int64_t worker, std::int64_t block) {
       Counters done;
-      gate_and_up(worker, begin, block, &done);
+      gate_and_up(worker, begin, begin + count, block, &done);
       pi2::count(done);
     });
     std::int64_t few[kTokenTile], n_few = 0, n_many = 0;
@@ -263,13 +264,31 @@ struct PromptPass {
   }
 };
 
-// All neurons, chunk after chunk, from a source. `ids` has room for them and a count for each chunk.
-void begin_all(BundleSource& source, std::int64_t neurons, bool last, std::int64_t* ids) {
-  const std::int64_t chunks = (neurons + kChunkNeurons - 1) / kChunkNeurons;
-  for (std::int64_t i = 0; i < neurons; ++i) ids[i] = i;
-  for (std::int64_t c = 0; c < chunks; ++c) ids[neurons + c] = std::min(kChunkNeurons, neurons - c * kChunkNeurons);
-  source.expect(chunks, true, last);
-  source.begin(ids, ids + neurons, kChunkNeurons, chunks);
+// The layer's neurons from args.first on, chunk after chunk.
+struct Chunks {
+  const std::int64_t first, base, neurons, count;
+
+  explicit Chunks(const FfnArgs& args)
+      : first(args.first),
+        base(chunk_base(args.first)),
+        neurons(args.neurons),
+        count((neurons - base + kChunkNeurons - 1) / kChunkNeurons) {}
+
+  std::int64_t begin(std::int64_t chunk) const { return std::max(first, base + chunk * kChunkNeurons); }
+  std::int64_t size(std::int64_t chunk) const {
+    return std::min(neurons, base + (chunk + 1) * kChunkNeurons) - begin(chunk);
+  }
+};
+
+// All of them from a source. `ids` has room for kChunkNeurons and a count for each chunk.
+void begin_all(BundleSource& source, const Chunks& chunks, bool last, std::int64_t* ids) {
+  std::int64_t* counts = ids + chunks.count * kChunkNeurons;
+  for (std::int64_t c = 0; c < chunks.count; ++c) {
+    counts[c] = chunks.size(c);
+    for (std::int64_t i = 0; i < counts[c]; ++i) ids[c * kChunkNeurons + i] = chunks.begin(c) + i;
+  }
+  source.expect(chunks.count, true, last);
+  source.begin(ids, counts, kChunkNeurons, chunks.count);
 }
 
 }  // namespace
@@ -278,14 +297,14 @@ void begin_all(BundleSource& source, std::int64_t neurons, bool last, std::int64
 void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor& parallel) {
   const std::int64_t most = std::min(kPromptTokens, args.tokens), tile = std::min(kTokenTile, args.tokens);
   const std::int64_t width = padded(args.hidden), x_bytes = row_bytes(args.x_dtype, args.hidden);
-  const std::int64_t chunks = (args.neurons + kChunkNeurons - 1) / kChunkNeurons;
+  const Chunks chunks(args);
   Workshop shop(parallel, args.hidden, most, tile);
   float* h_TC = scratch(Scratch::kPartials, tile * kChunkNeurons + most * width + kChunkNeurons * width);
   float* y_TW = h_TC + tile * kChunkNeurons;
   float* w_CW = y_TW + most * width;
   std::int64_t* ids = nullptr;
   if (args.source != nullptr)
-    ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (args.neurons + chunks)));
+    ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * chunks.count * (kChunkNeurons + 1)));
   for (std::int64_t start = 0; start < args.tokens; start += most) {
     const std::int64_t tokens = std::min(most, args.tokens - start);
     const auto pass = [&](std::int64_t first) {
@@ -303,14 +322,13 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
                  table.prepare_gemm[static_cast<int>(args.w_dtype)]);
     std::memset(y_TW, 0, static_cast<std::size_t>(tokens * width) * sizeof(float));
-    if (args.source != nullptr) begin_all(*args.source, args.neurons, !args.more && start + most >= args.tokens, ids);
-    for (std::int64_t c = 0; c < chunks; ++c) {
+    if (args.source != nullptr) begin_all(*args.source, chunks, !args.more && start + most >= args.tokens, ids);
+    for (std::int64_t c = 0; c < chunks.count; ++c) {
       if (args.source != nullptr && args.source->next() < 0) return;  // reading has failed
       const TraceSpan span(Stage::kCompute, args.layer, c);
-      const std::int64_t begin = c * kChunkNeurons;
       bool widened = false;
       for (std::int64_t first = 0; first < tokens; first += tile)
-        pass(first).add_chunk(begin, std::min(kChunkNeurons, args.neurons - begin), &widened);
+        pass(first).add_chunk(chunks.begin(c), chunks.size(c), &widened);
       if (args.source != nullptr) args.source->done(c);
     }
     if (args.source != nullptr && args.source->failed()) return;

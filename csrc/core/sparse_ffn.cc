@@ -59,7 +59,7 @@ struct Pass {
   std::uint8_t* used;  // [chunks]
   float* y_TW;
   std::int64_t* ids;  // [neurons]; a chunk lists its neurons in its own part
-  std::int64_t chunk_size, chunks;
+  std::int64_t base, chunk_size, chunks;
   std::int64_t* counts = nullptr;      // [chunks]; with a source: of ids, which are listed before any chunk is computed
   const char* const* where = nullptr;  // of a source
 
@@ -99,10 +99,24 @@ struct Pass {
   AxpyFn axpy() const { return table.axpy[static_cast<int>(args.w_dtype)]; }
 };
 
-// Ids of the chunk's neurons that some token wants, ascending; returns how many.
-std::int64_t gather(const Pass& pass, std::int64_t begin, std::int64_t end, std::int64_t* ids) {
+// How a layer is cut into chunks.
+struct Chunks {
+  std::int64_t base, size, count;
+
+  explicit Chunks(const FfnArgs& args)
+      : base(chunk_base(args.first)),
+        size(chunk_neurons(args.neurons - base)),
+        count(size == 0 ? 0 : (args.neurons - base + size - 1) / size) {}
+};
+
+// Ids of the chunk's neurons that some token wants, ascending, into its part of `ids`; returns how many.
+std::int64_t gather(const Pass& pass, std::int64_t chunk, std::int64_t* ids) {
   std::int64_t n = 0;
   const std::int64_t n_hot = pass.args.n_hot, cold = pass.args.neurons - n_hot;
+  const std::int64_t start_of_chunk = pass.base + chunk * pass.chunk_size;
+  const std::int64_t begin = std::max(start_of_chunk, pass.args.first);
+  const std::int64_t end = std::min(start_of_chunk + pass.chunk_size, pass.args.neurons);
+  ids += chunk * pass.chunk_size;
   for (std::int64_t i = begin; i < std::min(end, n_hot); ++i) ids[n++] = i;
   const std::int64_t first = std::max(begin, n_hot);
   if (pass.active == nullptr) {
@@ -240,10 +254,8 @@ void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::
 bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
   const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
   const FfnArgs& args = pass.args;
-  const std::int64_t begin = chunk * pass.chunk_size;
-  const std::int64_t end = std::min(begin + pass.chunk_size, args.neurons);
-  std::int64_t* ids = pass.ids + begin;
-  const std::int64_t n = pass.counts != nullptr ? pass.counts[chunk] : gather(pass, begin, end, ids);
+  const std::int64_t* ids = pass.ids + chunk * pass.chunk_size;
+  const std::int64_t n = pass.counts != nullptr ? pass.counts[chunk] : gather(pass, chunk, pass.ids);
   if (n == 0) return false;
   std::memset(y_TW, 0, static_cast<std::size_t>(pass.tokens * pass.width) * sizeof(float));
   Counters done;
@@ -381,8 +393,8 @@ class Stream {
         table_(table),
         parallel_(parallel),
         width_(Tokenwise::ffn_width(args)),
-        chunk_size_(chunk_neurons(args.neurons)),
-        chunks_((args.neurons + chunk_size_ - 1) / chunk_size_) {
+        cut_(args),
+        chunks_(cut_.count) {
     const std::int64_t most = std::min(kPromptTokens, args.tokens), workers = std::max(1, parallel.threads);
     const std::int64_t rounds = (most + kTokenTile * workers - 1) / (kTokenTile * workers);
     tile_ = (most + rounds * workers - 1) / (rounds * workers);
@@ -437,7 +449,8 @@ class Stream {
               nullptr,
               nullptr,
               ids,
-              chunk_size_,
+              cut_.base,
+              cut_.size,
               chunks_};
     made.where = args_.source->bundles();
     return made;
@@ -446,10 +459,7 @@ class Stream {
   void begin(bool last) {
     args_.source->expect(chunks_, true, last);
     const Pass all = pass(0, tokens_, ids_);
-    for (std::int64_t c = 0; c < chunks_; ++c) {
-      const std::int64_t first = c * chunk_size_;
-      counts_[c] = gather(all, first, std::min(first + chunk_size_, args_.neurons), ids_ + first);
-    }
+    for (std::int64_t c = 0; c < chunks_; ++c) counts_[c] = gather(all, c, ids_);
     if (active_ != nullptr) {
       const std::int64_t last = std::max<std::int64_t>(0, tokens_ - kLastTokens);
       std::memset(keep_, 1, static_cast<std::size_t>(args_.n_hot));
@@ -457,7 +467,7 @@ class Stream {
       for (std::int64_t t = last; t < tokens_; ++t)
         for (std::int64_t i = 0; i < cold(); ++i) keep_[args_.n_hot + i] |= active_[t * cold() + i];
     }
-    args_.source->begin(ids_, counts_, chunk_size_, chunks_, active_ == nullptr ? nullptr : keep_);
+    args_.source->begin(ids_, counts_, cut_.size, chunks_, active_ == nullptr ? nullptr : keep_);
   }
 
   void some_tiles() {
@@ -477,7 +487,9 @@ class Stream {
   const FfnArgs& args_;
   const KernelTable& table_;
   const ParallelFor& parallel_;
-  const std::int64_t width_, chunk_size_, chunks_;
+  const std::int64_t width_;
+  const Chunks cut_;
+  const std::int64_t chunks_;
   std::int64_t tile_ = 0, tokens_ = 0, chunk_ = 0;
   const std::uint8_t* active_ = nullptr;
   float *x_TW_, *y_TW_, *plain_H_, *partials_;
@@ -492,14 +504,14 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kFfn, args.neurons, args.hidden);
   const TraceSpan span(Stage::kFfn, args.layer, args.tokens);
   const KernelTable& table = kernels();
-  const std::int64_t pairs = args.tokens * args.neurons;
+  const std::int64_t pairs = args.tokens * (args.neurons - args.first);
   count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
   if (args.active == nullptr && takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
     return ffn_prompt(args, table, parallel);
   if (args.source != nullptr && args.tokens >= kStreamFrom) return Stream(args, table, parallel).run();
   const std::int64_t width = Tokenwise::ffn_width(args);
-  const std::int64_t chunk_size = chunk_neurons(args.neurons);
-  const std::int64_t chunks = (args.neurons + chunk_size - 1) / chunk_size;
+  const Chunks cut(args);
+  const std::int64_t chunks = cut.count;
   const std::int64_t tile = std::min(kTokenTile, args.tokens);
   float* x_TW = scratch(Scratch::kInput, 2 * tile * width + args.hidden);
   float* y_TW = x_TW + tile * width;
@@ -514,20 +526,18 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
     for (std::int64_t t = 0; t < tokens; ++t) tokenwise.in(start + t, x_TW + t * width);
     const std::uint8_t* active = args.active == nullptr ? nullptr : args.active + start * (args.neurons - args.n_hot);
-    Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, chunk_size, chunks};
+    Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, cut.base, cut.size, chunks};
     if (args.source != nullptr) {
       pass.counts = ids + args.neurons;
-      for (std::int64_t c = 0; c < chunks; ++c) {
-        const std::int64_t begin = c * chunk_size;
-        pass.counts[c] = gather(pass, begin, std::min(begin + chunk_size, args.neurons), ids + begin);
-      }
+      for (std::int64_t c = 0; c < chunks; ++c) pass.counts[c] = gather(pass, c, ids);
       args.source->expect(chunks);
       pass.where = args.source->bundles();
     }
     Work work{pass, (width + kReduceColumns - 1) / kReduceColumns};
     // Waking a thread costs a few microseconds: not for less arithmetic than that.
-    const bool tiny = tokens * args.neurons * args.rows * args.hidden < kTinyMacs;
-    const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), chunks);
+    const bool tiny = tokens * (args.neurons - args.first) * args.rows * args.hidden < kTinyMacs;
+    const std::int64_t most = std::max<std::int64_t>(1, chunks);
+    const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), most);
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
     if (args.source != nullptr && args.source->failed()) return;
     for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width);

@@ -18,7 +18,6 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.hot import HotChunks
-from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.job import Compiled, Job, job, probe
 from torch_pi2.export.qnn.quantize import check_calibration, graph_program
 from torch_pi2.export.qnn.settings import Graph, Settings

@@ -27,6 +27,8 @@ VERBS = {
     "quantize": "write a float checkpoint with 4-bit or 8-bit weights",
     "pack": "write a model as a neuron store, to be read from storage",
     "synthetic": "write a model of real sizes with random weights, to measure speed",
+    "export": "write a model as a bundle for ExecuTorch, on a phone or here",
+    "run": "continue a prompt with a bundle",
     "generate": "continue a prompt with an optimised (or dense) model",
     "eval": "dense against sparse: held-out loss, work and time",
     "inspect": "what is in a folder of ours",
@@ -72,6 +74,7 @@ def _run(argv: Sequence[str]) -> tuple[dict[str, Any], str, bool]:
         import torch
 
         torch.set_num_threads(args.threads)
+    args.stdout = sys.stdout  # for a verb that writes its result as it comes
     # Standard output is for the result alone.
     with contextlib.redirect_stdout(sys.stderr):
         result = args.module.run(args)

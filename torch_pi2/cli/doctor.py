@@ -1,4 +1,7 @@
-"""Check this installation: versions, CPU features, threads, the C++ library and its kernels, optional extras."""
+"""Check this installation: versions, CPU features, threads, the C++ library and its kernels, optional extras.
+
+With --target: whether bundles can be exported for it here, and if not, what is missing and how to get it.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,40 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.errors import LibraryMissingError
+from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
 
-EXAMPLE = "torch-pi2 doctor"
+EXAMPLE = "torch-pi2 doctor --target qnn:SM8650"
+
+_PACKAGES = ("torch", "numpy", "safetensors", "transformers", "executorch", "torchao", "onnxruntime-qnn")
+#: What the exporter needs besides torch: package, from which version on, and below which.
+_EXPORT = (
+    ("executorch", (1, 5, 1), (1, 5, 2)),
+    ("torchao", (0, 18), (0, 19)),
+    ("transformers", (5, 0), (6, 0)),
+)
 
 #: CPU flags that matter to the kernels.
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "asimddp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing but ``--json`` and ``--threads``."""
+    parser.add_argument("--target", metavar="xnnpack|qnn:SOC", help="also check what exporting for it needs")
+    parser.add_argument(
+        "--compile", action="store_true", help="with --target qnn:SOC: compile a small layer to see (some 10 seconds)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     library = _library()
+    target = None if args.target is None else _target(args.target, args.compile)
     return {
-        "ok": library["loaded"],
+        "ok": library["loaded"] and not (target and target["problems"]),
         "versions": {
             "torch_pi2": _version("torch-pi2"),
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "numpy", "safetensors", "transformers", "executorch")},
+            **{name: _version(name) for name in _PACKAGES},
         },
         "platform": platform.platform(),
         "cpu": _cpu(),
@@ -40,7 +55,55 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "library": library,
         "extras": _extras(),
+        "target": target,
     }
+
+
+def _target(target: str, compile: bool) -> dict[str, Any]:
+    """What is in the way of exporting for ``target``: ``problems`` with what, expected, found and fix each."""
+    kind, _, soc = target.partition(":")
+    if (kind, bool(soc)) not in (("xnnpack", False), ("qnn", True)):
+        raise ConfigError(
+            "--target", expected="xnnpack, or qnn: and an SoC such as qnn:SM8650", found=repr(target), fix="Correct it."
+        )
+    problems: list[Pi2Error] = [*_packages(), *_backend()]
+    if kind == "qnn":
+        from torch_pi2.export.qnn import sdk
+
+        known = {problem.what for problem in problems}
+        problems += [p for p in sdk.problems(soc, compile=compile) if p.what not in known]
+    parts = ("what", "expected", "found", "fix")
+    return {"name": target, "problems": [{name: getattr(p, name) for name in parts} for p in problems]}
+
+
+def _packages() -> list[Pi2Error]:
+    """Python packages that the exporter needs, and are not here or of another version."""
+    found: list[Pi2Error] = []
+    for name, least, below in _EXPORT:
+        version = _version(name)
+        fits = version is not None and least <= _numbers(version) < below
+        if not fits:
+            expected = f"{'.'.join(map(str, least))} or later, below {'.'.join(map(str, below))}"
+            fix = "pip install 'torch-pi2[export,hf]'"
+            kind = LibraryMissingError if version is None else VersionError
+            found.append(kind(f"package {name}", expected=expected, found=version or "none", fix=fix))
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Of the release: 1.5.1+cpu is (1, 5, 1)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _backend() -> list[Pi2Error]:
+    """Whether our library for ExecuTorch can be loaded."""
+    from torch_pi2.runtime.executorch import load_library
+
+    try:
+        load_library()
+    except Pi2Error as error:
+        return [error]
+    return []
 
 
 def _version(distribution: str) -> str | None:
@@ -109,12 +172,19 @@ def render(result: dict[str, Any]) -> str:
         for name, facts in result["extras"].items()
     ]
     extras = common.table(("extra", "missing", "get it with"), rows) if rows else "extras unknown: not installed by pip"
+    target = "" if result["target"] is None else f"{_render_target(result['target'])}\n\n"
     return (
         f"versions   {versions}\n"
         f"platform   {result['platform']}\n"
         f"CPU        {result['cpu']['name']}: {' '.join(result['cpu']['features']) or 'no known features'}\n"
         f"threads    {result['threads']} of {result['cores']} cores\n"
         f"library    {loaded}\n\n"
-        f"{extras}\n\n"
+        f"{extras}\n\n{target}"
         f"{'all is well' if result['ok'] else 'something is wrong: see above'}"
     )
+
+
+def _render_target(target: dict[str, Any]) -> str:
+    lines = [f"  {p['what']}: expected {p['expected']}, found {p['found']}\n    {p['fix']}" for p in target["problems"]]
+    head = "can be exported for" if not lines else "cannot be exported for yet:"
+    return "\n".join([f"target     {target['name']}: {head}" + ("" if lines else " here"), *lines])

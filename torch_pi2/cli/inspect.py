@@ -1,4 +1,4 @@
-"""Say what is in a folder of ours: an optimised model, a neuron store, statistics, predictors, or a plan."""
+"""Say what is in a folder of ours: an optimised model, a neuron store, statistics, predictors, a plan, or a bundle."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
 from torch_pi2.cli.blocks import by_block
+from torch_pi2.cli.bundles import describe_bundle, render_bundle
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
 if TYPE_CHECKING:
@@ -23,9 +24,14 @@ EXAMPLE = "torch-pi2 inspect my-sparse-model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="written by profile, fit, plan, optimize or pack; or a file model.pi2"
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="written by profile, fit, plan, optimize, pack or export; or a file model.pi2",
     )
-    parser.add_argument("--verify", action="store_true", help="read the whole store and compare it with its checksums")
+    parser.add_argument(
+        "--verify", action="store_true", help="read the whole store, or bundle, and compare it with its checksums"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -34,6 +40,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
     """What is in ``folder``: ``contains``, file sizes, one dict per layer, what a store's bytes are for, and budgets.
+
+    A bundle has other facts: see :func:`torch_pi2.cli.bundles.describe_bundle`.
 
     Args:
         folder: one of ours, or a neuron store without one. verify: compare all of the store with its checksums.
@@ -44,6 +52,8 @@ def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import STORE_FILE
 
+    if (folder / "manifest.json").is_file():
+        return describe_bundle(folder, verify)
     if folder.is_file():
         return _describe_file(folder, verify)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
@@ -207,6 +217,8 @@ _COLUMNS: dict[str, tuple[str, Any]] = {
 
 
 def render(result: dict[str, Any]) -> str:
+    if "bundle" in result["contains"]:
+        return render_bundle(result)
     layers = by_block(result["layers"], _COLUMNS)
     columns = [name for name in _COLUMNS if any(name in layer for layer in layers)]
     rows = [

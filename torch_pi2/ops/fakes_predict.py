@@ -65,6 +65,11 @@ def _predicted_ffn(
     return ffn_output(x, bundles, weights)
 
 
+def _predicted_ffn_out(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    _predicted_ffn(*args, **kwargs)
+    return out
+
+
 def _check_bytes(what: str, rows: torch.Tensor, wanted: int) -> None:
     if rows.dim() != 2 or rows.shape[1] != wanted:
         raise ShapeError(
@@ -85,4 +90,5 @@ FAKES: dict[str, Callable[..., Any]] = {
     "predict_lowrank_q": _predict_lowrank_q,
     "predict_signbit": _predict_signbit,
     "predicted_ffn": _predicted_ffn,
+    "predicted_ffn.out": _predicted_ffn_out,
 }

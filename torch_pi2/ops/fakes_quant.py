@@ -18,6 +18,11 @@ def _linear(
     return x.new_empty((*x.shape[:-1], rows.shape[0]))
 
 
+def _linear_out(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    _linear(*args, **kwargs)
+    return out
+
+
 def _quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
     if w.dim() != 2:
         raise ShapeError(
@@ -42,5 +47,10 @@ def _check_rows(rows: torch.Tensor, weights: str, columns: int) -> None:
         )
 
 
-#: Operator -> fake.
-FAKES: dict[str, Callable[..., Any]] = {"linear": _linear, "quantize": _quantize, "dequantize": _dequantize}
+#: Operator (with overload) -> fake.
+FAKES: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "linear.out": _linear_out,
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+}

@@ -2,9 +2,9 @@
 
 Operators, all under ``torch.ops.pi2``:
 
-* ``sparse_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q``, ``predict_signbit`` and
-  ``predicted_ffn``: see :mod:`torch_pi2.ops.reference`.
-* ``linear``, ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
+* ``sparse_ffn`` and ``predicted_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q`` and
+  ``predict_signbit``: see :mod:`torch_pi2.ops.reference`.
+* ``linear`` (functional and ``.out``), ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_resize``: neuron stores by number, see :mod:`torch_pi2.runtime.offload`; ``stored_ffn``:
   a layer whose neurons are in one.
@@ -40,19 +40,20 @@ _lock = threading.Lock()
 _fragment: torch.library.Library | None = None
 
 
-def library_path() -> Path:
-    """The C++ library of this installation (wheel, or editable install beside site-packages).
+def library_path(name: str | None = None) -> Path:
+    """A C++ library of this installation (wheel, or editable install beside site-packages); torch's without a name.
 
     Raises:
         LibraryMissingError: it was not built; the message names the places looked at and the command.
     """
+    name = name or _LIBRARY
     package = Path(__file__).resolve().parent.parent
     places = [package / "_lib", Path(sysconfig.get_paths()["platlib"]) / "torch_pi2" / "_lib"]
     for place in places:
-        if (place / _LIBRARY).is_file():
-            return place / _LIBRARY
+        if (place / name).is_file():
+            return place / name
     raise LibraryMissingError(
-        f"the C++ library {_LIBRARY}",
+        f"the C++ library {name}",
         expected=f"it in {' or '.join(map(str, places))}",
         found="no such file",
         fix="Run 'make install' in a checkout, or install torch first and then this package with pip.",

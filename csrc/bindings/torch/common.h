@@ -90,6 +90,17 @@ inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// Where an operator on `x` is to write its result.
+inline void check_out(const Tensor& out, const Tensor& x, const std::vector<int64_t>& shape) {
+  check_plain(out, "out");
+  bool same = out.dim() == static_cast<int64_t>(shape.size());
+  for (int64_t d = 0; same && d < out.dim(); ++d) same = out.size(d) == shape[static_cast<size_t>(d)];
+  STD_TORCH_CHECK(same && out.scalar_type() == x.scalar_type() && out.is_contiguous(),
+                  "pi2: out: expected a contiguous tensor with x's dtype and the operator's shape, found ",
+                  out.scalar_type() == x.scalar_type() ? "" : "another dtype, ", out.is_contiguous() ? "" : "strided, ",
+                  shape_of(out), ". Make it with torch.empty.");
+}
+
 // The last size of x is the layer's.
 inline void check_hidden(const Tensor& x, int64_t hidden) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == hidden, "pi2: hidden size of x: expected ", hidden,

@@ -1,15 +1,15 @@
 // torch.ops.pi2.sparse_ffn and what reads its bundles.
 #include "bindings/torch/ffn.h"
 
+#include "bindings/names.h"
 #include "pi2/memory.h"
 
 namespace pi2::binding {
 namespace {
 
 Activation activation_of(const std::string& name) {
-  static const char* const names[] = {"relu", "relu2", "silu", "gelu", "gelu_tanh", "identity"};
-  for (int i = 0; i < 6; ++i)
-    if (name == names[i]) return static_cast<Activation>(i);
+  for (std::size_t i = 0; i < std::size(kActivations); ++i)
+    if (name == kActivations[i]) return static_cast<Activation>(i);
   STD_TORCH_CHECK(false, "pi2: activation: expected relu, relu2, silu, gelu, gelu_tanh or identity, found '", name,
                   "'. See torch_pi2.ops.ACTIVATIONS.");
   return Activation::kRelu;

@@ -9,8 +9,9 @@
 namespace pi2::binding {
 namespace {
 
-Tensor linear(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std::string weights,
-              bool int8_activations) {
+// Everything but where y is.
+LinearArgs linear_args(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, const std::string& weights,
+                       bool int8_activations) {
   check_plain(x, "x");
   LinearArgs args;
   args.w_dtype = quantized_dtype(weights);
@@ -25,15 +26,37 @@ Tensor linear(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std:
   args.x_dtype = float_dtype(x, "x");
   args.tokens = x.numel() / args.columns;
   args.int8_activations = int8_activations;
+  return args;
+}
+
+std::vector<int64_t> linear_shape(const Tensor& x, const LinearArgs& args) {
   std::vector<int64_t> shape;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) shape.push_back(x.size(d));
   shape.push_back(args.rows);
-  Tensor y = torch::stable::new_empty(x, shape);
+  return shape;
+}
+
+void run(LinearArgs args, const Tensor& x, const Tensor& y) {
   const Tensor x_dense = dense(x);
   args.x = x_dense.const_data_ptr();
   args.y = y.mutable_data_ptr();
   if (args.tokens > 0 && args.rows > 0) pi2::linear(args, torch_threads());
+}
+
+Tensor linear(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std::string weights,
+              bool int8_activations) {
+  const LinearArgs args = linear_args(x, rows, bias, weights, int8_activations);
+  Tensor y = torch::stable::new_empty(x, linear_shape(x, args));
+  run(args, x, y);
   return y;
+}
+
+Tensor linear_out(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std::string weights,
+                  bool int8_activations, const Tensor& out) {
+  const LinearArgs args = linear_args(x, rows, bias, weights, int8_activations);
+  check_out(out, x, linear_shape(x, args));
+  run(args, x, out);
+  return out;
 }
 
 std::string text_of(float value) {
@@ -85,13 +108,16 @@ Tensor dequantize(const Tensor& rows, std::string weights, int64_t columns, Scal
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
-  m.def("linear(Tensor x, Tensor rows, Tensor? bias, str weights, bool int8_activations=False) -> Tensor");
+  const std::string linear = "Tensor x, Tensor rows, Tensor? bias, str weights, bool int8_activations=False";
+  m.def(("linear(" + linear + ") -> Tensor").c_str());
+  m.def(("linear.out(" + linear + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
   m.def("quantize(Tensor w, str weights, Tensor? importance=None) -> Tensor");
   m.def("dequantize(Tensor rows, str weights, int columns, ScalarType dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear.out", TORCH_BOX(&linear_out));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("dequantize", TORCH_BOX(&dequantize));
 }

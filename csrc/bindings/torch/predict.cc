@@ -151,20 +151,31 @@ Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<
 
 namespace {
 
+Tensor predicted_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate,
+                         const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
+                         std::string kind, double cut, std::string predictor_weights, bool predictor_int8_activations,
+                         std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
+                         std::string weights, bool int8_activations, const Tensor& out) {
+  FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
+                          weights, int8_activations);
+  const Predictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
+  check_out(out, x, std::vector<int64_t>(x.sizes().begin(), x.sizes().end()));
+  const Tensor x_dense = dense(x);
+  args.x = x_dense.const_data_ptr();
+  args.y = out.mutable_data_ptr();
+  if (args.tokens > 0) pi2::predicted_ffn(any, args, torch_threads());
+  return out;
+}
+
 Tensor predicted_ffn(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                      const MaybeTensor& bias_down, std::vector<Tensor> predictor, std::string kind, double cut,
                      std::string predictor_weights, bool predictor_int8_activations, std::string activation,
                      bool activation_on_up, int64_t n_hot, double threshold, std::string weights,
                      bool int8_activations) {
-  FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
-                          weights, int8_activations);
-  const Predictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
-  const Tensor x_dense = dense(x);
   Tensor out = torch::stable::new_empty(x, x.sizes());
-  args.x = x_dense.const_data_ptr();
-  args.y = out.mutable_data_ptr();
-  if (args.tokens > 0) pi2::predicted_ffn(any, args, torch_threads());
-  return out;
+  return predicted_ffn_out(x, bundles, bias_gate, bias_up, bias_down, predictor, kind, cut, predictor_weights,
+                           predictor_int8_activations, activation, activation_on_up, n_hot, threshold, weights,
+                           int8_activations, out);
 }
 
 }  // namespace
@@ -178,11 +189,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
       "predict_lowrank_q(Tensor x, Tensor a, Tensor b, Tensor? b_bias, str weights, bool int8_activations, "
       "float threshold) -> Tensor");
   m.def("predict_signbit(Tensor x, Tensor signs, int columns, float margin) -> Tensor");
-  m.def(
-      "predicted_ffn(Tensor x, Tensor bundles, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
+  const std::string ffn =
+      "Tensor x, Tensor bundles, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
       "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, int n_hot, float threshold, str weights=\"float\", "
-      "bool int8_activations=False) -> Tensor");
+      "bool int8_activations=False";
+  m.def(("predicted_ffn(" + ffn + ") -> Tensor").c_str());
+  m.def(("predicted_ffn.out(" + ffn + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
@@ -190,4 +203,5 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("predict_lowrank_q", TORCH_BOX(&pi2::binding::predict_lowrank_q));
   m.impl("predict_signbit", TORCH_BOX(&pi2::binding::predict_signbit));
   m.impl("predicted_ffn", TORCH_BOX(&pi2::binding::predicted_ffn));
+  m.impl("predicted_ffn.out", TORCH_BOX(&pi2::binding::predicted_ffn_out));
 }

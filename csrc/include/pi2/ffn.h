@@ -17,6 +17,10 @@ constexpr std::int64_t chunk_neurons(std::int64_t neurons) {
   return (sixteenth + 63) / 64 * 64;
 }
 
+// Neurons where chunks begin to be counted if an accelerator has those before `first`: a power of two that slots of a
+// store divide, so that none is in two chunks.
+constexpr std::int64_t chunk_base(std::int64_t first) { return first / 64 * 64; }
+
 // Tokens of a prompt for which a layer's neurons are read once.
 constexpr std::int64_t kPromptTokens = 512;
 // Neurons of a prompt's chunk: whose h is held at a time, and their down rows in float.
@@ -49,6 +53,7 @@ class BundleSource {
 // y[t] = sum over computed neurons i of h_i(x[t]) * down_i + bias_down.
 // The first n_hot neurons are always computed. A cold neuron contributes to token t iff active is null or
 // active[t * (n - n_hot) + i - n_hot] != 0, and |act(gate)| > threshold (NaN counts as firing, so it is seen).
+// With `first` neurons left out, a multiple of 64, the bits are those of a layer that consists of the others.
 struct FfnArgs {
   const void* x = nullptr;  // [tokens, hidden], x_dtype
   void* y = nullptr;        // [tokens, hidden], x_dtype
@@ -70,6 +75,7 @@ struct FfnArgs {
   const void* bias_down = nullptr;  // [hidden] or null
   const std::uint8_t* active = nullptr;
   std::int64_t n_hot = 0;
+  std::int64_t first = 0;  // neurons before it are somebody else's: not computed here, not read, not counted
   Activation activation = Activation::kRelu;
   bool activation_on_up = false;
   float threshold = 0;

@@ -70,6 +70,10 @@ class Offload {
   // read is asked for again when it is wanted.
   void prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
 
+  // The first so many neurons of each layer [layers] are somebody else's (FfnArgs::first): preload() begins after them,
+  // and so does what is read ahead of prompts. Changes no result.
+  void leave_out(const std::vector<std::int64_t>& first);
+
   // Fills free slots with the first neurons of every layer (a store is ordered by frequency), in large reads.
   std::string preload();
 

@@ -1,0 +1,196 @@
+// Pi2Backend: feed-forward layers over a neuron store, as delegates of a .pte (docs/FORMATS.md, "Delegate blob").
+#include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/core/event_tracer_hooks_delegate.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+
+#include <cstring>
+#include <exception>
+#include <new>
+
+#include "bindings/executorch/layer.h"
+#include "bindings/executorch/session.h"
+#include "bindings/executorch/threads.h"
+
+namespace pi2::et {
+namespace {
+
+using executorch::aten::ScalarType;
+using executorch::aten::Tensor;
+using executorch::runtime::ArrayRef;
+using executorch::runtime::BackendExecutionContext;
+using executorch::runtime::BackendInitContext;
+using executorch::runtime::BackendInterface;
+using executorch::runtime::BackendOption;
+using executorch::runtime::BackendOptionContext;
+using executorch::runtime::CompileSpec;
+using executorch::runtime::DelegateHandle;
+using executorch::runtime::Error;
+using executorch::runtime::EValue;
+using executorch::runtime::FreeableBuffer;
+using executorch::runtime::kMaxOptionValueLength;
+using executorch::runtime::Result;
+using executorch::runtime::Span;
+
+// One delegate call of a method that is loaded.
+struct Handle {
+  Blob blob;
+  std::shared_ptr<Layer> layer;      // of roles whole and submit
+  std::shared_ptr<Session> session;  // of roles submit and collect
+  std::string event;                 // its name in profiles
+};
+
+Error error_of(Fault fault) {
+  switch (fault) {
+    case Fault::kNone: return Error::Ok;
+    case Fault::kProgram: return Error::InvalidProgram;
+    case Fault::kIncompatible: return Error::DelegateInvalidCompatibility;
+    case Fault::kAccess: return Error::AccessFailed;
+    case Fault::kArgument: return Error::InvalidArgument;
+    case Fault::kState: return Error::InvalidState;
+    case Fault::kMemory: return Error::MemoryAllocationFailed;
+  }
+  return Error::Internal;
+}
+
+Error told(const Problem& problem) {
+  remember(problem);
+  ET_LOG(Error, "Pi2Backend: %s", problem.text.c_str());
+  return error_of(problem.fault);
+}
+
+// Runs `body`, which returns a Problem; nothing is thrown into ExecuTorch, which may be built without exceptions.
+template <class Body>
+Problem guarded(const char* what, const Body& body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return no_memory(what);
+  } catch (const std::exception& error) {
+    return problem(Fault::kState, what, "no exception", error.what(), "This is a fault of torch_pi2: report it.");
+  }
+}
+
+Options options_of(Span<const BackendOption> given) {
+  Options out;
+  for (const BackendOption& option : given) {
+    std::string value;
+    if (const bool* yes = std::get_if<bool>(&option.value)) value = *yes ? "true" : "false";
+    if (const int* n = std::get_if<int>(&option.value)) value = std::to_string(*n);
+    if (const auto* text = std::get_if<std::array<char, kMaxOptionValueLength>>(&option.value))
+      value = std::string(text->data(), strnlen(text->data(), text->size()));
+    out[std::string(option.key, strnlen(option.key, sizeof(option.key)))] = value;
+  }
+  return out;
+}
+
+Problem load(BackendInitContext& context, const void* data, std::size_t bytes, Handle* handle) {
+  Problem problem = parse_blob(data, bytes, &handle->blob);
+  if (problem) return problem;
+  const Blob& blob = handle->blob;
+  Settings settings;
+  problem = current_settings(options_of(context.runtime_specs()), &settings);
+  if (problem) return problem;
+  const std::shared_ptr<Store> store = Store::open(blob, settings, &problem);
+  if (problem) return problem;
+  constexpr const char* kEvents[] = {"pi2_ffn", "pi2_submit", "pi2_collect"};
+  handle->event = std::string(kEvents[static_cast<int>(blob.role)]) + "." + std::to_string(blob.layer);
+  if (blob.role != Role::kCollect) handle->layer = Layer::load(store, blob, &problem);
+  if (problem || blob.role == Role::kWhole) return problem;
+  const char* method = context.get_method_name();
+  handle->session =
+      Session::of(context.get_runtime_allocator(), method == nullptr ? "" : method, blob, store, &problem);
+  if (problem) return problem;
+  if (blob.role == Role::kSubmit) handle->session->attach(handle->layer, executorch_threads().threads);
+  return {};
+}
+
+// What both tensors of a call must be: contiguous, of one of the dtypes that the core knows, [..., hidden].
+Problem check(const Handle& handle, const Tensor& x, const char* name, DType* dtype) {
+  const Blob& blob = handle.blob;
+  const std::string what = handle.event + ", " + name;
+  constexpr const char* kFix = "Export the model again.";
+  switch (x.scalar_type()) {
+    case ScalarType::Float: *dtype = DType::kF32; break;
+    case ScalarType::BFloat16: *dtype = DType::kBF16; break;
+    case ScalarType::Half: *dtype = DType::kF16; break;
+    default:
+      return problem(Fault::kArgument, what, "float32, bfloat16 or float16",
+                     "dtype " + std::to_string(static_cast<int>(x.scalar_type())), kFix);
+  }
+  if (x.dim() < 1 || x.size(x.dim() - 1) != blob.hidden)
+    return problem(Fault::kArgument, what, "[..., " + std::to_string(blob.hidden) + "]",
+                   "a last size of " + std::to_string(x.dim() < 1 ? 0 : x.size(x.dim() - 1)), kFix);
+  for (std::size_t d = 0; d < static_cast<std::size_t>(x.dim()); ++d)
+    if (x.dim_order()[d] != d) return problem(Fault::kArgument, what, "a contiguous tensor", "another order", kFix);
+  return {};
+}
+
+Problem run(const Handle& handle, Span<EValue*> args) {
+  if (args.size() != 2 || !args[0]->isTensor() || !args[1]->isTensor())
+    return problem(Fault::kArgument, handle.event, "a tensor and its result", std::to_string(args.size()) + " values",
+                   "Export the model again.");
+  const Tensor x = args[0]->toTensor();
+  Tensor out = args[1]->toTensor();
+  DType dtype = DType::kF32, out_dtype = DType::kF32;
+  Problem wrong = check(handle, x, "input", &dtype);
+  if (wrong) return wrong;
+  if (executorch::runtime::resize_tensor(out, x.sizes()) != Error::Ok)
+    return problem(Fault::kArgument, handle.event + ", result", "room for " + std::to_string(x.numel()) + " numbers",
+                   "less", "Export the model for more tokens.");
+  wrong = check(handle, out, "result", &out_dtype);
+  if (wrong) return wrong;
+  if (dtype != out_dtype)
+    return problem(Fault::kArgument, handle.event + ", result", "the dtype of its input", "another",
+                   "Export the model again.");
+  const std::int64_t tokens = x.numel() / handle.blob.hidden;
+  const void* from = x.const_data_ptr();
+  void* to = out.mutable_data_ptr();
+  if (handle.blob.role == Role::kWhole) return handle.layer->compute(from, to, dtype, tokens, executorch_threads());
+  if (handle.blob.role == Role::kCollect) return handle.session->collect(from, to, dtype, tokens);
+  wrong = handle.session->submit(from, dtype, tokens);
+  if (!wrong && to != from) std::memmove(to, from, x.nbytes());
+  return wrong;
+}
+
+class Pi2Backend final : public BackendInterface {
+ public:
+  bool is_available() const override { return true; }
+
+  Result<DelegateHandle*> init(BackendInitContext& context, FreeableBuffer* processed,
+                               ArrayRef<CompileSpec>) const override {
+    auto handle = std::make_unique<Handle>();
+    const Problem wrong =
+        guarded("loading a layer", [&] { return load(context, processed->data(), processed->size(), handle.get()); });
+    processed->Free();
+    if (wrong) return told(wrong);
+    return static_cast<DelegateHandle*>(handle.release());
+  }
+
+  Error execute(BackendExecutionContext& context, DelegateHandle* raw, Span<EValue*> args) const override {
+    const auto& handle = *static_cast<const Handle*>(raw);
+    const auto entry = executorch::runtime::event_tracer_start_profiling_delegate(
+        context.event_tracer(), handle.event.c_str(), executorch::runtime::kUnsetDelegateDebugIntId);
+    const Problem wrong = guarded(handle.event.c_str(), [&] { return run(handle, args); });
+    executorch::runtime::event_tracer_end_profiling_delegate(context.event_tracer(), entry);
+    return wrong ? told(wrong) : Error::Ok;
+  }
+
+  Error set_option(BackendOptionContext&, const Span<BackendOption>& given) override {
+    for (const auto& [key, value] : options_of(Span<const BackendOption>(given.data(), given.size()))) {
+      const Problem wrong = pi2::et::set_option(key, value);
+      if (wrong) return told(wrong);
+    }
+    return Error::Ok;
+  }
+
+  void destroy(DelegateHandle* raw) const override { delete static_cast<Handle*>(raw); }
+};
+
+// Of two copies of this library in a process the first is used; ExecuTorch says so by an error that changes nothing.
+const Error registered = [] {
+  static Pi2Backend backend;
+  return executorch::runtime::register_backend({"Pi2Backend", &backend});
+}();
+
+}  // namespace
+}  // namespace pi2::et

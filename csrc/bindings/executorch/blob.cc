@@ -1,0 +1,178 @@
+#include "bindings/executorch/blob.h"
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "core/crc32c.h"
+#include "pi2/predict.h"
+
+namespace pi2::et {
+namespace {
+
+constexpr char kMagic[8] = {'P', 'I', '2', 'B', 'L', 'O', 'B', '\0'};
+constexpr std::uint32_t kVersion = 1;
+constexpr std::size_t kPlaces = 128, kQueue = 320, kZeros = 324, kName = 384;
+constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4;
+constexpr const char* kTensorText[kTensorNames] = {"bias_gate", "bias_up", "bias_down", "a",
+                                                   "a_scale",   "b",       "b_scale",   "b_bias"};
+constexpr const char* kFix = "The .pte is damaged, or of another version of torch_pi2: export it again.";
+
+Problem damaged(const std::string& what, const std::string& expected, const std::string& found) {
+  return problem(Fault::kProgram, "delegate blob, " + what, expected, found, kFix);
+}
+
+// Little endian numbers at their places.
+struct Reader {
+  const unsigned char* p;
+
+  std::uint32_t u32(std::size_t at) const {
+    return static_cast<std::uint32_t>(p[at]) | static_cast<std::uint32_t>(p[at + 1]) << 8 |
+           static_cast<std::uint32_t>(p[at + 2]) << 16 | static_cast<std::uint32_t>(p[at + 3]) << 24;
+  }
+  std::uint64_t u64(std::size_t at) const { return u32(at) | static_cast<std::uint64_t>(u32(at + 4)) << 32; }
+  template <class Float, class Bits>
+  static Float as(Bits bits) {
+    static_assert(sizeof(Float) == sizeof(Bits));
+    Float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+};
+
+std::string text(std::uint64_t value) { return std::to_string(value); }
+
+// Bytes that the tensor has if it is there, and whether it has to be.
+struct Wanted {
+  std::uint64_t bytes = 0;
+  bool always = false;
+};
+
+std::array<Wanted, kTensorNames> wanted(const Blob& b) {
+  const auto rows = [](std::int64_t count, std::int64_t bytes) { return static_cast<std::uint64_t>(count * bytes); };
+  const std::int64_t bias = row_bytes(is_quantized(b.w_dtype) ? DType::kF32 : b.w_dtype, 1);
+  std::array<Wanted, kTensorNames> all{};
+  if (b.rows == 3) all[kBiasGate].bytes = rows(b.neurons, bias);
+  all[kBiasUp].bytes = rows(b.neurons, bias);
+  all[kBiasDown].bytes = rows(b.hidden, bias);
+  if (b.predictor == PredictorForm::kNone) return all;
+  if (b.predictor == PredictorForm::kSignbit) {
+    all[kA] = {rows(b.cold(), sign_bytes(b.hidden)), true};
+    return all;
+  }
+  const bool scaled = b.predictor == PredictorForm::kLowrank;
+  const DType dtype = scaled ? DType::kI8 : b.predictor == PredictorForm::kLowrankInt4 ? DType::kQ4 : DType::kQ8;
+  all[kA] = {rows(b.rank, row_bytes(dtype, b.hidden)), true};
+  all[kB] = {rows(b.cold(), row_bytes(dtype, b.rank)), true};
+  if (scaled) all[kAScale] = {rows(b.rank, 4), true};
+  if (scaled) all[kBScale] = {rows(b.cold(), 4), true};
+  all[kBBias].bytes = rows(b.cold(), 4);
+  return all;
+}
+
+Problem parse_tensors(const Reader& in, Blob* b) {
+  const std::array<Wanted, kTensorNames> all = wanted(*b);
+  for (std::size_t i = 0; i < kTensorNames; ++i) {
+    const std::size_t at = kPlaces + 24 * i;
+    Place& place = b->tensors[i];
+    place = {in.u64(at), in.u64(at + 8), in.u32(at + 16)};
+    const std::string name = kTensorText[i];
+    if (in.u32(at + 20) != 0) return damaged(name, "a zero behind it", text(in.u32(at + 20)));
+    if (place.bytes == 0 && !all[i].always) continue;
+    if (place.bytes != all[i].bytes || place.bytes == 0)
+      return damaged(name, text(all[i].bytes) + " bytes", text(place.bytes));
+    if (place.offset > b->store_bytes || place.bytes > b->store_bytes - place.offset)
+      return damaged(name, "a place in a store of " + text(b->store_bytes) + " bytes",
+                     text(place.bytes) + " at " + text(place.offset));
+  }
+  return {};
+}
+
+Problem parse_name(const char* name, std::string* out) {
+  const std::size_t most = kBlobBytes - kName, length = strnlen(name, most);
+  for (std::size_t i = length; i < most; ++i)
+    if (name[i] != 0) return damaged("name of the store", "zeros behind it", "other bytes");
+  *out = std::string(name, length);
+  const bool plain = length > 0 && length < most && out->find('/') == std::string::npos && *out != "." && *out != "..";
+  return plain ? Problem() : damaged("name of the store", "that of a file, without folders", "'" + *out + "'");
+}
+
+Problem parse_layer(const Reader& in, Blob* b) {
+  constexpr std::uint32_t kMost = 1u << 30;  // so that products of two fit into 64 bits
+  const std::uint32_t hidden = in.u32(72), neurons = in.u32(76), rows = in.u32(80), w_dtype = in.u32(84);
+  if (hidden == 0 || hidden > kMost || neurons == 0 || neurons > kMost || (rows != 2 && rows != 3))
+    return damaged("sizes", "neurons of 2 or 3 rows", text(neurons) + " of " + text(rows) + " rows of " + text(hidden));
+  if (w_dtype >= static_cast<std::uint32_t>(kDTypes) || static_cast<DType>(w_dtype) == DType::kI8)
+    return damaged("weights", "a kind that stores have", text(w_dtype));
+  const std::uint32_t activation = in.u32(88), flags = in.u32(92);
+  if (activation > static_cast<std::uint32_t>(Activation::kIdentity))
+    return damaged("activation", "0 to 5", text(activation));
+  b->hidden = hidden;
+  b->neurons = neurons;
+  b->rows = rows;
+  b->w_dtype = static_cast<DType>(w_dtype);
+  b->activation = static_cast<Activation>(activation);
+  b->activation_on_up = (flags & kOnUp) != 0;
+  b->int8_activations = (flags & kInt8) != 0;
+  b->predictor_int8_activations = (flags & kPredictorInt8) != 0;
+  const std::uint32_t n_hot = in.u32(96), first = in.u32(100), form = in.u32(108), rank = in.u32(120);
+  if (n_hot > neurons || first > neurons)
+    return damaged("hot neurons", "0 to " + text(neurons), text(n_hot) + " and " + text(first));
+  if (form > static_cast<std::uint32_t>(PredictorForm::kSignbit)) return damaged("predictor", "0 to 4", text(form));
+  b->n_hot = n_hot;
+  b->first = first;
+  b->predictor = static_cast<PredictorForm>(form);
+  b->threshold = Reader::as<float>(in.u32(104));
+  b->cut = Reader::as<double>(in.u64(112));
+  b->rank = rank;
+  b->dense_from = in.u32(124);
+  const bool lowrank = form != 0 && b->predictor != PredictorForm::kSignbit;
+  const bool grouped = lowrank && b->predictor != PredictorForm::kLowrank;
+  const std::uint32_t known =
+      (rows == 3 ? kOnUp : 0) | (is_quantized(b->w_dtype) ? kInt8 : 0) | (grouped ? kPredictorInt8 : 0);
+  if ((flags & ~known) != 0) return damaged("flags", "those of " + text(known), text(flags));
+  if (!(b->threshold >= 0)) return damaged("threshold", "0 or more", std::to_string(b->threshold));
+  if (form == 0) return parse_tensors(in, b);
+  if (first > n_hot || n_hot == neurons)
+    return damaged("neurons of the accelerator", "hot ones, and cold ones to predict",
+                   text(first) + " of " + text(n_hot) + " hot of " + text(neurons));
+  if (lowrank ? rank == 0 || rank > kMost : rank != 0) return damaged("rank", "that of the predictor", text(rank));
+  if (std::isnan(b->cut) || (!lowrank && !(b->cut >= 0 && std::isfinite(b->cut))))
+    return damaged("cut", "a threshold or a margin", std::to_string(b->cut));
+  return parse_tensors(in, b);
+}
+
+}  // namespace
+
+Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
+  *blob = Blob();
+  const auto* p = static_cast<const unsigned char*>(data);
+  if (bytes != kBlobBytes) return damaged("size", text(kBlobBytes) + " bytes", text(bytes));
+  const Reader in{p};
+  if (std::memcmp(p, kMagic, sizeof(kMagic)) != 0) return damaged("magic", "PI2BLOB", "other bytes");
+  if (in.u32(8) != kVersion)
+    return problem(Fault::kIncompatible, "delegate blob, version", text(kVersion), text(in.u32(8)),
+                   "Run it with the torch_pi2 that exported it, or export it again.");
+  std::vector<unsigned char> copy(p, p + bytes);
+  std::memset(copy.data() + 12, 0, 4);
+  if (crc32c(copy.data(), copy.size()) != in.u32(12)) return damaged("checksum", "that of its bytes", "another");
+  if (in.u32(16) != kBlobBytes) return damaged("size", text(kBlobBytes), text(in.u32(16)));
+  if (in.u32(20) > static_cast<std::uint32_t>(Role::kCollect)) return damaged("role", "0 to 2", text(in.u32(20)));
+  blob->role = static_cast<Role>(in.u32(20));
+  blob->store_bytes = in.u64(24);
+  if (blob->store_bytes > std::uint64_t{1} << 62)
+    return damaged("size of the store", "one that a file can have", text(blob->store_bytes));
+  blob->header_checksum = in.u32(32);
+  blob->layer = in.u32(36);
+  std::memcpy(blob->model_hash.data(), p + 40, blob->model_hash.size());
+  blob->queue = in.u32(kQueue);
+  if (blob->role == Role::kWhole ? blob->queue != 0 || in.u32(100) != 0 : false)
+    return damaged("role", "no queue and no accelerator for a whole layer",
+                   "queue " + text(blob->queue) + ", neurons from " + text(in.u32(100)));
+  for (std::size_t i = kZeros; i < kName; ++i)
+    if (p[i] != 0) return damaged("byte " + text(i), "0", text(p[i]));
+  const Problem name = parse_name(reinterpret_cast<const char*>(p) + kName, &blob->store);
+  return name ? name : parse_layer(in, blob);
+}
+
+}  // namespace pi2::et

@@ -1,0 +1,54 @@
+// The delegate blob: all that a .pte has of a feed-forward layer (docs/FORMATS.md, "Delegate blob").
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "bindings/executorch/problem.h"
+#include "pi2/types.h"
+
+namespace pi2::et {
+
+constexpr std::size_t kBlobBytes = 512;
+
+enum class Role : std::uint32_t { kWhole, kSubmit, kCollect };
+enum class PredictorForm : std::uint32_t { kNone, kLowrank, kLowrankInt4, kLowrankInt8, kSignbit };
+
+// Where a tensor lies in the store; of none there are no bytes.
+struct Place {
+  std::uint64_t offset = 0, bytes = 0;
+  std::uint32_t checksum = 0;
+};
+
+// In the order of the blob. Of a sign-bit predictor kA is the signs.
+enum TensorName { kBiasGate, kBiasUp, kBiasDown, kA, kAScale, kB, kBScale, kBBias, kTensorNames };
+
+struct Blob {
+  Role role = Role::kWhole;
+  std::uint64_t store_bytes = 0;
+  std::uint32_t header_checksum = 0;
+  std::int64_t layer = 0;
+  std::array<unsigned char, 32> model_hash{};
+  std::int64_t hidden = 0, neurons = 0, rows = 0;
+  DType w_dtype = DType::kF32;
+  Activation activation = Activation::kRelu;
+  bool activation_on_up = false, int8_activations = false, predictor_int8_activations = false;
+  std::int64_t n_hot = 0, first = 0;
+  float threshold = 0;
+  PredictorForm predictor = PredictorForm::kNone;
+  double cut = 0;
+  std::int64_t rank = 0;
+  std::int64_t dense_from = 0;
+  std::array<Place, kTensorNames> tensors{};
+  std::uint32_t queue = 0;
+  std::string store;  // file name
+
+  std::int64_t cold() const { return neurons - n_hot; }
+};
+
+// Any bytes may be given: what comes out makes sense in itself, and every place is within `store_bytes`.
+Problem parse_blob(const void* data, std::size_t bytes, Blob* blob);
+
+}  // namespace pi2::et

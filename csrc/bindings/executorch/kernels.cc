@@ -1,0 +1,267 @@
+// pi2::linear.out, sparse_ffn.out and predicted_ffn.out for ExecuTorch: weights that are in the .pte itself. The
+// schemas are those of csrc/bindings/torch.
+#include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+#include <string_view>
+
+#include "bindings/executorch/problem.h"
+#include "bindings/executorch/threads.h"
+#include "bindings/names.h"
+#include "pi2/ffn.h"
+#include "pi2/linear.h"
+#include "pi2/predict.h"
+
+namespace pi2::et {
+namespace {
+
+using executorch::aten::ArrayRef;
+using executorch::aten::ScalarType;
+using executorch::aten::Tensor;
+using executorch::runtime::Error;
+using executorch::runtime::KernelRuntimeContext;
+using MaybeTensor = std::optional<Tensor>;
+
+// What a check found; stops the operator.
+struct Refused {
+  std::string what, expected, found;
+};
+
+std::string shape_of(const Tensor& tensor) {
+  std::string text = "[";
+  for (executorch::aten::SizesType d = 0; d < tensor.dim(); ++d)
+    text += (d == 0 ? "" : ", ") + std::to_string(tensor.size(d));
+  return text + "]";
+}
+
+void expect(bool sound, const char* what, const std::string& expected, const std::string& found) {
+  if (!sound) throw Refused{what, expected, found};
+}
+
+DType float_dtype(const Tensor& tensor, const char* what) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return DType::kF32;
+    case ScalarType::BFloat16: return DType::kBF16;
+    case ScalarType::Half: return DType::kF16;
+    default: throw Refused{what, "float32, bfloat16 or float16", "another dtype"};
+  }
+}
+
+DType quantized_dtype(std::string_view weights) {
+  expect(weights == "int4" || weights == "int8", "weights", "int4 or int8", std::string(weights));
+  return weights == "int4" ? DType::kQ4 : DType::kQ8;
+}
+
+// Contiguous, of this dtype and these sizes; its data.
+const void* typed(const Tensor& tensor, const char* what, ScalarType dtype, std::int64_t rows, std::int64_t columns) {
+  const bool shape = columns > 0 ? tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns
+                                 : tensor.dim() == 1 && tensor.size(0) == rows;
+  expect(tensor.scalar_type() == dtype && shape, what,
+         "[" + std::to_string(rows) + (columns > 0 ? ", " + std::to_string(columns) : "") + "] of its dtype",
+         shape_of(tensor));
+  return tensor.const_data_ptr();
+}
+
+const void* bias_data(const MaybeTensor& bias, const char* what, std::int64_t length, ScalarType dtype) {
+  return bias ? typed(*bias, what, dtype, length, 0) : nullptr;
+}
+
+// Sizes of out: x's, with another last one.
+void resize(Tensor& out, const Tensor& x, std::int64_t last) {
+  executorch::aten::SizesType sizes[16];
+  expect(x.dim() <= 16, "x", "16 dimensions at most", std::to_string(x.dim()));
+  for (executorch::aten::SizesType d = 0; d < x.dim(); ++d)
+    sizes[d] = static_cast<executorch::aten::SizesType>(d + 1 == x.dim() ? last : x.size(d));
+  expect(out.scalar_type() == x.scalar_type(), "out", "the dtype of x", "another");
+  expect(executorch::runtime::resize_tensor(out, {sizes, static_cast<std::size_t>(x.dim())}) == Error::Ok, "out",
+         "room for " + std::to_string(x.dim() == 0 ? 0 : x.numel() / x.size(x.dim() - 1)) + " tokens", shape_of(out));
+}
+
+std::int64_t hidden_of(const Tensor& x) {
+  expect(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "x", "[..., hidden]", shape_of(x));
+  for (std::size_t d = 0; d < static_cast<std::size_t>(x.dim()); ++d)
+    expect(x.dim_order()[d] == d, "x", "a contiguous tensor", "another order");
+  return x.size(x.dim() - 1);
+}
+
+// `body`, with every failure told to ExecuTorch and none thrown into it.
+template <class Body>
+void guarded(KernelRuntimeContext& context, const char* op, const Body& body) {
+  Problem wrong;
+  Error error = Error::InvalidArgument;
+  try {
+    return body();
+  } catch (const Refused& r) {
+    wrong = problem(Fault::kArgument, std::string(op) + ", " + r.what, r.expected, r.found, "Export the model again.");
+  } catch (const std::bad_alloc&) {
+    wrong = no_memory(op);
+    error = Error::MemoryAllocationFailed;
+  }
+  remember(wrong);
+  ET_LOG(Error, "%s", wrong.text.c_str());
+  context.fail(error);
+}
+
+// The layer but for x's and out's data and its mask.
+FfnArgs ffn_args(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
+                 const MaybeTensor& bias_down, std::string_view activation, bool activation_on_up, std::int64_t n_hot,
+                 double threshold, std::string_view weights, bool int8_activations) {
+  FfnArgs args;
+  args.hidden = hidden_of(x);
+  args.x_dtype = float_dtype(x, "x");
+  args.w_dtype = weights == "float" ? float_dtype(bundles, "bundles") : quantized_dtype(weights);
+  const bool quantized = is_quantized(args.w_dtype);
+  const std::int64_t last = quantized ? row_bytes(args.w_dtype, args.hidden) : args.hidden;
+  expect(bundles.dim() == 3 && bundles.size(0) > 0 && (bundles.size(1) == 2 || bundles.size(1) == 3) &&
+             bundles.size(2) == last && (bundles.scalar_type() == ScalarType::Byte) == quantized,
+         "bundles", "[neurons, 2 or 3, " + std::to_string(last) + "]", shape_of(bundles));
+  args.neurons = bundles.size(0);
+  args.rows = bundles.size(1);
+  args.bundles = bundles.const_data_ptr();
+  const ScalarType like = quantized ? ScalarType::Float : bundles.scalar_type();
+  args.bias_gate = bias_data(bias_gate, "bias_gate", args.neurons, like);
+  args.bias_up = bias_data(bias_up, "bias_up", args.neurons, like);
+  args.bias_down = bias_data(bias_down, "bias_down", args.hidden, like);
+  std::size_t at = 0;
+  while (at < std::size(binding::kActivations) && activation != binding::kActivations[at]) ++at;
+  expect(at < std::size(binding::kActivations), "activation", "one of torch_pi2.ops.ACTIVATIONS",
+         std::string(activation));
+  args.activation = static_cast<Activation>(at);
+  args.activation_on_up = activation_on_up;
+  expect(n_hot >= 0 && n_hot <= args.neurons, "n_hot", "0 to " + std::to_string(args.neurons), std::to_string(n_hot));
+  args.n_hot = n_hot;
+  expect(threshold >= 0, "threshold", "0 or more", std::to_string(threshold));
+  args.threshold = static_cast<float>(threshold);
+  expect(!int8_activations || quantized, "int8_activations", "false with float weights", "true");
+  args.int8_activations = int8_activations;
+  args.tokens = x.numel() / args.hidden;
+  return args;
+}
+
+Predictor any_predictor(const FfnArgs& args, ArrayRef<Tensor> tensors, std::string_view kind, double cut,
+                        std::string_view weights, bool int8_activations) {
+  const std::int64_t cold = args.neurons - args.n_hot;
+  const bool signbit = kind == "signbit", scaled = kind == "lowrank";
+  const std::size_t least = signbit ? 1 : scaled ? 4 : kind == "lowrank_q" ? 2 : 0;
+  expect(least > 0, "kind", "lowrank, lowrank_q or signbit", std::string(kind));
+  expect(tensors.size() == least || (!signbit && tensors.size() == least + 1), "predictor",
+         std::to_string(least) + " tensors (and a bias)", std::to_string(tensors.size()));
+  Predictor made;
+  if (signbit) {
+    expect(cut >= 0 && std::isfinite(cut), "cut", "a margin of 0 or more", std::to_string(cut));
+    made.kind = Predictor::Kind::kSignbit;
+    made.signbit.columns = args.hidden;
+    made.signbit.cold = cold;
+    made.signbit.margin = cut;
+    made.signbit.signs = typed(tensors[0], "signs", ScalarType::Byte, cold, sign_bytes(args.hidden));
+    return made;
+  }
+  made.kind = Predictor::Kind::kLowrank;
+  LowrankArgs& low = made.lowrank;
+  expect(tensors[0].dim() == 2 && tensors[0].size(0) > 0, "predictor tensor a", "[rank, ...]", shape_of(tensors[0]));
+  low.dtype = scaled ? DType::kI8 : quantized_dtype(weights);
+  low.hidden = args.hidden;
+  low.rank = tensors[0].size(0);
+  low.cold = cold;
+  low.threshold = static_cast<float>(cut);
+  low.int8_activations = !scaled && int8_activations;
+  const ScalarType stored = scaled ? ScalarType::Char : ScalarType::Byte;
+  const std::size_t b = scaled ? 2 : 1;
+  low.a = typed(tensors[0], "predictor tensor a", stored, low.rank, row_bytes(low.dtype, low.hidden));
+  low.b = typed(tensors[b], "predictor tensor b", stored, cold, row_bytes(low.dtype, low.rank));
+  const auto floats = [&](std::size_t i, const char* what, std::int64_t n) {
+    return static_cast<const float*>(typed(tensors[i], what, ScalarType::Float, n, 0));
+  };
+  if (scaled) low.a_scale = floats(1, "predictor tensor a_scale", low.rank);
+  if (scaled) low.b_scale = floats(3, "predictor tensor b_scale", cold);
+  if (tensors.size() > least) low.b_bias = floats(least, "predictor tensor b_bias", cold);
+  return made;
+}
+
+Tensor& linear_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& rows, const MaybeTensor& bias,
+                   std::string_view weights, bool int8_activations, Tensor& out) {
+  guarded(context, "pi2::linear.out", [&] {
+    LinearArgs args;
+    args.columns = hidden_of(x);
+    args.x_dtype = float_dtype(x, "x");
+    args.w_dtype = quantized_dtype(weights);
+    expect(rows.dim() == 2, "rows", "[rows, bytes]", shape_of(rows));
+    args.rows = rows.size(0);
+    args.weights = typed(rows, "rows", ScalarType::Byte, args.rows, row_bytes(args.w_dtype, args.columns));
+    args.bias = static_cast<const float*>(bias_data(bias, "bias", args.rows, ScalarType::Float));
+    args.tokens = x.numel() / args.columns;
+    args.int8_activations = int8_activations;
+    resize(out, x, args.rows);
+    args.x = x.const_data_ptr();
+    args.y = out.mutable_data_ptr();
+    if (args.tokens > 0 && args.rows > 0) pi2::linear(args, executorch_threads());
+  });
+  return out;
+}
+
+Tensor& sparse_ffn_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& bundles,
+                       const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down,
+                       const MaybeTensor& active, std::string_view activation, bool activation_on_up,
+                       std::int64_t n_hot, double threshold, std::string_view weights, bool int8_activations,
+                       Tensor& out) {
+  guarded(context, "pi2::sparse_ffn.out", [&] {
+    FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
+                            weights, int8_activations);
+    if (active) {
+      const std::int64_t cold = args.neurons - n_hot;
+      expect(active->scalar_type() == ScalarType::Bool && active->numel() == args.tokens * cold &&
+                 (cold == 0 || active->size(active->dim() - 1) == cold),
+             "active", std::to_string(args.tokens) + " tokens x " + std::to_string(cold) + " cold neurons",
+             shape_of(*active));
+      args.active = static_cast<const std::uint8_t*>(active->const_data_ptr());
+    }
+    resize(out, x, args.hidden);
+    args.x = x.const_data_ptr();
+    args.y = out.mutable_data_ptr();
+    if (args.tokens > 0) pi2::sparse_ffn(args, executorch_threads());
+  });
+  return out;
+}
+
+Tensor& predicted_ffn_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& bundles,
+                          const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down,
+                          ArrayRef<Tensor> predictor, std::string_view kind, double cut,
+                          std::string_view predictor_weights, bool predictor_int8_activations,
+                          std::string_view activation, bool activation_on_up, std::int64_t n_hot, double threshold,
+                          std::string_view weights, bool int8_activations, Tensor& out) {
+  guarded(context, "pi2::predicted_ffn.out", [&] {
+    FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
+                            weights, int8_activations);
+    const Predictor any = any_predictor(args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
+    resize(out, x, args.hidden);
+    args.x = x.const_data_ptr();
+    args.y = out.mutable_data_ptr();
+    if (args.tokens > 0) pi2::predicted_ffn(any, args, executorch_threads());
+  });
+  return out;
+}
+
+// A second registration of an operator ends the process: not where another copy of this library has done it.
+// (registry_has_op_function says so too, and logs an error where it has not.)
+template <class Function>
+Error add(const char* name, Function function) {
+  for (const auto& kernel : executorch::runtime::get_registered_kernels())
+    if (std::strcmp(kernel.name_, name) == 0) return Error::Ok;
+  return executorch::runtime::register_kernel(executorch::extension::make_boxed_kernel(name, function));
+}
+
+constexpr char kLinear[] = "pi2::linear.out", kSparse[] = "pi2::sparse_ffn.out",
+               kPredicted[] = "pi2::predicted_ffn.out";
+[[maybe_unused]] const Error added[] = {
+    add(kLinear, EXECUTORCH_FN(linear_out, kLinear)),
+    add(kSparse, EXECUTORCH_FN(sparse_ffn_out, kSparse)),
+    add(kPredicted, EXECUTORCH_FN(predicted_ffn_out, kPredicted)),
+};
+
+}  // namespace
+}  // namespace pi2::et

@@ -1,0 +1,93 @@
+#include "bindings/executorch/layer.h"
+
+#include <new>
+
+namespace pi2::et {
+namespace {
+
+const char* data(const std::shared_ptr<const Bytes>& bytes) {
+  return bytes == nullptr ? nullptr : bytes->memory.data();
+}
+
+Predictor predictor_of(const Blob& blob, const std::shared_ptr<const Bytes>* tensors) {
+  Predictor made;
+  if (blob.predictor == PredictorForm::kNone) return made;
+  if (blob.predictor == PredictorForm::kSignbit) {
+    made.kind = Predictor::Kind::kSignbit;
+    made.signbit.columns = blob.hidden;
+    made.signbit.signs = data(tensors[kA]);
+    made.signbit.cold = blob.cold();
+    made.signbit.margin = blob.cut;
+    return made;
+  }
+  made.kind = Predictor::Kind::kLowrank;
+  LowrankArgs& args = made.lowrank;
+  args.dtype = blob.predictor == PredictorForm::kLowrank       ? DType::kI8
+               : blob.predictor == PredictorForm::kLowrankInt4 ? DType::kQ4
+                                                               : DType::kQ8;
+  args.hidden = blob.hidden;
+  args.rank = blob.rank;
+  args.cold = blob.cold();
+  args.a = data(tensors[kA]);
+  args.a_scale = reinterpret_cast<const float*>(data(tensors[kAScale]));
+  args.b = data(tensors[kB]);
+  args.b_scale = reinterpret_cast<const float*>(data(tensors[kBScale]));
+  args.b_bias = reinterpret_cast<const float*>(data(tensors[kBBias]));
+  args.int8_activations = blob.predictor_int8_activations;
+  args.threshold = static_cast<float>(blob.cut);
+  return made;
+}
+
+}  // namespace
+
+Layer::Layer(std::shared_ptr<Store> store, const Blob& blob) : store_(std::move(store)), blob_(blob) {
+  store_->add(blob_);
+}
+
+Layer::~Layer() { store_->remove(blob_); }
+
+std::shared_ptr<Layer> Layer::load(std::shared_ptr<Store> store, const Blob& blob, Problem* problem) {
+  std::shared_ptr<Layer> made(new Layer(std::move(store), blob));
+  constexpr const char* kNames[kTensorNames] = {"bias_gate", "bias_up", "bias_down", "a",
+                                                "a_scale",   "b",       "b_scale",   "b_bias"};
+  for (std::size_t i = 0; i < kTensorNames; ++i) {
+    made->tensors_[i] = made->store_->tensor(blob.tensors[i], kNames[i], problem);
+    if (*problem) return nullptr;
+  }
+  FfnArgs& args = made->args_;
+  args = made->store_->offload().shape(blob.layer);
+  args.n_hot = blob.n_hot;
+  args.first = blob.first;
+  args.activation = blob.activation;
+  args.activation_on_up = blob.activation_on_up;
+  args.threshold = blob.threshold;
+  args.int8_activations = blob.int8_activations;
+  args.bias_gate = data(made->tensors_[kBiasGate]);
+  args.bias_up = data(made->tensors_[kBiasUp]);
+  args.bias_down = data(made->tensors_[kBiasDown]);
+  made->predictor_ = predictor_of(blob, made->tensors_);
+  return made;
+}
+
+Problem Layer::compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel) {
+  if (tokens == 0) return {};
+  const std::string what = store_->path() + ", layer " + std::to_string(blob_.layer);
+  try {
+    const Problem cold = store_->warm();
+    if (cold) return cold;
+    FfnArgs args = args_;
+    args.x = x;
+    args.y = y;
+    args.x_dtype = dtype;
+    args.tokens = tokens;
+    const bool dense = blob_.dense_from > 0 && tokens >= blob_.dense_from;
+    const std::string wrong = store_->offload().ffn(blob_.layer, dense ? Predictor() : predictor_, args, parallel);
+    if (wrong.empty()) return {};
+    return problem(Fault::kAccess, what, "its neurons", wrong,
+                   "Check the store with `torch-pi2 inspect --verify` and its device, and run it again.");
+  } catch (const std::bad_alloc&) {
+    return no_memory(what);
+  }
+}
+
+}  // namespace pi2::et

@@ -1,0 +1,36 @@
+// A feed-forward layer over a store, as a blob says it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "bindings/executorch/store.h"
+#include "pi2/predict.h"
+
+namespace pi2::et {
+
+class Layer {
+ public:
+  // Reads what the layer has beside its bundles.
+  static std::shared_ptr<Layer> load(std::shared_ptr<Store> store, const Blob& blob, Problem* problem);
+  ~Layer();
+  Layer(const Layer&) = delete;
+  Layer& operator=(const Layer&) = delete;
+
+  // y = the layer's part for x, both [tokens, hidden].
+  Problem compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel);
+
+  const Blob& blob() const { return blob_; }
+  Store& store() { return *store_; }
+
+ private:
+  Layer(std::shared_ptr<Store> store, const Blob& blob);
+
+  std::shared_ptr<Store> store_;
+  Blob blob_;
+  std::shared_ptr<const Bytes> tensors_[kTensorNames];
+  FfnArgs args_;
+  Predictor predictor_;
+};
+
+}  // namespace pi2::et

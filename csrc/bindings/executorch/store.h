@@ -1,0 +1,80 @@
+// Open stores, shared by every layer, method and program of the process that reads the same file with the same options.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "bindings/executorch/blob.h"
+#include "bindings/executorch/engine.h"
+#include "bindings/executorch/settings.h"
+#include "core/arena.h"
+#include "pi2/offload.h"
+
+namespace pi2::et {
+
+// A tensor of the store in memory.
+struct Bytes {
+  Arena memory;
+  std::int64_t size = 0;
+};
+
+class Store {
+ public:
+  // The store that `blob` is of. Refuses one that is missing, cut short or damaged, or of another model or packing.
+  static std::shared_ptr<Store> open(const Blob& blob, const Settings& settings, Problem* problem);
+  ~Store();
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  Offload& offload() { return *offload_; }
+  const std::string& path() const { return path_; }
+
+  // Where a blob says that it lies, checked; the same memory for all who ask. Null for a place without bytes.
+  std::shared_ptr<const Bytes> tensor(const Place& place, const char* name, Problem* problem);
+
+  // Layers are computed from this neuron on, while whoever asked lives: what nobody computes is not preloaded.
+  void add(const Blob& blob);
+  void remove(const Blob& blob);
+  // Before the first call: fills the cache. By then the layers of the methods that are loaded are known.
+  Problem warm();
+
+  // Threads for submitted layers; `threads` where the options do not say.
+  Engine& engine(int threads);
+
+  void count_submit_wait(std::int64_t nanoseconds);
+  // One object of pi2_et_stats.
+  std::string stats(bool reset);
+
+ private:
+  Store() = default;
+  Problem set_up(const Blob& blob, const Settings& settings);
+  Problem identify(const Blob& blob) const;
+
+  std::string path_, key_;
+  Settings settings_;
+  int descriptor_ = -1;
+  std::int64_t file_bytes_ = 0, header_bytes_ = 0;
+  std::uint32_t header_checksum_ = 0;
+  std::array<unsigned char, 32> model_hash_{};
+  std::unique_ptr<Offload> offload_;
+  bool tracing_ = false;
+
+  std::mutex warming_;
+  bool warm_ = false;
+
+  std::mutex mutex_;  // of everything below
+  std::map<std::uint64_t, std::weak_ptr<const Bytes>> tensors_;
+  std::map<std::int64_t, std::multiset<std::int64_t>> first_;  // by layer
+  std::unique_ptr<Engine> engine_;                             // first to go: its thread computes with what is above
+  std::int64_t submit_wait_ns_ = 0;
+};
+
+// JSON of all open stores, see pi2/executorch.h.
+std::string all_stats(bool reset);
+
+}  // namespace pi2::et

@@ -1,0 +1,173 @@
+// The delegate blob: what it takes, and what it refuses by name.
+#include <cmath>
+#include <functional>
+
+#include "tests/executorch/blob_fixture.h"
+
+namespace {
+
+using namespace pi2;
+using namespace pi2::et;
+using namespace pi2_test;
+
+// A submitted layer with everything that a blob can have.
+Blob sound() {
+  Blob b;
+  b.role = Role::kSubmit;
+  b.store_bytes = 1 << 20;
+  b.header_checksum = 0xdeadbeef;
+  b.layer = 7;
+  for (std::size_t i = 0; i < 32; ++i) b.model_hash[i] = static_cast<unsigned char>(i + 1);
+  b.hidden = 96;
+  b.neurons = 300;
+  b.rows = 3;
+  b.w_dtype = DType::kQ4;
+  b.activation = Activation::kSilu;
+  b.activation_on_up = b.int8_activations = b.predictor_int8_activations = true;
+  b.n_hot = 100;
+  b.first = 64;
+  b.threshold = 0.25f;
+  b.predictor = PredictorForm::kLowrankInt4;
+  b.cut = -1.5;
+  b.rank = 40;
+  b.dense_from = 33;
+  b.tensors[kBiasGate] = {4096, 1200, 1};
+  b.tensors[kBiasUp] = {8192, 1200, 2};
+  b.tensors[kBiasDown] = {9392, 384, 3};
+  b.tensors[kA] = {12288, 40 * 54, 4};
+  b.tensors[kB] = {16384, 200 * 36, 5};
+  b.tensors[kBBias] = {(1 << 20) - 800, 800, 6};
+  b.queue = 9;
+  b.store = "model.pi2";
+  return b;
+}
+
+bool same(const Blob& a, const Blob& b) { return written(a) == written(b); }
+
+long check_sound() {
+  Blob found;
+  Problem wrong = parse_blob(written(sound()).data(), kBlobBytes, &found);
+  PI2_CHECK(!wrong && same(found, sound()) && found.dense_from == 33, "%s", wrong.text.c_str());
+  Blob plain = sound();  // of the other kinds
+  plain.role = Role::kWhole;
+  plain.queue = 0;
+  plain.first = 0;
+  plain.rows = 2;
+  plain.activation_on_up = plain.predictor_int8_activations = false;
+  plain.tensors[kBiasGate] = {};
+  plain.predictor = PredictorForm::kLowrank;
+  plain.tensors[kA].bytes = 40 * 96;
+  plain.tensors[kAScale] = {0, 160, 0};
+  plain.tensors[kB].bytes = 200 * 40;
+  plain.tensors[kBScale] = {0, 800, 0};
+  plain.store = std::string(127, 'x');
+  wrong = parse_blob(written(plain).data(), kBlobBytes, &found);
+  PI2_CHECK(!wrong && same(found, plain), "%s", wrong.text.c_str());
+  Blob signs = plain;
+  signs.predictor = PredictorForm::kSignbit;
+  signs.rank = 0;
+  signs.cut = 1.25;
+  signs.tensors = {};
+  signs.tensors[kA] = {512, 200 * 16, 0};
+  wrong = parse_blob(written(signs).data(), kBlobBytes, &found);
+  PI2_CHECK(!wrong && same(found, signs), "%s", wrong.text.c_str());
+  Blob floats = signs;
+  floats.predictor = PredictorForm::kNone;
+  floats.w_dtype = DType::kBF16;
+  floats.int8_activations = false;
+  floats.cut = 0;
+  floats.tensors = {};
+  floats.tensors[kBiasUp] = {512, 600, 0};
+  floats.n_hot = 300;
+  wrong = parse_blob(written(floats).data(), kBlobBytes, &found);
+  PI2_CHECK(!wrong && same(found, floats), "%s", wrong.text.c_str());
+  return 4;
+}
+
+struct Damage {
+  const char* message;
+  std::function<void(Bytes512*)> make;
+  bool sealed = true;  // the checksum is made right again
+  Fault fault = Fault::kProgram;
+};
+
+std::function<void(Bytes512*)> number(std::size_t at, std::uint64_t value, std::size_t bytes = 4) {
+  return [=](Bytes512* b) { put(b, at, value, bytes); };
+}
+
+long check_refused() {
+  const std::uint64_t nan = bits(std::nan("")), nan32 = bits(std::nanf(""));
+  const Damage all[] = {
+      {"size: expected 512 bytes, found 511", [](Bytes512* b) { b->pop_back(); }, false},
+      {"size: expected 512 bytes, found 0", [](Bytes512* b) { b->clear(); }, false},
+      {"size: expected 512 bytes, found 513", [](Bytes512* b) { b->push_back(0); }, false},
+      {"magic: expected PI2BLOB, found other bytes", [](Bytes512* b) { (*b)[0] = 'p'; }},
+      {"version: expected 1, found 2", number(8, 2), true, Fault::kIncompatible},
+      {"checksum: expected that of its bytes, found another", [](Bytes512* b) { (*b)[75] ^= 4; }, false},
+      {"size: expected 512, found 256", number(16, 256)},
+      {"role: expected 0 to 2, found 3", number(20, 3)},
+      {"size of the store", number(24, ~std::uint64_t{0}, 8)},
+      {"no queue and no accelerator for a whole layer, found queue 9, neurons from 64", number(20, 0)},
+      {"sizes: expected neurons of 2 or 3 rows, found 300 of 3 rows of 0", number(72, 0)},
+      {"sizes", number(72, 1u << 31)},
+      {"sizes", number(76, 0)},
+      {"sizes", number(80, 4)},
+      {"weights: expected a kind that stores have, found 3", number(84, 3)},
+      {"weights", number(84, 6)},
+      {"activation: expected 0 to 5, found 6", number(88, 6)},
+      {"flags: expected those of 7, found 8", number(92, 8)},
+      {"hot neurons: expected 0 to 300, found 301 and 64", number(96, 301)},
+      {"hot neurons", number(100, 301)},
+      {"threshold: expected 0 or more, found -", number(104, bits(-1.0f))},
+      {"threshold", number(104, nan32)},
+      {"predictor: expected 0 to 4, found 5", number(108, 5)},
+      {"cut: expected a threshold or a margin, found", number(112, nan, 8)},
+      {"rank: expected that of the predictor, found 0", number(120, 0)},
+      {"neurons of the accelerator: expected hot ones, and cold ones to predict, found 101 of 100 hot of 300",
+       number(100, 101)},
+      {"bias_gate: expected 1200 bytes, found 1201", number(136, 1201, 8)},
+      {"bias_down: expected a place in a store of 1048576 bytes, found 384 at 1048193",
+       number(128 + 48, (1 << 20) - 383, 8)},
+      {"bias_down: expected a place", number(128 + 48, ~std::uint64_t{0}, 8)},
+      {"a: expected 2160 bytes, found 0", number(136 + 72, 0, 8)},
+      {"a_scale: expected 0 bytes, found 160", number(136 + 96, 160, 8)},
+      {"b: expected 7200 bytes, found 7199", number(136 + 120, 7199, 8)},
+      {"b_bias: expected a zero behind it, found 1", number(148 + 168, 1)},
+      {"byte 324: expected 0, found 1", number(324, 1)},
+      {"byte 383: expected 0, found 7", number(383, 7, 1)},
+      {"name of the store: expected that of a file, without folders, found ''",
+       [](Bytes512* b) { std::memset(&(*b)[384], 0, 128); }},
+      {"name of the store: expected that of a file, without folders, found '../model.pi2'",
+       [](Bytes512* b) { std::memcpy(&(*b)[384], "../model.pi2", 12); }},
+      {"name of the store", [](Bytes512* b) { std::memset(&(*b)[384], 'x', 128); }},
+      {"name of the store: expected zeros behind it", number(400, 1)},
+  };
+  for (const Damage& damage : all) {
+    Bytes512 bytes = written(sound());
+    damage.make(&bytes);
+    if (damage.sealed) seal_blob(&bytes);
+    Blob found;
+    const Problem wrong = parse_blob(bytes.data(), bytes.size(), &found);
+    PI2_CHECK(wrong.fault == damage.fault && wrong.text.find(damage.message) != std::string::npos, "%s: found '%s'",
+              damage.message, wrong.text.c_str());
+    PI2_CHECK(wrong.text.rfind("delegate blob, ", 0) == 0 && wrong.text.find("export it again") != std::string::npos,
+              "%s", wrong.text.c_str());
+  }
+  return static_cast<long>(std::size(all));
+}
+
+// Every byte says something: no change of one is taken.
+long check_every_byte() {
+  const Bytes512 whole = written(sound());
+  for (std::size_t i = 0; i < whole.size(); ++i) {
+    Bytes512 bytes = whole;
+    bytes[i] = static_cast<char>(bytes[i] ^ 0x10);
+    Blob found;
+    PI2_CHECK(parse_blob(bytes.data(), bytes.size(), &found), "byte %zu", i);
+  }
+  return 512;
+}
+
+}  // namespace
+
+int main() { return finish("blob", check_sound() + check_refused() + check_every_byte()); }

@@ -1,0 +1,169 @@
+// Pi2Backend through ExecuTorch's own interface, with blobs and tensors made here: options of a load and of the
+// process, codes of errors, tensors that do not fit. The rest is tested from Python, over .pte files.
+#include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+#include <executorch/runtime/platform/runtime.h>
+
+#include <cmath>
+
+#include "core/convert.h"
+#include "pi2/executorch.h"
+#include "pi2/ffn.h"
+#include "tests/executorch/blob_fixture.h"
+
+namespace {
+
+using namespace executorch::runtime;
+using executorch::aten::ScalarType;
+using executorch::aten::SizesType;
+using executorch::aten::Tensor;
+using executorch::aten::TensorImpl;
+using executorch::aten::TensorShapeDynamism;
+using pi2::DType;
+using pi2_test::failures;
+
+constexpr SizesType kHidden = 64, kNeurons = 200;
+
+// A tensor with room for `most` rows.
+struct Given {
+  std::vector<char> data;
+  SizesType sizes[2];
+  executorch::aten::DimOrderType order[2] = {0, 1};
+  executorch::aten::StridesType strides[2];
+  TensorImpl impl;
+  EValue value;
+
+  Given(SizesType rows, SizesType columns, ScalarType dtype = ScalarType::Float, SizesType most = 0)
+      : data(static_cast<std::size_t>(std::max(rows, most) * columns) * 8),
+        sizes{std::max(rows, most), columns},
+        strides{columns, 1},
+        impl(dtype, 2, sizes, data.data(), order, strides, TensorShapeDynamism::DYNAMIC_BOUND),
+        value(Tensor(&impl)) {
+    const SizesType now[2] = {rows, columns};
+    PI2_CHECK(resize_tensor(value.toTensor(), {now, 2}) == Error::Ok, "sizes");
+  }
+};
+
+Error run(const BackendInterface& backend, DelegateHandle* handle, std::vector<EValue*> values) {
+  BackendExecutionContext context;
+  return backend.execute(context, handle, {values.data(), values.size()});
+}
+
+Result<DelegateHandle*> load(const BackendInterface& backend, const pi2_test::Bytes512& blob,
+                             std::vector<BackendOption> options) {
+  BackendInitContext context(nullptr, nullptr, "forward", nullptr, {options.data(), options.size()});
+  FreeableBuffer buffer(blob.data(), blob.size(), nullptr);
+  return backend.init(context, &buffer, {});
+}
+
+BackendOption option(const char* key, const std::string& value) {
+  BackendOption made;
+  std::snprintf(made.key, sizeof(made.key), "%s", key);
+  std::array<char, kMaxOptionValueLength> text{};
+  std::snprintf(text.data(), text.size(), "%s", value.c_str());
+  made.value = text;
+  return made;
+}
+
+template <class Value>
+BackendOption option_of(const char* key, Value value) {
+  BackendOption made = option(key, "");
+  made.value = value;
+  return made;
+}
+
+void expect(Error found, Error wanted, const char* message) {
+  const std::string words = pi2_et_error();
+  PI2_CHECK(found == wanted && words.find(message) != std::string::npos, "code %d: '%s' has no '%s'",
+            static_cast<int>(found), words.c_str(), message);
+}
+
+long check(std::mt19937& rng) {
+  const pi2_test::StoreFixture store(rng, 1, kNeurons, 3, kHidden, DType::kQ4);
+  const pi2::et::Blob blob = pi2_test::blob_of(store, 0);
+  const pi2_test::Bytes512 bytes = pi2_test::written(blob);
+  BackendInterface* const found = get_backend_class("Pi2Backend");
+  PI2_CHECK(found != nullptr && found->is_available(), "not registered");
+  if (found == nullptr) return 1;
+  BackendInterface& backend = *found;
+
+  // Options: of the load, of the process, of the environment.
+  const auto refused = [&](std::vector<BackendOption> options, Error code, const char* message) {
+    pi2_et_clear_error();
+    const Result<DelegateHandle*> handle = load(backend, bytes, std::move(options));
+    expect(handle.error(), code, message);
+  };
+  refused({}, Error::AccessFailed, "expected a file, found No such file");
+  PI2_CHECK(setenv("PI2_STORE", "/nowhere/environment", 1) == 0, "environment");
+  refused({}, Error::AccessFailed, "neuron store /nowhere/environment");
+  BackendOption process[] = {option("store_path", "/nowhere/process")};
+  PI2_CHECK(set_option("Pi2Backend", {process, 1}) == Error::Ok, "%s", pi2_et_error());
+  refused({}, Error::AccessFailed, "neuron store /nowhere/process");
+  refused({option("store_path", "/nowhere/load")}, Error::AccessFailed, "neuron store /nowhere/load");
+  refused({option_of("io_threads", 0)}, Error::InvalidArgument, "option io_threads of Pi2Backend: expected 1 to 1024");
+  refused({option_of("direct", 7)}, Error::InvalidArgument, "expected true or false, found '7'");
+  refused({option("no_such", "1")}, Error::InvalidArgument, "found 'no_such'");
+  BackendOption bad[] = {option_of("threads", -1)};
+  expect(set_option("Pi2Backend", {bad, 1}), Error::InvalidArgument, "option threads of Pi2Backend");
+
+  const auto made = load(
+      backend, bytes, {option("store_path", store.path), option_of("cache_bytes_kib", 8), option_of("direct", false)});
+  PI2_CHECK(made.ok(), "%s", pi2_et_error());
+  if (!made.ok()) return 9;
+  DelegateHandle* const handle = *made;
+
+  // Every float type, and results that are resized.
+  for (const ScalarType type : {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}) {
+    const DType dtype = type == ScalarType::Float ? DType::kF32 : type == ScalarType::Half ? DType::kF16 : DType::kBF16;
+    Given x(3, kHidden, type), y(1, kHidden, type, 9);
+    const std::vector<char> numbers = pi2_test::stored(rng, dtype, 3 * kHidden);
+    std::memcpy(x.data.data(), numbers.data(), numbers.size());
+    const Error code = run(backend, handle, {&x.value, &y.value});
+    PI2_CHECK(code == Error::Ok && y.impl.size(0) == 3, "%s", pi2_et_error());
+    std::vector<char> wanted(numbers.size());
+    pi2::FfnArgs args;
+    args.x = numbers.data();
+    args.y = wanted.data();
+    args.x_dtype = dtype;
+    args.tokens = 3;
+    args.hidden = kHidden;
+    args.neurons = kNeurons;
+    args.w_dtype = DType::kQ4;
+    args.bundles = store.bundles[0].data();
+    pi2::sparse_ffn(args, pi2::serial());
+    PI2_CHECK(std::memcmp(wanted.data(), y.data.data(), wanted.size()) == 0, "bits of dtype %d",
+              static_cast<int>(type));
+  }
+  Given none(0, kHidden), nothing(0, kHidden);
+  PI2_CHECK(run(backend, handle, {&none.value, &nothing.value}) == Error::Ok, "no tokens: %s", pi2_et_error());
+
+  // Tensors that do not fit.
+  Given x(3, kHidden), y(3, kHidden), narrow(3, kHidden - 1), ints(3, kHidden, ScalarType::Int), small(2, kHidden),
+      half(3, kHidden, ScalarType::Half);
+  EValue number(std::int64_t{3});
+  const auto fails = [&](std::vector<EValue*> values, const char* message) {
+    pi2_et_clear_error();
+    expect(run(backend, handle, std::move(values)), Error::InvalidArgument, message);
+  };
+  fails({&narrow.value, &y.value}, "pi2_ffn.0, input: expected [..., 64], found a last size of 63");
+  fails({&ints.value, &y.value}, "pi2_ffn.0, input: expected float32, bfloat16 or float16, found dtype 3");
+  fails({&x.value, &small.value}, "pi2_ffn.0, result: expected room for 192 numbers, found less");
+  fails({&x.value, &half.value}, "pi2_ffn.0, result: expected the dtype of its input, found another");
+  fails({&x.value, &number}, "pi2_ffn.0: expected a tensor and its result");
+  fails({&x.value}, "found 1 values");
+  x.order[0] = 1;
+  x.order[1] = 0;
+  fails({&x.value, &y.value}, "pi2_ffn.0, input: expected a contiguous tensor, found another order");
+  backend.destroy(handle);
+  char text[4096];
+  PI2_CHECK(pi2_et_stats(text, sizeof(text), 0) < 4096 && std::string(text).find("{\"stores\": []") == 0, "%s", text);
+  return 20;
+}
+
+}  // namespace
+
+int main() {
+  runtime_init();
+  std::mt19937 rng(3);
+  return pi2_test::finish("backend", check(rng));
+}

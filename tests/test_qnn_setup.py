@@ -1,0 +1,248 @@
+"""Compiling for Qualcomm's NPU without Qualcomm's libraries: what is refused, by name, before any work and offline."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_pi2.errors import (
+    CalibrationError,
+    CompileError,
+    ConfigError,
+    LibraryMissingError,
+    NonFiniteError,
+    Pi2Error,
+    ShapeError,
+    VersionError,
+)
+from torch_pi2.export import qnn
+from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.qnn import job, sdk
+from torch_pi2.export.qnn.outliers import four_bit_damage, rounded, split
+from torch_pi2.export.qnn.quantize import check_calibration
+
+
+def tiny_hot(hidden: int = 32, neurons: int = 64, chunk: int = 32) -> HotChunks:
+    torch.manual_seed(0)
+    site = SimpleNamespace(activation="relu", activation_on_up=False, gated=True)
+    return HotChunks(site, [torch.randn(neurons, hidden) for _ in range(3)], chunk=chunk)
+
+
+@pytest.fixture
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the extra had never been installed."""
+    known = importlib.metadata.distribution
+
+    def distribution(name: str) -> importlib.metadata.Distribution:
+        if name == sdk.PACKAGE:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
+
+
+@pytest.fixture
+def fake_sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An SDK of empty files: enough for everything that does not load it."""
+    folder = tmp_path / "qairt/lib/x86_64-linux-clang"
+    folder.mkdir(parents=True)
+    for name in ("libQnnSystem.so", "libQnnHtp.so"):
+        (folder / name).touch()
+    monkeypatch.setenv("QNN_SDK_ROOT", str(tmp_path / "qairt"))
+    return folder
+
+
+@pytest.mark.usefixtures("without_libraries")
+def test_missing_libraries_are_named_with_their_licence() -> None:
+    with pytest.raises(LibraryMissingError, match=r"onnxruntime-qnn 2\.5\.0.*QNN_SDK_ROOT.*found neither") as raised:
+        qnn.check(qnn.Settings("SM8650"))
+    assert "Qualcomm AI Stack License" in str(raised.value)
+    assert "pip install 'torch-pi2[qnn]'" in str(raised.value)
+    assert [type(p) for p in qnn.problems("SM8650")] == [LibraryMissingError]
+
+
+@pytest.mark.usefixtures("without_libraries")
+def test_nothing_is_compiled_or_quantised_without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    with pytest.raises(LibraryMissingError):
+        qnn.lower_hot([tiny_hot()], [torch.randn(8, 32)], {"decode_b1": qnn.Graph((1, 1), [1])}, qnn.Settings("SM8650"))
+
+
+_OFFLINE = """
+import importlib.metadata, os, sys
+known = importlib.metadata.distribution
+def distribution(name):
+    if name == "onnxruntime-qnn":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+importlib.metadata.distribution = distribution
+def deny(event, arguments):
+    if event.startswith(("socket.", "subprocess.", "os.posix_spawn", "os.system", "urllib.")):
+        print("DENIED", event, file=sys.stderr)
+        os._exit(7)
+import torch
+from torch_pi2.export import qnn
+sys.addaudithook(deny)
+print([str(p) for p in qnn.problems("SM8650", compile=True) + qnn.problems("SM9999")])
+"""
+
+
+def test_no_network_and_no_process_without_libraries() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "QNN_SDK_ROOT"}
+    done = subprocess.run([sys.executable, "-c", _OFFLINE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Qualcomm AI Stack License") == 2
+    assert "SM8550" in done.stdout
+
+
+def test_an_sdk_without_libraries_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QNN_SDK_ROOT", str(tmp_path))
+    with pytest.raises(LibraryMissingError, match=rf"{tmp_path}/lib/x86_64-linux-clang.*Correct QNN_SDK_ROOT"):
+        sdk.find()
+
+
+def test_the_users_own_sdk_comes_first(fake_sdk: Path) -> None:
+    assert sdk.find() == sdk.Libraries(fake_sdk, "QNN_SDK_ROOT")
+
+
+@pytest.mark.parametrize("version", ["2.4.0", "2.6.0", "2.7.0"])
+def test_other_versions_of_the_package_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: SimpleNamespace(version=version))
+    with pytest.raises(VersionError, match=rf"expected 2\.5\.0 \(QNN 2\.49\.40\), found {version}.*=2\.5\.0"):
+        sdk.find()
+
+
+@pytest.mark.parametrize("build", ["v2.48.40.260101", "2.51.0.260929181845"])
+def test_other_releases_of_an_sdk_are_refused(build: str) -> None:
+    with pytest.raises(VersionError, match=rf"QNN release.*found {build}"):
+        sdk.check_build(build)
+    sdk.check_build("v2.49.40.260810104044")
+
+
+def test_another_executorch_is_refused(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.6.0")
+    with pytest.raises(VersionError, match=r"executorch: expected 1\.5\.1.*found 1\.6\.0.*pip install executorch=="):
+        sdk.check_executorch()
+    assert [type(p) for p in qnn.problems("SM8750")] == [VersionError]
+
+
+def test_another_host_is_refused(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk.platform, "machine", lambda: "aarch64")
+    with pytest.raises(LibraryMissingError, match=r"expected Linux on x86-64, found Linux aarch64"):
+        qnn.check(qnn.Settings("SM8650"))
+
+
+def test_an_unknown_soc_is_refused_first() -> None:
+    with pytest.raises(ConfigError, match=r"SM8550.*SM8650.*SM8750.*found 'SM8450'"):
+        qnn.check(qnn.Settings("SM8450"))
+    assert "SM8450" in str(qnn.problems("SM8450")[0])
+
+
+def test_settings_that_make_no_sense() -> None:
+    with pytest.raises(ConfigError, match=r"w4a16, w8a16, fp16, found 'int4'"):
+        qnn.Settings("SM8650", "int4")
+    with pytest.raises(ConfigError, match=r"expected outliers a multiple of 64.*found outliers=32"):
+        qnn.Settings("SM8650", outliers=32)
+
+
+@pytest.mark.parametrize("graph", [qnn.Graph((1, 1), [3]), qnn.Graph((0, 1), [1]), qnn.Graph((1, 1), [1, 1])])
+def test_graphs_that_do_not_fit_the_layers(graph: qnn.Graph) -> None:
+    with pytest.raises(ConfigError, match=r"graph decode_b1.*1 layers, at most \[2\]"):
+        qnn.lower_hot([tiny_hot()], [None], {"decode_b1": graph}, qnn.Settings("SM8650"))
+
+
+def test_calibration_inputs_are_checked() -> None:
+    hot, settings = tiny_hot(), qnn.Settings("SM8650")
+    with pytest.raises(CalibrationError, match="found none"):
+        check_calibration(hot, None, settings)
+    check_calibration(hot, None, qnn.Settings("SM8650", "fp16"))
+    with pytest.raises(ShapeError, match=r"expected \[\.\.\., 32\], found \(4, 31\)"):
+        check_calibration(hot, torch.zeros(4, 31), settings)
+    with pytest.raises(NonFiniteError, match="calibration inputs"):
+        check_calibration(hot, torch.full((4, 32), float("nan")), settings)
+
+
+def test_damage_is_the_error_of_each_neuron() -> None:
+    torch.manual_seed(1)
+    gate, up, down, x = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 6), torch.randn(20, 8)
+    up[3] *= torch.tensor([30.0, 1, 1, 1, 1, 1, 1, 1])  # one large weight takes the others' resolution
+
+    def intermediate(w_gate: torch.Tensor | None, w_up: torch.Tensor) -> torch.Tensor:
+        assert w_gate is not None
+        return torch.relu(x @ w_gate.T) * (x @ w_up.T)
+
+    damage = four_bit_damage(intermediate, gate, up, down)
+    a, b = intermediate(gate, up), intermediate(rounded(gate), rounded(up))
+    for i in range(6):
+        by_hand = (a[:, i : i + 1] * down[:, i] - b[:, i : i + 1] * rounded(down)[:, i]).square().sum()
+        torch.testing.assert_close(damage[i], by_hand.double(), rtol=1e-4, atol=1e-6)
+    high, low = split(damage, 2)
+    assert 3 in high
+    assert sorted([*high.tolist(), *low.tolist()]) == list(range(6))
+
+
+def _run_with(child: str, fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, timeout: float = 60) -> None:
+    """A job of one layer whose process is ``child``; its folder must be gone afterwards."""
+    (tmp_path / "child.py").write_text(child)
+    work = tmp_path / "temporary"
+    work.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(work))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(job, "_MODULE", "child")
+    settings = qnn.Settings("SM8650", "fp16", timeout_s=timeout)
+    try:
+        qnn.lower_hot([tiny_hot()], [None], {"decode_b1": qnn.Graph((1, 1), [1])}, settings)
+    finally:
+        assert list(work.iterdir()) == []
+
+
+def test_a_crash_of_the_compiler_is_an_error(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = "import os\nprint('last words', flush=True)\nos.abort()\n"
+    with pytest.raises(CompileError, match=r"hot part of layer layer0.*ended with SIGABRT: .*last words"):
+        _run_with(child, fake_sdk, monkeypatch, tmp_path)
+
+
+def test_a_compiler_that_hangs_is_killed(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = "import subprocess, sys, time\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)\n"
+    started = time.monotonic()
+    with pytest.raises(CompileError, match=r"nothing after 1 s"):
+        _run_with(child, fake_sdk, monkeypatch, tmp_path, timeout=1)
+    assert time.monotonic() - started < 30
+
+
+def test_the_compilers_own_errors_come_through(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = {"kind": "CompileError", "what": "operators", "expected": "known ones", "found": "aten.x", "fix": "No."}
+    child = (
+        f"import pathlib, sys\npathlib.Path(sys.argv[1], 'error.json').write_text({json.dumps(json.dumps(error))})\n"
+    )
+    with pytest.raises(CompileError, match=r"operators: expected known ones, found aten\.x\. No\."):
+        _run_with(child, fake_sdk, monkeypatch, tmp_path)
+
+
+def test_the_process_is_given_an_sdk_so_that_none_is_downloaded(fake_sdk: Path, tmp_path: Path) -> None:
+    environment = sdk.environment(sdk.find(), tmp_path / "sdk")
+    assert environment["QNN_SDK_ROOT"] == str(tmp_path / "sdk")
+    assert (tmp_path / "sdk/lib/x86_64-linux-clang/libQnnHtp.so").is_file()
+
+
+def test_libraries_that_cannot_be_loaded(fake_sdk: Path) -> None:
+    code = "from torch_pi2.export.qnn import sdk; sdk.load(sdk.find())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "LibraryMissingError: Qualcomm's libQnnSystem.so" in done.stderr
+    assert "file too short" in done.stderr
+
+
+def test_every_problem_says_what_to_do() -> None:
+    assert all(isinstance(p, Pi2Error) and p.fix for p in qnn.problems("nothing"))

@@ -1,0 +1,396 @@
+"""The C++ runner (``make runner``): its tokenizer against Hugging Face's, its answers against the Python twin's."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_eval import byte_tokenizer
+from tiny_bundle import EOS, LANES, PROMPT, ROOM, TEXT, VOCAB, shared_bundle, write_manifest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from torch_pi2.export.chat import around_messages, write_chat
+from torch_pi2.export.run import Bundle
+from torch_pi2.export.text import chat_text
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "build" / "runner" / "pi2"
+TOKENIZE = ROOT / "build" / "runner" / "cmake" / "pi2_tokenize"
+PROMPTS = ["def f1(x", "    return x * 3 + y\n\ndef f2(x, y=2):\n", "é 日本 🙂"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built() -> None:
+    assert (FOLDER / "pi2_runner").exists(), "the runner was not built: make runner"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_bundle(tmp_path_factory)
+
+
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
+
+
+def call(*args: object, folder: Path = FOLDER) -> subprocess.CompletedProcess[bytes]:
+    """Without any of this process's environment: the folder has all that it needs."""
+    return subprocess.run([folder / "pi2_runner", *map(str, args)], capture_output=True, timeout=60, env={})
+
+
+def run(*args: object) -> dict[str, Any]:
+    result = call(*args, "--json")
+    assert result.returncode == 0, result.stderr.decode()
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def refused(*args: object) -> str:
+    """The one line that it says."""
+    result = call(*args)
+    assert result.returncode == 2, result.stdout
+    lines = [line for line in result.stderr.decode().splitlines() if line.startswith("pi2_runner: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("pi2_runner: ")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_answer_is_the_twins(bundle: Path, prompt: str) -> None:
+    with Bundle(bundle) as twin:
+        expected = twin.generate(prompt, 12)
+    found = run(bundle, "--prompt", prompt, "--max-new-tokens", 12)
+    assert len(expected.prompt_ids) > (PROMPT if prompt is PROMPTS[1] else 0)  # one of them is read in pieces
+    assert found["prompt_tokens"] == len(expected.prompt_ids)
+    answer = expected.sequences[0]
+    assert found["sequences"] == [{"text": answer.text, "ids": answer.ids, "ended": answer.ended}]
+
+
+def test_text_is_streamed_and_is_whole_utf8(bundle: Path) -> None:
+    expected = run(bundle, "--prompt", PROMPTS[0], "--max-new-tokens", 20)["sequences"][0]["text"]
+    result = call(bundle, "--prompt", PROMPTS[0], "--max-new-tokens", 20)
+    assert result.stdout.decode() == PROMPTS[0] + expected + "\n"
+    assert "tokens/s" in result.stderr.decode().splitlines()[-1]
+
+
+def test_ids_need_no_tokenizer(copy: Path) -> None:
+    expected = run(copy, "--ids", "5,6,7", "--max-new-tokens", 5)["sequences"][0]
+    for file in copy.glob("*token*"):
+        file.unlink()
+    write_manifest(copy)
+    assert run(copy, "--ids", "5,6,7", "--max-new-tokens", 5)["sequences"] == [{**expected, "text": ""}]
+    assert call(copy, "--ids", "5,6,7", "--max-new-tokens", 5).stdout.decode().split()[1:] == [
+        str(i) for i in expected["ids"]
+    ]
+
+
+def test_each_of_several_answers_is_the_one_of_its_seed(bundle: Path) -> None:
+    options = ("--prompt", PROMPTS[0], "--temperature", 0.9, "--top-p", 0.9, "--max-new-tokens", ROOM)
+    several = run(bundle, *options, "--seed", 3, "--num-return-sequences", LANES - 1)
+    alone = [run(bundle, *options, "--seed", 3 + i) for i in range(LANES - 1)]
+    assert several["sequences"] == [one["sequences"][0] for one in alone]
+    assert len({tuple(s["ids"]) for s in several["sequences"]}) == LANES - 1  # they differ: it was drawn
+    assert several["decode_steps"] == max(one["decode_steps"] for one in alone)
+    assert several["new_tokens"] == sum(len(s["ids"]) for s in several["sequences"])
+    assert "room" in {s["ended"] for s in several["sequences"]}
+
+
+def test_top_p_and_temperature_near_zero_are_greedy(bundle: Path) -> None:
+    greedy = run(bundle, "--prompt", PROMPTS[0])["sequences"]
+    for options in (("--temperature", 1, "--top-p", 1e-6), ("--temperature", 1e-4)):
+        assert run(bundle, "--prompt", PROMPTS[0], *options)["sequences"] == greedy
+
+
+def test_answer_ends_at_eos(copy: Path) -> None:
+    ids = run(copy, "--prompt", PROMPTS[0], "--max-new-tokens", 12)["sequences"][0]["ids"]
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "eos": [EOS, ids[4]]}))
+    found = run(copy, "--prompt", PROMPTS[0], "--max-new-tokens", 12)["sequences"][0]
+    assert found["ids"] == ids[: ids.index(ids[4]) + 1]
+    assert found["ended"] == "eos"
+
+
+def test_logits_are_the_twins(bundle: Path, tmp_path: Path) -> None:
+    found = run(bundle, "--prompt", PROMPTS[0], "--max-new-tokens", 6, "--logits", tmp_path / "logits.npy")
+    with Bundle(bundle) as twin:
+        prompt = twin.generate(PROMPTS[0], 1).prompt_ids
+        expected = twin.logits(prompt + found["sequences"][0]["ids"][:-1], len(prompt))
+    logits = np.load(tmp_path / "logits.npy")
+    assert logits.shape == (6, 1, VOCAB)
+    np.testing.assert_allclose(logits[:, 0], expected.numpy(), atol=1e-5)
+    assert logits[:, 0].argmax(-1).tolist() == found["sequences"][0]["ids"]
+
+
+def test_figures(bundle: Path, tmp_path: Path) -> None:
+    found = run(bundle, "--prompt", PROMPTS[0], "--threads", 1, "--etdump", tmp_path / "dump", "--verify")
+    assert found["threads"] == 1
+    assert found["tokens_per_second"] > 0
+    assert found["prompt_tokens_per_second"] > 0
+    assert 0 < found["memory"]["resident_bytes"] <= found["memory"]["peak_bytes"] < 200 << 20
+    assert set(found["stages"]) == {"prompt", "decode"}
+    assert (tmp_path / "dump").read_bytes()[8:12] == b"ED00"  # an ETDump
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_budget_is_for_all_of_the_process(bundle: Path) -> None:
+    memory = run(bundle, "--prompt", "d", "--budget", "1.5MiB")["memory"]
+    assert memory["budget_bytes"] == 3 << 19
+    assert memory["cache_bytes"] == 2048  # all neurons, as its manifest says
+    message = refused(bundle, "--prompt", "d", "--budget", "1MiB")
+    assert message.startswith(
+        "--budget: expected at least 2 MiB: 1 MiB without neurons, and those that a token wants, "
+    )
+
+
+def test_chat_is_the_templates(copy: Path) -> None:
+    with Bundle(copy) as twin:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  def?"}]
+        assert write_chat(twin.tokenizer, copy)
+        expected = twin.tokenizer(chat_text(twin.tokenizer, messages), add_special_tokens=False)["input_ids"]
+    write_manifest(copy)
+    found = run(copy, "--chat", "--system", "Be brief.", "--prompt", "  def?", "--max-new-tokens", 4)
+    same = run(copy, "--ids", ",".join(map(str, expected)), "--max-new-tokens", 4)
+    assert found["prompt_tokens"] == len(expected)
+    assert found["sequences"] == same["sequences"]
+
+
+def test_templates_that_are_and_that_are_not_described() -> None:
+    tokenizer = byte_tokenizer(TEXT)
+    assert around_messages(tokenizer) is None
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}A:"
+    assert around_messages(tokenizer) == {
+        "user": ["<user>", "\nA:"],
+        "system_user": ["<system>", "\n<user>", "\nA:"],
+        "strips": True,
+    }
+    only_users = "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}[{{ messages[0].content }}]"
+    tokenizer.chat_template = only_users
+    assert around_messages(tokenizer) == {"user": ["[", "]"], "system_user": None, "strips": False}
+    tokenizer.chat_template = "{{ messages[0].content | upper }}"
+    assert around_messages(tokenizer) is None
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_damaged_bundles_are_refused_by_name(copy: Path) -> None:
+    assert "expected a bundle: a folder with manifest.json, found no such folder" in refused("none", "--prompt", "d")
+    pte = copy / "model.pte"
+    whole = pte.read_bytes()
+    pte.write_bytes(whole[:-1])
+    expected = f"{pte}: expected {len(whole)} bytes, as manifest.json says, found {len(whole) - 1} bytes: it is cut. "
+    assert refused(copy, "--prompt", "d").startswith(expected)
+    pte.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert f"{pte}: expected SHA-256 " in refused(copy, "--prompt", "d", "--verify")
+    pte.write_bytes(b"\0" * len(whole))
+    assert f"{pte}: expected a program of ExecuTorch, found ExecuTorch's error 0x" in refused(copy, "--prompt", "d")
+    pte.unlink()
+    assert f"{pte}: expected {len(whole)} bytes, as manifest.json says, found no such file" in refused(
+        copy, "--prompt", "d"
+    )
+    store = copy / "model.pi2"
+    store.write_bytes(b"")
+    pte.write_bytes(whole)
+    assert f"{store}: expected 4096 bytes" in refused(copy, "--prompt", "d")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"version": 2}, "expected format torch_pi2.bundle, version 1, found torch_pi2.bundle, version 2. "),
+        ({"kind": "module"}, "expected decoder, found module. "),
+        ({"lanes": 8}, "methods: expected prefill, decode_bN up to as many sequences as there are lanes, and fork"),
+        ({"max_tokens": "many"}, 'max_tokens: expected a whole number, 0 or more, found "many". '),
+        ({"target": "qnn:SM8650"}, "expected ExecuTorch's QNN backend in this process, found none. Pass --backend"),
+    ],
+)
+def test_manifests_that_it_cannot_run_are_refused(copy: Path, fields: dict[str, Any], message: str) -> None:
+    change(copy, **fields)
+    assert message in refused(copy, "--prompt", "d")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "d" * 999], f"prompt: expected at most {ROOM - 1} tokens: the bundle has room for {ROOM}, "),
+        (["--prompt", "d", "--num-return-sequences", LANES + 1], f"expected 1 to {LANES}, the lanes of the bundle"),
+        (["--prompt", ""], "prompt: expected tokens of one sequence below 300, found no tokens. "),
+        (["--ids", "1,300"], "prompt: expected tokens of one sequence below 300, found the token 300. "),
+        (["--ids", "1,x"], "--ids: expected token ids such as 1,2,3, found 'x'. "),
+        (["--prompt", "d", "--ids", "1"], "arguments: expected --prompt or --ids, found both. "),
+        (["--prompt", "d", "--chat"], "chat.json: expected the chat template of the bundle, found no such file. "),
+        (["--ids", "1", "--chat"], "--chat: expected --prompt beside it, found --ids. "),
+        (["--prompt", "d", "--system", "x"], "--system: expected --chat beside it, found none. "),
+        (["--prompt", "d", "--temperature", "-1"], "--temperature: expected 0 (greedy) or more, found '-1'. "),
+        (["--prompt", "d", "--top-p", "0"], "--top-p: expected more than 0, at most 1, found '0'. "),
+        (["--prompt", "d", "--budget", "2 apples"], "--budget: expected bytes, or text such as 2.5GiB or 700MB"),
+        (["--prompt", "d", "--polcy", "lru"], "arguments: expected an option of this program, found '--polcy'. "),
+        (["--prompt", "d", "--policy", "new"], "option policy of Pi2Backend: expected a policy"),
+        (["--prompt", "d", "--backend", "/no.so"], "--backend: expected a library that can be loaded, found /no.so"),
+        (["--prompt", "d", "--logits", "/no/such"], "/no/such: expected a file that can be written, found an error. "),
+        (["--prompt"], "--prompt: expected a value behind it, found none. "),
+        (["another", "--prompt", "d"], "arguments: expected one bundle, found "),
+    ],
+)
+def test_wrong_options_are_refused(bundle: Path, options: list[object], message: str) -> None:
+    assert message in refused(bundle, *options)
+
+
+def test_prompts_that_are_no_utf8_are_refused(bundle: Path) -> None:
+    result = subprocess.run([FOLDER / "pi2_runner", bundle, b"--prompt=\xff"], capture_output=True, env={})
+    assert result.returncode == 2
+    assert b"prompt: expected UTF-8, found other bytes. " in result.stderr
+
+
+def _byte_level(regex: str, normalizer: Any = None, **options: Any) -> Tokenizer:
+    raw = Tokenizer(models.BPE(**options))
+    if normalizer is not None:
+        raw.normalizer = normalizer
+    split = pre_tokenizers.Split(Regex(regex), "isolated")
+    raw.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    raw.decoder = decoders.ByteLevel()
+    _train(raw, ["<|bos|>"], pre_tokenizers.ByteLevel.alphabet())
+    raw.add_special_tokens([AddedToken("<|end|>", rstrip=True), AddedToken("<mask>", lstrip=True)])
+    raw.add_tokens([AddedToken("Tool", single_word=True), "<tool>"])
+    template = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    raw.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return raw
+
+
+def _sentencepiece(normalizer: Any, pre_tokenizer: Any, decoder: Any) -> Tokenizer:
+    raw = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    _train(raw, ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))], [])
+    description = json.loads(raw.to_str())
+    description["added_tokens"] = description["added_tokens"][:3]  # bytes are no added tokens in real models
+    description["pre_tokenizer"] = None
+    raw = Tokenizer.from_str(json.dumps(description))
+    if normalizer is not None:
+        raw.normalizer = normalizer
+    if pre_tokenizer is not None:
+        raw.pre_tokenizer = pre_tokenizer
+    raw.decoder = decoder
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    return raw
+
+
+def _odd() -> Tokenizer:
+    raw = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            split(" ", "merged_with_previous"),
+            split(Regex("[a-c]+"), "removed"),
+            split(Regex("x+|y"), "merged_with_next"),
+            split(Regex("[0-4]"), "contiguous"),
+            split(Regex("[^,]+"), "removed", invert=True),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(),
+        ]
+    )
+    raw.decoder = decoders.ByteLevel()
+    return _train(raw, [], pre_tokenizers.ByteLevel.alphabet())
+
+
+def _train(raw: Tokenizer, special: list[str], alphabet: list[str]) -> Tokenizer:
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, initial_alphabet=alphabet, limit_alphabet=300, show_progress=False
+    )
+    raw.train_from_iterator(
+        [TEXT, "日本語 한국어 été café Straße ﬁ ½ Å 🙂👍🏽 The tool's 'Tools', we'll see. " * 9], trainer
+    )
+    return raw
+
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TOKENIZERS = {
+    "gpt2": lambda: Tokenizer.from_file(str(ROOT / "examples/models/drelu-stdlib-5m/tokenizer.json")),
+    "llama3": lambda: _byte_level(_LLAMA3, ignore_merges=True),
+    "qwen": lambda: _byte_level(_O200K, normalizers.NFC()),
+    "nfkd": lambda: _byte_level(_LLAMA3, normalizers.NFKD()),
+    "llama2": lambda: _sentencepiece(
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        None,
+        decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+    ),
+    "mistral": lambda: _sentencepiece(
+        None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), decoders.Metaspace(prepend_scheme="first")
+    ),
+    "odd": _odd,
+}
+_PARTS = [
+    *["a", "b", "The", " ", "  ", "\n", "\t", ".", ",", "'s", "'S", "12", "7", "4", "é", "e\u0301", "日本", "🙂"],
+    *["\u00a0", "\u3000", "\u180e", "\u0085", "if", "(", ")", "\r\n", "_", "\u0301\u0323", "ſ", "<|end|>", "<mask>"],
+    *[
+        "Tool",
+        "<tool>",
+        "<s>",
+        "</s>",
+        "가",
+        "\u1100\u1161\u11a8",
+        "ﬁ",
+        "½",
+        "\u212b",
+        "xy",
+        "▁",
+        "<0x41>",
+        "\0",
+        "ǅ",
+        "ß",
+    ],
+]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizer_is_hugging_faces(name: str, tmp_path: Path) -> None:
+    raw = TOKENIZERS[name]()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    rng = random.Random(name)
+    texts = ["".join(rng.choices(_PARTS, k=rng.randrange(15))) for _ in range(300)]
+    texts += [TEXT[i : i + rng.randrange(200)] for i in range(0, len(TEXT), 97)]
+    ids = [[rng.randrange(raw.get_vocab_size()) for _ in range(rng.randrange(12))] for _ in range(200)]
+    lines = "".join(json.dumps(given) + "\n" for given in (*texts, *ids))
+    result = subprocess.run(
+        [TOKENIZE, tmp_path / "tokenizer.json"], input=lines, capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    expected = [e.ids for e in raw.encode_batch(texts)] + [raw.decode(i, skip_special_tokens=True) for i in ids]
+    for given, theirs, ours in zip([*texts, *ids], expected, found, strict=True):
+        assert ours == theirs, repr(given)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("pre_tokenizer", {"type": "BertPreTokenizer"}, "expected ByteLevel, Digits, Metaspace, Split or Sequence"),
+        ("normalizer", {"type": "Lowercase"}, "expected NFC, NFD, NFKC, NFKD, Prepend, Replace or Sequence"),
+        ("decoder", {"type": "WordPiece"}, "expected ByteFallback, ByteLevel, Fuse, Metaspace, Replace, Strip or"),
+        ("post_processor", {"type": "BertProcessing"}, "expected ByteLevel, TemplateProcessing or Sequence"),
+        ("model", {"type": "Unigram"}, "model, type: expected BPE, found Unigram. This runner does not have it"),
+    ],
+)
+def test_unknown_parts_of_tokenizers_are_refused(
+    tmp_path: Path, part: str, value: dict[str, str], message: str
+) -> None:
+    description = json.loads(_odd().to_str()) | {part: value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    result = subprocess.run([TOKENIZE, tmp_path / "tokenizer.json"], input="", capture_output=True, text=True)
+    assert result.returncode == 2
+    assert message in result.stderr

@@ -1,0 +1,137 @@
+"""What `inspect` says of a bundle: methods with delegates and operators, bytes by part, hot chunks, hashes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+from torch_pi2.errors import Pi2Error
+
+
+def describe_bundle(folder: Path, verify: bool) -> dict[str, Any]:
+    """The manifest, and what the program and the store themselves say.
+
+    Args:
+        verify: compare all files with their hashes.
+
+    Returns:
+        ``contains`` (["bundle"]), ``files``, ``bytes``, ``manifest``, ``methods`` (name -> delegates, operators and
+        hot_chunks), ``parts`` (name -> bytes, of all files), ``unknown`` (why the program was not read, or None) and
+        ``verified_bytes`` (None without ``verify``).
+
+    Raises:
+        ArtifactError: the manifest or a file is missing, damaged, or does not belong to the bundle.
+    """
+    from torch_pi2.errors import LibraryMissingError
+    from torch_pi2.export.contents import describe_program
+    from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
+
+    manifest = Manifest.load(folder)
+    read = manifest.verify(folder, full=verify, progress=True)
+    unknown = None
+    try:
+        program = describe_program(folder / PROGRAM_FILE)
+    except LibraryMissingError as error:
+        program, unknown = {"methods": {}, "bytes": {}}, str(error)
+    files = {name: entry.bytes for name, entry in manifest.files.items()}
+    others = {name: size for name, size in files.items() if name not in (PROGRAM_FILE, STORE_FILE)}
+    parts = _program_parts(program["bytes"], files[PROGRAM_FILE]) | _store_parts(folder / STORE_FILE)
+    return {
+        "contains": ["bundle"],
+        "files": files,
+        "bytes": sum(files.values()),
+        "manifest": manifest.to_json(),
+        "methods": {
+            name: {
+                "kind": method.kind,
+                "batch": method.batch,
+                "max_tokens": method.max_tokens,
+                "hot_chunks": list(method.hot_chunks),
+                **program["methods"].get(name, {"delegates": {}, "operators": {}}),
+            }
+            for name, method in manifest.methods.items()
+        },
+        "parts": parts | {"configuration and tokenizer": sum(others.values())},
+        "unknown": unknown,
+        "verified_bytes": read if verify else None,
+    }
+
+
+def _program_parts(sizes: dict[str, Any], whole: int) -> dict[str, int]:
+    """Of model.pte: names for people."""
+    if not sizes:
+        return {"program": whole}
+    return {
+        "program: graphs": sizes["program"],
+        "program: constants": sizes["constants"] + sizes["mutable"],
+        "program: weights of delegates": sizes["named"],
+        **{f"program: {backend}": size for backend, size in sizes["delegates"].items()},
+        "program: padding": sizes["padding"],
+    }
+
+
+def _store_parts(path: Path) -> dict[str, int]:
+    """Of model.pi2."""
+    from torch_pi2.store.storefile import StoreReader
+
+    try:
+        with StoreReader(path) as store:
+            parts = store.regions()
+            predictors = sum(spec.nbytes for name, spec in store.specs.items() if ".predictor." in name)
+            parts |= {"floats": parts["floats"] - predictors, "predictors": parts["predictors"] + predictors}
+            names = {"floats": "biases"}  # there is nothing else in the store of a bundle
+            return {f"store: {names.get(name, name).replace('_', ' ')}": size for name, size in parts.items() if size}
+    except Pi2Error:  # its size is as the manifest says; what is wrong with it is for --verify and for running it
+        return {"store: unreadable": path.stat().st_size}
+
+
+def render_bundle(result: dict[str, Any]) -> str:
+    made, methods = result["manifest"], result["methods"]
+    model, memory, ffn = made["model"], made["memory"], common.size(made["bytes"]["ffn"])
+    head = (
+        f"bundle version {made['version']}: {made['kind']} for {made['target']}, {common.size(result['bytes'])}\n"
+        f"model: {model['class']} ({model['model_type'] or 'no Hugging Face type'}), {model['layers']} FFNs of hidden "
+        f"size {model['hidden']} in {model['weights']}, other linear layers in {model['linears']}, FFN weights "
+        f"{model['model_hash'][:12]}\n"
+        f"made by: {', '.join(f'{name} {version}' for name, version in made['made_by'].items())}\n"
+        f"room: {made['lanes']} sequences of {made['max_tokens']} tokens; memory: {common.size(memory['fixed_bytes'])} "
+        f"and neurons, a token wants {common.size(memory['token_bytes'])} of {ffn}"
+    )
+    rows = [
+        (
+            name,
+            method["batch"],
+            method["max_tokens"],
+            _counts(method["delegates"]),
+            sum(method["operators"].values()),
+            _chunks(method["hot_chunks"]),
+        )
+        for name, method in methods.items()
+    ]
+    parts = [(name, size, common.percent(size / result["bytes"])) for name, size in result["parts"].items()]
+    hashes = [(name, size, made["files"][name]["sha256"]) for name, size in result["files"].items()]
+    verified = result["verified_bytes"]
+    return "\n\n".join(
+        (
+            head,
+            f"delegates and operators: not known ({result['unknown']})"
+            if result["unknown"]
+            else common.table(
+                ("method", "batch", "tokens", "delegates", "CPU operators", "hot chunks per layer"), rows
+            ),
+            common.table(("part", "bytes", "share"), parts),
+            common.table(("file", "bytes", "SHA-256"), hashes),
+            *(f"lossy: {text}" for text in made["lossy"]),
+            *(() if verified is None else (f"verified: {common.size(verified)} are as they were exported",)),
+        )
+    )
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+
+
+def _chunks(chunks: list[int]) -> str:
+    """One number where all layers have the same."""
+    return "-" if not chunks else str(chunks[0]) if len(set(chunks)) == 1 else " ".join(map(str, chunks))

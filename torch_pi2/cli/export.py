@@ -1,0 +1,130 @@
+"""Write a model as a bundle: a folder that ExecuTorch runs, on this machine or on a phone.
+
+MODEL is a folder written by `torch-pi2 optimize`, quantised or not, or a Hugging Face checkpoint of a ReLU-family
+model, which then gets the lossless exact gate.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+from torch_pi2.errors import ConfigError
+
+EXAMPLE = "torch-pi2 export my-sparse-model --out bundle --target xnnpack --max-tokens 512"
+#: Of linear layers that are not in FFNs.
+_LINEARS = ("float32", "int8", "int4")
+
+
+_PRECISIONS = ("w4a16", "w8a16", "fp16")
+#: Tokens of --text that are taken.
+_TOKENS = 2048
+
+
+def _chunks(text: str) -> dict[int, int]:
+    pairs = (part.partition("=") for part in text.split(","))
+    return {common.positive(batch): int(chunks) for batch, _, chunks in pairs}
+
+
+_chunks.__name__ = "comma-separated list of batch=chunks"
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    return tuple(common.positive(part) for part in text.split(","))
+
+
+_batches.__name__ = "comma-separated list of batch sizes"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_model(parser)
+    common.add_out(parser)
+    add = parser.add_argument
+    add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650 or SM8750")
+    add("--max-tokens", type=common.positive, default=512, metavar="N", help="of prompt and answer together")
+    add("--batches", type=_batches, default=(1, 2, 4), metavar="B,...", help="sequences decoded together")
+    add(
+        "--linears",
+        choices=_LINEARS,
+        default="float32",
+        help="of a float model, layers outside FFNs; int8, int4: lossy",
+    )
+    add(
+        "--hot",
+        type=_chunks,
+        metavar="B=CHUNKS,...",
+        help="chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)",
+    )
+    npu = parser.add_argument_group("hot neurons on the NPU (lossy)")
+    npu.add_argument("--precision", choices=_PRECISIONS, default="w4a16", help="default: w4a16")
+    npu.add_argument("--outliers", type=int, default=64, metavar="N", help="of a chunk, neurons in 8 bits with w4a16")
+    npu.add_argument(
+        "--no-weight-sharing",
+        action="store_true",
+        help="a copy per batch size: for Qualcomm's emulator, not for phones",
+    )
+    npu.add_argument(
+        "--text", default="stdlib", metavar="FILE|stdlib", help="UTF-8 text that hot parts are calibrated on"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.export.api import export
+    from torch_pi2.export.manifest import Manifest
+
+    common.check_out(args.out)
+    _check_target(args.target)
+    model, tokenizer = _model(args), common.load_tokenizer(args)
+    calibrated = args.target != "xnnpack" and args.precision != "fp16"
+    export(
+        model,
+        args.out,
+        target=args.target,
+        tokenizer=tokenizer,
+        max_tokens=args.max_tokens,
+        batches=args.batches,
+        linears=args.linears,
+        hot=args.hot,
+        precision=args.precision,
+        outliers=args.outliers,
+        weight_sharing=not args.no_weight_sharing,
+        calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
+        progress=True,
+    )
+    return {"out": str(args.out), "manifest": Manifest.load(args.out).to_json()}
+
+
+def _model(args: argparse.Namespace) -> Any:
+    import torch_pi2
+
+    if (Path(args.model) / "pi2").is_dir():
+        return common.load_sparse(args)
+    return torch_pi2.optimize(common.load_dense(args))
+
+
+def _check_target(target: str) -> None:
+    """What can be refused before a model is loaded."""
+    if target == "xnnpack":
+        return
+    kind, _, soc = target.partition(":")
+    if kind != "qnn" or not soc:
+        raise ConfigError(
+            "--target", expected="xnnpack, or qnn: and an SoC such as qnn:SM8650", found=repr(target), fix="Correct it."
+        )
+    from torch_pi2.export.qnn import sdk
+
+    if problems := sdk.problems(soc):
+        raise problems[0]
+
+
+def render(result: dict[str, Any]) -> str:
+    made = result["manifest"]
+    rows = [(name, common.size(entry["bytes"])) for name, entry in made["files"].items()]
+    lossy = "".join(f"\nlossy: {text}" for text in made["lossy"])
+    return (
+        f"{common.table(('file', 'bytes'), rows)}\n"
+        f"{result['out']}: {made['kind']} for {made['target']}, methods {', '.join(made['methods'])}{lossy}\n"
+        f"run it: torch-pi2 run {result['out']} --prompt '...'"
+    )

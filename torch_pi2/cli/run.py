@@ -1,0 +1,147 @@
+"""Run a bundle with ExecuTorch on this machine: the text as it comes, then speed and what was read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+
+EXAMPLE = "torch-pi2 run bundle --prompt 'def main(' --max-new-tokens 64 --budget 2GiB"
+
+
+def _ids(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+_ids.__name__ = "comma-separated list of token ids"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="folder written by `torch-pi2 export`")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text to continue")
+    prompt.add_argument("--ids", type=_ids, metavar="N,...", help="token ids to continue; needs no tokenizer")
+    add(
+        "--chat", action="store_true", help="--prompt is what a user says: the tokenizer's chat template goes around it"
+    )
+    add("--system", metavar="TEXT", help="with --chat: what the system says first")
+    add("--max-new-tokens", type=common.positive, default=64, metavar="N")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--top-p", type=float, default=1.0, metavar="P")
+    add("--seed", type=int, default=0, help="of the first sequence; the next has this and 1")
+    add("--num-return-sequences", type=common.positive, default=1, metavar="N", help="answers to one prompt")
+    add("--budget", metavar="BYTES", help="memory for all of it but Python, such as 2GiB (default: as it takes)")
+    add("--store", type=Path, metavar="PATH", help="the neuron store, or its folder, if it is not in BUNDLE")
+    add("--io-threads", type=common.positive, metavar="N", help="that read the store")
+    add("--engine", metavar="NAME", help="reading: auto, pread or io_uring")
+    add("--policy", metavar="NAME", help="of the neuron cache: lfu, lru, sieve, s3-fifo, static or none")
+    add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
+    add("--verify", action="store_true", help="compare all files with their hashes first")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.errors import ConfigError
+    from torch_pi2.export.run import Bundle
+
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system", expected="--chat beside it", found="none", fix="Pass --chat, or leave it out.")
+    if args.chat and args.prompt is None:
+        raise ConfigError("--chat", expected="--prompt beside it", found="--ids", fix="Pass --prompt, or leave it out.")
+    if args.threads is not None:
+        _set_threads(args.threads)
+    streamed = not args.json and args.num_return_sequences == 1
+    with Bundle(
+        args.bundle,
+        args.budget,
+        args.store,
+        args.threads,
+        args.io_threads,
+        args.trace,
+        engine=args.engine,
+        policy=args.policy,
+        verify=args.verify,
+    ) as bundle:
+        made = bundle.generate(
+            _prompt(args),
+            args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+            num_return_sequences=args.num_return_sequences,
+            stream=_Stream(args.stdout, "" if args.chat else args.prompt or "") if streamed else None,
+        )
+        read = bundle.stats()
+        target, loading = bundle.manifest.target, bundle.load_seconds
+    return {
+        "bundle": str(args.bundle),
+        "target": target,
+        "prompt": args.prompt,
+        "prompt_tokens": len(made.prompt_ids),
+        "new_tokens": sum(len(s.ids) for s in made.sequences),
+        "sequences": [{"text": s.text, "ids": s.ids, "ended": s.ended} for s in made.sequences],
+        "tokens_per_second": made.tokens_per_second,
+        "prompt_tokens_per_second": len(made.prompt_ids) / made.prompt_seconds,
+        "load_seconds": loading,
+        "prompt_seconds": made.prompt_seconds,
+        "decode_seconds": made.decode_seconds,
+        "decode_steps": made.decode_steps,
+        "hit_rate": read["hit_rate"],
+        "wait_share": read["wait_share"],
+        "store": {name: value for name, value in read.items() if name not in ("hit_rate", "wait_share")},
+        "trace": None if args.trace is None else str(args.trace),
+        "streamed": streamed,
+    }
+
+
+def _prompt(args: argparse.Namespace) -> Any:
+    if not args.chat:
+        return args.ids if args.prompt is None else args.prompt
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": args.prompt}]
+
+
+def _set_threads(count: int) -> None:
+    """Of ExecuTorch's pool, which XNNPACK and our delegate share; there is no other function for it in Python."""
+    from torch_pi2.runtime.executorch import load_library
+
+    load_library()
+    from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
+
+    _unsafe_reset_threadpool(count)
+
+
+class _Stream:
+    """Writes the prompt, then text as it comes, to ``file``."""
+
+    def __init__(self, file: Any, prompt: str) -> None:
+        self._file, self._before = file, prompt
+
+    def __call__(self, _sequence: int, _token: int, text: str) -> None:
+        self._file.write(self._before + text)
+        self._file.flush()
+        self._before = ""
+
+
+def render(result: dict[str, Any]) -> str:
+    facts = [
+        f"{result['new_tokens']} tokens",
+        f"{result['tokens_per_second']:.1f} tokens/s",
+        f"prompt of {result['prompt_tokens']} at {result['prompt_tokens_per_second']:.1f} tokens/s",
+    ]
+    if result["hit_rate"] is not None:
+        facts.append(f"{common.percent(result['hit_rate'])} of neurons in the cache")
+        facts.append(f"{common.percent(result['wait_share'])} of the time waiting for reads")
+    if result["trace"]:
+        facts.append(f"threads in {result['trace']}")
+    several = len(result["sequences"]) > 1
+    answers = [f"[{i}] {s['text']}" if several else s["text"] for i, s in enumerate(result["sequences"])]
+    if not any(s["text"] for s in result["sequences"]):
+        answers = [f"ids: {', '.join(map(str, s['ids']))}" for s in result["sequences"]]
+    elif result["streamed"]:
+        answers = [""]  # it is on the screen already
+    elif result["prompt"]:
+        answers = [result["prompt"], *answers]
+    return "\n".join([*answers, f"[{', '.join(facts)}]"])
