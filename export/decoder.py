@@ -18,6 +18,8 @@ from torch_pi2.errors import UnsupportedModelError
 Select = Callable[[torch.Tensor], torch.Tensor]
 #: Under this name transformers finds :func:`grouped_attention`.
 _ATTENTION = "pi2_export"
+#: Arguments of attention that change its result, and are not known here.
+_NOT_HERE = ("s_aux", "position_bias", "head_mask")
 
 
 def grouped_attention(
@@ -27,7 +29,8 @@ def grouped_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
-    **_: Any,
+    softcap: float | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface, of operators that XNNPACK has, without repeating keys for each query head.
 
@@ -37,11 +40,24 @@ def grouped_attention(
 
     Returns:
         ``[B, T, N, D]``.
+
+    Raises:
+        UnsupportedModelError: the model wants something else of its attention (sinks, biases).
     """
+    strange = [name for name in _NOT_HERE if others.get(name) is not None]
+    if strange:
+        raise UnsupportedModelError(
+            f"export of {type(module).__name__}",
+            expected="attention of scores, a mask and softmax",
+            found=f"one with {', '.join(strange)}",
+            fix="Run it with PyTorch; this attention is not in the exporter yet.",
+        )
     batch, heads, tokens, width = query.shape
     groups = batch * key.shape[1]  # bmm, as matmul of four dimensions would copy both of its sides
     packed = query.reshape(groups, -1, width) * (scaling or width**-0.5)
     scores = torch.bmm(packed, key.reshape(groups, -1, width).transpose(1, 2))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     seen = scores.view(batch, key.shape[1], *scores.shape[1:]) + attention_mask
     weights = torch.softmax(seen, -1).view(scores.shape)
     y = torch.bmm(weights, value.reshape(groups, -1, value.shape[-1]))

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.export.hot import bundles_of
 from torch_pi2.ops import load
 from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.prompt import skips_predictor, takes_prompt_path
 
 #: What :class:`~torch_pi2.export.partitioner.Pi2Partitioner` takes, and the role in the blob.
 ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2}
@@ -94,8 +96,24 @@ def _collect(h: torch.Tensor, model: str, layer: int, first: int, queue: int) ->
 
 def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
     """What the neurons from ``first`` on in plan order add to the output, with down's bias; the reference of submit."""
-    from torch_pi2.export.hot import hot_chunks
-
-    hot = hot_chunks(ffn, 1, first)
-    y: torch.Tensor = ffn(x).float() - hot(x.float())
-    return y.to(x.dtype)
+    site = ffn.site
+    active_TC = None
+    if ffn.has_predictor and not (takes_prompt_path(ffn, x) or skips_predictor(ffn, x)):
+        predict, settings = ffn.predictor_call()
+        active_TC = predict(x, *ffn.predictor(), *settings)[..., max(0, first - ffn.n_hot) :].contiguous()
+    gate, up = (None if b is None else b[first:] for b in (ffn.bias_gate, ffn.bias_up))
+    y: torch.Tensor = torch.ops.pi2.sparse_ffn(
+        x,
+        bundles_of(ffn, first, site.intermediate).contiguous(),
+        gate,
+        up,
+        ffn.bias_down,
+        active_TC,
+        site.activation,
+        site.activation_on_up,
+        max(0, ffn.n_hot - first),
+        ffn.threshold,
+        ffn.weights,
+        ffn.int8_activations,
+    )
+    return y

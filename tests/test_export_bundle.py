@@ -22,7 +22,7 @@ from torch_pi2.export.lower import Method, lower, trace
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.markers import cold_part, registered
 from torch_pi2.export.run import Bundle
-from torch_pi2.export.standins import delegated_copy, exported_layers
+from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 from torch_pi2.export.store import write_store
 from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.runtime.executorch import load_library, set_options
@@ -60,6 +60,41 @@ def int4() -> nn.Module:
 def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     found = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
     return found[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A sign-bit predictor, and an accelerator that has more neurons than are hot in the plan."""
+    return bundle_of(tmp_path_factory, "predicted", with_predictor, batches=(1,), hot={1: 1})
+
+
+def with_predictor() -> nn.Module:
+    text = torch.randint(3, 250, (64, 24), generator=torch.Generator().manual_seed(0))
+    config = torch_pi2.Config(method="signbit", target_recall=0.7, hot_frequency=0.3, calibration_tokens=1500)
+    return torch_pi2.optimize(one_layer(), text, config)
+
+
+def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, Path]) -> None:
+    """They are computed by it whatever the predictor says, and the delegate follows the predictor for the others."""
+    model, folder = predicted
+    ffn = sparse_layers(model)[0]
+    assert 0 < ffn.n_hot < 512
+    assert ffn.has_predictor
+    layers = exported_layers(model)
+    with registered(layers) as key, torch.no_grad():
+        copy = delegated_copy(model, layers, key)
+        split = split_hot_cold(copy)
+        split[0].hot, split[0].first = hot_chunks(ffn, 1), 512
+        methods = decoder_methods(Lanes(copy, 1, ROOM), (1,))
+        split[0].hot = None
+        methods["prefill"](torch.tensor([PROMPT]), torch.arange(6)[None], torch.tensor([0]))
+        split[0].hot = hot_chunks(ffn, 1)
+        wanted = methods["decode_b1"](torch.tensor([[40]]), torch.tensor([[6]]))[0, 0]
+    with Bundle(folder) as bundle, torch.no_grad():
+        found = bundle.logits([*PROMPT, 40], len(PROMPT))[1]
+        whole = model(torch.tensor([[*PROMPT, 40]])).logits[0, -1]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    assert not torch.allclose(found, whole, rtol=0, atol=1e-3 * float(wanted.abs().max()))  # the predictor misses some
 
 
 @pytest.mark.parametrize("kind", ["split", "whole", "plain"])

@@ -196,7 +196,10 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         )
     with _loading(f"model {args.model}"):
         dtype = None if args.dtype == "auto" else dtype_of(args)
-        return torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype)
+        activations = getattr(args, "activations", "float")
+        return torch_pi2.load(
+            args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, activations=activations
+        )
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:

@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a float model, layers outside FFNs; int8, int4: lossy",
     )
     add(
+        "--activations",
+        choices=("float", "int8"),
+        default="float",
+        help="of a model with int4 or int8 weights: also round the inputs of its layers (lossy, faster)",
+    )
+    add(
         "--hot",
         type=_chunks,
         metavar="B=CHUNKS,...",
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     common.check_out(args.out)
     _check_target(args.target)
-    model, tokenizer = _model(args), common.load_tokenizer(args)
+    model, tokenizer = _model(args), _tokenizer(args)
     calibrated = args.target != "xnnpack" and args.precision != "fp16"
     export(
         model,
@@ -102,6 +108,14 @@ def _model(args: argparse.Namespace) -> Any:
     if (Path(args.model) / "pi2").is_dir():
         return common.load_sparse(args)
     return torch_pi2.optimize(common.load_dense(args))
+
+
+def _tokenizer(args: argparse.Namespace) -> Any:
+    """None of a folder that has none (synthetic models): its bundle takes token ids."""
+    folder = Path(args.model)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")):
+        return None
+    return common.load_tokenizer(args)
 
 
 def _check_target(target: str) -> None:

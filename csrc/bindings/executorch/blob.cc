@@ -133,9 +133,7 @@ Problem parse_layer(const Reader& in, Blob* b) {
   if ((flags & ~known) != 0) return damaged("flags", "those of " + text(known), text(flags));
   if (!(b->threshold >= 0)) return damaged("threshold", "0 or more", std::to_string(b->threshold));
   if (form == 0) return parse_tensors(in, b);
-  if (first > n_hot || n_hot == neurons)
-    return damaged("neurons of the accelerator", "hot ones, and cold ones to predict",
-                   text(first) + " of " + text(n_hot) + " hot of " + text(neurons));
+  if (n_hot == neurons) return damaged("predictor", "none where all neurons are hot", text(form));
   if (lowrank ? rank == 0 || rank > kMost : rank != 0) return damaged("rank", "that of the predictor", text(rank));
   if (std::isnan(b->cut) || (!lowrank && !(b->cut >= 0 && std::isfinite(b->cut))))
     return damaged("cut", "a threshold or a margin", std::to_string(b->cut));
