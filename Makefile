@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install runner demo test test-python test-cpp test-qnn test-arm runner-arm sanitize fuzz lint format bench bench-kernels clean
+.PHONY: install runner demo phone test test-python test-cpp test-qnn test-arm runner-arm sanitize fuzz lint format bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -35,6 +35,12 @@ $(VENV)/.installed: $(VENV)/.executorch $(BUILD_INPUTS)
 
 demo: install
 	$(BIN)/python examples/demo.py --out demo-out
+
+# The model of `make demo` as a bundle, through everything that runs bundles (the aarch64 runner, if make test-arm has built
+# it): the same tokens and logits, or it fails.
+phone: install runner
+	@test -d demo-out/model || $(MAKE) --no-print-directory demo
+	$(BIN)/python examples/phone.py --demo demo-out
 
 test: test-cpp test-python
 
