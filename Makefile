@@ -37,10 +37,10 @@ demo: install
 	$(BIN)/python examples/demo.py --out demo-out
 
 # The model of `make demo` as a bundle, through everything that runs bundles (the aarch64 runner, if make test-arm has built
-# it): the same tokens and logits, or it fails.
+# it; PHONE=--arm: it must be there): the same tokens and logits, or it fails.
 phone: install runner
 	@test -d demo-out/model || $(MAKE) --no-print-directory demo
-	$(BIN)/python examples/phone.py --demo demo-out
+	$(BIN)/python examples/phone.py --demo demo-out $(PHONE)
 
 test: test-cpp test-python
 
@@ -100,6 +100,7 @@ runner-arm:
 	$(BIN)/cmake --install build/runner-arm/cmake --prefix build/runner-arm/pi2 >>build/runner-arm.log
 
 # The C++ tests once more under the address, undefined-behaviour and thread sanitizers. -O1 takes half of -O2's time to compile.
+# Then the runner's sampler, and its tokenizer with random changes of a tokenizer.json.
 sanitize: install
 	@mkdir -p build
 	@for kind in address,undefined thread; do \
@@ -108,6 +109,13 @@ sanitize: install
 	  $(BIN)/cmake --build build/sanitize-$${kind%%,*} || exit 1; \
 	  $(BIN)/ctest --test-dir build/sanitize-$${kind%%,*} -j 2 --output-on-failure --no-tests=error || exit 1; \
 	done
+	$(BIN)/python export/runner/dependencies.py build/deps
+	$(BIN)/cmake -S export/runner -B build/sanitize-runner -G Ninja -DPI2_DEPENDENCIES=$(abspath build/deps) \
+	  -DPI2_SANITIZE=address,undefined >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }
+	$(BIN)/cmake --build build/sanitize-runner --target pi2_parts_test
+	build/sanitize-runner/pi2_parts_test sampler
+	cp export/runner/tests/tokenizer.json build/sanitize-runner/
+	build/sanitize-runner/pi2_parts_test tokenizer build/sanitize-runner/tokenizer.json 3000
 
 # Random superblocks and stores against the core's parser, and random delegate blobs against the backend's (libFuzzer,
 # with the address and undefined-behaviour sanitizers), each for FUZZ_SECONDS.

@@ -1,12 +1,13 @@
 """``torch_pi2.export``: optimised models that leave Python.
 
-``torch_pi2.export(model, "bundle/")`` writes a folder for ExecuTorch (docs/BUNDLE.md); the package itself can be
-called, see :func:`torch_pi2.export.api.export`. :func:`program` gives a ``torch.export`` program in which every sparse
+``torch_pi2.export(model, "bundle/")`` writes a folder for ExecuTorch (docs/BUNDLE.md): the package itself can be called. For
+type checkers the same is :func:`torch_pi2.export.api.export`. :func:`program` gives a ``torch.export`` program in which every sparse
 FFN is a ``pi2`` operator, for other ways out.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ class _Callable(ModuleType):
         from torch_pi2.export.api import export
 
         return export(model, folder, **settings)
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from torch_pi2.api import Optimized, parts_of
-from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, LibraryMissingError
+from torch_pi2.config import Config
+from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError
 from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.chat import write_chat
-from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.contents import describe_program
+from torch_pi2.export.decoder import Lanes, check_lanes, decoder_methods
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.linears import LINEARS, linears_of, prepare_rest
 from torch_pi2.export.manifest import (
@@ -34,18 +37,21 @@ from torch_pi2.export.manifest import (
 )
 from torch_pi2.export.manifest import Method as MethodEntry
 from torch_pi2.export.markers import registered
+from torch_pi2.export.memory import fixed_bytes
 from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 from torch_pi2.export.store import StoreFacts, blob_of, kind_of, write_store
 from torch_pi2.runtime.budget import wanted_neurons
-from torch_pi2.runtime.executorch import EXECUTORCH
+from torch_pi2.runtime.executorch import EXECUTORCH, check_executorch
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.files import atomic_write, replacing_folder
+from torch_pi2.store.storefile import StoreReader
 
 if TYPE_CHECKING:
     from torch_pi2.export.lower import Method
 
-#: Bytes that a process with ExecuTorch takes before anything is loaded.
-_PROCESS_BYTES = 32 << 20
+
+#: Precision, outliers and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
+_NPU_DEFAULTS = ("w4a16", 64, True)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class _Request:
 
     target: str
     max_tokens: int
+    max_prompt: int
     batches: tuple[int, ...]
     linears: str
     hot: Mapping[int, int] | None
@@ -82,6 +89,7 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     max_tokens: int = 512,
+    max_prompt: int = 256,
     batches: Sequence[int] = (1, 2, 4),
     linears: str = "float32",
     hot: Mapping[int, int] | None = None,
@@ -104,7 +112,8 @@ def export(
             as ``torch.export.export`` takes them.
         target: ``xnnpack`` (CPU) or ``qnn:SM8650`` (also SM8550, SM8750): hot neurons on Qualcomm's NPU.
         tokenizer: written to the bundle.
-        max_tokens: of a sequence, prompt and answer together.
+        max_tokens: of a sequence, prompt and answer together. max_prompt: that one call of ``prefill`` takes; memory is
+            planned for as many, and longer prompts go in pieces.
         linears: layers outside feed-forward ones in a float model: ``float32``, ``int8`` or ``int4`` (lossy; XNNPACK's
             8-bit activations). Those of a model with int4 or int8 weights stay as they are.
         hot: batch size -> chunks of 512 neurons that the accelerator computes in each layer. Default: from the
@@ -121,14 +130,22 @@ def export(
             other files, or cannot be written. CalibrationError: see ``calibration``.
     """
     request = _Request(
-        target, max_tokens, tuple(sorted({*batches})), linears, hot, precision, outliers, weight_sharing, progress
+        target, max_tokens, max_prompt, _sorted(batches), linears, hot, precision, outliers, weight_sharing, progress
     )
     _check(request)
     folder = Path(folder).resolve()
     check_bundle_folder(folder)
     parts, layers = parts_of(model), exported_layers(model)
-    decoder = args is None and hasattr(model, "config") and hasattr(model, "generate")
-    if not decoder and args is None and kwargs is None:
+    traced = args is not None or kwargs is not None
+    decoder = not traced and hasattr(model, "config") and hasattr(model, "generate")
+    if dynamic_shapes is not None and not traced:
+        raise ConfigError(
+            f"export of {type(model).__name__} with dynamic_shapes",
+            expected="the example inputs that they are of (args=... or kwargs=...)",
+            found="none",
+            fix="Leave it out for a Hugging Face decoder, whose methods have shapes of their own.",
+        )
+    if not decoder and not traced:
         raise ConfigError(
             f"export of {type(model).__name__}",
             expected="example inputs (args=...), as it is no Hugging Face decoder",
@@ -145,6 +162,7 @@ def export(
     with ExitStack() as stack:
         staging = stack.enter_context(replacing_folder(folder))
         name = stack.enter_context(registered(layers))
+        _save_small(model, tokenizer, staging)
         facts = write_store(staging / STORE_FILE, layers, parts.plan, progress=progress)
         private = delegated_copy(model, layers, name)
         rest = linears_of(model, request.linears)
@@ -154,17 +172,34 @@ def export(
             methods, chunks = _decoder(model, private, layers, parts, request, staging, tokenizer, calibration)
         else:
             methods = _module(private, args, kwargs, dynamic_shapes)
-        arenas = _write_program(staging / PROGRAM_FILE, methods, name, facts, layers, type(model).__name__)
-        _save_small(model, tokenizer, staging)
-        entries = describe_files(staging)
-        manifest = _manifest(model, layers, parts, request, facts, entries, chunks, rest, arenas, decoder, tokenizer)
+        preload_from = [min(of_layer) * CHUNK for of_layer in zip(*chunks.values())] or [0] * len(layers)
+        blob = partial(_blob, facts, layers, preload_from)
+        planned = _write_program(staging / PROGRAM_FILE, methods, name, blob, type(model).__name__)
+        files = describe_files(staging)
+        manifest = _manifest(
+            model, layers, parts, request, facts, staging, files, chunks, rest, planned, decoder, tokenizer
+        )
         manifest.save(staging)
+        manifest.verify(staging)
     return folder
+
+
+def _sorted(batches: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({*batches}))
+    except TypeError:
+        return ()  # refused by name
 
 
 def check_bundle_folder(folder: Path) -> None:
     """Raises ArtifactError if ``folder`` holds anything but an earlier bundle: it is replaced as a whole."""
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST_FILE).is_file())):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    ours = {MANIFEST_FILE}
+    if (folder / MANIFEST_FILE).is_file():
+        with suppress(ArtifactError):  # somebody else's manifest.json
+            ours |= Manifest.load(folder).files.keys()
+    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in folder.iterdir()} - ours:
         raise ArtifactError(
             str(folder),
             expected="a new or empty folder, or an earlier bundle",
@@ -175,10 +210,15 @@ def check_bundle_folder(folder: Path) -> None:
 
 def _check(request: _Request) -> None:
     """What can be refused before anything is done."""
+    whole = [type(n) is int for n in (request.max_tokens, request.max_prompt, *request.batches)]
+    of_npu = request.soc is not None or _NPU_DEFAULTS == (request.precision, request.outliers, request.weight_sharing)
     for name, good, expected in (
-        ("max_tokens", request.max_tokens >= 2, "2 or more"),
-        ("batches", bool(request.batches) and min(request.batches) >= 1, "batch sizes of 1 or more"),
+        ("max_tokens", all(whole) and request.max_tokens >= 3, "a whole number, 3 or more"),
+        ("max_prompt", all(whole) and request.max_prompt >= 2, "a whole number, 2 or more"),
+        ("batches", all(whole) and bool(request.batches) and min(request.batches) >= 1, "batch sizes of 1 or more"),
         ("linears", request.linears in LINEARS, ", ".join(LINEARS)),
+        ("precision", of_npu, "it, outliers and weight_sharing left out where target is not an NPU's"),
+        ("hot", request.hot is None or not {*request.hot} - {*request.batches}, "chunks for sizes of batches alone"),
     ):
         if not good:
             found = repr(getattr(request, name))
@@ -191,10 +231,7 @@ def _check(request: _Request) -> None:
             found=repr(request.target),
             fix="Choose one of them.",
         )
-    if importlib.util.find_spec("executorch") is None:
-        raise LibraryMissingError(
-            "executorch", expected=f"version {EXECUTORCH}", found="nothing", fix="pip install 'torch-pi2[export]'"
-        )
+    check_executorch()
     if request.soc is not None:
         from torch_pi2.export import qnn
 
@@ -228,12 +265,17 @@ def _decoder(
     chunks: dict[str, list[int]] = {}
     prepare: dict[str, Callable[[], None]] = {}
     if request.splits:
-        found = chunks_per_batch(layers, request.batches, parts.stats, request.hot)
+        planned = parts.plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency)
+        found = chunks_per_batch(layers, request.batches, parts.stats, request.hot, hot_frequency=planned)
         chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
         prepare = _split(model, private, layers, chunks, request, staging, tokenizer, calibration)
+    if "prefill" in prepare:
+        prepare["prefill"]()
     lanes = Lanes(private, max(request.batches), request.max_tokens)
-    length = Dim.DYNAMIC(min=1, max=request.max_tokens - 1)
-    example = min(8, request.max_tokens - 1)
+    check_lanes(lanes)
+    longest = min(request.max_prompt, request.max_tokens - 1)
+    length = Dim.DYNAMIC(min=1, max=longest)
+    example = min(8, longest)
     tokens = torch.zeros((1, example), dtype=torch.int64)
     prompt = (tokens, torch.arange(example)[None], torch.zeros(1, dtype=torch.int64))
     methods: dict[str, Method] = {}
@@ -308,28 +350,40 @@ def _module(
 ) -> dict[str, Method]:
     from torch_pi2.export.lower import Method
 
+    def plain(value: Any) -> Any:
+        """Inputs of 16-bit models: everything outside of feed-forward layers is float32."""
+        sixteen = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return value.float() if sixteen else value
+
+    args, kwargs = tree_map(plain, (tuple(args or ()), dict(kwargs or {})))
     return {"forward": Method(private, tuple(args or ()), kwargs, dynamic_shapes)}
 
 
-def _write_program(
-    path: Path,
-    methods: Mapping[str, Method],
-    name: str,
+def _blob(
     facts: StoreFacts,
     layers: Sequence[SparseFFN],
-    model: str,
-) -> int:
-    """Trace, lower and write ``methods``; bytes of the memory that ExecuTorch plans for them."""
+    preload_from: Sequence[int],
+    layer: int,
+    role: int,
+    first: int,
+    queue: int,
+) -> bytes:
+    """The blob of a delegate operator. ``preload_from``: of each layer, the first neuron that decoding wants."""
+    wanted = min(preload_from[layer], layers[layer].site.intermediate)
+    return blob_of(facts, layers, layer, role, first, queue, wanted).pack()
+
+
+def _write_program(
+    path: Path, methods: Mapping[str, Method], name: str, blob: Callable[[int, int, int, int], bytes], model: str
+) -> tuple[int, int]:
+    """Trace, lower and write ``methods``; bytes of ExecuTorch's memory for them, and of XNNPACK's."""
     from torch_pi2.export.lower import lower, trace
     from torch_pi2.export.partitioner import blobs
-
-    def blob(layer: int, role: int, first: int, queue: int) -> bytes:
-        return blob_of(facts, layers, layer, role, first, queue).pack()
 
     with blobs(name, blob):
         program = lower(trace(methods, model), model)
     atomic_write(path, program.data)
-    return program.arena_bytes
+    return program.arena_bytes, program.workspace_bytes
 
 
 def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
@@ -338,11 +392,22 @@ def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
         config.to_json_file(staging / "config.json", use_diff=False)  # type: ignore[union-attr]
     generation = getattr(model, "generation_config", None)
     if generation is not None:
-        generation.save_pretrained(staging)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(staging)
-        if hasattr(tokenizer, "apply_chat_template"):
-            write_chat(tokenizer, staging)
+        generation.to_json_file(staging / "generation_config.json")
+    if tokenizer is None:
+        return
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise ConfigError(
+            "export(tokenizer=...)",
+            expected="a tokenizer of transformers",
+            found=type(tokenizer).__name__,
+            fix="Pass AutoTokenizer.from_pretrained(...).",
+        )
+    tokenizer.save_pretrained(staging)
+    for path in staging.iterdir():  # further chat templates: nobody reads them there
+        if path.is_dir():
+            shutil.rmtree(path)
+    if hasattr(tokenizer, "apply_chat_template"):
+        write_chat(tokenizer, staging)
 
 
 def _manifest(
@@ -351,23 +416,27 @@ def _manifest(
     parts: Optimized,
     request: _Request,
     facts: StoreFacts,
+    staging: Path,
     files: Mapping[str, FileEntry],
     chunks: Mapping[str, list[int]],
     rest: str,
-    arenas: int,
+    planned: tuple[int, int],
     decoder: bool,
     tokenizer: Any,
 ) -> Manifest:
     config: Any = getattr(model, "config", None)
     methods = {"forward": MethodEntry("forward", 1, 1)}
     if decoder:
-        methods = {"prefill": MethodEntry("prefill", 1, request.max_tokens - 1)}
+        methods = {"prefill": MethodEntry("prefill", 1, min(request.max_prompt, request.max_tokens - 1))}
         for batch in request.batches:
             name = f"decode_b{batch}"
             methods[name] = MethodEntry("decode", batch, 1, tuple(chunks.get(name, ())))
         if max(request.batches) > 1:
             methods["fork"] = MethodEntry("fork", 1, 1)
     pte = files[PROGRAM_FILE].bytes
+    with StoreReader(staging / STORE_FILE) as store:
+        entries = store.entries
+    tokenizer_file = files.get("tokenizer.json")
     return Manifest(
         kind="decoder" if decoder else "module",
         target=request.target,
@@ -392,8 +461,16 @@ def _manifest(
         pte_bytes=pte,
         store_bytes=facts.file_bytes,
         ffn_bytes=facts.bundle_bytes,
-        # XNNPACK packs what it has of the program beside it; the delegate holds biases and predictors
-        fixed_bytes=_PROCESS_BYTES + 2 * pte + arenas + facts.predictor_bytes,
+        fixed_bytes=fixed_bytes(
+            pte,
+            describe_program(staging / PROGRAM_FILE)["bytes"]["named"],
+            1 if rest == "float32" else sum(m.kind != "fork" for m in methods.values()),  # see pi2_et_share_weights
+            *planned,
+            facts.predictor_bytes,
+            entries,
+            request.max_tokens,
+            tokenizer_file.bytes if tokenizer_file else 0,
+        ),
         token_bytes=sum(wanted_neurons(layer) * size for layer, size in zip(parts.plan.layers, facts.neuron_bytes)),
     )
 
@@ -430,6 +507,8 @@ def _lossy(parts: Optimized, layers: Sequence[SparseFFN], request: _Request, res
         found.append(f"neurons in {kind_of(layers[0])}")
     if rest != "float32":
         found.append(f"linear layers in {rest}")
+    if layers[0].int8_activations:
+        found.append("inputs of layers in int8")
     if request.soc is not None:
         found.append(
             f"hot neurons in {request.precision} on {request.soc} when decoding (chunks of {CHUNK}); prompts by the CPU"

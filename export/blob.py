@@ -52,6 +52,7 @@ class Blob:
     rank: int
     dense_from: int
     queue: int
+    preload_from: int
     store: str
     tensors: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
@@ -67,7 +68,7 @@ class Blob:
                 MAGIC, VERSION, checksum, BYTES, self.role, self.store_bytes, self.header_crc, self.layer,
                 self.model_hash,
             )  # fmt: skip
-            body = (head + layer + places + struct.pack("<I", self.queue)).ljust(_NAME, b"\0")
+            body = (head + layer + places + struct.pack("<II", self.queue, self.preload_from)).ljust(_NAME, b"\0")
             return body + self.store.encode().ljust(_NAME_BYTES, b"\0")
 
         data = bytearray(with_checksum(0))

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.runtime.prompt import sparse_only
 
 Select = Callable[[torch.Tensor], torch.Tensor]
 #: Under this name transformers finds :func:`grouped_attention`.
 _ATTENTION = "pi2_export"
+#: Tokens on which lanes are compared with the model, and the relative difference that they may have.
+_CHECKED, _CHECK_TOLERANCE = 40, 2e-2
 #: Arguments of attention that change its result, and are not known here.
 _NOT_HERE = ("s_aux", "position_bias", "head_mask")
 
@@ -200,7 +203,22 @@ def _lane_layer(keys: torch.Tensor, values: torch.Tensor, rows_N: torch.Tensor, 
 
 
 def _check_attention(model: nn.Module, config: Any, max_tokens: int) -> None:
-    """Raises UnsupportedModelError for what a cache of lanes cannot hold."""
+    """Raises UnsupportedModelError for what a cache of lanes cannot hold, ConfigError for more tokens than there are."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"export of {type(model).__name__}",
+            expected="a decoder",
+            found="an encoder and a decoder",
+            fix="Export its parts as modules, with args=... and dynamic_shapes=....",
+        )
+    places = getattr(config, "max_position_embeddings", None)
+    if places is not None and max_tokens > places:
+        raise ConfigError(
+            "export(max_tokens=...)",
+            expected=f"at most {places}, the positions that the model has (max_position_embeddings)",
+            found=str(max_tokens),
+            fix="Export with fewer.",
+        )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in kinds or (window and getattr(config, "use_sliding_window", True))
@@ -213,6 +231,37 @@ def _check_attention(model: nn.Module, config: Any, max_tokens: int) -> None:
             expected="full attention in all layers",
             found=", ".join(found),
             fix="Export with max_tokens within the window, or a model with full attention.",
+        )
+
+
+def check_lanes(lanes: Lanes) -> None:
+    """See that a sequence in a lane gives what the model gives: prefill, then a token beside other lanes.
+
+    Models do things to their attention that no configuration tells (local windows, masks of their own).
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    count = min(lanes.max_tokens, _CHECKED)
+    vocab = lanes.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    ids = torch.randint(0, vocab, (1, count), generator=torch.Generator().manual_seed(0))
+    last, length = lanes.lanes - 1, count - 1
+    tokens, positions = ids[:, -1:].repeat(lanes.lanes, 1), torch.zeros((lanes.lanes, 1), dtype=torch.int64)
+    positions[last] = length
+    with torch.no_grad(), sparse_only():  # long prompts may be computed otherwise
+        wanted = lanes.model(input_ids=ids).logits[0, -1].float()
+        Prefill(lanes)(ids[:, :length], torch.arange(length)[None], torch.tensor([last]))
+        found = Decode(lanes, lanes.lanes)(tokens, positions)[last, -1].float()
+        for buffer in lanes.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.zero_()
+    off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    if not off <= _CHECK_TOLERANCE:
+        raise UnsupportedModelError(
+            f"export of {type(lanes.model).__name__}",
+            expected="the same logits with keys and values of fixed size as without",
+            found=f"others ({100 * off:.0f} % off after {count} tokens): its attention is of another kind",
+            fix="Run it with PyTorch; this attention is not in the exporter yet.",
         )
 
 

@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import Pi2Error, UnsupportedModelError
+from torch_pi2.export.memory import workspace_bytes
 from torch_pi2.export.partitioner import BACKEND, Pi2Partitioner, role_of
 
 
@@ -54,6 +56,8 @@ def trace(methods: Mapping[str, Method], name: str) -> dict[str, torch.export.Ex
                     dynamic_shapes=method.dynamic_shapes,
                     strict=False,
                 )
+            except Pi2Error:
+                raise
             except Exception as error:  # torch.export raises many types; each carries its own explanation
                 raise UnsupportedModelError(
                     f"torch.export of {name}, method {key}",
@@ -66,10 +70,11 @@ def trace(methods: Mapping[str, Method], name: str) -> dict[str, torch.export.Ex
 
 @dataclass(frozen=True)
 class Program:
-    """A ``.pte``, and the bytes of memory that ExecuTorch plans for all of its methods together."""
+    """A ``.pte``; bytes of the memory that ExecuTorch plans for its methods, which share it, and of XNNPACK's."""
 
     data: bytes
     arena_bytes: int
+    workspace_bytes: int
 
 
 def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str) -> Program:
@@ -91,21 +96,24 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str) -> Pr
                 compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             )
             _check_delegated(edge, calls, name)
+            workspace = workspace_bytes(edge)
             program = edge.to_executorch(
                 ExecutorchBackendConfig(
                     memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
                     run_reinplace_pass=True,
                 )
             )
-        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        except Pi2Error:
+            raise
+        except Exception as error:  # ExecuTorch raises many types of its own
             raise UnsupportedModelError(
                 f"lowering {name} for ExecuTorch",
                 expected="operators that ExecuTorch has",
                 found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
                 fix="Lower its dense form with ExecuTorch first to see whether torch_pi2 is the cause.",
             ) from error
-    arenas = [sum(plan.non_const_buffer_sizes) for plan in program.executorch_program.execution_plan]
-    return Program(program.buffer, sum(arenas))
+    arenas = zip_longest(*(p.non_const_buffer_sizes for p in program.executorch_program.execution_plan), fillvalue=0)
+    return Program(program.buffer, sum(map(max, arenas)), workspace)
 
 
 def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -164,13 +165,27 @@ class Bundle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except ConfigError:
+            if error is None:  # else it is the one to tell
+                raise
 
     def close(self) -> None:
-        """Release the program; the store is closed when no other bundle uses it. A closed bundle cannot be used."""
-        with self._using:
+        """Release the program; the store is closed when no other bundle uses it. A closed bundle cannot be used.
+
+        Raises:
+            ConfigError: the trace cannot be written.
+        """
+        trace = self._options["trace"]
+        with self._using, _OPENING if trace else nullcontext():
+            if trace:
+                backend.clear_error()
             self._methods.clear()
             self._program = None
+            said = backend.last_error() if trace else ""
+        if said.startswith(f"trace {trace}: "):
+            raise problem_of(said)
 
     @property
     def tokenizer(self) -> Any:
@@ -337,9 +352,11 @@ class Bundle:
         return self._decode({a.lane: (a.ids[-1], a.position) for a in going})
 
     def _decode(self, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
-        """Logits ``[N, V]`` after (token, position) of each lane. The others write over what they no longer need."""
+        """Logits ``[N, V]`` after (token, position) of each lane."""
         batch = min(b for b in self.manifest.batches if b > max(lanes))
-        rows = [lanes.get(lane, (0, 0)) for lane in range(batch)]
+        # Lanes not in use get the token of one that is: it wants no other neurons. What they write is never read.
+        idle = next(iter(lanes.values()))
+        rows = [lanes.get(lane, idle) for lane in range(batch)]
         ids_N1, positions_N1 = torch.tensor(rows).split(1, dim=1)
         logits_N1V = self._call(f"decode_b{batch}", ids_N1.contiguous(), positions_N1.contiguous())[0]
         return _finite(logits_N1V[:, 0], list(lanes))
@@ -362,12 +379,14 @@ class Bundle:
             with _OPENING:
                 backend.clear_error()
                 try:
+                    backend.share_weights(self.manifest.model.linears == "float32")
                     backend.set_options({name: value for name, value in self._options.items() if value is not None})
                     self._methods[name] = self._program.load_method(name)
                 except RuntimeError as error:
                     raise self._failed(name, "a method that ExecuTorch loads", error) from error
                 finally:
                     backend.set_options(dict.fromkeys(self._options, ""))
+                    backend.share_weights(False)
             self.load_seconds += time.perf_counter() - started
         return self._methods[name]
 
@@ -408,8 +427,9 @@ class _Growing:
         piece = ""
         if self.detokenizer is not None:
             piece = "" if self.ended == "eos" else self.detokenizer.add(token)
-            piece += self.detokenizer.rest() if self.ended else ""
-        self.text += piece
+            if self.ended:
+                piece += self.detokenizer.rest()
+                self.text = self.detokenizer.text()
         if stream is not None:
             stream(self.number, token, piece)
 
@@ -520,7 +540,7 @@ def problem_of(text: str) -> Pi2Error:
         return ArtifactError("our delegate", expected="that it works", found=text, fix="See its log on standard error.")
     parts = match.groupdict()
     kind: type[Pi2Error] = ArtifactError
-    if parts["what"].startswith("option "):
+    if parts["what"].startswith(("option ", "trace ")):
         kind = ConfigError
     elif parts["expected"].startswith("weights "):
         kind = StaleArtifactError

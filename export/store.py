@@ -135,7 +135,13 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
 
 
 def blob_of(
-    facts: StoreFacts, layers: Sequence[SparseFFN], layer: int, role: int, first: int = 0, queue: int = 0
+    facts: StoreFacts,
+    layers: Sequence[SparseFFN],
+    layer: int,
+    role: int,
+    first: int = 0,
+    queue: int = 0,
+    preload_from: int = 0,
 ) -> Blob:
     """The blob of one call of ``layers[layer]``; see :class:`Blob`."""
     ffn = layers[layer]
@@ -162,6 +168,7 @@ def blob_of(
         rank=rank,
         dense_from=PROMPT_TOKENS if ffn.has_predictor and ffn.expected_share > PREDICTED_SHARE else 0,
         queue=queue,
+        preload_from=0 if role else preload_from,
         store=facts.name,
         tensors=facts.places[layer],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 
 #: Tokens of the prompt that an answer is decoded after: what a token looks like depends on the one before.
 _CONTEXT = 8
+#: A token that is one byte of a character.
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -95,11 +98,12 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
 
 
 class Detokenizer:
-    """Text of a growing sequence, in pieces that no later token changes.
+    """Text of a growing sequence, in pieces.
 
     A token may be part of a character, and some tokenizers write a space before a word only if one is before it. So
     what is new is the difference of two decodings that begin at an earlier token, and it waits while it ends in the
-    middle of a character.
+    middle of a character. No later token changes it, but for one: a byte token that makes no character of the ones
+    before it, with which those become U+FFFD too. ``export/runner/tokenizer/text_stream.cc`` does the same.
 
     Args:
         tokenizer: transformers'. prompt: tokens before the first that is added.
@@ -107,8 +111,13 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt[-_CONTEXT:])
+        first = max(len(prompt) - _CONTEXT, 0)
+        # Not from within a run of bytes on: a run is decoded as a whole, or not at all.
+        while first > 0 and not self._stands_alone(prompt[first]):
+            first -= 1
+        self._ids = list(prompt[first:])
         self._start, self._shown = 0, len(self._ids)
+        self._answer = len(self._ids)
 
     def add(self, token: int) -> str:
         """What is certain with this token; "" while a character is incomplete."""
@@ -125,9 +134,23 @@ class Detokenizer:
         self._shown = len(self._ids)
         return piece
 
+    def text(self) -> str:
+        """Of all tokens that were added, decoded at once."""
+        return _behind(self._decode(self._ids[: self._answer]), self._decode(self._ids))
+
     def _new(self) -> str:
-        before = self._decode(self._ids[self._start : self._shown])
-        return self._decode(self._ids[self._start :])[len(before) :]
+        return _behind(self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :]))
+
+    def _stands_alone(self, token: int) -> bool:
+        """Neither a byte of a character nor without text, as special tokens are."""
+        text = self._tokenizer.convert_ids_to_tokens(token)
+        return text is not None and not _BYTE.fullmatch(text) and self._decode([token]) != ""
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _behind(before: str, whole: str) -> str:
+    """What ``whole`` has behind what both begin with: ``before``, unless that ends within a character."""
+    same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
+    return whole[same:]

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from exported import HIDDEN, NEURONS, ROOM, bundle_of, one_layer
-from tiny_models import tiny
+from tiny_models import _hf, randomise, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, Pi2Error, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, UnsupportedModelError
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import Lanes, Prefill, decoder_methods
+from torch_pi2.export.decoder import Lanes, check_lanes, decoder_methods
 from torch_pi2.export.hot import HotChunks, chunks_per_batch, hot_chunks
+from torch_pi2.export.linears import prepare_rest
 from torch_pi2.export.lower import Method, lower, trace
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.markers import cold_part, registered
@@ -178,7 +179,7 @@ def test_quantised_linears_stay_ours(whole: tuple[nn.Module, Path]) -> None:
     assert methods["decode_b1"]["operators"]["pi2::linear.out"] == 3  # q, o and the head: k and v are too small
     manifest = Manifest.load(whole[1])
     assert (manifest.model.weights, manifest.model.linears) == ("int4", "int4")
-    assert manifest.lossy == ("neurons in int4", "linear layers in int4")
+    assert manifest.lossy == ("neurons in int4", "linear layers in int4", "inputs of layers in int8")
 
 
 def test_int4_linears_of_a_float_model_reach_xnnpack(tmp_path: Path) -> None:
@@ -229,6 +230,7 @@ def test_architectures_compute_the_same_in_lanes(name: str) -> None:
     ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(1))
     with registered(layers) as key, torch.no_grad():
         lanes = Lanes(delegated_copy(model, layers, key), 2, 24)
+        check_lanes(lanes)
         methods = decoder_methods(lanes, (2,))
         positions = torch.arange(9)[None]
         for lane in (0, 1):
@@ -241,6 +243,23 @@ def test_architectures_compute_the_same_in_lanes(name: str) -> None:
         traced = trace({"prefill": Method(methods["prefill"], example, None, ({1: length}, {1: length}, None))}, name)
     targets = [str(node.target) for node in traced["prefill"].graph.nodes]
     assert sum(target.startswith("pi2.delegate_ffn") for target in targets) == len(layers)
+
+
+def test_a_16_bit_model_computes_in_float32() -> None:
+    """But for neurons and embeddings, which stay as they are: the numbers of the model with these weights."""
+    model = exact(one_layer().bfloat16())
+    layers = exported_layers(model)
+    ids = torch.tensor([PROMPT])
+    with registered(layers) as key, torch.no_grad():
+        private = delegated_copy(model, layers, key)
+        prepare_rest(private, "float32")
+        kinds = {name: tensor.dtype for name, tensor in private.state_dict().items()}
+        assert kinds.pop("model.embed_tokens.weight") == torch.bfloat16
+        assert set(kinds.values()) == {torch.float32}
+        prefill = decoder_methods(Lanes(private, 1, ROOM), (1,))["prefill"]
+        found = prefill(ids, torch.arange(len(PROMPT))[None], torch.tensor([0]))[0, -1]
+        wanted = torch_pi2.restore(model).float()(ids).logits[0, -1]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
 def test_hot_chunks_and_the_cold_part_are_the_layer() -> None:
@@ -268,12 +287,13 @@ def test_chunks_follow_what_a_batch_fires() -> None:
         chunks_per_batch(layers, (1, 4), None, {1: 1})
 
 
-def test_export_leaves_the_model_and_an_earlier_bundle_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_leaves_the_model_and_an_earlier_bundle_whole(
+    plain: tuple[nn.Module, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = optimized()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    out = tmp_path / "b"
-    out.mkdir()
-    (out / "manifest.json").write_text("{}")
+    out = Path(shutil.copytree(plain[1], tmp_path / "b"))
+    earlier = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("no space")
@@ -282,33 +302,57 @@ def test_export_leaves_the_model_and_an_earlier_bundle_whole(tmp_path: Path, mon
     with pytest.raises(RuntimeError, match="no space"):
         torch_pi2.export(model, out, max_tokens=ROOM)
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
-    assert (out / "manifest.json").read_text() == "{}"
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == earlier
     assert model.torch_pi2 is not None
     after = model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert greedy(model, PROMPT, 3)
 
 
+def exact(model: nn.Module) -> nn.Module:
+    return torch_pi2.optimize(model, config=torch_pi2.Config(method="exact"))
+
+
+def gpt_neo() -> nn.Module:
+    """Local attention that no name in its configuration tells."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    config = GPTNeoConfig(**sizes, vocab_size=64, window_size=8, max_position_embeddings=64, activation_function="relu")
+    return exact(randomise(GPTNeoForCausalLM(config).eval()))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 1, "vocab_size": 64}
+    return exact(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval())
+
+
 def refusals() -> list[Any]:
+    x = torch.randn(80, 24)
     mlp = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24)))
-    sliding = {"sliding_window": 16}
+    few = {"max_tokens": 48}
+    window = "a sliding window of 16 tokens, fewer than 48"
     return [
         pytest.param(one_layer, {}, ConfigError, "found a dense model", id="dense"),
         pytest.param(optimized, {"target": "tpu"}, ConfigError, "'xnnpack', or 'qnn:'", id="target"),
         pytest.param(optimized, {"linears": "int3"}, ConfigError, r"linears=.*float32, int8, int4", id="linears"),
         pytest.param(optimized, {"batches": ()}, ConfigError, "batch sizes of 1 or more", id="batches"),
-        pytest.param(optimized, {"max_tokens": 1}, ConfigError, "2 or more, found 1", id="tokens"),
-        pytest.param(int4, {"linears": "int8"}, ConfigError, "those of the model are in int4", id="quantised"),
-        pytest.param(
-            lambda: torch_pi2.optimize(mlp, [(torch.randn(80, 24),)]), {}, ConfigError, "example inputs", id="args"
-        ),
-        pytest.param(
-            lambda: torch_pi2.optimize(tiny("mistral"), config=torch_pi2.Config(method="exact")),
-            {"max_tokens": 9999},
-            UnsupportedModelError,
-            "a sliding window of 4096 tokens, fewer than 9999",
-            id=f"window {sliding}",
-        ),
+        pytest.param(optimized, {"batches": 2}, ConfigError, "batch sizes of 1 or more", id="batch"),
+        pytest.param(optimized, {"max_tokens": 2}, ConfigError, "3 or more, found 2", id="tokens"),
+        pytest.param(optimized, {"max_tokens": "48"}, ConfigError, "a whole number, 3 or more, found '48'", id="text"),
+        pytest.param(optimized, {"hot": {8: 1}}, ConfigError, "chunks for sizes of batches alone", id="hot"),
+        pytest.param(optimized, {"precision": "fp16"}, ConfigError, "where target is not an NPU's", id="precision"),
+        pytest.param(optimized, {"dynamic_shapes": {}}, ConfigError, "the example inputs that", id="shapes"),
+        pytest.param(optimized, {"max_tokens": 65}, ConfigError, "at most 64, the positions", id="positions"),
+        pytest.param(optimized, few | {"tokenizer": "gpt2"}, ConfigError, "found str", id="tokenizer"),
+        pytest.param(int4, few | {"linears": "int8"}, ConfigError, "those of the model are in int4", id="quantised"),
+        pytest.param(lambda: torch_pi2.optimize(mlp, [(x,)]), {}, ConfigError, "example inputs", id="args"),
+        pytest.param(lambda: exact(_hf("Mistral", sliding_window=16)), few, UnsupportedModelError, window, id="window"),
+        pytest.param(gpt_neo, few, UnsupportedModelError, "its attention is of another kind", id="local"),
+        pytest.param(t5, few, UnsupportedModelError, "an encoder and a decoder", id="encoder"),
     ]
 
 
@@ -320,6 +364,7 @@ def test_what_is_refused(make: Any, settings: Any, error: type[Pi2Error], messag
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "my web page"}')
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(ArtifactError, match="expected a new or empty folder, or an earlier bundle, found other files"):
         torch_pi2.export(optimized(), tmp_path)
@@ -340,8 +385,3 @@ def test_manifest_of_a_bundle_is_that_of_its_files(split: tuple[nn.Module, Path]
     assert manifest.token_bytes == NEURONS * 3 * HIDDEN * 4  # no predictor: every neuron's slot is wanted
     assert manifest.ffn_bytes == NEURONS * 3 * HIDDEN * 4
     assert json.loads((folder / "config.json").read_text())["model_type"] == "drelu_llama"
-
-
-def test_prefill_takes_no_calibration_error() -> None:
-    assert issubclass(CalibrationError, Pi2Error)
-    assert Prefill.forward.__code__.co_varnames[1:4] == ("ids", "positions", "lane")

@@ -105,6 +105,15 @@ def test_the_core_includes_no_framework(room: str) -> None:
         assert found is None, f"{path.relative_to(REPO)} includes {found and found.group(1)}"
 
 
+def test_the_delegate_itself_includes_no_executorch() -> None:
+    """So that its tests, the sanitizers and the fuzzer build without it."""
+    bridges = {"backend.cc", "kernels.cc", "threads.h"}
+    files = {p.name: p for p in (REPO / "csrc" / "bindings" / "executorch").iterdir()}
+    assert bridges < set(files)
+    for name in set(files) - bridges:
+        assert not re.search(r"^#include <executorch/", files[name].read_text(), re.M), name
+
+
 def test_every_room_of_the_core_is_checked() -> None:
     """A new folder in csrc is either framework-free (and listed above) or one of these."""
     rooms = {p.name for p in (REPO / "csrc").iterdir() if p.is_dir()}

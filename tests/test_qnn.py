@@ -22,9 +22,12 @@ import torch_pi2
 from torch_pi2.errors import CompileError
 from torch_pi2.export import qnn
 from torch_pi2.export.contents import describe_program
+from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.markers import registered
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import quantize
+from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 
 pytestmark = pytest.mark.qnn
 
@@ -242,8 +245,14 @@ def test_the_check_compiles_and_stays_offline(tmp_path: Path, monkeypatch: pytes
     assert not seen.exists()
 
 
-def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(tmp_path: Path) -> None:
-    """A bundle as users export it: hot neurons on QNN, cold ones over the store, the rest on XNNPACK."""
+@pytest.mark.parametrize("precision", ["fp16", "w4a16"])
+def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle as users export it: hot neurons on QNN, cold ones over the store, the rest on XNNPACK.
+
+    Against PyTorch with the hot parts in the precision that was compiled.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -257,19 +266,23 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(tmp
         max_position_embeddings=64,
     )
     model = LlamaForCausalLM(config).eval()
-    model = torch_pi2.optimize(model, [torch.randint(0, 512, (8, 40))], torch_pi2.Config(method="exact"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("QNN_SDK_ROOT", raising=False)
-        folder = torch_pi2.export(
-            model,
-            tmp_path / "bundle",
-            target="qnn:SM8650",
-            precision="fp16",
-            weight_sharing=False,
-            max_tokens=32,
-            batches=(1, 2),
-            hot={1: 1, 2: 1},
-        )
+    text = torch.randint(0, 512, (8, 40))
+    model = torch_pi2.optimize(model, [text], torch_pi2.Config(method="exact"))
+    compiled: list[qnn.Lowered] = []
+    lower_hot = qnn.lower_hot
+    monkeypatch.setattr(qnn, "lower_hot", lambda *args: compiled.append(lower_hot(*args)) or compiled[-1])
+    monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
+    folder = torch_pi2.export(
+        model,
+        tmp_path / "bundle",
+        target="qnn:SM8650",
+        precision=precision,
+        weight_sharing=False,
+        max_tokens=32,
+        batches=(1, 2),
+        hot={1: 1, 2: 1},
+        calibration=text,
+    )
     sdk.load(sdk.find())
     from executorch.runtime import Runtime
 
@@ -289,7 +302,16 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(tmp
     prefill.execute([ids[:, :8], torch.arange(8)[None], torch.zeros(1, dtype=torch.int64)])
     stats(reset=True)
     (got,) = decode.execute([ids[:, 8:], torch.full((1, 1), 8)])
-    with torch.no_grad():
-        right = model(ids).logits[:, -1]
+    layers = exported_layers(model)
+    with registered(layers) as key, torch.no_grad():
+        reference = delegated_copy(model, layers, key)
+        split = split_hot_cold(reference)
+        steps = decoder_methods(Lanes(reference, 2, 32), (1,))
+        steps["prefill"](ids[:, :8], torch.arange(8)[None], torch.zeros(1, dtype=torch.int64))
+        for module, hot in zip(split, compiled[0].modules["decode_b1"]):
+            module.hot, module.first = hot, 512
+        right = steps["decode_b1"](ids[:, 8:], torch.full((1, 1), 8))[:, -1]
+        whole = model(ids).logits[:, -1]
     assert relative(got.reshape(right.shape), right) < TOLERANCE
+    assert relative(got.reshape(right.shape), whole) < (TOLERANCE if precision == "fp16" else 0.3)
     assert 0 < stats()["stores"][0]["wanted"] <= 2 * (768 - 512)  # the cold part of two layers, and no hot neuron

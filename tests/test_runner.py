@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exported import bundle_of, one_layer
 from test_eval import byte_tokenizer
 from tiny_bundle import EOS, LANES, PROMPT, ROOM, TEXT, VOCAB, shared_bundle, write_manifest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+import torch_pi2
 from torch_pi2.export.chat import around_messages, write_chat
+from torch_pi2.export.manifest import Manifest, describe_files
 from torch_pi2.export.run import Bundle
 from torch_pi2.export.text import chat_text
 
@@ -141,11 +144,98 @@ def test_figures(bundle: Path, tmp_path: Path) -> None:
 def test_budget_is_for_all_of_the_process(bundle: Path) -> None:
     memory = run(bundle, "--prompt", "d", "--budget", "1.5MiB")["memory"]
     assert memory["budget_bytes"] == 3 << 19
-    assert memory["cache_bytes"] == 2048  # all neurons, as its manifest says
+    assert memory["cache_bytes"] == 4096  # no more than the store has
     message = refused(bundle, "--prompt", "d", "--budget", "1MiB")
     assert message.startswith(
-        "--budget: expected at least 2 MiB: 1 MiB without neurons, and those that a token wants, "
+        "--budget: expected more than 1 MiB, which it takes without any neurons, found 1 MiB. Give it more, "
     )
+
+
+IDS = [7, 30, 201, 5, 90, 11]
+ANSWER = ("--ids", ",".join(map(str, IDS)), "--max-new-tokens", 20)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a layer of our delegate."""
+    return bundle_of(tmp_path_factory, "plain", lambda: torch_pi2.optimize(one_layer()), batches=(1,))[1]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With neurons that take more than all else together."""
+    sizes = {"hidden_size": 256, "intermediate_size": 16384}
+    return bundle_of(tmp_path_factory, "large", lambda: torch_pi2.optimize(one_layer(**sizes)), batches=(1,))[1]
+
+
+@pytest.mark.parametrize("extra", [(), ("--engine", "pread", "--policy", "lru", "--threads", 1)])
+def test_layers_of_the_store_are_the_twins(plain: Path, tmp_path: Path, extra: tuple[object, ...]) -> None:
+    with Bundle(plain) as twin:
+        expected = twin.generate(IDS, 20).sequences[0].ids
+        rows = twin.logits(IDS + expected[:-1], len(IDS))
+    assert len(set(expected)) > 5  # a text that says something
+    found = run(plain, *ANSWER, "--logits", tmp_path / "logits.npy", *extra)
+    assert found["sequences"][0]["ids"] == expected
+    assert (found["hit_rate"], found["store"]["calls"]) == (1.0, 20)
+    np.testing.assert_allclose(np.load(tmp_path / "logits.npy")[:, 0], rows.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("share", "whole_fits"), [(0.5, True), (0.2, False)])
+def test_memory_of_a_budget_is_obeyed(large: Path, share: float, whole_fits: bool) -> None:
+    whole = run(large, *ANSWER)
+    manifest = Manifest.load(large)
+    budget = manifest.fixed_bytes + int(share * manifest.ffn_bytes)
+    assert (whole["memory"]["peak_bytes"] <= budget) == whole_fits  # that of a full cache has room for staging, too
+    result = call(large, *ANSWER, "--budget", budget, "--json")
+    assert result.stderr.decode().startswith("warning: the cache of ")
+    assert "holds less than the 48.0 MiB of neurons that a token wants on average" in result.stderr.decode()
+    found = json.loads(result.stdout)
+    assert found["sequences"] == whole["sequences"]
+    assert (whole["hit_rate"], whole["memory"]["cache_bytes"]) == (1.0, None)
+    assert share - 0.1 <= found["hit_rate"] <= share
+    assert 0.6 * budget < found["memory"]["peak_bytes"] <= budget
+    assert found["store"]["cache_bytes"] <= found["memory"]["cache_bytes"] == (budget - manifest.fixed_bytes) & -1024
+
+
+def test_what_is_wrong_with_a_store_is_said(plain: Path, large: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(plain, tmp_path / "bundle"))
+    store = folder / "model.pi2"
+    whole, other = store.read_bytes(), (large / "model.pi2").read_bytes()
+    hashes = [Manifest.load(path).model.model_hash[:8] for path in (plain, large)]
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    said = f"{store}: expected {len(whole)} bytes, as manifest.json says, found"
+    store.unlink()
+    assert f"{said} no such file" in refused(folder, *ANSWER)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(whole)
+    assert run(folder, *ANSWER, "--store", elsewhere)["sequences"] == run(plain, *ANSWER)["sequences"]
+    for found, first, behind in (
+        (
+            whole[:-4096],
+            f"{len(whole) - 4096} bytes: it is cut",
+            f"{len(whole)} bytes, found {len(whole) - 4096} bytes",
+        ),
+        (other, f"{len(other)} bytes", f"weights {hashes[0]}, found {hashes[1]}. "),
+        (bytes(damaged), None, "its neurons, found layer 0, neuron "),
+    ):
+        store.write_bytes(found)
+        if first is not None:
+            assert f"{said} {first}" in refused(folder, *ANSWER)
+        manifest = write_sizes(folder)  # then only what opens it can tell
+        assert f"neuron store {store}: expected {behind}" in refused(folder, *ANSWER)
+        (folder / "manifest.json").write_text(manifest)
+
+
+def write_sizes(folder: Path) -> str:
+    """The manifest says what its files are now; what it said before."""
+    before = (folder / "manifest.json").read_text()
+    described = json.loads(before)
+    files = describe_files(folder)
+    described["files"] = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in files.items()}
+    described["bytes"]["store"] = files["model.pi2"].bytes
+    (folder / "manifest.json").write_text(json.dumps(described))
+    return before
 
 
 def test_chat_is_the_templates(copy: Path) -> None:
@@ -233,7 +323,10 @@ def test_manifests_that_it_cannot_run_are_refused(copy: Path, fields: dict[str, 
         (["--prompt", "d", "--top-p", "0"], "--top-p: expected more than 0, at most 1, found '0'. "),
         (["--prompt", "d", "--budget", "2 apples"], "--budget: expected bytes, or text such as 2.5GiB or 700MB"),
         (["--prompt", "d", "--polcy", "lru"], "arguments: expected an option of this program, found '--polcy'. "),
-        (["--prompt", "d", "--policy", "new"], "option policy of Pi2Backend: expected a policy"),
+        (
+            ["--prompt", "d", "--policy", "new"],
+            "policy of Pi2Backend: expected lru, sieve, s3-fifo, lfu, static or none, found 'new'. ",
+        ),
         (["--prompt", "d", "--backend", "/no.so"], "--backend: expected a library that can be loaded, found /no.so"),
         (["--prompt", "d", "--logits", "/no/such"], "/no/such: expected a file that can be written, found an error. "),
         (["--prompt"], "--prompt: expected a value behind it, found none. "),

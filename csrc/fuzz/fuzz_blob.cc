@@ -24,7 +24,8 @@ void check(const Blob& b) {
   must(pi2::row_bytes(b.w_dtype, b.hidden) > 0 && b.w_dtype != pi2::DType::kI8, "weights");
   must(!b.int8_activations || pi2::is_quantized(b.w_dtype), "int8 activations over floats");
   must(b.threshold >= 0, "threshold");
-  must(b.predictor == PredictorForm::kNone || (b.cold() > 0 && b.first <= b.n_hot && b.cut == b.cut), "predictor");
+  must(b.predictor == PredictorForm::kNone || (b.cold() > 0 && b.cut == b.cut), "predictor");
+  must(b.preload_from >= 0 && b.preload_from <= (b.role == Role::kWhole ? b.neurons : 0), "preloading");
   must(b.role != Role::kWhole || (b.queue == 0 && b.first == 0), "a whole layer in a queue");
   for (const Place& place : b.tensors)
     must(place.bytes == 0 || (place.bytes <= b.store_bytes && place.offset <= b.store_bytes - place.bytes), "place");

@@ -20,7 +20,8 @@ Blob sound(PredictorForm form, bool quantized) {
   b.n_hot = 100;
   b.predictor = form;
   b.role = quantized ? Role::kSubmit : Role::kWhole;
-  b.first = quantized ? 64 : 0;
+  b.first = !quantized ? 0 : form == PredictorForm::kSignbit ? 128 : 64;
+  b.preload_from = quantized ? 0 : 64;
   b.queue = quantized ? 1 : 0;
   b.store = "model.pi2";
   const bool lowrank = form != PredictorForm::kNone && form != PredictorForm::kSignbit;

@@ -82,12 +82,17 @@ JNIEXPORT jbyteArray JNICALL Java_org_torchpi2_Bundle_generate(JNIEnv* env, jcla
       if (env->ExceptionCheck()) throw pi2::runner::Problem("listener stopped");
       env->DeleteLocalRef(bytes);
     };
-    return array_of(env, pi2::runner::report(open->session->generate(options, stream)).dump());
+    const pi2::runner::Json report = pi2::runner::report(open->session->generate(options, stream));
+    return array_of(env, report.dump(-1, ' ', false, pi2::runner::Json::error_handler_t::replace));
   });
 }
 
-JNIEXPORT void JNICALL Java_org_torchpi2_Bundle_close(JNIEnv*, jclass, jlong handle) {
-  delete reinterpret_cast<Open*>(handle);
+JNIEXPORT void JNICALL Java_org_torchpi2_Bundle_close(JNIEnv* env, jclass, jlong handle) {
+  guarded<int>(env, 0, [&] {
+    const std::unique_ptr<Open> open(reinterpret_cast<Open*>(handle));
+    open->session->close();
+    return 0;
+  });
 }
 
 }  // extern "C"

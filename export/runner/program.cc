@@ -51,6 +51,16 @@ void set_engine_option(const char* key, const std::string& value) {
   if (pi2_et_set(key, value.c_str()) != 0) throw Problem(std::string(pi2_et_error()));
 }
 
+void share_weights(bool share) {
+  if (pi2_et_share_weights(share ? 1 : 0) != 0) throw Problem(std::string(pi2_et_error()));
+}
+
+void clear_engine_error() { pi2_et_clear_error(); }
+
+void throw_engine_error() {
+  if (const std::string said = pi2_et_error(); !said.empty()) throw Problem(said);
+}
+
 Json take_engine_stats() {
   std::string text;
   for (std::int64_t bytes = pi2_et_stats(nullptr, 0, 0); bytes > static_cast<std::int64_t>(text.size());) {

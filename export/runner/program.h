@@ -14,8 +14,13 @@ namespace pi2::runner {
 
 // What the engine takes for its store (pi2/executorch.h); empty: its default. Throws Problem.
 void set_engine_option(const char* key, const std::string& value);
+// What went wrong in the engine where nobody could be told, since it was cleared. Throws Problem.
+void clear_engine_error();
+void throw_engine_error();
 // What the engine did since the last call (pi2_et_stats), of the first store: this program opens one.
 Json take_engine_stats();
+// Whether methods loaded from now on use what XNNPACK has packed for others (pi2/executorch.h). Throws Problem.
+void share_weights(bool share);
 // Threads of ExecuTorch's pool, for everything that is computed; before the program is loaded.
 void set_threads(int threads);
 int threads();

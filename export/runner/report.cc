@@ -37,6 +37,8 @@ Json report(const Run& run) {
   const Generated& g = run.generated;
   const Json store = together(g.prompt_stats, g.decode_stats);
   const Memory& memory = run.memory;
+  // Without a budget: what there is, whoever said so; nothing if no layer is the engine's.
+  const Json cache = run.options.budget >= 0 ? Json(run.cache_bytes) : store.value("cache_bytes", Json());
   Json sequences = Json::array();
   for (const Answer& answer : g.answers) {
     sequences.push_back({{"text", answer.text}, {"ids", answer.ids}, {"ended", answer.ended}});
@@ -61,7 +63,7 @@ Json report(const Run& run) {
       {"stages", {{"prompt", g.prompt_stats}, {"decode", g.decode_stats}}},
       {"memory",
        {{"budget_bytes", run.options.budget < 0 ? Json() : Json(run.options.budget)},
-        {"cache_bytes", run.options.budget < 0 ? Json() : Json(run.cache_bytes)},
+        {"cache_bytes", cache},
         {"resident_bytes", memory.resident},
         {"peak_bytes", memory.peak},
         {"anonymous_bytes", memory.anonymous}}},

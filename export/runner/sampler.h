@@ -17,6 +17,9 @@ class Sampler {
   std::int64_t choose(const float* logits, std::int64_t vocab);
 
  private:
+  // Leaves the tokens with the largest shares in order_, as few as make up this much; returns their sum.
+  double keep_first(double wanted);
+
   double temperature_, top_p_;
   std::mt19937_64 random_;
   std::vector<double> shares_;

@@ -3,7 +3,9 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <filesystem>
 
 #include "chat.h"
@@ -13,6 +15,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
+std::atomic<bool> claimed = false;
+
 double since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
@@ -20,15 +24,18 @@ double since(std::chrono::steady_clock::time_point start) {
 // What the budget leaves for neurons.
 std::int64_t cache_of(const Options& options, const Manifest& manifest) {
   const std::int64_t left = options.budget - manifest.fixed_bytes;
-  const std::int64_t least = std::min(manifest.token_bytes, manifest.ffn_bytes);
-  if (left < std::max<std::int64_t>(least, 1024)) {
+  if (left < 1024) {
     const auto mib = [](std::int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; };
-    throw Problem("--budget",
-                  "at least " + mib(manifest.fixed_bytes + least) + ": " + mib(manifest.fixed_bytes) +
-                      " without neurons, and those that a token wants",
+    throw Problem("--budget", "more than " + mib(manifest.fixed_bytes) + ", which it takes without any neurons",
                   mib(options.budget), "Give it more, or export with fewer tokens or batches.");
   }
-  return std::min(left, std::max<std::int64_t>(manifest.ffn_bytes, 1024));
+  if (left < std::min(manifest.token_bytes, manifest.ffn_bytes)) {
+    std::fprintf(stderr,
+                 "warning: the cache of %.1f MiB holds less than the %.1f MiB of neurons that a token wants on "
+                 "average; much of it comes from flash for each token.\n",
+                 static_cast<double>(left) / 0x1p20, static_cast<double>(manifest.token_bytes) / 0x1p20);
+  }
+  return std::min(left, manifest.store_bytes) / 1024 * 1024;
 }
 
 // Returns the bytes of the cache; 0: no budget.
@@ -36,11 +43,10 @@ std::int64_t set_engine(const Options& o, const Manifest& manifest) {
   std::int64_t cache_bytes = 0;
   const fs::path store = o.store.empty() ? fs::path(o.bundle) / "model.pi2" : fs::path(o.store);
   set_engine_option("store_path", fs::absolute(store).string());
-  if (o.budget >= 0) {
-    cache_bytes = cache_of(o, manifest);
-    set_engine_option("cache_bytes_kib", std::to_string(cache_bytes / 1024));
-  }
-  if (o.threads > 0) set_engine_option("threads", std::to_string(o.threads));
+  if (o.budget >= 0) cache_bytes = cache_of(o, manifest);
+  // All of them: what an earlier session has set is still there.
+  set_engine_option("cache_bytes_kib", o.budget < 0 ? "" : std::to_string(cache_bytes / 1024));
+  set_engine_option("threads", o.threads > 0 ? std::to_string(o.threads) : "");
   set_engine_option("io_threads", o.io_threads);
   set_engine_option("engine", o.engine);
   set_engine_option("policy", o.policy);
@@ -54,7 +60,7 @@ std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenize
     ids =
         o.chat ? tokenizer->encode(chat_text(o.bundle, o.prompt, o.system), false) : tokenizer->encode(o.prompt, true);
   }
-  const auto wrong = std::find_if(ids.begin(), ids.end(), [&](std::int64_t id) { return id >= vocab; });
+  const auto wrong = std::find_if(ids.begin(), ids.end(), [&](std::int64_t id) { return id < 0 || id >= vocab; });
   if (ids.empty() || wrong != ids.end()) {
     throw Problem("prompt", "tokens of one sequence below " + std::to_string(vocab),
                   ids.empty() ? "no tokens" : "the token " + std::to_string(*wrong),
@@ -65,6 +71,14 @@ std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenize
 
 }  // namespace
 
+Session::Claim::Claim() {
+  if (claimed.exchange(true)) {
+    throw Problem("bundle", "one that is open in this process", "a second one", "Close the other one first.");
+  }
+}
+
+Session::Claim::~Claim() { claimed = false; }
+
 Session::Session(const Options& o) {
   const auto started = std::chrono::steady_clock::now();
   manifest_ = open_bundle(o.bundle, o.store, o.verify);
@@ -73,22 +87,24 @@ Session::Session(const Options& o) {
       throw Problem("--backend", "a library that can be loaded", dlerror(), "Check its path and LD_LIBRARY_PATH.");
     }
   }
-  if (o.threads > 0) set_threads(o.threads);
+  static const int by_default = threads();
+  if (const int wanted = o.threads > 0 ? o.threads : by_default; wanted != threads()) set_threads(wanted);
   cache_bytes_ = set_engine(o, manifest_);
   const fs::path file = fs::path(o.bundle) / "tokenizer.json";
   if (o.request.prompt.empty() || fs::exists(file)) tokenizer_.emplace(file);
   trim_heap();
   program_ = std::make_unique<Program>(fs::path(o.bundle) / "model.pte", manifest_, !o.etdump.empty());
+  share_weights(manifest_.linears == "float32");
   program_->load("prefill");
   load_seconds_ = since(started);
 }
 
 Run Session::generate(const Options& o, const Stream& stream) {
-  if (o.request.sequences > manifest_.lanes) {
-    throw Problem("--num-return-sequences", "1 to " + std::to_string(manifest_.lanes) + ", the lanes of the bundle",
-                  std::to_string(o.request.sequences), "Ask for fewer, or export with larger batches.");
-  }
+  check(o.request, manifest_.lanes);
   const Tokenizer* tokenizer = tokenizer_ ? &*tokenizer_ : nullptr;
+  const auto started = std::chrono::steady_clock::now();
+  load_decoding(o.request.sequences);
+  load_seconds_ += since(started);
   Run run{o, manifest_, {}, 0, cache_bytes_, load_seconds_, threads(), {}};
   run.options.request.prompt = prompt_ids(o, tokenizer, manifest_.vocab);
   run.prompt_tokens = std::ssize(run.options.request.prompt);
@@ -100,6 +116,21 @@ Run Session::generate(const Options& o, const Stream& stream) {
   if (logits) logits->close();
   if (!o.etdump.empty()) program_->write_dump(o.etdump);
   return run;
+}
+
+void Session::close() {
+  clear_engine_error();
+  program_.reset();
+  throw_engine_error();
+}
+
+// What the sequences may need, so that it is not loaded while they wait.
+void Session::load_decoding(int sequences) {
+  const int most = *std::lower_bound(manifest_.batches.begin(), manifest_.batches.end(), sequences);
+  for (const int batch : manifest_.batches) {
+    if (batch == most || (sequences > 1 && batch < most)) program_->load("decode_b" + std::to_string(batch));
+  }
+  if (sequences > 1) program_->load("fork");
 }
 
 }  // namespace pi2::runner

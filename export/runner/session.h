@@ -9,17 +9,31 @@
 
 namespace pi2::runner {
 
-// One per process: the engine's options are the process's.
+// One at a time: the engine's options are the process's.
 class Session {
  public:
-  // Checks the bundle, sets the engine's options and loads the program. Throws Problem.
+  // Checks the bundle, sets the engine's options and loads the program. Throws Problem; also if there is another one.
   explicit Session(const Options& options);
 
   bool has_tokenizer() const { return tokenizer_.has_value(); }
   // One prompt of `options`, whose bundle and engine are those of the session. Throws Problem.
   Run generate(const Options& options, const Stream& stream);
+  // Closes the store; nothing else may be called then. Throws Problem: the trace cannot be written.
+  void close();
 
  private:
+  // Of the process, as long as it is there. Throws Problem: another one is.
+  class Claim {
+   public:
+    Claim();
+    ~Claim();
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+  };
+
+  void load_decoding(int sequences);
+
+  Claim claim_;
   Manifest manifest_;
   std::optional<Tokenizer> tokenizer_;
   std::unique_ptr<Program> program_;

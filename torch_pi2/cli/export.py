@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650 or SM8750")
     add("--max-tokens", type=common.positive, default=512, metavar="N", help="of prompt and answer together")
+    add("--max-prompt", type=common.positive, default=256, metavar="N", help="tokens of a prompt that are read at once")
     add("--batches", type=_batches, default=(1, 2, 4), metavar="B,...", help="sequences decoded together")
     add(
         "--linears",
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         target=args.target,
         tokenizer=tokenizer,
         max_tokens=args.max_tokens,
+        max_prompt=args.max_prompt,
         batches=args.batches,
         linears=args.linears,
         hot=args.hot,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -178,16 +178,13 @@ def divide(
     unit = SECTOR if config.direct else 64
     slot = max(-(-entry.cluster * entry.bundle_bytes // unit) * unit for entry in store.entries)
     count = sum(entry.slots_in_file for entry in store.entries)
-    spares = max(
-        min(config.in_flight, 16) * max(map(_chunk_slots, store.entries)), max(map(_prompt_slots, store.entries))
-    )
+    staging, tables, _ = engine_bytes(store.entries, config)
     parts = {
         "fixed": fixed,
         "predictors": sum(_predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
         "kv": _kv_bytes(model_config, context, dtype),
-        "staging": 0 if config.engine == "mmap" else spares * max(entry.slot_bytes for entry in store.entries),
-        "neuron_tables": sum(entry.neurons for entry in store.entries)
-        * (_NEURON_BYTES + _POLICY_BYTES.get(config.policy, 0)),
+        "staging": staging,
+        "neuron_tables": tables,
     }
     left = total - sum(parts.values())
     chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
@@ -233,6 +230,22 @@ def wanted_neurons(layer: LayerPlan) -> int:
     if layer.method not in PREDICTED:
         return layer.site.intermediate
     return layer.n_hot + round(layer.n_cold * layer.expected_active)
+
+
+def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[int, int, int]:
+    """What the engine of a store has beside its cache, in bytes.
+
+    Returns:
+        Staging, where neurons go that a full cache has no room for; bookkeeping of all neurons; and of all slots, if
+        the cache holds them all.
+    """
+    spares = max(min(config.in_flight, 16) * max(map(_chunk_slots, entries)), max(map(_prompt_slots, entries)))
+    neurons = sum(entry.neurons for entry in entries)
+    return (
+        0 if config.engine == "mmap" else spares * max(entry.slot_bytes for entry in entries),
+        neurons * (_NEURON_BYTES + _POLICY_BYTES.get(config.policy, 0)),
+        sum(entry.slots_in_file for entry in entries) * _SLOT_BYTES,
+    )
 
 
 def _chunk_slots(entry: LayerEntry) -> int:

@@ -38,7 +38,7 @@ def load_library() -> ctypes.CDLL:
     global _library
     with _lock:
         if _library is None:
-            _check_executorch()
+            check_executorch()
             path = library_path(LIBRARY)
             try:
                 # What the library needs is loaded by this, and found by its name.
@@ -66,7 +66,8 @@ def load_library() -> ctypes.CDLL:
         return _library
 
 
-def _check_executorch() -> None:
+def check_executorch() -> None:
+    """Raises LibraryMissingError or VersionError unless executorch is installed in the version that we are made for."""
     install = "Install it: pip install torch-pi2[export]."
     if importlib.util.find_spec("executorch") is None:
         raise LibraryMissingError(
@@ -94,6 +95,17 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
         if library.pi2_et_set(key.encode(), text.encode()) != 0:
             what, expected, found, fix = _parts(last_error())
             raise ConfigError(what, expected=expected, found=found, fix=fix)
+
+
+def share_weights(share: bool) -> None:
+    """Whether methods loaded from now on use what XNNPACK has packed for others; for float weights only.
+
+    Raises:
+        LibraryMissingError: see :func:`load_library`; or this executorch has no XNNPACK.
+    """
+    if load_library().pi2_et_share_weights(int(share)) != 0:
+        what, expected, found, fix = _parts(last_error())
+        raise LibraryMissingError(what, expected=expected, found=found, fix=fix)
 
 
 def last_error() -> str:

@@ -10,6 +10,7 @@
 #include "bindings/executorch/layer.h"
 #include "bindings/executorch/session.h"
 #include "bindings/executorch/threads.h"
+#include "pi2/executorch.h"
 
 namespace pi2::et {
 namespace {
@@ -194,3 +195,14 @@ const Error registered = [] {
 
 }  // namespace
 }  // namespace pi2::et
+
+extern "C" int pi2_et_share_weights(int share) {
+  executorch::runtime::BackendOptions<1> options;
+  executorch::runtime::Error error = options.set_option("weight_cache_enabled", share != 0);
+  if (error == executorch::runtime::Error::Ok)
+    error = executorch::runtime::set_option("XnnpackBackend", options.view());
+  if (error == executorch::runtime::Error::Ok) return 0;
+  pi2::et::remember(pi2::et::problem(pi2::et::Fault::kState, "sharing of packed weights",
+                                     "ExecuTorch's XNNPACK backend in this process", "none", "Load it first."));
+  return -1;
+}

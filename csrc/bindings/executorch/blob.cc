@@ -12,7 +12,7 @@ namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'B', 'L', 'O', 'B', '\0'};
 constexpr std::uint32_t kVersion = 1;
-constexpr std::size_t kPlaces = 128, kQueue = 320, kZeros = 324, kName = 384;
+constexpr std::size_t kPlaces = 128, kQueue = 320, kPreload = 324, kZeros = 328, kName = 384;
 constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4;
 constexpr const char* kTensorText[kTensorNames] = {"bias_gate", "bias_up", "bias_down", "a",
                                                    "a_scale",   "b",       "b_scale",   "b_bias"};
@@ -169,6 +169,10 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
                    "queue " + text(blob->queue) + ", neurons from " + text(in.u32(100)));
   for (std::size_t i = kZeros; i < kName; ++i)
     if (p[i] != 0) return damaged("byte " + text(i), "0", text(p[i]));
+  blob->preload_from = in.u32(kPreload);
+  if (blob->preload_from > in.u32(76) || (blob->role != Role::kWhole && blob->preload_from != 0))
+    return damaged("neurons to preload", "those from 0 to " + text(blob->role == Role::kWhole ? in.u32(76) : 0) + " on",
+                   text(blob->preload_from));
   const Problem name = parse_name(reinterpret_cast<const char*>(p) + kName, &blob->store);
   return name ? name : parse_layer(in, blob);
 }

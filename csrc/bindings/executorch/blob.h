@@ -36,6 +36,7 @@ struct Blob {
   Activation activation = Activation::kRelu;
   bool activation_on_up = false, int8_activations = false, predictor_int8_activations = false;
   std::int64_t n_hot = 0, first = 0;
+  std::int64_t preload_from = 0;  // of a whole layer: neurons before it are wanted by prompts alone
   float threshold = 0;
   PredictorForm predictor = PredictorForm::kNone;
   double cut = 0;

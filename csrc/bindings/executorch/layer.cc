@@ -73,8 +73,7 @@ Problem Layer::compute(const void* x, void* y, DType dtype, std::int64_t tokens,
   if (tokens == 0) return {};
   const std::string what = store_->path() + ", layer " + std::to_string(blob_.layer);
   try {
-    const Problem cold = store_->warm();
-    if (cold) return cold;
+    store_->warm();
     FfnArgs args = args_;
     args.x = x;
     args.y = y;

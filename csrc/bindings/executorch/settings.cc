@@ -73,7 +73,7 @@ Problem change(Settings* settings, const std::string& key, const std::string& va
   } else if (key == "policy") {
     CachePolicy policy;
     const std::string why = policy_of(value, &policy);
-    if (!why.empty()) return problem(Fault::kArgument, "option policy of Pi2Backend", "a policy", why, kFix);
+    if (!why.empty()) return {Fault::kArgument, "option policy of Pi2Backend: " + why + ". " + kFix};
     settings->policy = value;
   } else if (key == "direct") {
     return truth(key, value, &settings->direct);

@@ -46,6 +46,9 @@ std::string path_of(const Blob& blob, const Settings& settings) {
   return folder ? settings.store_path + "/" + blob.store : settings.store_path;
 }
 
+// The first neuron that decoding wants of the layer.
+std::int64_t wanted_from(const Blob& blob) { return blob.role == Role::kWhole ? blob.preload_from : blob.first; }
+
 std::string json(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
@@ -67,7 +70,12 @@ std::shared_ptr<Store> Store::open(const Blob& blob, const Settings& settings, P
     *problem = et::problem(Fault::kAccess, "neuron store " + path, "a file", std::strerror(errno), kOther);
     return nullptr;
   }
-  const std::string key = std::to_string(about.st_dev) + " " + std::to_string(about.st_ino) + " " + settings.text();
+  // A file that is written over in place is another one.
+  std::string key = settings.text();
+  for (const auto number : {static_cast<std::int64_t>(about.st_dev), static_cast<std::int64_t>(about.st_ino),
+                            static_cast<std::int64_t>(about.st_size), static_cast<std::int64_t>(about.st_mtim.tv_sec),
+                            static_cast<std::int64_t>(about.st_mtim.tv_nsec)})
+    key += " " + std::to_string(number);
   Registry& all = registry();
   std::shared_ptr<Store> store, fresh;  // destroyed after the lock is given back: a store takes it
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -219,18 +227,18 @@ std::shared_ptr<const Bytes> Store::tensor(const Place& place, const char* name,
 
 void Store::add(const Blob& blob) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  first_[blob.layer].insert(blob.first);
+  first_[blob.layer].insert(wanted_from(blob));
 }
 
 void Store::remove(const Blob& blob) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& all = first_[blob.layer];
-  all.erase(all.find(blob.first));
+  all.erase(all.find(wanted_from(blob)));
 }
 
-Problem Store::warm() {
+void Store::warm() {
   const std::lock_guard<std::mutex> one(warming_);
-  if (warm_ || !settings_.preload) return {};
+  if (warm_ || !settings_.preload) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::int64_t> first(static_cast<std::size_t>(offload_->layers()), 0);
@@ -238,10 +246,9 @@ Problem Store::warm() {
       if (!all.empty()) first[static_cast<std::size_t>(layer)] = *all.begin();
     offload_->leave_out(first);
   }
-  const std::string wrong = offload_->preload();
-  if (!wrong.empty()) return problem(Fault::kAccess, "neuron store " + path_, "its neurons", wrong, kAgain);
+  // What cannot be read is asked for again, and fails by name, when somebody wants it.
+  offload_->preload();
   warm_ = true;
-  return {};
 }
 
 Engine& Store::engine(int threads) {

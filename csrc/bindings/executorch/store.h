@@ -37,11 +37,11 @@ class Store {
   // Where a blob says that it lies, checked; the same memory for all who ask. Null for a place without bytes.
   std::shared_ptr<const Bytes> tensor(const Place& place, const char* name, Problem* problem);
 
-  // Layers are computed from this neuron on, while whoever asked lives: what nobody computes is not preloaded.
+  // Whoever computes a layer says from which neuron on decoding wants it: what nobody wants is not preloaded.
   void add(const Blob& blob);
   void remove(const Blob& blob);
   // Before the first call: fills the cache. By then the layers of the methods that are loaded are known.
-  Problem warm();
+  void warm();
 
   // Threads for submitted layers; `threads` where the options do not say.
   Engine& engine(int threads);

@@ -32,6 +32,11 @@ int pi2_et_set(const char* key, const char* value);
 const char* pi2_et_error(void);
 void pi2_et_clear_error(void);
 
+/* XNNPACK's weights in methods loaded from now on: not 0: those that were packed for another method are used again.
+   It tells weights by their values alone, without the scales of quantised ones: for floats only. Returns 0, or -1 if
+   there is no XNNPACK in this process. */
+int pi2_et_share_weights(int share);
+
 /* Writes what all open stores did since the last reset, as JSON and at most `capacity` bytes with the final NUL;
    returns the bytes that all of it needs with NUL. Nothing is reset unless all of it was written.
      {"stores": [{"path", "calls", "wanted", "hits", "reads", "bytes_read", "wait_ns", "busy_ns", "cache_bytes",

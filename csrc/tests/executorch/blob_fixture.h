@@ -55,6 +55,7 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
     put(&out, 144 + 24 * i, blob.tensors[i].checksum, 4);
   }
   u32(320, blob.queue);
+  u32(324, blob.preload_from);
   std::memcpy(&out[384], blob.store.data(), blob.store.size());
   seal_blob(&out);
   return out;

@@ -457,7 +457,8 @@ long check_options(std::mt19937& rng) {
       {"io_threads", "0", "expected 1 to 1024"},
       {"io_threads", "", ""},
       {"engine", "mmap", "expected auto, pread or io_uring, found 'mmap'"},
-      {"policy", "oldest", "option policy of Pi2Backend: expected a policy, found"},
+      {"policy", "oldest",
+       "option policy of Pi2Backend: expected lru, sieve, s3-fifo, lfu, static or none, found 'oldest'"},
       {"direct", "yes", "expected true or false, found 'yes'"},
       {"preload", "2", "expected true or false, found '2'"},
   };

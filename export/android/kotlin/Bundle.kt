@@ -10,6 +10,7 @@ class Bundle(
     /** 0: as many as ExecuTorch chooses. */
     threads: Int = 0,
 ) : Closeable {
+    /** Called by name from native code: proguard-rules.pro keeps it. */
     private fun interface Listener {
         fun text(piece: ByteArray)
     }
@@ -18,6 +19,8 @@ class Bundle(
 
     /**
      * Continues [prompt], or with [chat] answers it; [onText] gets the text as it comes.
+     *
+     * [maxNewTokens] 0: as many as there is room for. [temperature] 0 is greedy; [topP] is more than 0, at most 1.
      *
      * Returns the report of `pi2_runner --json`. Throws [IllegalStateException] with one line that says what is wrong.
      */

@@ -1,5 +1,3 @@
-#include <optional>
-
 #include "tokenizer/byte_level.h"
 #include "tokenizer/parts.h"
 #include "tokenizer/replace.h"
@@ -13,19 +11,6 @@ std::string joined(const Tokens& tokens) {
   std::string text;
   for (const std::string& token : tokens) text += token;
   return text;
-}
-
-// The byte that a token such as <0x0A> stands for.
-std::optional<char> byte_of(const std::string& token) {
-  if (token.size() != 6 || !token.starts_with("<0x") || token.back() != '>') return std::nullopt;
-  int value = 0;
-  for (const char digit : {token[3], token[4]}) {
-    const auto at =
-        std::string_view("0123456789abcdef").find(static_cast<char>(digit >= 'A' && digit <= 'F' ? digit + 32 : digit));
-    if (at == std::string_view::npos) return std::nullopt;
-    value = value * 16 + static_cast<int>(at);
-  }
-  return static_cast<char>(value);
 }
 
 Tokens byte_fallback(const Tokens& tokens) {
@@ -60,6 +45,18 @@ std::string stripped(const std::string& token, char32_t what, std::int64_t start
 }
 
 }  // namespace
+
+std::optional<char> byte_of(const std::string& token) {
+  if (token.size() != 6 || !token.starts_with("<0x") || token.back() != '>') return std::nullopt;
+  int value = 0;
+  for (const char digit : {token[3], token[4]}) {
+    const auto at =
+        std::string_view("0123456789abcdef").find(static_cast<char>(digit >= 'A' && digit <= 'F' ? digit + 32 : digit));
+    if (at == std::string_view::npos) return std::nullopt;
+    value = value * 16 + static_cast<int>(at);
+  }
+  return static_cast<char>(value);
+}
 
 Decode make_decoder(const Json& json, const std::string& where) {
   if (json.is_null()) {

@@ -6,7 +6,7 @@ namespace pi2::runner {
 
 void unknown(const std::string& where, const std::string& expected, const std::string& found) {
   throw Problem(where, expected, found,
-                "This runner does not have it: use torch-pi2 run, or pass token ids with --prompt-ids.");
+                "This runner does not have it: use torch-pi2 run, or pass token ids with --ids.");
 }
 
 Normalize make_normalizer(const Json& json, const std::string& where) {

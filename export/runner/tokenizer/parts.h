@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,8 @@ PreTokenize make_pre_tokenizer(const Json& json, const std::string& where);
 
 using Decode = std::function<std::vector<std::string>(std::vector<std::string>)>;
 Decode make_decoder(const Json& json, const std::string& where);
+// The byte that a token such as <0x0A> stands for.
+std::optional<char> byte_of(const std::string& token);
 
 // What stands before and behind the tokens of a text.
 struct Frame {

@@ -5,19 +5,32 @@
 namespace pi2::runner {
 namespace {
 
-constexpr std::ptrdiff_t kContext = 8;  // tokens of the prompt that an answer is decoded after
+constexpr std::size_t kContext = 8;  // tokens of the prompt that an answer is decoded after
+
+// The last tokens of a prompt. Not from within a run of bytes on: a run is decoded as a whole, or not at all.
+std::vector<std::int64_t> context(const Tokenizer& tokenizer, const std::vector<std::int64_t>& prompt) {
+  std::size_t first = prompt.size() - std::min(prompt.size(), kContext);
+  while (first > 0 && !tokenizer.stands_alone(prompt[first])) --first;
+  return {prompt.begin() + static_cast<std::ptrdiff_t>(first), prompt.end()};
+}
+
+// What `all` has behind the characters with which `before` begins too: all of `before`, unless it ends within a
+// character.
+std::string behind(const std::string& before, const std::string& all) {
+  std::size_t at =
+      static_cast<std::size_t>(std::mismatch(all.begin(), all.end(), before.begin(), before.end()).first - all.begin());
+  while (at > 0 && at < all.size() && (all[at] & 0xc0) == 0x80) --at;
+  return all.substr(at);
+}
 
 }  // namespace
 
 TextStream::TextStream(const Tokenizer& tokenizer, const std::vector<std::int64_t>& prompt)
-    : tokenizer_(&tokenizer),
-      ids_(prompt.end() - std::min(std::ssize(prompt), kContext), prompt.end()),
-      shown_(ids_.size()) {}
+    : tokenizer_(&tokenizer), ids_(context(tokenizer, prompt)), answer_(ids_.size()), shown_(ids_.size()) {}
 
 std::string TextStream::next() const {
-  const std::string before = tokenizer_->decode(ids_.data() + start_, shown_ - start_);
-  const std::string all = tokenizer_->decode(ids_.data() + start_, ids_.size() - start_);
-  return all.substr(std::min(before.size(), all.size()));
+  return behind(tokenizer_->decode(ids_.data() + start_, shown_ - start_),
+                tokenizer_->decode(ids_.data() + start_, ids_.size() - start_));
 }
 
 std::string TextStream::add(std::int64_t token) {
@@ -33,6 +46,10 @@ std::string TextStream::rest() {
   std::string piece = next();
   shown_ = ids_.size();
   return piece;
+}
+
+std::string TextStream::text() const {
+  return behind(tokenizer_->decode(ids_.data(), answer_), tokenizer_->decode(ids_.data(), ids_.size()));
 }
 
 }  // namespace pi2::runner

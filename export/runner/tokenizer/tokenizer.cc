@@ -60,6 +60,11 @@ std::vector<std::int64_t> Tokenizer::encode(std::string_view text, bool special)
   return ids;
 }
 
+bool Tokenizer::stands_alone(std::int64_t id) const {
+  const auto found = tokens_.find(id);
+  return found != tokens_.end() && !found->second.special && !byte_of(found->second.text);
+}
+
 std::string Tokenizer::decode(const std::int64_t* ids, std::size_t count) const {
   std::vector<std::string> texts;
   for (std::size_t i = 0; i < count; ++i) {

@@ -23,6 +23,9 @@ class Tokenizer {
   std::vector<std::int64_t> encode(std::string_view text, bool special) const;
   // Without special tokens.
   std::string decode(const std::int64_t* ids, std::size_t count) const;
+  // Whether this token has text that is the same whatever is before it, but for a space: neither a byte of a character,
+  // which is decoded with all bytes beside it, nor one without text, such as a special token.
+  bool stands_alone(std::int64_t id) const;
 
  private:
   struct Token {

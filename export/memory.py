@@ -1,0 +1,107 @@
+"""What a bundle takes in memory without its neurons: ``memory.fixed_bytes`` of the manifest.
+
+The C++ runner's resident memory, mapped files included, stays below it and the neuron cache (``docs/BUNDLE.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torch_pi2.runtime.budget import engine_bytes
+from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.store.superblock import LayerEntry
+
+#: The runner with its libraries, stacks and thread pool, before anything is loaded (11 MB on x86-64), and the 4 MiB
+#: in which the cache is filled.
+_PROCESS_BYTES = 20 << 20
+#: Times a tokenizer's file: while it is read, before anything else is loaded, and from then on (measured: 6 and 2.6).
+_TOKENIZER_READ, _TOKENIZER_KEPT = 8, 4
+#: As csrc/include/pi2/ffn.h and predict.h have them.
+_PROMPT_TOKENS, _PROMPT_NEURONS, _TOKEN_TILE, _MASK_BYTES, _CHUNKS = 512, 512, 64, 1 << 23, 16
+
+
+def fixed_bytes(
+    pte: int,
+    packed: int,
+    copies: int,
+    planned: int,
+    workspace: int,
+    predictors: int,
+    entries: Sequence[LayerEntry],
+    tokens: int,
+    tokenizer: int,
+) -> int:
+    """Bytes of a bundle's process without the neuron cache.
+
+    Args:
+        pte: of the program, all of which may be touched. packed: of it, what XNNPACK has in a form of its own instead.
+        copies: how often it has that; 1 if methods share it.
+        planned: ExecuTorch's memory of the methods, which share it. workspace: of :func:`workspace_bytes`.
+        predictors: with the biases. entries: of the store's layers. tokens: of one call, at most.
+        tokenizer: of its file.
+    """
+    program = pte + (copies - 1) * packed + planned + workspace
+    engine = predictors + sum(engine_bytes(entries, OffloadConfig())) + max(_scratch_bytes(e, tokens) for e in entries)
+    return _PROCESS_BYTES + max(_TOKENIZER_KEPT * tokenizer + program + engine, _TOKENIZER_READ * tokenizer)
+
+
+def _scratch_bytes(entry: LayerEntry, tokens: int) -> int:
+    """Of a layer's call (core/sparse_ffn.cc, core/prompt.cc, core/predicted_ffn.cc): inputs, sums, ids and marks."""
+    tokens = min(tokens, _PROMPT_TOKENS)
+    tile = min(tokens, _TOKEN_TILE)
+    sums = max(_CHUNKS * tile * entry.hidden, (tokens + _PROMPT_NEURONS) * entry.hidden + tile * _PROMPT_NEURONS)
+    ids = (tokens // tile + 2) * entry.neurons
+    return 4 * (2 * tokens * entry.hidden + sums) + 8 * ids + min(_MASK_BYTES, tokens * entry.neurons)
+
+
+def workspace_bytes(edge: Any) -> int:
+    """What XNNPACK needs for tensors within its delegates, which all share it: the most that live at once in any."""
+    found = [0]
+    for key in edge.methods:
+        module = edge.exported_program(key).graph_module
+        for lowered in _lowered(module):
+            if lowered.backend_id == "XnnpackBackend":
+                found.append(_most_alive(lowered.original_module.graph))
+    return max(found)
+
+
+def _lowered(module: Any) -> Iterator[Any]:
+    for node in module.graph.nodes:
+        if "executorch_call_delegate" in str(node.target):
+            yield getattr(module, node.args[0].target)
+
+
+def _most_alive(graph: Any) -> int:
+    """Inputs and outputs are in ExecuTorch's memory. A product of matrices has its second one once more, packed."""
+    nodes = list(graph.nodes)
+    outputs = set(nodes[-1].all_input_nodes)
+    last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
+    alive = most = 0
+    ends: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        inside = node.op == "call_function" and node not in outputs
+        size = _bytes(node.meta.get("val")) if inside else 0
+        alive += size
+        packed = _bytes(node.args[1].meta.get("val")) if "bmm" in str(node.target) else 0
+        most = max(most, alive + packed)
+        end = last.get(node, i)
+        ends[end] = ends.get(end, 0) + size
+        alive -= ends.pop(i, 0)
+    return most
+
+
+def _bytes(value: Any) -> int:
+    """Of a tensor, or of several, at the largest sizes that were allowed when it was traced."""
+    from executorch.exir.sym_util import eval_shape_upper_bound
+
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
+    if not isinstance(value, torch.Tensor):
+        return 0
+    size: int = value.element_size()
+    for count in eval_shape_upper_bound(value.shape):
+        size *= count
+    return size

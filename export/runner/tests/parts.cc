@@ -1,0 +1,140 @@
+// pi2_parts_test sampler | tokenizer FILE COUNT: what needs no program of ExecuTorch, so that sanitizers can look at
+// it.
+//   sampler              the nucleus is the one that sorting the whole vocabulary gives
+//   tokenizer FILE COUNT random changes of a tokenizer.json: it is refused by name, or text goes there and back
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "sampler.h"
+#include "tokenizer/text_stream.h"
+
+namespace pi2::runner {
+namespace {
+
+using Random = std::mt19937_64;
+
+int failed(const std::string& what) {
+  std::fprintf(stderr, "pi2_parts_test: %s\n", what.c_str());
+  return 1;
+}
+
+// As in sampler.cc, but over all tokens in order.
+std::int64_t chosen(const std::vector<float>& logits, double temperature, double top_p, Random& random) {
+  const float best = *std::max_element(logits.begin(), logits.end());
+  std::vector<double> shares;
+  double sum = 0;
+  for (const float logit : logits) {
+    shares.push_back(std::exp((static_cast<double>(logit) - best) / temperature));
+    sum += shares.back();
+  }
+  std::vector<std::size_t> order(logits.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return shares[a] > shares[b]; });
+  std::size_t count = 0;
+  double most = 0;
+  while (count < order.size() && most < top_p * sum) most += shares[order[count++]];
+  double draw = static_cast<double>(random() >> 11) * 0x1p-53 * most;
+  for (std::size_t i = 0; i < count; ++i) {
+    draw -= shares[order[i]];
+    if (draw < 0) return static_cast<std::int64_t>(order[i]);
+  }
+  return static_cast<std::int64_t>(order[count - 1]);
+}
+
+int check_sampler() {
+  Random random(1);
+  for (int round = 0; round < 400; ++round) {
+    const std::size_t vocab = round % 4 == 0 ? 1 + random() % 3 : 1 + random() % 3000;
+    std::normal_distribution<float> normal(0, static_cast<float>(round % 7));
+    std::vector<float> logits(vocab);
+    for (float& logit : logits) logit = round % 3 == 0 ? std::round(normal(random)) : normal(random);  // some are equal
+    const double temperature = std::vector<double>{1e-3, 0.7, 1, 50}[random() % 4];
+    const double top_p = std::vector<double>{1e-300, 1e-6, 0.5, 0.9, 0.999, 1 - 1e-12, 1 - 0x1p-53}[random() % 7];
+    const std::uint64_t seed = random();
+    Sampler sampler(temperature, top_p, seed);
+    Random same(seed);
+    for (int i = 0; i < 8; ++i) {
+      const std::int64_t expected = chosen(logits, temperature, top_p, same);
+      const std::int64_t found = sampler.choose(logits.data(), static_cast<std::int64_t>(vocab));
+      if (found != expected) {
+        return failed("sampler, round " + std::to_string(round) + ": expected token " + std::to_string(expected) +
+                      ", found " + std::to_string(found));
+      }
+    }
+  }
+  return 0;
+}
+
+// A value somewhere in it; most often not one of the many of the vocabulary.
+Json& somewhere(Json& json, Random& random) {
+  Json* at = &json;
+  while (at->is_structured() && !at->empty() && random() % 8 != 0) {
+    at = &*std::next(at->begin(), static_cast<std::ptrdiff_t>(random() % at->size()));
+  }
+  return *at;
+}
+
+void change(Json& json, Random& random) {
+  const Json values[] = {nullptr,        true,           0,        -1,          7,
+                         0xffffffffu,    1ull << 63,     1e300,    "",          "a",
+                         "\xef\xbf\xbd", "(?:",          "[a-z]+", "ByteLevel", "Metaspace",
+                         "Sequence",     "ByteFallback", "Strip",  "Prepend",   "Split",
+                         Json::array(),  Json::object()};
+  Json& value = somewhere(json, random);
+  if (value.is_structured() && !value.empty() && random() % 2 == 0) {
+    const auto which = std::next(value.begin(), static_cast<std::ptrdiff_t>(random() % value.size()));
+    value.erase(which);
+  } else if (random() % 3 == 0) {
+    value = somewhere(json, random);  // what is elsewhere in it
+  } else {
+    value = values[random() % std::size(values)];
+  }
+}
+
+int check_tokenizer(const std::string& file, int count) {
+  const Json whole = read_json(file);
+  const std::string changed = file + ".changed";
+  const std::string text =
+      " The tool's 12 caf\xc3\xa9 \xe6\x97\xa5\xe6\x9c\xac\xf0\x9f\x99\x82 <s>e\xcc\x81\n\tdef f(x):";
+  Random random(count);
+  int refused = 0;
+  for (int round = 0; round < count; ++round) {
+    Json json = whole;
+    for (std::uint64_t times = random() % 3 + (round > 0); times > 0; --times) change(json, random);
+    std::ofstream(changed, std::ios::binary) << json.dump(-1, ' ', false, Json::error_handler_t::replace);
+    try {
+      const Tokenizer tokenizer(changed);
+      std::vector<std::int64_t> ids = tokenizer.encode(text, true);
+      for (int i = 0; i < 20; ++i) ids.push_back(static_cast<std::int64_t>(random() % 700) - 2);
+      TextStream stream(tokenizer,
+                        {ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(random() % (ids.size() + 1))});
+      std::string all;
+      for (const std::int64_t id : ids) all += stream.add(id);
+      all += stream.rest() + stream.text();
+      Json(all).dump();  // throws unless it is UTF-8
+    } catch (const Problem&) {
+      ++refused;
+    } catch (const std::exception& error) {
+      return failed("round " + std::to_string(round) + ", " + changed + ": " + error.what());
+    }
+  }
+  std::remove(changed.c_str());
+  std::printf("%d of %d refused\n", refused, count);
+  return 0;
+}
+
+}  // namespace
+}  // namespace pi2::runner
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what == "sampler" && argc == 2) return pi2::runner::check_sampler();
+  if (what == "tokenizer" && argc == 4) return pi2::runner::check_tokenizer(argv[2], std::stoi(argv[3]));
+  return pi2::runner::failed("expected sampler, or tokenizer FILE COUNT");
+}
