@@ -211,13 +211,17 @@ def check_bundle_folder(folder: Path) -> None:
 def _check(request: _Request) -> None:
     """What can be refused before anything is done."""
     whole = [type(n) is int for n in (request.max_tokens, request.max_prompt, *request.batches)]
-    of_npu = request.soc is not None or _NPU_DEFAULTS == (request.precision, request.outliers, request.weight_sharing)
+    npu = (request.precision, request.outliers, request.weight_sharing)
     for name, good, expected in (
         ("max_tokens", all(whole) and request.max_tokens >= 3, "a whole number, 3 or more"),
         ("max_prompt", all(whole) and request.max_prompt >= 2, "a whole number, 2 or more"),
         ("batches", all(whole) and bool(request.batches) and min(request.batches) >= 1, "batch sizes of 1 or more"),
         ("linears", request.linears in LINEARS, ", ".join(LINEARS)),
-        ("precision", of_npu, "it, outliers and weight_sharing left out where target is not an NPU's"),
+        (
+            "precision",
+            request.soc is not None or npu == _NPU_DEFAULTS,
+            "it, outliers and weight_sharing left out where target is not an NPU's",
+        ),
         ("hot", request.hot is None or not {*request.hot} - {*request.batches}, "chunks for sizes of batches alone"),
     ):
         if not good:

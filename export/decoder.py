@@ -203,7 +203,7 @@ def _lane_layer(keys: torch.Tensor, values: torch.Tensor, rows_N: torch.Tensor, 
 
 
 def _check_attention(model: nn.Module, config: Any, max_tokens: int) -> None:
-    """Raises UnsupportedModelError for what a cache of lanes cannot hold, ConfigError for more tokens than there are."""
+    """Raises UnsupportedModelError for what lanes cannot hold, ConfigError for more tokens than the model takes."""
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"export of {type(model).__name__}",

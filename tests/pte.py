@@ -147,7 +147,7 @@ class Store:
             int8_activations=one.int8_activations,
             predictor_int8_activations=one.int8_activations and bool(one.predictor_weights),
             n_hot=one.n_hot, first=0, threshold=one.threshold, predictor=form, cut=one.cut, rank=rank, dense_from=0,
-            queue=0, store=self.path.name, tensors=self.places[number],
+            queue=0, preload_from=0, store=self.path.name, tensors=self.places[number],
         )  # fmt: skip
         assert set(made.tensors) <= set(TENSORS)
         return replace(made, **changes)

@@ -24,7 +24,8 @@ from torch_pi2.export.text import chat_text
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "runner" / "pi2"
-TOKENIZE = ROOT / "build" / "runner" / "cmake" / "pi2_tokenize"
+BUILT = ROOT / "build" / "runner" / "cmake"
+TOKENIZE = BUILT / "pi2_tokenize"
 PROMPTS = ["def f1(x", "    return x * 3 + y\n\ndef f2(x, y=2):\n", "é 日本 🙂"]
 
 
@@ -191,7 +192,8 @@ def test_memory_of_a_budget_is_obeyed(large: Path, share: float, whole_fits: boo
     assert "holds less than the 48.0 MiB of neurons that a token wants on average" in result.stderr.decode()
     found = json.loads(result.stdout)
     assert found["sequences"] == whole["sequences"]
-    assert (whole["hit_rate"], whole["memory"]["cache_bytes"]) == (1.0, None)
+    assert (whole["hit_rate"], whole["memory"]["budget_bytes"]) == (1.0, None)
+    assert whole["memory"]["cache_bytes"] == whole["store"]["cache_bytes"]
     assert share - 0.1 <= found["hit_rate"] <= share
     assert 0.6 * budget < found["memory"]["peak_bytes"] <= budget
     assert found["store"]["cache_bytes"] <= found["memory"]["cache_bytes"] == (budget - manifest.fixed_bytes) & -1024
@@ -298,7 +300,7 @@ def test_damaged_bundles_are_refused_by_name(copy: Path) -> None:
         ({"version": 2}, "expected format torch_pi2.bundle, version 1, found torch_pi2.bundle, version 2. "),
         ({"kind": "module"}, "expected decoder, found module. "),
         ({"lanes": 8}, "methods: expected prefill, decode_bN up to as many sequences as there are lanes, and fork"),
-        ({"max_tokens": "many"}, 'max_tokens: expected a whole number, 0 or more, found "many". '),
+        ({"max_tokens": "many"}, 'max_tokens: expected a whole number, 0 to 2^53, found "many". '),
         ({"target": "qnn:SM8650"}, "expected ExecuTorch's QNN backend in this process, found none. Pass --backend"),
     ],
 )
@@ -319,8 +321,8 @@ def test_manifests_that_it_cannot_run_are_refused(copy: Path, fields: dict[str, 
         (["--prompt", "d", "--chat"], "chat.json: expected the chat template of the bundle, found no such file. "),
         (["--ids", "1", "--chat"], "--chat: expected --prompt beside it, found --ids. "),
         (["--prompt", "d", "--system", "x"], "--system: expected --chat beside it, found none. "),
-        (["--prompt", "d", "--temperature", "-1"], "--temperature: expected 0 (greedy) or more, found '-1'. "),
-        (["--prompt", "d", "--top-p", "0"], "--top-p: expected more than 0, at most 1, found '0'. "),
+        (["--prompt", "d", "--temperature", "-1"], "temperature: expected 0 (greedy) or more, found -1. "),
+        (["--prompt", "d", "--top-p", "0"], "top_p: expected more than 0, at most 1, found 0. "),
         (["--prompt", "d", "--budget", "2 apples"], "--budget: expected bytes, or text such as 2.5GiB or 700MB"),
         (["--prompt", "d", "--polcy", "lru"], "arguments: expected an option of this program, found '--polcy'. "),
         (
@@ -476,7 +478,12 @@ def test_tokenizer_is_hugging_faces(name: str, tmp_path: Path) -> None:
         ("normalizer", {"type": "Lowercase"}, "expected NFC, NFD, NFKC, NFKD, Prepend, Replace or Sequence"),
         ("decoder", {"type": "WordPiece"}, "expected ByteFallback, ByteLevel, Fuse, Metaspace, Replace, Strip or"),
         ("post_processor", {"type": "BertProcessing"}, "expected ByteLevel, TemplateProcessing or Sequence"),
-        ("model", {"type": "Unigram"}, "model, type: expected BPE, found Unigram. This runner does not have it"),
+        (
+            "model",
+            {"type": "Unigram"},
+            "model, type: expected BPE, found Unigram. This runner does not have it: use torch-pi2 run, or pass "
+            "token ids with --ids.",
+        ),
     ],
 )
 def test_unknown_parts_of_tokenizers_are_refused(

@@ -1,11 +1,13 @@
-// pi2_parts_test sampler | tokenizer FILE COUNT: what needs no program of ExecuTorch, so that sanitizers can look at
-// it.
+// pi2_parts_test sampler | tokenizer FILE COUNT | stream FILE: what needs no program of ExecuTorch, so that sanitizers
+// can look at it.
 //   sampler              the nucleus is the one that sorting the whole vocabulary gives
 //   tokenizer FILE COUNT random changes of a tokenizer.json: it is refused by name, or text goes there and back
+//   stream FILE          for every line of standard input, [prompt, answer] in tokens: pieces and text of the answer
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
+#include <iostream>
 #include <numeric>
 #include <random>
 #include <string>
@@ -129,6 +131,19 @@ int check_tokenizer(const std::string& file, int count) {
   return 0;
 }
 
+int stream(const std::string& file) {
+  const Tokenizer tokenizer(file);
+  for (std::string line; std::getline(std::cin, line);) {
+    const auto given = Json::parse(line).get<std::vector<std::vector<std::int64_t>>>();
+    TextStream text(tokenizer, given.at(0));
+    Json pieces = Json::array();
+    for (const std::int64_t token : given.at(1)) pieces.push_back(text.add(token));
+    pieces.push_back(text.rest());
+    std::cout << Json{{"pieces", pieces}, {"text", text.text()}}.dump() << '\n';
+  }
+  return 0;
+}
+
 }  // namespace
 }  // namespace pi2::runner
 
@@ -136,5 +151,6 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "sampler" && argc == 2) return pi2::runner::check_sampler();
   if (what == "tokenizer" && argc == 4) return pi2::runner::check_tokenizer(argv[2], std::stoi(argv[3]));
-  return pi2::runner::failed("expected sampler, or tokenizer FILE COUNT");
+  if (what == "stream" && argc == 3) return pi2::runner::stream(argv[2]);
+  return pi2::runner::failed("expected sampler, tokenizer FILE COUNT, or stream FILE");
 }
