@@ -1,7 +1,7 @@
 """``torch_pi2.export``: optimised models that leave Python.
 
-``torch_pi2.export(model, "bundle/")`` writes a folder for ExecuTorch (docs/BUNDLE.md): the package itself can be called.
-For type checkers the same is :func:`torch_pi2.export.api.export`. :func:`program` gives a ``torch.export`` program in
+``torch_pi2.export(model, "bundle/")`` writes a folder for ExecuTorch (docs/BUNDLE.md): the package is callable. For
+type checkers the same is :func:`torch_pi2.export.api.export`. :func:`program` gives a ``torch.export`` program in
 which every sparse FFN is a ``pi2`` operator, for other ways out.
 """
 

@@ -116,8 +116,10 @@ class Detokenizer:
         while first > 0 and not self._stands_alone(prompt[first]):
             first -= 1
         self._ids = list(prompt[first:])
-        self._start, self._shown = 0, len(self._ids)
-        self._answer = len(self._ids)
+        # A character that the prompt has only a part of is the answer's.
+        ends = range(len(self._ids), max(len(self._ids) - 4, -1), -1)
+        self._answer = next((n for n in ends if not self._decode(self._ids[:n]).endswith("\ufffd")), len(self._ids))
+        self._start, self._shown = 0, self._answer
 
     def add(self, token: int) -> str:
         """What is certain with this token; "" while a character is incomplete."""

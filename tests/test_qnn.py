@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import torch_pi2
+from torch_pi2.bench.qnn import measure
 from torch_pi2.errors import CompileError
 from torch_pi2.export import qnn
 from torch_pi2.export.contents import describe_program
@@ -141,16 +142,13 @@ def run_on_emulator(module: nn.Module, x: torch.Tensor, folder: Path) -> list[to
 
 
 def test_nine_graphs_share_one_copy_of_the_weights() -> None:
-    hidden, chunk = 2048, 512
-    hot = hot_part("relu", hidden, 4 * chunk, chunk)
-    graphs = {f"hot{k}_b{b}": qnn.Graph((b, 1), [k]) for k in (1, 2, 4) for b in (1, 2, 4)}
-    settings = qnn.Settings("SM8650", outliers=0, timeout_s=300)
-    layer = qnn.lower_hot([hot], [torch.randn(64, hidden)], graphs, settings).report["layers"][0]
-    unique = 4 * 3 * hidden * chunk // 2
-    assert unique <= layer["context_bytes"] <= 1.3 * unique
-    assert sorted(layer["graphs"]) == sorted(graphs)
+    """1, 2 and 4 chunks by 1, 2 and 4 sequences, as exported by default (64 outliers of each chunk in 8 bits)."""
+    found = measure("SM8650", 2048, "w4a16", 64)
+    layer = found["layers"][0]
+    assert 1 <= found["context_over_unique"] <= 1.3
+    assert len(layer["graphs"]) == 9
     for name, graph in layer["graphs"].items():
-        weights = unique // 4 * graphs[name].chunks[0]
+        weights = found["unique_bytes"] // 4 * int(name[3])
         assert graph["spill_bytes"] == 0
         assert weights < graph["read_bytes"] < 1.3 * weights  # what a call reads is its own chunks, not all
 

@@ -5,13 +5,22 @@
 namespace pi2::runner {
 namespace {
 
-constexpr std::size_t kContext = 8;  // tokens of the prompt that an answer is decoded after
+constexpr std::string_view kBroken = "\xef\xbf\xbd";  // what bytes that are no character become
+constexpr std::size_t kContext = 8;                   // tokens of the prompt that an answer is decoded after
 
 // The last tokens of a prompt. Not from within a run of bytes on: a run is decoded as a whole, or not at all.
 std::vector<std::int64_t> context(const Tokenizer& tokenizer, const std::vector<std::int64_t>& prompt) {
   std::size_t first = prompt.size() - std::min(prompt.size(), kContext);
   while (first > 0 && !tokenizer.stands_alone(prompt[first])) --first;
   return {prompt.begin() + static_cast<std::ptrdiff_t>(first), prompt.end()};
+}
+
+// Where the answer begins: a character that the prompt has only a part of is the answer's.
+std::size_t end_of_prompt(const Tokenizer& tokenizer, const std::vector<std::int64_t>& ids) {
+  for (std::size_t back = 0; back < 4 && back <= ids.size(); ++back) {
+    if (!tokenizer.decode(ids.data(), ids.size() - back).ends_with(kBroken)) return ids.size() - back;
+  }
+  return ids.size();
 }
 
 // What `all` has behind the characters with which `before` begins too: all of `before`, unless it ends within a
@@ -26,7 +35,10 @@ std::string behind(const std::string& before, const std::string& all) {
 }  // namespace
 
 TextStream::TextStream(const Tokenizer& tokenizer, const std::vector<std::int64_t>& prompt)
-    : tokenizer_(&tokenizer), ids_(context(tokenizer, prompt)), answer_(ids_.size()), shown_(ids_.size()) {}
+    : tokenizer_(&tokenizer),
+      ids_(context(tokenizer, prompt)),
+      answer_(end_of_prompt(tokenizer, ids_)),
+      shown_(answer_) {}
 
 std::string TextStream::next() const {
   return behind(tokenizer_->decode(ids_.data() + start_, shown_ - start_),
@@ -36,7 +48,7 @@ std::string TextStream::next() const {
 std::string TextStream::add(std::int64_t token) {
   ids_.push_back(token);
   std::string piece = next();
-  if (piece.empty() || piece.ends_with("\xef\xbf\xbd")) return "";
+  if (piece.empty() || piece.ends_with(kBroken)) return "";
   start_ = shown_;
   shown_ = ids_.size();
   return piece;

@@ -26,7 +26,7 @@ class TextStream {
 
   const Tokenizer* tokenizer_;
   std::vector<std::int64_t> ids_;
-  std::size_t answer_;  // where the prompt's end
+  std::size_t answer_;  // where it begins
   std::size_t start_ = 0, shown_;
 };
 
