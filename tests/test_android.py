@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -82,6 +83,20 @@ def test_script_says_what_is_missing(disk: Path) -> None:
         result = run(disk, *args, state=state)
         assert result.returncode == 2
         assert result.stderr.startswith(f"run.sh: {message}")
+
+
+def test_names_agree_with_what_uses_them() -> None:
+    """R8 keeps what native code looks up, and the script's folders are those of the page."""
+    folder = ROOT / "export" / "android"
+    looked_up = re.search(r'GetMethodID\(.*, "(\w+)", "\(\[B\)V"\)', (folder / "jni.cc").read_text())
+    assert looked_up is not None
+    rules = (folder / "kotlin" / "proguard-rules.pro").read_text()
+    for text in (f"void {looked_up[1]}(byte[]);", "org.torchpi2.Bundle$Listener", "native <methods>;"):
+        assert text in rules
+    assert f"fun {looked_up[1]}(piece: ByteArray)" in (folder / "kotlin" / "Bundle.kt").read_text()
+    head = SCRIPT.read_text().partition("set -euo")[0]
+    page = (ROOT / "docs" / "ANDROID.md").read_text()
+    assert set(re.findall(r"build/[\w/-]+", head)) == set(re.findall(r"run\.sh (build/\S+)", page))
 
 
 def configure(source: Path, build: Path) -> subprocess.CompletedProcess[str]:

@@ -165,6 +165,24 @@ def test_sequences_end_at_their_own_times_and_batches_shrink(own: Bundle, monkey
     assert any(kinds[-1] == 2 for kinds in shrunk)  # the last one was in another lane than the first
 
 
+def test_idle_lanes_get_the_token_of_another(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of their own would want neurons that nobody asked for."""
+    given: list[tuple[torch.Tensor, ...]] = []
+    call = bundle._call
+
+    def noted(name: str, *args: torch.Tensor) -> Any:
+        if name == "decode_b4":
+            given.append(args)
+        return call(name, *args)
+
+    monkeypatch.setattr(bundle, "_call", noted)
+    bundle.generate([9, 8, 7], 5, num_return_sequences=3)
+    assert len(given) == 4
+    for ids_N1, positions_N1 in given:
+        assert ids_N1.shape == (4, 1)
+        assert (ids_N1[3], positions_N1[3]) == (ids_N1[0], positions_N1[0])
+
+
 def test_a_stream_is_the_text(bundle: Bundle) -> None:
     got: dict[int, list[tuple[int, str]]] = {}
     made = bundle.generate(
@@ -414,6 +432,18 @@ def test_a_trace_is_written_when_it_is_closed(module: Path, tmp_path: Path) -> N
     with Bundle(module, trace=tmp_path / "trace.json") as opened:
         opened(torch.ones(2, 32))
     assert "traceEvents" in (tmp_path / "trace.json").read_text()
+
+
+def test_a_trace_that_cannot_be_written_is_said(module: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.mkdir()
+    opened = Bundle(module, trace=trace)
+    message = rf"trace {trace}: expected a file that can be written, found .* Give option trace another one"
+    with pytest.raises(ConfigError, match=message):
+        opened.close()
+    opened.close()  # it is closed
+    with pytest.raises(ShapeError), Bundle(module, trace=trace) as opened:
+        opened(torch.ones(2, 31))  # what went wrong first is what is said
 
 
 def test_what_the_delegate_says_becomes_an_error() -> None:
