@@ -219,13 +219,14 @@ def test_what_is_wrong_with_a_store_is_said(plain: Path, large: Path, tmp_path: 
             f"{len(whole)} bytes, found {len(whole) - 4096} bytes",
         ),
         (other, f"{len(other)} bytes", f"weights {hashes[0]}, found {hashes[1]}. "),
-        (bytes(damaged), None, "its neurons, found layer 0, neuron "),
+        (bytes(damaged), None, "its neurons, found layer 0, neuron "),  # when it is wanted
     ):
         store.write_bytes(found)
         if first is not None:
             assert f"{said} {first}" in refused(folder, *ANSWER)
         manifest = write_sizes(folder)  # then only what opens it can tell
-        assert f"neuron store {store}: expected {behind}" in refused(folder, *ANSWER)
+        where = f"{store}, layer 0" if first is None else f"neuron store {store}"
+        assert f"{where}: expected {behind}" in refused(folder, *ANSWER)
         (folder / "manifest.json").write_text(manifest)
 
 

@@ -69,7 +69,7 @@ class Kept(torch.nn.Module):
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four lanes, and a layer whose predictor wants other neurons for other tokens."""
     folder = tmp_path_factory.mktemp("predicted")
-    layer = pte.layer(neurons=400, n_hot=16, kind="lowrank", cut=1.0)
+    layer = pte.layer(neurons=400, n_hot=16, kind="lowrank", cut=0.2)
     blob = pte.Store(folder / "model.pi2", [layer]).blob().pack()
     one = torch.zeros(1, dtype=torch.int64)
 
@@ -102,7 +102,7 @@ def test_lanes_that_are_not_in_use_want_no_neurons(predicted: Path) -> None:
     """Greedy sequences want the same ones: three of them in four lanes as many as four."""
     options = ("--ids", "5,6", "--max-new-tokens", 12, "--num-return-sequences")
     three, four = (run(predicted, *options, n)["stages"]["decode"] for n in (3, 4))
-    assert three["wanted"] == four["wanted"] < 11 * 400
+    assert 11 * 16 < three["wanted"] == four["wanted"] < 11 * 400
     assert three["calls"] == four["calls"] == 11
 
 
@@ -240,7 +240,7 @@ def test_dependencies_run_nothing_of_another_package(tmp_path: Path, monkeypatch
     archive = index / "pi2sham-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as file:
         file.add(sources, sources.name)
-    arguments = ["--no-index", f"--find-links={index}"]
+    arguments = ["--no-index", f"--find-links={index}", "--no-build-isolation"]
     unpacked: list[Path] = []
 
     def unpack(found: Path, to: Path) -> None:

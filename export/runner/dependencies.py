@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-#: name -> (requirement, arguments of pip download, SHA-256 of what it brings: pip compares it before it runs any of that)
+#: name -> (requirement, arguments of pip download, SHA-256 of it; pip compares that before it runs anything of it)
 SOURCES = {
     "oniguruma": (
         "jq==1.13.0",
