@@ -174,7 +174,7 @@ def export(
             methods = _module(private, args, kwargs, dynamic_shapes)
         preload_from = [min(of_layer) * CHUNK for of_layer in zip(*chunks.values())] or [0] * len(layers)
         blob = partial(_blob, facts, layers, preload_from)
-        planned = _write_program(staging / PROGRAM_FILE, methods, name, blob, type(model).__name__)
+        planned = _write_program(staging / PROGRAM_FILE, methods, name, blob, type(model).__name__, progress)
         files = describe_files(staging)
         manifest = _manifest(
             model, layers, parts, request, facts, staging, files, chunks, rest, planned, decoder, tokenizer
@@ -319,6 +319,7 @@ def _split(
         lowered = qnn.lower_hot(hot, samples, graphs, _qnn_settings(request))
         atomic_write(staging / "qnn.json", json.dumps(lowered.report, indent=1) + "\n")
         compiled = lowered.modules
+        hot.clear()  # what was compiled has the weights
 
     def whole() -> None:
         for module in split:
@@ -378,14 +379,19 @@ def _blob(
 
 
 def _write_program(
-    path: Path, methods: Mapping[str, Method], name: str, blob: Callable[[int, int, int, int], bytes], model: str
+    path: Path,
+    methods: Mapping[str, Method],
+    name: str,
+    blob: Callable[[int, int, int, int], bytes],
+    model: str,
+    progress: bool,
 ) -> tuple[int, int]:
     """Trace, lower and write ``methods``; bytes of ExecuTorch's memory for them, and of XNNPACK's."""
     from torch_pi2.export.lower import lower, trace
     from torch_pi2.export.partitioner import blobs
 
     with blobs(name, blob):
-        program = lower(trace(methods, model), model)
+        program = lower(trace(methods, model, progress=progress), model, progress=progress)
     atomic_write(path, program.data)
     return program.arena_bytes, program.workspace_bytes
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,10 +42,15 @@ class Method:
     prepare: Callable[[], None] | None = None
 
 
-def trace(methods: Mapping[str, Method], name: str) -> dict[str, torch.export.ExportedProgram]:
+def trace(
+    methods: Mapping[str, Method], name: str, *, progress: bool = False
+) -> dict[str, torch.export.ExportedProgram]:
     """``torch.export`` of every method. Raises UnsupportedModelError, with torch's reason."""
+    from tqdm import tqdm
+
     programs = {}
-    for key, method in methods.items():
+    show = progress and sys.stderr.isatty()
+    for key, method in tqdm(methods.items(), "trace", disable=not show, delay=2):
         if method.prepare is not None:
             method.prepare()
         with torch.no_grad(), _quiet():
@@ -77,7 +83,7 @@ class Program:
     workspace_bytes: int
 
 
-def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str) -> Program:
+def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str, *, progress: bool = False) -> Program:
     """The ``.pte`` of ``programs``, whose delegate operators become blobs of :func:`~.partitioner.blobs`.
 
     Raises:
@@ -88,7 +94,7 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str) -> Pr
     from executorch.exir.passes import MemoryPlanningPass
 
     calls = {key: sum(role_of(n) is not None for n in p.graph.nodes) for key, p in programs.items()}
-    with _quiet():
+    with _quiet(), _counted(progress):
         try:
             edge = to_edge_transform_and_lower(
                 dict(programs),
@@ -129,6 +135,29 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
                 found=f"{found}" + (f", and {len(left)} operators that were left ({left[0]})" if left else ""),
                 fix="Report it: the partitioner has missed a layer.",
             )
+
+
+@contextmanager
+def _counted(progress: bool) -> Iterator[None]:
+    """A bar that counts the parts that XNNPACK takes, which is most of the time; how many there are is not known."""
+    if not (progress and sys.stderr.isatty()):
+        yield
+        return
+    from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
+    from tqdm import tqdm
+
+    before = XnnpackBackend.preprocess
+    with tqdm(desc="lower", unit=" parts", delay=2) as bar:
+
+        def preprocess(*args: Any) -> Any:
+            bar.update()
+            return before(*args)
+
+        XnnpackBackend.preprocess = staticmethod(preprocess)
+        try:
+            yield
+        finally:
+            XnnpackBackend.preprocess = staticmethod(before)
 
 
 class _SharingCopies:
