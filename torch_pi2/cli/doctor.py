@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     library = _library()
-    target = None if args.target is None else _target(args.target, args.compile)
+    asked = getattr(args, "target", None)  # examples/demo.py asks without a command line of ours
+    target = None if asked is None else _target(asked, args.compile)
     return {
         "ok": library["loaded"] and not (target and target["problems"]),
         "versions": {
