@@ -49,10 +49,10 @@ class HotChunks(nn.Module):
         up, down = rows[-2], rows[-1]
         starts = range(0, len(up), chunk)
         self.gate = nn.ModuleList(
-            _linear(rows[0][i : i + chunk], _part(bias_gate, i, chunk)) for i in (starts if site.gated else ())
+            linear_of(rows[0][i : i + chunk], _part(bias_gate, i, chunk)) for i in (starts if site.gated else ())
         )
-        self.up = nn.ModuleList(_linear(up[i : i + chunk], _part(bias_up, i, chunk)) for i in starts)
-        self.down = nn.ModuleList(_linear(down[i : i + chunk].T, None) for i in starts)
+        self.up = nn.ModuleList(linear_of(up[i : i + chunk], _part(bias_up, i, chunk)) for i in starts)
+        self.down = nn.ModuleList(linear_of(down[i : i + chunk].T, None) for i in starts)
         self.chunks = len(self.up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,11 +71,12 @@ class HotChunks(nn.Module):
         return y
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A linear layer of these very numbers, for inference."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    made.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias.contiguous(), requires_grad=False)
+        made.bias = nn.Parameter(bias.detach().contiguous(), requires_grad=False)
     return made
 
 

@@ -22,7 +22,7 @@ from torch_pi2.runtime.ffn import PREDICTOR_TENSORS, SparseFFN
 from torch_pi2.runtime.offload import OffloadedFFN
 from torch_pi2.runtime.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.store.crc32c import crc32c
-from torch_pi2.store.slots import cluster_size, write_slots
+from torch_pi2.store.slots import cluster_size, layer_entry, write_slots
 from torch_pi2.store.storefile import (
     STORE_FORMAT,
     STORE_VERSION,
@@ -35,7 +35,6 @@ from torch_pi2.store.storefile import (
 from torch_pi2.store.superblock import (
     PAGE,
     WEIGHT_CODES,
-    LayerEntry,
     Superblock,
     hash_bytes,
     slot_bytes,
@@ -102,7 +101,9 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
     }
     about["metadata_check"] = metadata_check(about)
     with TensorWriter(path, layout.specs, about, progress=progress, order=list(layout.specs)) as out:
-        entries = tuple(_entry(ffn, out, kind, cluster, layout.slots[ffn.site.key]) for ffn in layers)
+        entries = tuple(
+            layer_entry(ffn.site, ffn.n_hot, kind, cluster, layout.slots[ffn.site.key], out) for ffn in layers
+        )
         block = Superblock(out.file_bytes, hash_bytes(plan.model_hash), entries)
         out.write(SUPERBLOCK, torch.frombuffer(bytearray(block.pack()), dtype=torch.uint8))
         for name in layout.paddings:
@@ -234,23 +235,6 @@ def _reader(ffn: SparseFFN, stack: ExitStack) -> Callable[[int, int], torch.Tens
         return lambda first, last: ffn.bundles[first:last]
     reader = stack.enter_context(StoreReader(ffn.store.path))
     return lambda first, last: reader.read_layer(ffn.store_layer, (first, last))
-
-
-def _entry(ffn: SparseFFN, out: TensorWriter, kind: str, cluster: int, slot: int) -> LayerEntry:
-    site = ffn.site
-    return LayerEntry(
-        slots=out.offset(f"{site.key}.bundles"),
-        checks=out.offset(f"{site.key}.checks"),
-        neurons=site.intermediate,
-        hidden=site.hidden,
-        rows=site.rows_per_neuron,
-        weights=WEIGHT_CODES[kind],
-        slot_bytes=slot,
-        row_bytes=stored_row_bytes(kind, site.hidden),
-        n_hot=ffn.n_hot,
-        layer=site.layer,
-        cluster=cluster,
-    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import CalibrationError, NonFiniteError, ShapeError
-from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.hot import HotChunks, linear_of
 from torch_pi2.export.qnn.outliers import four_bit_damage, split
 from torch_pi2.export.qnn.settings import Settings
 from torch_pi2.ops.activations import ACTIVATIONS
@@ -50,7 +50,7 @@ class _Part(nn.Module):
         gate, up, down = _chunk(hot, chunk)
         self.gate = None if gate is None else _rows(gate, neurons)
         self.up = _rows(up, neurons)
-        self.down = _linear(down.weight[:, neurons], None)
+        self.down = linear_of(down.weight[:, neurons], None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(_intermediate(self, None if self.gate is None else self.gate(x), self.up(x)))
@@ -230,12 +230,4 @@ def _all(neurons: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows(linear: nn.Linear, neurons: torch.Tensor) -> nn.Linear:
-    return _linear(linear.weight[neurons], None if linear.bias is None else linear.bias[neurons])
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(bias.detach().contiguous(), requires_grad=False)
-    return made
+    return linear_of(linear.weight[neurons], None if linear.bias is None else linear.bias[neurons])

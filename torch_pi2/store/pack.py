@@ -23,7 +23,7 @@ from torch_pi2.runtime.files import atomic_write, resumable_folder
 from torch_pi2.store.bundled import bundle
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
 from torch_pi2.store.quantize import check_separate, copy_small_files, quantize, small_files
-from torch_pi2.store.slots import cluster_size, write_slots
+from torch_pi2.store.slots import cluster_size, layer_entry, write_slots
 from torch_pi2.store.storefile import (
     PADDING,
     PIECE,
@@ -44,8 +44,6 @@ from torch_pi2.store.superblock import (
     MOST_CLUSTER,
     PAGE,
     SECTOR,
-    WEIGHT_CODES,
-    LayerEntry,
     Superblock,
     hash_bytes,
     slot_bytes,
@@ -317,24 +315,12 @@ class _Layout:
                 found=repr(self.plan.model_hash),
                 fix="Make the folder again.",
             ) from error
-        entries = (self._entry(layer, out) for layer in self.plan.layers)
-        return Superblock(out.file_bytes, model_hash, tuple(entries)).pack()
-
-    def _entry(self, layer: LayerPlan, out: TensorWriter) -> LayerEntry:
-        site = layer.site
-        return LayerEntry(
-            slots=out.offset(f"{site.key}.bundles"),
-            checks=out.offset(f"{site.key}.checks"),
-            neurons=site.intermediate,
-            hidden=site.hidden,
-            rows=site.rows_per_neuron,
-            weights=WEIGHT_CODES[self.reader.kind],
-            slot_bytes=self._slots[site.key],
-            row_bytes=self._row_bytes(layer),
-            n_hot=hot_neurons(layer),
-            layer=site.layer,
-            cluster=self.cluster,
+        kind, cluster = self.reader.kind, self.cluster
+        entries = (
+            layer_entry(layer.site, hot_neurons(layer), kind, cluster, self._slots[layer.site.key], out)
+            for layer in self.plan.layers
         )
+        return Superblock(out.file_bytes, model_hash, tuple(entries)).pack()
 
 
 class _Writer(TensorWriter):

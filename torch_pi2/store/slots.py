@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from torch_pi2.graph.sites import FFNSite
 from torch_pi2.plan.plan import PREDICTED, Plan
 from torch_pi2.store.crc32c import crc32c
 from torch_pi2.store.storefile import PIECE, check_bytes
-from torch_pi2.store.superblock import MOST_CLUSTER
+from torch_pi2.store.superblock import MOST_CLUSTER, WEIGHT_CODES, LayerEntry
 from torch_pi2.store.tensorfile import TensorWriter
+from torch_pi2.store.weights import stored_row_bytes
 
 #: Of a slot of clusters, at most: from here on devices read at full speed.
 _CLUSTER_BYTES = 1 << 18
@@ -22,6 +24,23 @@ def cluster_size(plan: Plan, bundle_bytes: int) -> int:
         return 1
     most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // bundle_bytes))
     return 1 << (most.bit_length() - 1)
+
+
+def layer_entry(site: FFNSite, n_hot: int, kind: str, cluster: int, slot: int, out: TensorWriter) -> LayerEntry:
+    """The superblock's entry of a layer, whose slots of ``slot`` bytes and checksums ``out`` declares."""
+    return LayerEntry(
+        slots=out.offset(f"{site.key}.bundles"),
+        checks=out.offset(f"{site.key}.checks"),
+        neurons=site.intermediate,
+        hidden=site.hidden,
+        rows=site.rows_per_neuron,
+        weights=WEIGHT_CODES[kind],
+        slot_bytes=slot,
+        row_bytes=stored_row_bytes(kind, site.hidden),
+        n_hot=n_hot,
+        layer=site.layer,
+        cluster=cluster,
+    )
 
 
 def write_slots(
