@@ -406,7 +406,7 @@ def test_damaged_plan(drelu, tmp_path: Path) -> None:
     whole = plan.read_text()
     for damage, message in (
         (whole[: len(whole) // 2], "damage"),
-        (whole.replace('"version": 1', '"version": 99'), "expected torch_pi2.plan version 1, found .* 99"),
+        (whole.replace('"version": 2', '"version": 99'), "expected torch_pi2.plan version 2, found .* 99"),
         ("[]", "found list"),
     ):
         plan.write_text(damage)

@@ -873,15 +873,13 @@ def test_a_file_that_shrinks_or_is_replaced_while_open(toys: Path, tmp_path: Pat
             store.verify()
 
 
-@pytest.mark.parametrize("change", ["order", "hot", "layers", "hash"])
+@pytest.mark.parametrize("change", ["order", "layers", "hash"])
 def test_plans_that_were_made_anew_are_refused(tmp_path: Path, change: str) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
     pack(tmp_path / "float", tmp_path / "store", weights="int4")
     plan = parts_beside(tmp_path / "store")
     if change == "order":
         plan.layers[1].order = plan.layers[1].order.flip(0)
-    elif change == "hot":
-        plan.layers[1].n_hot = 7
     elif change == "layers":
         plan.layers.reverse()
     else:

@@ -9,6 +9,7 @@ with quantised weights has them in ``pi2/weights.safetensors``, and only its con
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch_pi2.api import Optimized, _apply, parts_of
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.rewrite import homes
-from torch_pi2.plan.plan import weights_hash
+from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.size import FittedPredictors, save_predictors
 from torch_pi2.runtime.budget import parse_bytes
 from torch_pi2.runtime.files import replacing_folder
@@ -141,6 +142,7 @@ def load(
     offload: OffloadConfig | None = None,
     context: int = 1024,
     strict_budget: bool = False,
+    plan: Plan | str | Path | None = None,
     progress: bool = False,
 ) -> nn.Module:
     """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
@@ -161,6 +163,9 @@ def load(
         context: tokens whose keys and values the budget is to have room for.
         strict_budget: refuse a budget whose cache holds less than one token wants, instead of a warning: nearly
             everything would come from flash each time. Both name the budget from which on it would not.
+        plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
+            of the same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's,
+            is followed as the number of sequences changes (:func:`torch_pi2.follow`).
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
@@ -176,9 +181,9 @@ def load(
             fix="Pass budget=..., for instance '2.5GiB'.",
         )
     with Parts(pi2) as parts:
-        plan = parts.plan()
-        predictors = parts.predictors(plan.model_hash)
-        stats = parts.stats(plan.model_hash) if budget is None else None  # they are in no budget
+        made = _planned_anew(parts.plan(), plan, folder)
+        predictors = parts.predictors(made.model_hash)
+        stats = parts.stats(made.model_hash) if budget is None else None  # they are in no budget
     if weights_path(pi2) is not None:
         _check_settings(folder, model, activations)
         how: dict[str, Any] = {
@@ -189,12 +194,12 @@ def load(
         }
         if budget is not None:
             room, config = parse_bytes(budget), offload or OffloadConfig()
-            offloaded = load_offloaded(folder, pi2, plan, predictors, room, config, context, strict_budget, **how)
+            offloaded = load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
             # Predictors would be in memory twice: the layers have theirs.
-            object.__setattr__(offloaded, "torch_pi2", Optimized(plan, FittedPredictors(), None))
+            object.__setattr__(offloaded, "torch_pi2", Optimized(made, FittedPredictors(), None))
             return offloaded
-        quantized = load_sparse(folder, pi2, plan, predictors, **how)
-        object.__setattr__(quantized, "torch_pi2", Optimized(plan, predictors, stats))
+        quantized = load_sparse(folder, pi2, made, predictors, **how)
+        object.__setattr__(quantized, "torch_pi2", Optimized(made, predictors, stats))
         return quantized
     _check_float(folder, activations, budget)
     if model is None:
@@ -203,7 +208,33 @@ def load(
         _load_weights(model, folder / _WEIGHTS)
         if dtype is not None:
             model = model.to(dtype)
-    return _apply(model.eval(), Optimized(plan, predictors, stats), progress)
+    return _apply(model.eval(), Optimized(made, predictors, stats), progress)
+
+
+def _planned_anew(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
+    """``other``, if there is one, in place of the folder's own. Raises StaleArtifactError: it is for another folder."""
+    if other is None:
+        return own
+    made = other if isinstance(other, Plan) else Plan.load(other)
+    for what, of in _FIXED:
+        expected, found = of(own), of(made)
+        if expected != found:
+            raise StaleArtifactError(
+                f"plan for {folder}",
+                expected=f"{what} as in its own plan" + (f" ({expected[:12]})" if isinstance(expected, str) else ""),
+                found="others" + (f" ({found[:12]})" if isinstance(found, str) else ""),
+                fix="Plan this folder itself: torch-pi2 plan FOLDER --hardware measured --out DIR.",
+            )
+    return made
+
+
+#: What weights and predictors in a folder belong to; how many neurons are hot, and when, may change.
+_FIXED: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
+    ("weights", lambda plan: plan.model_hash),
+    ("layers", lambda plan: [layer.site for layer in plan.layers]),
+    ("neuron orders", lambda plan: plan.orders_hash),
+    ("methods and thresholds", lambda plan: [(layer.method, layer.threshold) for layer in plan.layers]),
+)
 
 
 def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> None:

@@ -18,9 +18,12 @@ from torch import nn
 
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.sites import FFNSite
+from torch_pi2.plan.hardware_plan import HardwarePlan
 from torch_pi2.runtime.files import atomic_folder_files, parse_json, read_tensors, read_text
 
-PLAN_VERSION = 1
+#: 1 had no ``hardware`` part and is read, too.
+PLAN_VERSION = 2
+_VERSIONS = (1, PLAN_VERSION)
 
 #: How a layer's cold neurons are chosen: every neuron dense; the gate is computed and zeros (or, with a
 #: threshold, small values) are skipped; a low-rank or a sign-bit predictor says which to compute at all.
@@ -57,11 +60,16 @@ class LayerPlan:
 
 @dataclass
 class Plan:
-    """A plan for a whole model; ``layers`` in order of execution."""
+    """A plan for a whole model; ``layers`` in order of execution.
+
+    Attributes:
+        hardware: how it runs on one machine, by batch size; None: ``n_hot`` whatever the batch.
+    """
 
     layers: list[LayerPlan]
     model_hash: str
     made_by: dict[str, Any] = field(default_factory=dict)
+    hardware: HardwarePlan | None = None
     _bound: dict[str, weakref.ref[torch.Tensor]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def bind(self, model: nn.Module) -> Plan:
@@ -131,17 +139,11 @@ class Plan:
                     "expected_active": layer.expected_active,
                 }
             )
-        return json.dumps(
-            {
-                "format": "torch_pi2.plan",
-                "version": PLAN_VERSION,
-                "model_hash": self.model_hash,
-                "orders_hash": self.orders_hash,
-                "made_by": self.made_by,
-                "layers": layers,
-            },
-            indent=1,
-        )
+        head = {"format": "torch_pi2.plan", "version": PLAN_VERSION, "model_hash": self.model_hash}
+        body: dict[str, Any] = {"orders_hash": self.orders_hash, "made_by": self.made_by, "layers": layers}
+        if self.hardware is not None:
+            body["hardware"] = self.hardware.to_json()
+        return json.dumps(head | body, indent=1)
 
     def save(self, folder: str | Path) -> None:
         """Write ``plan.json`` and ``plan.safetensors`` into ``folder``, each by atomic rename."""
@@ -155,7 +157,7 @@ class Plan:
         A neuron store has its plan inside (:mod:`torch_pi2.store.parts`), and no such files beside it.
         """
         where, beside = Path(folder) / "plan.json", f"{folder}/plan.safetensors"
-        data = parse_json(read_text(where), where, "torch_pi2.plan", PLAN_VERSION)
+        data = parse_json(read_text(where), where, "torch_pi2.plan", *_VERSIONS)
         orders, meta = read_tensors(Path(folder) / "plan.safetensors")
         plan = _read_plan(data, orders, where, beside, meta.get("model_hash"))
         if meta.get("model_hash") != plan.model_hash:
@@ -170,7 +172,7 @@ class Plan:
     @staticmethod
     def from_json(text: str, orders: dict[str, torch.Tensor], where: str) -> Plan:
         """Inverse of :meth:`to_json` and :attr:`orders`. Raises as :meth:`load`, of what is read from ``where``."""
-        data = parse_json(text, where, "torch_pi2.plan", PLAN_VERSION)
+        data = parse_json(text, where, "torch_pi2.plan", *_VERSIONS)
         return _read_plan(data, orders, where, where, data.get("model_hash"))
 
 
@@ -209,7 +211,10 @@ def _read_plan(
             found=f"{_orders_hash(orders)[:12]}",
             fix="The two files are from different plans; make the plan again.",
         )
-    return Plan(layers, model_hash, made_by)
+    sizes = [(layer.site.key, layer.n_hot, layer.site.intermediate) for layer in layers]
+    hardware = data.get("hardware")
+    read = None if hardware is None else HardwarePlan.from_json(hardware, sizes, str(where))
+    return Plan(layers, model_hash, made_by, read)
 
 
 def _read_layer(entry: dict[str, Any], orders: dict[str, torch.Tensor]) -> LayerPlan:

@@ -181,17 +181,20 @@ def read_text(path: str | Path) -> str:
         raise _no_json(path, error) from error
 
 
-def parse_json(text: str, where: str | Path, format_name: str, version: int) -> dict[str, Any]:
-    """The content of a JSON file of ours, read from ``where``, with its ``format`` and ``version`` checked."""
+def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -> dict[str, Any]:
+    """The content of a JSON file of ours, read from ``where``, with its ``format`` and ``version`` checked.
+
+    ``versions``: those that can be read, the one that is written last.
+    """
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise _no_json(where, error) from error
-    if not isinstance(data, dict) or data.get("format") != format_name or data.get("version") != version:
+    if not isinstance(data, dict) or data.get("format") != format_name or data.get("version") not in versions:
         found = f"{data.get('format')} version {data.get('version')}" if isinstance(data, dict) else type(data).__name__
         raise ArtifactError(
             str(where),
-            expected=f"{format_name} version {version}",
+            expected=f"{format_name} version {versions[-1]}",
             found=found,
             fix="Use the torch_pi2 that wrote it, or make it again.",
         )

@@ -217,14 +217,19 @@ class StoreReader(QuantizedWeights):
         return {name.removeprefix(prefix): self.read(name) for name in self.specs if name.startswith(prefix)}
 
     def check_plan(self, plan: Plan) -> None:
+        """Also: of these layers in these orders. How many neurons are hot may have been planned anew."""
         super().check_plan(plan)
         found = self.metadata.get("orders_hash", "")
-        hot = [entry.n_hot for entry in self.entries]
-        if (
-            found != plan.orders_hash
-            or self.keys != [layer.site.key for layer in plan.layers]
-            or hot != [hot_neurons(layer) for layer in plan.layers]
-        ):
+        self._same_plan(found == plan.orders_hash and self.keys == [layer.site.key for layer in plan.layers], plan)
+
+    def check_own_plan(self, plan: Plan) -> None:
+        """:meth:`check_plan` of the plan that the store was packed with: the superblock has its hot neurons."""
+        self.check_plan(plan)
+        self._same_plan([entry.n_hot for entry in self.entries] == [hot_neurons(y) for y in plan.layers], plan)
+
+    def _same_plan(self, same: bool, plan: Plan) -> None:
+        if not same:
+            found = self.metadata.get("orders_hash", "")
             raise StaleArtifactError(
                 str(self.path),
                 expected=f"layers, hot neurons and neuron orders {plan.orders_hash[:12]} as in plan.json",
