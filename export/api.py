@@ -269,8 +269,10 @@ def _decoder(
     chunks: dict[str, list[int]] = {}
     prepare: dict[str, Callable[[], None]] = {}
     if request.splits:
-        planned = parts.plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency)
-        found = chunks_per_batch(layers, request.batches, parts.stats, request.hot, hot_frequency=planned)
+        frequency = parts.plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency)
+        found = chunks_per_batch(
+            layers, request.batches, parts.stats, request.hot, hot_frequency=frequency, hardware=parts.plan.hardware
+        )
         chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
         prepare = _split(model, private, layers, chunks, request, staging, tokenizer, calibration)
     if "prefill" in prepare:

@@ -14,6 +14,7 @@ from torch import nn
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.plan.hardware_plan import HardwarePlan
 from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.runtime.bundles import bundle_rows
 from torch_pi2.runtime.ffn import SparseFFN
@@ -111,11 +112,13 @@ def chunks_per_batch(
     given: Mapping[int, int] | None = None,
     *,
     hot_frequency: float = 0.4,
+    hardware: HardwarePlan | None = None,
     chunk: int = CHUNK,
 ) -> dict[int, list[int]]:
     """Batch size -> chunks of each layer that an accelerator computes, at least one.
 
-    A neuron is hot for a batch if it fires for one of its tokens at least in ``hot_frequency`` of the cases (measured
+    As ``hardware`` (of the plan that ``layers`` are those of) has planned, if it gives an accelerator anything. Else a
+    neuron is hot for a batch if it fires for one of its tokens at least in ``hot_frequency`` of the cases (measured
     by ``stats`` for every batch size); without statistics, the plan's hot neurons, whatever the batch.
 
     Args:
@@ -124,6 +127,7 @@ def chunks_per_batch(
     Raises:
         ConfigError: ``given`` lacks a batch size, or has a number below 1.
     """
+    planned = hardware if hardware is not None and any(any(b.accelerator) for b in hardware.buckets) else None
     found: dict[int, list[int]] = {}
     for batch in batches:
         if given is not None and given.get(batch, 0) < 1:
@@ -134,10 +138,12 @@ def chunks_per_batch(
                 fix="Leave hot out to derive them from the statistics.",
             )
         found[batch] = []
-        for ffn in layers:
+        for index, ffn in enumerate(layers):
             most = -(-ffn.site.intermediate // chunk)
             if given is not None:
                 wanted = given[batch]
+            elif planned is not None:
+                wanted = -(-planned.bucket(batch).accelerator[index] // chunk)
             elif stats is None:
                 wanted = -(-ffn.n_hot // chunk)
             else:

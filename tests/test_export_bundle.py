@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch_pi2.export.run import Bundle
 from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 from torch_pi2.export.store import write_store
 from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.runtime.executorch import load_library, set_options
 from torch_pi2.store.storefile import StoreReader
 
@@ -282,6 +284,17 @@ def test_chunks_follow_what_a_batch_fires() -> None:
     found = chunks_per_batch(layers, (1, 2, 4, 64), stats, hot_frequency=0.6)
     assert [of_layer for (of_layer,) in found.values()] == sorted(of_layer for (of_layer,) in found.values())
     assert found[1] < found[64] == [2]  # 64 tokens together fire nearly all: 1,100 neurons are two chunks, rounded
+    by_plan = HardwarePlan(
+        {},
+        None,
+        1 << 30,
+        64,
+        (Bucket(1, (600,), (512,), (0,)), Bucket(2, (1200,), (1024,), (0,))),
+        PromptPlan((0,)),
+    )
+    assert chunks_per_batch(layers, (1, 2, 4), stats, hardware=by_plan) == {1: [1], 2: [2], 4: [2]}
+    on_the_cpu = replace(by_plan, buckets=(Bucket(1, (600,), (0,), (0,)),))
+    assert chunks_per_batch(layers, (1, 4), None, hardware=on_the_cpu) == chunks_per_batch(layers, (1, 4), None)
     assert chunks_per_batch(layers, (1, 4), None, {1: 2, 4: 9}) == {1: [2], 4: [3]}
     with pytest.raises(ConfigError, match=r"hot=.*1 or more chunks for each batch size of \[1, 4\], found None for 4"):
         chunks_per_batch(layers, (1, 4), None, {1: 1})
