@@ -169,6 +169,15 @@ bench: install
 	done
 	$(BIN)/python -m torch_pi2.bench.table $(BENCH_OUT)
 
+# Every kernel of csrc/kernels/list.inc and the cache in google-benchmark (Debian: libbenchmark-dev).
+bench-kernels: install
+	@mkdir -p build
+	$(BIN)/cmake -S . -B build/bench -G Ninja -DPI2_BUILD_BENCH=ON -DPI2_BUILD_TORCH=OFF -DPI2_BUILD_EXECUTORCH=OFF \
+	  -DCMAKE_BUILD_TYPE=Release >build/bench.log 2>&1 || { cat build/bench.log; exit 1; }
+	$(BIN)/cmake --build build/bench --target bench_kernels bench_cache
+	build/bench/bench_kernels
+	build/bench/bench_cache
+
 clean:
 	rm -rf build dist demo-out torch_pi2/_lib .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed
 	find torch_pi2 export tests -name __pycache__ -type d -prune -exec rm -rf {} +
