@@ -289,7 +289,7 @@ def _decoder(
         if name == "prefill":
             methods[name] = Method(module, prompt, None, ({1: length}, {1: length}, None), prepare.get(name))
         elif name == "fork":
-            methods[name] = Method(module, (torch.zeros(1, dtype=torch.int64),))
+            methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
         else:
             step = torch.zeros((int(name.removeprefix("decode_b")), 1), dtype=torch.int64)
             methods[name] = Method(module, (step, step.clone()), prepare=prepare.get(name))

@@ -157,19 +157,19 @@ class Decode(nn.Module):
 
 
 class Fork(nn.Module):
-    """``(lane [1]) -> lane``: all lanes continue what that one has read."""
+    """``(lanes [L]) -> lanes``: lane i continues what ``lanes[i]`` has read."""
 
     def __init__(self, lanes: Lanes) -> None:
         super().__init__()
         self.lanes = lanes
 
-    def forward(self, lane: torch.Tensor) -> torch.Tensor:
+    def forward(self, lanes: torch.Tensor) -> torch.Tensor:
         for i in range(self.lanes.layers):
             for kind in ("key", "value"):
                 cache = getattr(self.lanes, f"{kind}_{i}")
-                lanes = cache.view(self.lanes.lanes, -1)
-                cache.copy_(lanes.index_select(0, lane).repeat(len(lanes), 1).view(cache.shape))
-        return lane + 0
+                rows = cache.view(self.lanes.lanes, -1)
+                cache.copy_(rows.index_select(0, lanes).view(cache.shape))
+        return lanes + 0
 
 
 def _lane_layer(keys: torch.Tensor, values: torch.Tensor, rows_N: torch.Tensor, lanes: int, select: Select) -> Any:

@@ -15,7 +15,7 @@ from torch_pi2.runtime.files import atomic_write, parse_json, read_text
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "torch_pi2.bundle"
-VERSION = 1
+VERSION = 2
 #: The two files that every bundle has: the program of ExecuTorch, and the neurons.
 PROGRAM_FILE = "model.pte"
 STORE_FILE = "model.pi2"

@@ -220,8 +220,8 @@ class Bundle:
 
         Greedy answers (``temperature=0``) are the same bits each time. Sequence i of a sampled answer has a generator
         of its own, seeded ``seed + i``. The prompt is read once and its keys and values are copied to the other
-        sequences. They end at their own times; fewer are decoded together (by the method of a smaller batch) once the
-        last of them have ended, or all but one have.
+        sequences. They end at their own times; as soon as a smaller batch holds those that are left, its method goes
+        on.
 
         Args:
             prompt: text, token ids, or messages of a chat (``{"role": ..., "content": ...}``) for the tokenizer's
@@ -256,7 +256,7 @@ class Bundle:
                 answer.take(_choose(logits_V, temperature, top_p, answer.random), self.manifest.eos, why, stream)
             first = time.perf_counter()
             if num_return_sequences > 1 and any(a.ended is None for a in answers):
-                self._call("fork", torch.zeros(1, dtype=torch.int64))
+                self._call("fork", torch.zeros(self.manifest.lanes, dtype=torch.int64))
             while going := [a for a in answers if a.ended is None]:
                 logits_NV = self._step(going)
                 steps += 1
@@ -345,10 +345,12 @@ class Bundle:
         return _finite(logits_11V[0, -1])
 
     def _step(self, going: list[_Growing]) -> torch.Tensor:
-        """The next token of each: logits ``[N, V]`` by lane."""
-        if len(going) == 1 and going[0].lane != 0:
-            self._call("fork", torch.tensor([going[0].lane]))  # its keys and values to all lanes, 0 among them
-            going[0].lane = 0
+        """The next token of each: logits ``[N, V]`` by lane. They close ranks if a smaller batch then holds them."""
+        if max(a.lane for a in going) >= min(b for b in self.manifest.batches if b >= len(going)):
+            lanes = [a.lane for a in going]
+            self._call("fork", torch.tensor(lanes + lanes[:1] * (self.manifest.lanes - len(lanes))))
+            for lane, answer in enumerate(going):
+                answer.lane = lane
         return self._decode({a.lane: (a.ids[-1], a.position) for a in going})
 
     def _decode(self, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:

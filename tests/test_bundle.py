@@ -156,13 +156,15 @@ def test_sequences_end_at_their_own_times_and_batches_shrink(own: Bundle, monkey
         made = own.generate([9, 8, 7], 12, temperature=1.5, seed=seed, num_return_sequences=LANES)
         steps = [name for name in calls if name.startswith("decode")]
         assert len(steps) == made.decode_steps == max(len(s.ids) for s in made.sequences) - 1
-        assert steps == sorted(steps, reverse=True)  # a batch never grows
+        lengths = [len(s.ids) for s in made.sequences]
+        live = [sum(n > k for n in lengths) for k in range(1, max(lengths))]
+        assert steps == [f"decode_b{1 if n == 1 else 2 if n == 2 else 4}" for n in live]  # never more than it takes
         shrunk.add((*sorted(set(steps)), calls.count("fork")))
         for i, sequence in enumerate(made.sequences):
             alone = own.generate([9, 8, 7], 12, temperature=1.5, seed=seed + i).sequences[0]
             assert (alone.ids, alone.ended) == (sequence.ids, sequence.ended)
     assert {name for kinds in shrunk for name in kinds[:-1]} == {"decode_b1", "decode_b2", "decode_b4"}
-    assert any(kinds[-1] == 2 for kinds in shrunk)  # the last one was in another lane than the first
+    assert any(kinds[-1] >= 2 for kinds in shrunk)  # some that were left had to move
 
 
 def test_idle_lanes_get_the_token_of_another(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

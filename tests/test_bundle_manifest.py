@@ -90,7 +90,7 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
         methods["fork"] = {"kind": "fork", "batch": max(batches), "max_tokens": 1, "hot_chunks": []}
     return {
         "format": "torch_pi2.bundle",
-        "version": 1,
+        "version": 2,
         "kind": "module" if module else "decoder",
         "target": draw(st.sampled_from(["xnnpack", "qnn:SM8750"])),
         "made_by": draw(st.dictionaries(names, names, max_size=3)),
@@ -164,10 +164,10 @@ def test_every_field_is_required_and_of_its_type(tmp_path: Path) -> None:
 #: An edit of the file, and what the message has to say.
 CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "version": (
-        lambda d: d.update(version=2),
-        r"manifest\.json: expected torch_pi2\.bundle version 1, found .* version 2",
+        lambda d: d.update(version=3),
+        r"manifest\.json: expected torch_pi2\.bundle version 2, found .* version 3",
     ),
-    "format": (lambda d: d.update(format="other"), r"expected torch_pi2\.bundle version 1, found other version 1"),
+    "format": (lambda d: d.update(format="other"), r"expected torch_pi2\.bundle version 2, found other version 2"),
     "kind": (lambda d: d.update(kind="model"), r"kind: expected decoder or module, found 'model'"),
     "target": (lambda d: d.update(target="qnn"), r"target: expected xnnpack or qnn:SOC"),
     "folder": (

@@ -120,7 +120,7 @@ def test_inspect_shows_what_is_in_a_bundle(command: Any, folder: Path, tmp_path:
     assert found["parts"]["program: XnnpackBackend"] > 0
     shown = command("inspect", folder).out
     for text in (
-        "bundle version 1: decoder for xnnpack",
+        "bundle version 2: decoder for xnnpack",
         "TinyDecoder (tiny), 1 FFNs of hidden size 16 in float32",
         "program: weights of delegates",
         "configuration and tokenizer",

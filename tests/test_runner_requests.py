@@ -61,8 +61,8 @@ class Embedded(torch.nn.Module):
 
 
 class Kept(torch.nn.Module):
-    def forward(self, lane: torch.Tensor) -> torch.Tensor:
-        return lane + 0
+    def forward(self, lanes: torch.Tensor) -> torch.Tensor:
+        return lanes + 0
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     length = torch.export.Dim("length", min=1, max=PROMPT)
     methods: dict[str, Any] = {f"decode_b{batch}": (Embedded(blob, batch), ids(batch), None) for batch in (1, 2, 4)}
     methods["prefill"] = (Embedded(blob, 1), (*ids(1, 4), one), ({1: length}, {1: length}, (None,)))
-    methods["fork"] = (Kept(), (one,), None)
+    methods["fork"] = (Kept(), (torch.zeros(4, dtype=torch.int64),), None)
     pte.write_pte(folder / "model.pte", methods)
     write_manifest(folder)
     return folder

@@ -74,10 +74,10 @@ class Fork(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, lane: torch.Tensor) -> torch.Tensor:
+    def forward(self, lanes: torch.Tensor) -> torch.Tensor:
         for buffer in (self.model.keys, self.model.values):
-            buffer.copy_(buffer.index_select(0, lane).expand_as(buffer))
-        return lane + 0
+            buffer.copy_(buffer.index_select(0, lanes))
+        return lanes + 0
 
 
 def write_program(path: Path, batches: tuple[int, ...] = (1, 2, 4)) -> None:
@@ -95,7 +95,7 @@ def write_program(path: Path, batches: tuple[int, ...] = (1, 2, 4)) -> None:
         "prefill": torch.export.export(
             Prefill(model), (ids, ids.clone(), one), dynamic_shapes=({1: length}, {1: length}, None), strict=True
         ),
-        "fork": torch.export.export(Fork(model), (one,), strict=True),
+        "fork": torch.export.export(Fork(model), (torch.zeros(max(batches), dtype=torch.int64),), strict=True),
     }
     for batch in batches:
         # not the same tensor twice: torch.export would make one input of the two

@@ -43,7 +43,7 @@ class Generation {
     result_.prompt_seconds = since(start);
     result_.prompt_stats = take_engine_stats();
     const auto first = Clock::now();
-    if (sequences_.size() > 1 && !all_ended()) program_.fork(0);
+    if (sequences_.size() > 1 && !all_ended()) program_.fork(std::vector<std::int64_t>(lanes()));
     while (!all_ended()) step();
     result_.decode_seconds = since(first);
     result_.decode_stats = take_engine_stats();
@@ -73,16 +73,28 @@ class Generation {
     return logits;
   }
 
+  std::size_t lanes() const { return static_cast<std::size_t>(manifest_.lanes); }
+
+  // Those that go on move to the first lanes if a smaller batch then holds them.
+  void close_ranks(const std::vector<std::size_t>& going) {
+    const int smallest =
+        *std::lower_bound(manifest_.batches.begin(), manifest_.batches.end(), static_cast<int>(going.size()));
+    if (sequences_[going.back()].lane < smallest) return;
+    std::vector<std::int64_t> from(lanes(), sequences_[going[0]].lane);
+    for (std::size_t k = 0; k < going.size(); ++k) {
+      from[k] = sequences_[going[k]].lane;
+      sequences_[going[k]].lane = static_cast<int>(k);
+    }
+    program_.fork(std::move(from));
+  }
+
   // One more token for each that has not ended.
   void step() {
     std::vector<std::size_t> going;
     for (std::size_t i = 0; i < sequences_.size(); ++i) {
       if (!ended(i)) going.push_back(i);
     }
-    if (going.size() == 1 && sequences_[going[0]].lane != 0) {
-      program_.fork(sequences_[going[0]].lane);  // its keys and values to all lanes, 0 among them
-      sequences_[going[0]].lane = 0;
-    }
+    close_ranks(going);
     const int last = sequences_[going.back()].lane;  // lanes ascend
     const int batch = *std::upper_bound(manifest_.batches.begin(), manifest_.batches.end(), last);
     const auto token = [&](std::size_t i) { return result_.answers[i].ids.back(); };

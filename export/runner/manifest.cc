@@ -84,8 +84,8 @@ Manifest open_bundle(const fs::path& folder, const fs::path& store, bool hashes)
   const Fields fields(json, file.string());
   const std::string& format = fields.text("format");
   const std::int64_t version = fields.number("version");
-  if (format != "torch_pi2.bundle" || version != 1) {
-    throw Problem(file.string(), "format torch_pi2.bundle, version 1", format + ", version " + std::to_string(version),
+  if (format != "torch_pi2.bundle" || version != 2) {
+    throw Problem(file.string(), "format torch_pi2.bundle, version 2", format + ", version " + std::to_string(version),
                   "Use the runner of the torch_pi2 that wrote it, or export it again.");
   }
   if (fields.text("kind") != "decoder") {

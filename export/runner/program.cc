@@ -175,10 +175,11 @@ const float* Program::decode(std::vector<std::int64_t>& ids, std::vector<std::in
   return state_->logits(method, {ids_N1, positions_N1}, n);
 }
 
-void Program::fork(std::int64_t lane) {
+void Program::fork(std::vector<std::int64_t> lanes) {
   load("fork");
-  const TensorPtr lane_1 = from_blob(&lane, {1}, ScalarType::Long);
-  state_->run("fork", {lane_1});
+  const TensorPtr lanes_L =
+      from_blob(lanes.data(), {static_cast<executorch::aten::SizesType>(lanes.size())}, ScalarType::Long);
+  state_->run("fork", {lanes_L});
 }
 
 void Program::write_dump(const std::filesystem::path& file) {

@@ -39,8 +39,8 @@ class Program {
   const float* prefill(const std::int64_t* ids, std::int64_t count, std::int64_t position);
   // N = ids.size(): one token for each of the lanes 0 to N - 1.
   const float* decode(std::vector<std::int64_t>& ids, std::vector<std::int64_t>& positions);
-  // All lanes continue what this one has read.
-  void fork(std::int64_t lane);
+  // Lane i continues what lanes[i] has read; as many as there are.
+  void fork(std::vector<std::int64_t> lanes);
 
   // An ETDump of all that was run, for ExecuTorch's Inspector. Throws Problem.
   void write_dump(const std::filesystem::path& file);
