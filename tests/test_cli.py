@@ -214,6 +214,23 @@ def test_sampling_follows_the_seed(command, made) -> None:
     assert first != other
 
 
+def test_several_sequences_in_one_batch(command, made) -> None:
+    argv = ["generate", made["exact"], "--prompt", "def", "--max-new-tokens", "8", "--trust-remote-code"]
+    argv += ["--num-return-sequences", "3"]
+    sampling = ["--temperature", "1.5"]
+    made_at_once, again = (command(*argv, *sampling, "--json").json for _ in range(2))
+    assert len(set(made_at_once["texts"])) == 3
+    assert made_at_once["texts"] == again["texts"]
+    assert made_at_once["text"] == made_at_once["texts"][0]
+    assert made_at_once["sequences_by_step"][0] == 3
+    assert 3 < made_at_once["new_tokens"] <= 24
+    assert command(*argv, *sampling, "--seed", "1", "--json").json["texts"][:2] == made_at_once["texts"][1:]
+    shown = command(*argv, *sampling).out
+    assert shown.startswith("--- 1 of 3\ndef")
+    assert "--- 3 of 3\ndef" in shown
+    assert "sequences that would all be the most likely one" in _error(command(*argv, "--json", ok=False))["found"]
+
+
 def test_generate_for_people_starts_with_the_prompt(command, made) -> None:
     argv = ["generate", made["lowrank"], "--prompt", "def f1(", "--max-new-tokens", "3", "--trust-remote-code"]
     assert command(*argv).out.startswith("def f1(")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny
 
 import torch_pi2
-from tiny_models import tiny
 from torch_pi2 import errors
 from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.plan.plan import Plan

@@ -229,6 +229,8 @@ DAMAGE: dict[str, tuple[Callable[..., Any], str]] = {
     "policy": (_run(policy=3), "run.policy is 3"),
     "hot share": (_run(hot_share=1.5), "hot_share is over 1"),
     "slots": (_run(slots=-1), "run.slots is -1"),
+    "resident": (_run(resident=[1, 2, 3, 10**6]), "run.resident is [1, 2, 3, 1000000]"),
+    "resident of fewer": (_run(resident=[1]), "run.resident is [1]"),
     "missing": (_with(run="{}"), "damage (KeyError"),
     "tensor": (lambda tensors, meta: ({"layers": tensors["layers"]}, meta), "damage (KeyError: 'streamed')"),
     "dtype": (_tensor("layers", lambda t: t.long()), "layers: torch.int64"),

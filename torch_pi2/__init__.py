@@ -14,9 +14,12 @@ from torch_pi2.errors import Pi2Error
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import find_sites
 from torch_pi2.runtime.accesses import record_accesses
+from torch_pi2.runtime.adapt import follow
 from torch_pi2.runtime.budget import set_budget
+from torch_pi2.runtime.generate import generate
 from torch_pi2.runtime.offload import OffloadConfig, stats
 from torch_pi2.runtime.trace import trace
+from torch_pi2.runtime.watch import watch
 from torch_pi2.store.pack import pack
 from torch_pi2.store.quantize import quantize
 from torch_pi2.store.synthetic import synthetic
@@ -32,6 +35,8 @@ __all__ = [
     "export",
     "find_sites",
     "fit",
+    "follow",
+    "generate",
     "load",
     "optimize",
     "pack",
@@ -45,4 +50,5 @@ __all__ = [
     "stats",
     "synthetic",
     "trace",
+    "watch",
 ]

@@ -23,6 +23,7 @@ from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.rewrite import homes
 from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.size import FittedPredictors, save_predictors
+from torch_pi2.runtime.adapt import follow
 from torch_pi2.runtime.budget import parse_bytes
 from torch_pi2.runtime.files import replacing_folder
 from torch_pi2.runtime.offload import OffloadConfig
@@ -159,7 +160,8 @@ def load(
         budget: bytes (or ``"2.5GiB"``) for weights, cache and keys and values, for a folder with a store
             (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the bits do not depend on it.
             Not in it: Python and PyTorch themselves, and the activations of a forward pass. None: all in memory.
-        offload: how neurons are read and kept; with ``budget`` only.
+        offload: how neurons are read and kept; with ``budget`` only. Default: as the plan says, if it has a part for
+            hardware.
         context: tokens whose keys and values the budget is to have room for.
         strict_budget: refuse a budget whose cache holds less than one token wants, instead of a warning: nearly
             everything would come from flash each time. Both name the budget from which on it would not.
@@ -181,7 +183,7 @@ def load(
             fix="Pass budget=..., for instance '2.5GiB'.",
         )
     with Parts(pi2) as parts:
-        made = _planned_anew(parts.plan(), plan, folder)
+        made = planned_anew(parts.plan(), plan, folder)
         predictors = parts.predictors(made.model_hash)
         stats = parts.stats(made.model_hash) if budget is None else None  # they are in no budget
     if weights_path(pi2) is not None:
@@ -193,14 +195,14 @@ def load(
             "progress": progress,
         }
         if budget is not None:
-            room, config = parse_bytes(budget), offload or OffloadConfig()
+            room, config = parse_bytes(budget), offload or _offload_of(made)
             offloaded = load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
             # Predictors would be in memory twice: the layers have theirs.
             object.__setattr__(offloaded, "torch_pi2", Optimized(made, FittedPredictors(), None))
-            return offloaded
+            return _following(offloaded)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         object.__setattr__(quantized, "torch_pi2", Optimized(made, predictors, stats))
-        return quantized
+        return _following(quantized)
     _check_float(folder, activations, budget)
     if model is None:
         model = _from_pretrained(folder, trust_remote_code, dtype)
@@ -208,10 +210,23 @@ def load(
         _load_weights(model, folder / _WEIGHTS)
         if dtype is not None:
             model = model.to(dtype)
-    return _apply(model.eval(), Optimized(made, predictors, stats), progress)
+    return _following(_apply(model.eval(), Optimized(made, predictors, stats), progress))
 
 
-def _planned_anew(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
+def _following(model: nn.Module) -> nn.Module:
+    """``model``, which follows its plan if that has a part for hardware."""
+    plan = parts_of(model).plan
+    if plan.hardware is not None:
+        follow(model, plan)
+    return model
+
+
+def _offload_of(plan: Plan) -> OffloadConfig:
+    """What ``plan`` says of reading and keeping neurons. Raises ConfigError: it makes no sense."""
+    return OffloadConfig() if plan.hardware is None else OffloadConfig(**plan.hardware.offload)
+
+
+def planned_anew(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
     """``other``, if there is one, in place of the folder's own. Raises StaleArtifactError: it is for another folder."""
     if other is None:
         return own

@@ -36,7 +36,8 @@ std::string policy_of(const std::string& name, CachePolicy* policy) {
 std::string name_of(CachePolicy policy) { return known(policy).name; }
 
 NeuronCache::NeuronCache(std::int64_t keys, std::int64_t slots, CachePolicy policy)
-    : slot_of_(static_cast<std::size_t>(keys), -1),
+    : kind_(policy),
+      slot_of_(static_cast<std::size_t>(keys), -1),
       policy_(known(policy).make(entries_, keys)),
       evicts_(policy_->evicts()) {
   resize(slots);
@@ -53,7 +54,7 @@ std::int64_t NeuronCache::look_up(std::int64_t key) {
 
 std::int64_t NeuronCache::insert(std::int64_t key, bool fixed) {
   if (free_.empty()) {
-    if (full_at_ == now_ || !evicts_) return -1;  // pins only grow until the next begin()
+    if (full_at_ == now_ || !(evicts_ || fixed)) return -1;  // pins only grow until the next begin()
     const std::int32_t slot = policy_->victim(now_);
     if (slot < 0) full_at_ = now_;
     if (slot < 0) return -1;
@@ -95,6 +96,22 @@ void NeuronCache::erase_older(std::int64_t first, std::int64_t last, std::int64_
   for (std::int64_t key = first; key < last; ++key) {
     const std::int32_t slot = slot_of_[static_cast<std::size_t>(key)];
     if (slot >= 0 && !entry(slot).fixed && !entry(slot).held && entry(slot).last_use < time) erase(key);
+  }
+}
+
+void NeuronCache::renew(const std::vector<std::int64_t>& keys) {
+  policy_ = known(kind_).make(entries_, static_cast<std::int64_t>(slot_of_.size()));
+  begin();
+  for (const std::int64_t key : keys) {
+    const auto slot = static_cast<std::int32_t>(slot_of(key));
+    CacheEntry& e = entry(slot);
+    CacheEntry made;
+    made.key = key;
+    made.last_use = now_;
+    made.fixed = e.fixed;
+    made.held = e.held;
+    e = made;
+    if (!e.fixed) policy_->inserted(slot);
   }
 }
 

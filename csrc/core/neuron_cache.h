@@ -43,7 +43,7 @@ class NeuronCache {
   std::int64_t look_up(std::int64_t key);
 
   // A slot for a key that is not there, by evicting another if need be; -1 if every slot is pinned or the policy evicts
-  // nothing. `fixed`: it is never evicted, whatever the policy (the hot region).
+  // nothing. `fixed`: it is never evicted, whatever the policy (the hot region), and is let in by every policy.
   std::int64_t insert(std::int64_t key, bool fixed = false);
 
   // From now on a key that is there is fixed, or no longer.
@@ -73,6 +73,9 @@ class NeuronCache {
   // std::bad_alloc, and nothing has changed.
   std::vector<Move> resize(std::int64_t slots);
 
+  // What is there is `keys`: from now on as in a new cache into which they were inserted in this order.
+  void renew(const std::vector<std::int64_t>& keys);
+
   // As look_up, but not a use.
   std::int64_t slot_of(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)]; }
 
@@ -90,6 +93,7 @@ class NeuronCache {
   CacheEntry& entry(std::int64_t slot) { return entries_[static_cast<std::size_t>(slot)]; }
   void empty(std::int64_t slot);
 
+  CachePolicy kind_;
   std::vector<std::int32_t> slot_of_;  // by key
   CacheEntries entries_;
   std::unique_ptr<EvictionPolicy> policy_;

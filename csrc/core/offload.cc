@@ -11,11 +11,13 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 #include "core/access_log.h"
 #include "core/arena.h"
+#include "core/arrangement.h"
 #include "core/cache_use.h"
 #include "core/crc32c.h"
 #include "core/neuron_cache.h"
@@ -40,8 +42,11 @@ constexpr std::int64_t kAhead = 16;  // neurons between one that is looked up an
 // A worker that sleeps is often woken on a core where another one spins in OpenMP's barrier: on two cores a 7B model
 // decodes 1.4 times as fast if workers give way instead of sleeping for as long as a layer's reads take.
 constexpr std::chrono::milliseconds kSpin{4};
-constexpr std::int64_t kPieceBytes = 4 << 20;  // of preload()
+constexpr std::int64_t kPieceBytes = 4 << 20;      // of preload()
+constexpr std::int64_t kArrangingBytes = 1 << 20;  // that may be on the way for arrange() while no call waits for reads
+constexpr std::int64_t kArrangedAtOnce = 512;      // slots that are looked at for it before calls may go on
 constexpr char kForked[] = "the store was opened in another process (fork): open it again in this one";
+constexpr char kMapped[] = "engine: expected pread or io_uring, found mmap, whose memory is the system's";
 
 // Of the call under way. A slot of the file is in one chunk only: clusters divide chunks.
 struct Chunk {
@@ -76,7 +81,8 @@ struct Offload::State final : BundleSource {
   std::vector<std::vector<const char*>> where;       // [layers][neurons], of the last call
   pid_t process = 0;
 
-  std::mutex turn;  // one call at a time
+  // One call at a time. Who waits for the turn holds the door, so that the next call does not overtake.
+  std::mutex door, turn;
 
   std::mutex mutex;  // of everything below, and of the cache
   std::condition_variable changed;
@@ -106,8 +112,28 @@ struct Offload::State final : BundleSource {
   std::int64_t evictions_before = 0;
   std::unique_ptr<AccessLog> log;  // null: nobody asked for one
   bool untold = false;             // the cache was changed by what no log has
+  bool calling = false, preloaded = false;
+
+  // Of arrange(): what was asked for (empty: nothing), and what becomes of it, by a thread of its own.
+  std::vector<std::int64_t> resident;  // neurons, by layer
+  Arrangement arrangement;
+  std::int64_t arranging = 0;  // slots that are read for it
+  bool settled = true;         // nothing is left to be done for it
+  bool blocked = false;        // everything in the cache is pinned
+  int paused = 0;              // somebody needs that nothing is read
+  bool ending = false;
+  std::condition_variable work;
+  std::thread arranger;
 
   ~State() override {
+    if (arranger.joinable()) {
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        ending = true;
+      }
+      work.notify_one();
+      arranger.join();
+    }
     engine.reset();  // before what its threads use
     if (mapped != nullptr) munmap(const_cast<char*>(mapped), static_cast<std::size_t>(file.file_bytes()));
   }
@@ -140,7 +166,21 @@ struct Offload::State final : BundleSource {
   std::string make_places(std::int64_t keys, CachePolicy policy);
   std::string preload();
   std::string load_first(std::vector<std::int64_t> made);
+  std::unique_lock<std::mutex> take_turn();
+  std::string refused_size(std::int64_t cache_bytes) const;
+  std::int64_t slots_for(std::int64_t cache_bytes) const;
+  void change_size(std::int64_t slots);
   std::string resize(std::int64_t cache_bytes, double hot_share);
+  std::string arrange(const std::vector<std::int64_t>& neurons, std::int64_t cache_bytes);
+  void leave_out(const std::vector<std::int64_t>& first);
+  void rearrange(std::int64_t slots);
+  void wake_arranger();
+  void run_arranger();
+  bool may_arrange() const;
+  std::unique_ptr<ReadBatch> arrange_some();
+  std::unique_ptr<ReadBatch> bring(const Arrangement::Piece& piece);
+  void release(const Arrangement::Piece& piece);
+  void settle();
   void write_down(std::int64_t hits);
   std::string call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads);
   void clean_up(std::unique_lock<std::mutex>* lock);
@@ -260,6 +300,9 @@ std::string Offload::State::make_places(std::int64_t keys, CachePolicy policy) {
   dropped.assign(static_cast<std::size_t>(n), 0);
   waiter.assign(static_cast<std::size_t>(n), -1);
   for (std::int64_t p = n - 1; p >= most_slots; --p) free_spares.push_back(static_cast<std::int32_t>(p));
+  std::vector<std::int64_t> slots;
+  for (const StoreLayer& l : file.layers()) slots.push_back(l.n_slots());
+  arrangement.set_up(std::move(slots), std::clamp<std::int64_t>(options.run_bytes / place_bytes, 16, kArrangedAtOnce));
   return "";
 }
 
@@ -317,6 +360,7 @@ void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, 
     begun = true;
     tell();
     read_ahead(&lock);
+    wake_arranger();
   } catch (const std::bad_alloc&) {
     const std::lock_guard<std::mutex> lock(mutex);
     fail("no memory");
@@ -358,6 +402,7 @@ void Offload::State::look_up(std::int64_t c) {
         ++sums.used;
         hit = false;
       }
+      hit = hit && !loading[static_cast<std::size_t>(found)];
       if (found >= 0 && loading[static_cast<std::size_t>(found)]) {
         waiter[static_cast<std::size_t>(found)] = static_cast<std::int16_t>(c);
         ++chunk.on_the_way;
@@ -496,7 +541,7 @@ void Offload::State::ask(std::unique_lock<std::mutex>* lock) {
 
 // With the lock: whether a slot that is read gets a place in the cache. What is streamed takes free ones only.
 bool Offload::State::keeps(const StoreLayer& l, std::int64_t in_file) const {
-  if (!stream || cache->used() < cache->slots()) return true;
+  if (!stream || cache->used() < cache->slots() || arrangement.holds(layer, in_file)) return true;
   return keep_anyway != nullptr && l.cluster == 1 && keep_anyway[in_file] != 0;
 }
 
@@ -513,7 +558,7 @@ std::unique_ptr<ReadBatch> Offload::State::take(std::int64_t c) {
   chunk.spares.reserve(chunk.spares.size() + chunk.missing.size() - before);
   for (; chunk.asked < chunk.missing.size(); ++chunk.asked) {
     const std::int64_t in_file = chunk.missing[chunk.asked];
-    std::int64_t p = keeps(l, in_file) ? cache->insert(key_of(layer) + in_file) : -1;
+    std::int64_t p = keeps(l, in_file) ? cache->insert(key_of(layer) + in_file, arrangement.holds(layer, in_file)) : -1;
     if (p >= 0) {
       cache->hold(p);
     } else {
@@ -565,6 +610,7 @@ bool Offload::State::submit(std::unique_ptr<ReadBatch> batch) {
     batch->asked_for = true;  // a call that waits for a guess of it fails, too: nobody would ask again
     for (const ReadRun& run : batch->runs) over(run, "no memory");
     tell();
+    wake_arranger();
     return false;
   }
   (void)batch.release();  // whoever is told of its last read deletes it, and may have
@@ -632,6 +678,7 @@ void Offload::State::arrived(const ReadResult* results, std::int64_t count) {
     trace_counter(TraceCounter::kReading, reading);
     // Workers are woken for a chunk, not for each of its hundreds of bundles.
     if (ready.size() != ready_before || (was_reading && reading == 0) || under_way == 0 || broken) tell();
+    wake_arranger();
     if (waiting.empty() || !begun) continue;  // begin() asks
     try {
       ask(&lock);  // for guesses that failed
@@ -657,6 +704,8 @@ void Offload::State::empty_again(std::int64_t l, const Wanted& wanted) {
 // With the lock: the places of a read are there, or empty if something is wrong.
 void Offload::State::over(const ReadRun& run, const std::string& wrong) {
   const Wanted* wanted = run.batch->wanted.data() + run.first;
+  if (run.batch->arranging) arranging -= run.count;
+  untold = untold || (run.batch->arranging && !wrong.empty());
   for (std::int64_t k = 0; k < run.count; ++k) {
     const auto p = static_cast<std::size_t>(wanted[k].place);
     loading[p] = 0;
@@ -736,7 +785,8 @@ void Offload::State::done(std::int64_t c) {
   ++finished;
   if (chunk.spares.empty() && !stream) return;
   for (const Wanted& w : chunk.to_keep) {
-    const std::int64_t p = cache->insert(key_of(layer) + w.in_file);
+    if (cache->contains(key_of(layer) + w.in_file)) continue;  // it was to stay, and was read for that meanwhile
+    const std::int64_t p = cache->insert(key_of(layer) + w.in_file, arrangement.holds(layer, w.in_file));
     if (p < 0) break;
     guess[static_cast<std::size_t>(p)] = 0;
     std::memcpy(place(p), place(w.place), static_cast<std::size_t>(place_bytes));
@@ -748,17 +798,24 @@ void Offload::State::done(std::int64_t c) {
   try {
     ask(&lock);
     read_ahead(&lock);
+    wake_arranger();
   } catch (const std::bad_alloc&) {
     fail("no memory");
   }
 }
 
+std::unique_lock<std::mutex> Offload::State::take_turn() {
+  const std::lock_guard<std::mutex> first(door);
+  return std::unique_lock<std::mutex>(turn);
+}
+
 std::string Offload::State::call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads) {
   if (getpid() != process) return kForked;
-  const std::lock_guard<std::mutex> one(turn);
+  const std::unique_lock<std::mutex> one = take_turn();
   const Clock::time_point start = Clock::now();
   {
     const std::lock_guard<std::mutex> lock(mutex);
+    calling = true;
     layer = l;
     broken = false;
     problem.clear();
@@ -783,13 +840,16 @@ std::string Offload::State::call(std::int64_t l, const std::function<void(Bundle
 // With the lock, at the end of a call: no read of it is under way any more, and nothing remembers its chunks.
 void Offload::State::clean_up(std::unique_lock<std::mutex>* lock) {
   changed.wait(*lock, [this] { return reading == 0; });
-  if (!broken) return;
-  waiting.clear();
-  std::fill(waiter.begin(), waiter.end(), -1);  // of guesses, which may still be on their way
-  for (Chunk& chunk : chunks) {
-    for (const std::int32_t p : chunk.spares) free_spare(p);
-    chunk.spares.clear();
+  calling = false;
+  if (broken) {
+    waiting.clear();
+    std::fill(waiter.begin(), waiter.end(), -1);  // of guesses, which may still be on their way
+    for (Chunk& chunk : chunks) {
+      for (const std::int32_t p : chunk.spares) free_spare(p);
+      chunk.spares.clear();
+    }
   }
+  wake_arranger();
 }
 
 void Offload::State::prefetch(std::int64_t l, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) {
@@ -824,7 +884,7 @@ void Offload::State::prefetch(std::int64_t l, std::int64_t n_hot, const std::uin
         std::remove_if(slots.begin(), slots.end(), [&](std::int64_t s) { return cache->look_up(key + s) >= 0; }),
         slots.end());
     for (const std::int64_t in_file : slots) {
-      const std::int64_t p = cache->insert(key + in_file);
+      const std::int64_t p = cache->insert(key + in_file, arrangement.holds(l, in_file));
       if (p < 0) break;  // full of what is needed more
       batch->wanted.push_back({in_file, static_cast<std::int32_t>(p)});
       cache->hold(p);
@@ -845,21 +905,29 @@ void Offload::State::prefetch(std::int64_t l, std::int64_t n_hot, const std::uin
   if (!batch->wanted.empty()) submit(std::move(batch));  // if that fails, they are asked for when they are wanted
 }
 
-// Neurons of every layer from the first on, as many as there are places in the cache.
+// Neurons of every layer from the first on, as many as there are places in the cache: first those that are to stay.
 std::string Offload::State::preload() {
   if (getpid() != process) return kForked;
-  const std::lock_guard<std::mutex> one(turn);
+  const std::unique_lock<std::mutex> one = take_turn();
   const std::lock_guard<std::mutex> lock(mutex);
   if (mapped != nullptr) return "";
   untold = untold || log != nullptr || !left_out.empty();
   // Whatever ends this early, nothing of it may be taken for loaded.
-  const std::vector<std::int64_t> made = insert_first(cache.get(), first_key, options.hot_share, left_out);
+  const std::vector<std::int64_t> hot =
+      resident.empty() ? hot_counts(first_key, cache->slots(), options.hot_share, left_out) : arrangement.counts();
+  const std::vector<std::int64_t> made = insert_first(cache.get(), first_key, hot, true, left_out);
+  for (std::int64_t l = 0; l < static_cast<std::int64_t>(hot.size()); ++l)
+    arrangement.may_be_fixed(static_cast<std::size_t>(l), first_wanted(l) + hot[static_cast<std::size_t>(l)]);
   const auto forget = [&] {
     for (const std::int64_t key : made) cache->erase(key);
+    untold = true;
   };
   try {
     const std::string wrong = load_first(made);
     if (!wrong.empty()) forget();
+    preloaded = preloaded || wrong.empty();
+    if (!resident.empty()) settled = false;
+    wake_arranger();
     return wrong;
   } catch (...) {
     forget();
@@ -901,28 +969,278 @@ std::string Offload::State::load_first(std::vector<std::int64_t> made) {
   return "";
 }
 
+// With the lock.
+std::string Offload::State::refused_size(std::int64_t cache_bytes) const {
+  if (cache_bytes >= 0 && slots_for(cache_bytes) <= most_slots) return "";
+  return "cache_bytes: expected 0 to " + std::to_string(most_slots * place_bytes) +
+         ", with which it was opened, found " + std::to_string(cache_bytes);
+}
+
+std::int64_t Offload::State::slots_for(std::int64_t cache_bytes) const {
+  return options.policy == "none" ? 0 : std::min(first_key.back(), cache_bytes / place_bytes);
+}
+
+// With the turn and the lock, while nothing is read: what it is read into may move.
+void Offload::State::change_size(std::int64_t slots) {
+  try {
+    if (resident.empty()) {
+      release_hot(cache.get(), first_key, slots, options.hot_share, left_out);
+    } else {
+      rearrange(slots);
+      Arrangement::Piece piece;
+      while (arrangement.next(&piece) && piece.release) release(piece);
+    }
+    const std::int64_t before = cache->slots();
+    for (const NeuronCache::Move& move : cache->resize(slots)) {
+      std::memcpy(place(move.to), place(move.from), static_cast<std::size_t>(place_bytes));
+      guess[static_cast<std::size_t>(move.to)] = guess[static_cast<std::size_t>(move.from)];
+    }
+    places.give_back(cache->slots() * place_bytes, before * place_bytes);
+  } catch (...) {
+    if (!resident.empty()) rearrange(cache->slots());
+    throw;
+  }
+}
+
+namespace {
+
+// As long as this lives, `paused` is larger by `amount`; the lock is held when it begins and when it ends.
+class Pause {
+ public:
+  Pause(int* paused, int amount) : paused_(paused), amount_(amount) { *paused_ += amount_; }
+  Pause(const Pause&) = delete;
+  Pause& operator=(const Pause&) = delete;
+  ~Pause() { *paused_ -= amount_; }
+
+ private:
+  int* paused_;
+  int amount_;
+};
+
+}  // namespace
+
 std::string Offload::State::resize(std::int64_t cache_bytes, double hot_share) {
   if (getpid() != process) return kForked;
-  const std::lock_guard<std::mutex> one(turn);
+  if (mapped != nullptr) return kMapped;
+  const std::unique_lock<std::mutex> one = take_turn();
   std::unique_lock<std::mutex> lock(mutex);
-  if (mapped != nullptr) return "engine: expected pread or io_uring, found mmap, whose memory is the system's";
-  const std::int64_t slots = std::min(first_key.back(), cache_bytes / place_bytes);
-  const bool keeps_none = options.policy == "none";
-  if (cache_bytes < 0 || (slots > most_slots && !keeps_none))
-    return "cache_bytes: expected 0 to " + std::to_string(most_slots * place_bytes) +
-           ", with which it was opened, found " + std::to_string(cache_bytes);
+  const std::string wrong = refused_size(cache_bytes);
+  if (!wrong.empty()) return wrong;
   if (!(hot_share >= 0 && hot_share <= 1)) return "hot_share: expected 0 to 1, found " + std::to_string(hot_share);
-  changed.wait(lock, [this] { return under_way == 0; });  // guesses: what they are read into may move
-  options.hot_share = hot_share;
-  untold = true;
-  release_hot(cache.get(), first_key, slots, hot_share, left_out);
-  const std::int64_t before = cache->slots();
-  for (const NeuronCache::Move& move : cache->resize(slots)) {
-    std::memcpy(place(move.to), place(move.from), static_cast<std::size_t>(place_bytes));
-    guess[static_cast<std::size_t>(move.to)] = guess[static_cast<std::size_t>(move.from)];
+  {
+    const Pause pause(&paused, 1);
+    changed.wait(lock, [this] { return under_way == 0; });
+    options.hot_share = hot_share;
+    untold = true;
+    change_size(slots_for(cache_bytes));
   }
-  places.give_back(cache->slots() * place_bytes, before * place_bytes);
+  wake_arranger();
   return "";
+}
+
+std::string Offload::State::arrange(const std::vector<std::int64_t>& neurons, std::int64_t cache_bytes) {
+  if (getpid() != process) return kForked;
+  if (mapped != nullptr) return kMapped;
+  const std::vector<StoreLayer>& layers = file.layers();
+  if (neurons.size() != layers.size())
+    return "resident: expected " + std::to_string(layers.size()) + " numbers, one of each layer, found " +
+           std::to_string(neurons.size());
+  for (std::size_t l = 0; l < layers.size(); ++l)
+    if (neurons[l] < 0 || neurons[l] > layers[l].neurons)
+      return "resident: expected 0 to " + std::to_string(layers[l].neurons) + " neurons of layer " + std::to_string(l) +
+             ", found " + std::to_string(neurons[l]);
+  std::vector<std::int64_t> wanted = neurons;
+  std::unique_lock<std::mutex> lock(mutex);
+  std::unique_lock<std::mutex> one;
+  if (cache_bytes != kSameSize) {
+    const std::string wrong = refused_size(cache_bytes);
+    if (!wrong.empty()) return wrong;
+    if (slots_for(cache_bytes) != cache->slots()) {  // between two calls
+      lock.unlock();
+      one = take_turn();
+      lock.lock();
+    }
+  }
+  if (!arranger.joinable()) {
+    try {
+      arranger = std::thread([this] { run_arranger(); });
+    } catch (const std::system_error&) {
+      return "no thread could be started for reading";
+    }
+  }
+  {
+    const bool sized = one.owns_lock();
+    const Pause pause(&paused, sized ? 1 : 0);
+    if (sized) changed.wait(lock, [this] { return under_way == 0; });
+    untold = untold || log != nullptr;
+    resident.swap(wanted);
+    try {
+      if (sized)
+        change_size(slots_for(cache_bytes));
+      else
+        rearrange(cache->slots());
+    } catch (...) {
+      resident.swap(wanted);
+      if (!resident.empty()) rearrange(cache->slots());
+      throw;
+    }
+  }
+  wake_arranger();
+  return "";
+}
+
+void Offload::State::leave_out(const std::vector<std::int64_t>& first) {
+  if (getpid() != process) return;
+  const std::unique_lock<std::mutex> one = take_turn();
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<std::int64_t> slots;
+  for (std::size_t l = 0; l < file.layers().size(); ++l) slots.push_back(first[l] / file.layers()[l].cluster);
+  left_out = std::move(slots);
+  if (!resident.empty()) rearrange(cache->slots());
+  wake_arranger();
+}
+
+// With the lock: what is to stay in a cache of so many slots, from now on.
+void Offload::State::rearrange(std::int64_t slots) {
+  std::vector<std::int64_t> begin, count;
+  for (std::size_t l = 0; l < resident.size(); ++l) {
+    const StoreLayer& its = file.layers()[l];
+    begin.push_back(first_wanted(static_cast<std::int64_t>(l)));
+    count.push_back(std::min(its.n_slots() - begin.back(), (resident[l] + its.cluster - 1) / its.cluster));
+  }
+  arrangement.set(std::move(begin), fitting(std::move(count), slots));
+  settled = blocked = false;
+}
+
+// With the lock: something has changed that may have been in the way.
+void Offload::State::wake_arranger() {
+  blocked = false;
+  if (!settled && may_arrange()) work.notify_one();
+}
+
+// With the lock. Calls come first: while one waits for what no read was begun of, nothing else is begun, and while it
+// waits for reads, one at a time.
+bool Offload::State::may_arrange() const {
+  if (settled || blocked || paused > 0 || !waiting.empty()) return false;
+  if (!arrangement.pending()) return arranging == 0;
+  return arranging == 0 || (reading == 0 && arranging * place_bytes < kArrangingBytes);
+}
+
+void Offload::State::run_arranger() {
+  trace_io_thread();
+  std::unique_lock<std::mutex> lock(mutex);
+  for (;;) {
+    work.wait(lock, [this] { return ending || may_arrange(); });
+    if (ending) return;
+    if (!arrangement.pending()) {
+      settle();
+      continue;
+    }
+    std::unique_ptr<ReadBatch> batch = arrange_some();
+    lock.unlock();
+    if (batch != nullptr)
+      submit(std::move(batch));  // if that fails, they are asked for when they are wanted
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(20));  // calls that wait for the lock get it
+    lock.lock();
+  }
+}
+
+// With the lock: a few steps, and the reads that they take, if any.
+std::unique_ptr<ReadBatch> Offload::State::arrange_some() {
+  std::unique_ptr<ReadBatch> batch;
+  Arrangement::Piece piece;
+  for (std::int64_t seen = 0; seen < kArrangedAtOnce && batch == nullptr && !blocked && arrangement.next(&piece);) {
+    seen += piece.last - piece.first;
+    if (piece.release)
+      release(piece);
+    else
+      batch = bring(piece);
+  }
+  return batch;
+}
+
+// With the lock.
+void Offload::State::release(const Arrangement::Piece& piece) {
+  for (std::int64_t in_file = piece.last - 1; in_file >= piece.first; --in_file)
+    if (!arrangement.holds(piece.layer, in_file)) cache->fix(key_of(piece.layer) + in_file, false);
+  arrangement.done(piece, piece.last);
+}
+
+// With the lock: slots of a piece are fixed that are there; reads of the others, or null.
+std::unique_ptr<ReadBatch> Offload::State::bring(const Arrangement::Piece& piece) {
+  const StoreLayer& l = about(piece.layer);
+  const std::int64_t key = key_of(piece.layer);
+  std::unique_ptr<ReadBatch> batch;
+  std::int64_t in_file = piece.first;
+  try {
+    for (; in_file < piece.last; ++in_file) {
+      if (cache->contains(key + in_file)) {
+        cache->fix(key + in_file, true);
+        continue;
+      }
+      if (batch == nullptr) {
+        auto made = std::make_unique<ReadBatch>();
+        made->wanted.reserve(static_cast<std::size_t>(piece.last - in_file));
+        batch = std::move(made);
+        batch->layer = piece.layer;
+        batch->asked_for = false;
+        batch->arranging = true;
+      }
+      std::int64_t p = cache->insert(key + in_file, true);
+      if (p < 0 && !calling) {
+        cache->begin();  // what the last call has used is pinned no more
+        p = cache->insert(key + in_file, true);
+      }
+      if (p < 0 && (calling || under_way > 0 || !batch->wanted.empty())) {
+        blocked = true;
+        break;
+      }
+      if (p < 0) {
+        untold = true;
+        continue;
+      }
+      cache->hold(p);
+      loading[static_cast<std::size_t>(p)] = 1;
+      guess[static_cast<std::size_t>(p)] = 0;
+      batch->wanted.push_back({in_file, static_cast<std::int32_t>(p)});
+    }
+    arrangement.done(piece, in_file);
+    if (batch == nullptr || batch->wanted.empty()) return nullptr;
+    batch->plan(l, read_bytes(l), options.run_bytes, options.gap_bytes, [this](std::int32_t p) { return place(p); });
+  } catch (const std::bad_alloc&) {  // they are asked for when they are wanted
+    if (batch == nullptr) arrangement.done(piece, piece.last);
+    if (batch != nullptr)
+      for (const Wanted& w : batch->wanted) empty_again(piece.layer, w);
+    untold = true;
+    return nullptr;
+  }
+  arranging += static_cast<std::int64_t>(batch->wanted.size());
+  begun_reading(*batch);
+  return batch;
+}
+
+// With the lock: all is there. If nobody has used the cache yet, it becomes what a replay begins with.
+void Offload::State::settle() {
+  settled = true;
+  if (untold) return;
+  try {
+    std::vector<std::int64_t> keys = filling(first_key, cache->slots(), arrangement.counts(), preloaded, left_out);
+    std::vector<std::uint8_t> stays(static_cast<std::size_t>(first_key.back()), 0);
+    for (const std::int64_t key : keys) stays[static_cast<std::size_t>(key)] = cache->contains(key) ? 1 : 2;
+    const auto missing = static_cast<std::int64_t>(std::count(stays.begin(), stays.end(), 2));
+    // Sizes before may have left a few for which shares of the cache round to less now.
+    if (missing > 0 ||
+        cache->used() - static_cast<std::int64_t>(keys.size()) > static_cast<std::int64_t>(file.layers().size()))
+      untold = true;
+    if (untold) return;
+    for (std::size_t key = 0; key < stays.size(); ++key)
+      if (stays[key] == 0) cache->erase(static_cast<std::int64_t>(key));
+    std::reverse(keys.begin(), keys.end());
+    cache->renew(keys);
+  } catch (const std::bad_alloc&) {
+    untold = true;
+  }
 }
 
 Offload::Offload(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -960,6 +1278,7 @@ std::string Offload::ffn(std::int64_t layer, const Predictor& predictor, FfnArgs
         state_->then = then ? &then : nullptr;
         args.source = source;
         args.layer = layer;
+        args.owner = this;
         predicted_ffn(predictor, args, parallel);
       },
       std::max(1, parallel.threads));
@@ -969,20 +1288,16 @@ void Offload::prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_
   state_->prefetch(layer, n_hot, active, tokens);
 }
 
-void Offload::leave_out(const std::vector<std::int64_t>& first) {
-  if (state_->process != getpid()) return;
-  const std::lock_guard<std::mutex> one(state_->turn);
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  std::vector<std::int64_t> slots;
-  for (std::int64_t l = 0; l < layers(); ++l)
-    slots.push_back(first[static_cast<std::size_t>(l)] / state_->about(l).cluster);
-  state_->left_out = std::move(slots);
-}
+void Offload::leave_out(const std::vector<std::int64_t>& first) { state_->leave_out(first); }
 
 std::string Offload::preload() { return state_->preload(); }
 
 std::string Offload::resize(std::int64_t cache_bytes, double hot_share) {
   return state_->resize(cache_bytes, hot_share);
+}
+
+std::string Offload::arrange(const std::vector<std::int64_t>& resident, std::int64_t cache_bytes) {
+  return state_->arrange(resident, cache_bytes);
 }
 
 std::string Offload::record_accesses(std::int64_t most_bytes) {
@@ -991,6 +1306,7 @@ std::string Offload::record_accesses(std::int64_t most_bytes) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->log != nullptr) return "accesses are being recorded already";
   state_->log = std::move(log);
+  state_->untold = state_->untold || !state_->settled;
   return "";
 }
 
@@ -1000,6 +1316,7 @@ Accesses Offload::take_accesses() {
   if (state_->log == nullptr) return Accesses();
   Accesses all = state_->log->take();
   all.whole = !state_->untold && all.lost == 0;
+  state_->untold = state_->untold || !all.layers.empty() || all.lost > 0;  // the next recording has not these
   state_->log.reset();
   return all;
 }
@@ -1015,6 +1332,8 @@ OffloadStats Offload::stats(bool reset) {
   stats.evictions = state_->cache->evictions() - state_->evictions_before;
   stats.resident = state_->cache->used();
   stats.slots = state_->cache->slots();
+  stats.fixed = state_->cache->fixed();
+  if (!state_->settled) stats.arranging = std::max<std::int64_t>(1, state_->arrangement.left() + state_->arranging);
   stats.cache_bytes = stats.slots * state_->place_bytes;
   stats.staging_bytes = state_->n_spares * state_->place_bytes;
   stats.late = reset ? state_->late.exchange(0) : state_->late.load();

@@ -9,6 +9,7 @@
 #include "core/convert.h"
 #include "core/counters.h"
 #include "core/down_queue.h"
+#include "core/firing.h"
 #include "core/scratch.h"
 #include "core/trace.h"
 
@@ -147,10 +148,11 @@ struct PromptPass {
   Workshop& shop;
   const void* const* x_T;  // prepared
   std::int64_t tokens, width;
-  float* h_TC;               // [tokens, kChunkNeurons] of the chunk at hand
-  float* y_TW;               // [tokens, width], in the order of the axpy kernel
-  float* w_CW;               // [kChunkNeurons, width], the same order
-  const char* const* where;  // of a source, or null
+  float* h_TC;                   // [tokens, kChunkNeurons] of the chunk at hand
+  float* y_TW;                   // [tokens, width], in the order of the axpy kernel
+  float* w_CW;                   // [kChunkNeurons, width], the same order
+  const char* const* where;      // of a source, or null
+  const FiringCounters* firing;  // null: nobody watches
 
   const char* bundle(std::int64_t neuron) const {
     if (where != nullptr) return where[neuron];
@@ -179,18 +181,24 @@ struct PromptPass {
       const float bias_first = bias(panels == 2 ? args.bias_gate : args.bias_up, neuron);
       const float bias_up = panels == 2 ? bias(args.bias_up, neuron) : 0.0f;
       const float threshold = neuron < args.n_hot ? 0.0f : args.threshold;
+      std::uint64_t fired[kTokenTile / 64] = {};
       for (std::int64_t t = 0; t < tokens; ++t) {
         const float* out = bench.out + t * kPair;
-        float h = activate(args.activation, out[r] + bias_first);
+        float h = activate(args.activation, out[r] + bias_first), score = h;
         if (std::fabs(h) <= threshold) {  // written so that NaN fires
-          h = 0;
+          h = score = 0;
         } else if (panels == 2) {
           const float up = out[kPanelRows + r] + bias_up;
           h *= args.activation_on_up ? activate(args.activation, up) : up;
+          if (args.activation_on_up) score = h;
         }
         h_TC[t * kChunkNeurons + (first - begin) + r] = h;
         done->down_rows += h != 0.0f;
+        if (firing != nullptr)
+          fired[t / 64] |= static_cast<std::uint64_t>(!(std::fabs(score) <= firing->cut)) << t % 64;
       }
+      for (std::int64_t i = 0; firing != nullptr && 64 * i < tokens; ++i)
+        if (fired[i] != 0) firing->add(neuron, fired[i]);
     }
     done->gate_rows += count * tokens;
     if (panels == 2) done->up_rows += count * tokens;
@@ -305,8 +313,10 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
   std::int64_t* ids = nullptr;
   if (args.source != nullptr)
     ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * chunks.count * (kChunkNeurons + 1)));
+  FiringCall call(args);
   for (std::int64_t start = 0; start < args.tokens; start += most) {
     const std::int64_t tokens = std::min(most, args.tokens - start);
+    const FiringCounters* firing = call.next(tokens);
     const auto pass = [&](std::int64_t first) {
       return PromptPass{args,
                         table,
@@ -317,7 +327,8 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
                         h_TC,
                         y_TW + first * width,
                         w_CW,
-                        args.source == nullptr ? nullptr : args.source->bundles()};
+                        args.source == nullptr ? nullptr : args.source->bundles(),
+                        firing};
     };
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
                  table.prepare_gemm[static_cast<int>(args.w_dtype)]);
@@ -332,7 +343,7 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
       if (args.source != nullptr) args.source->done(c);
     }
     if (args.source != nullptr && args.source->failed()) return;
-    const PromptPass all{args, table, shop, shop.x_T(), tokens, width, h_TC, y_TW, w_CW, nullptr};
+    const PromptPass all{args, table, shop, shop.x_T(), tokens, width, h_TC, y_TW, w_CW, nullptr, nullptr};
     shop.each(tokens, [&](std::int64_t worker, std::int64_t t) {
       all.finish(worker, t, static_cast<char*>(args.y) + start * x_bytes);
     });

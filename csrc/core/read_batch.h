@@ -31,6 +31,7 @@ struct ReadRun {
 struct ReadBatch {
   std::int64_t layer = 0;
   bool asked_for = true;                  // by a call that waits for it, not by a guess
+  bool arranging = false;                 // what is to stay, whether anybody asks for it or not
   std::int64_t chunk = -1, asked_ns = 0;  // for traces: that asked, and when
   std::vector<Wanted> wanted;
   std::vector<ReadRun> runs;

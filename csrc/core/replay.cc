@@ -59,6 +59,24 @@ void for_each_slot(const Call& call, const ReplayLayer& l, const Use& use) {
   if (neurons > 0) use(slot, neurons);
 }
 
+// Of a cache of options.slots, how many slots of each layer are fixed.
+std::vector<std::int64_t> fixed_counts(const std::vector<ReplayLayer>& layers, const std::vector<std::int64_t>& first,
+                                       const ReplayOptions& options, std::int64_t slots) {
+  if (options.fixed.empty()) return hot_counts(first, slots, options.preload ? options.hot_share : 0);
+  if (options.fixed.size() != layers.size())
+    throw std::invalid_argument("fixed: expected " + std::to_string(layers.size()) +
+                                " numbers, one of each layer, found " + std::to_string(options.fixed.size()));
+  std::vector<std::int64_t> wanted;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const std::int64_t n = options.fixed[l];
+    if (n < 0 || n > layers[l].neurons)
+      throw std::invalid_argument("fixed: expected 0 to " + std::to_string(layers[l].neurons) + " neurons of layer " +
+                                  std::to_string(l) + ", found " + std::to_string(n));
+    wanted.push_back((n + layers[l].cluster - 1) / layers[l].cluster);
+  }
+  return fitting(wanted, slots);
+}
+
 }  // namespace
 
 void check_accesses(const AccessView& accesses, const std::vector<ReplayLayer>& layers) {
@@ -97,7 +115,7 @@ std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<R
   if (!wrong.empty()) throw std::invalid_argument("policy: " + wrong);
   const std::vector<std::int64_t> first = first_keys(layers);
   NeuronCache cache(first.back(), std::min(options.slots, first.back()), policy);
-  if (options.preload) insert_first(&cache, first, options.hot_share);
+  insert_first(&cache, first, fixed_counts(layers, first, options, cache.slots()), options.preload);
   std::vector<ReplayCounts> counts(layers.size());
   std::vector<std::deque<std::int64_t>> last_calls(layers.size());
   std::vector<std::int64_t> missing;
@@ -151,13 +169,10 @@ std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::
   std::vector<std::uint8_t> there(static_cast<std::size_t>(keys), 0);
   std::int64_t used = 0;
   std::priority_queue<std::pair<std::int32_t, std::int32_t>> last;  // next use, key; stale ones are dropped when met
-  if (options.preload) {
-    NeuronCache filled(keys, slots, CachePolicy::kLru);
-    for (const std::int64_t key : insert_first(&filled, first, 0)) {
-      there[static_cast<std::size_t>(key)] = 1;
-      last.emplace(upcoming[static_cast<std::size_t>(key)], static_cast<std::int32_t>(key));
-      ++used;
-    }
+  for (const std::int64_t key : filling(first, slots, fixed_counts(layers, first, options, slots), options.preload)) {
+    there[static_cast<std::size_t>(key)] = 1;
+    last.emplace(upcoming[static_cast<std::size_t>(key)], static_cast<std::int32_t>(key));
+    ++used;
   }
   std::vector<ReplayCounts> counts(layers.size());
   std::size_t i = 0;

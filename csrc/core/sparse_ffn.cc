@@ -11,11 +11,13 @@
 #include <cmath>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #include "core/activation.h"
 #include "core/convert.h"
 #include "core/counters.h"
 #include "core/down_queue.h"
+#include "core/firing.h"
 #include "core/prompt.h"
 #include "core/scratch.h"
 #include "core/timings.h"
@@ -62,6 +64,8 @@ struct Pass {
   std::int64_t base, chunk_size, chunks;
   std::int64_t* counts = nullptr;      // [chunks]; with a source: of ids, which are listed before any chunk is computed
   const char* const* where = nullptr;  // of a source
+  const FiringCounters* firing = nullptr;  // null: nobody watches
+  std::uint64_t* fired = nullptr;  // [chunk_size], instead of adding to `firing`, which others do for other tokens
 
   std::int64_t row_bytes() const { return pi2::row_bytes(args.w_dtype, args.hidden); }
 
@@ -90,6 +94,7 @@ struct Pass {
   // hint as in kernels.h.
   void dot(std::int64_t neuron, std::int64_t first, std::int64_t count, const Tokens& who, float* out_RT,
            const char* next, std::int64_t next_bytes) const {
+    if (firing != nullptr && first == 0) firing->expect(neuron);
     const char* row = bundle(neuron) + first * row_bytes();
     const void* rows[kDotRows] = {row, row + row_bytes()};
     const DotFn* dots = args.int8_activations ? table.dot_a8 : table.dot;
@@ -97,6 +102,23 @@ struct Pass {
   }
 
   AxpyFn axpy() const { return table.axpy[static_cast<int>(args.w_dtype)]; }
+
+  // A bit for a token of the pass for which a neuron's score, see pi2/firing.h, is `score`.
+  std::uint64_t bit(std::int64_t token, float score) const {
+    return static_cast<std::uint64_t>(!(std::fabs(score) <= firing->cut)) << token;
+  }
+
+  // Counts the neuron for the tokens that have a bit.
+  void fires(std::int64_t neuron, std::uint64_t bits) const {
+    if (bits == 0) return;
+    if (fired != nullptr)
+      fired[(neuron - base) % chunk_size] = bits;
+    else
+      firing->add(neuron, bits);
+  }
+
+  // Whether |h| is what is compared, and not |act(gate)|.
+  bool scores_h() const { return args.rows == 3 && args.activation_on_up; }
 };
 
 // How a layer is cut into chunks.
@@ -166,12 +188,16 @@ void gate_values(const Pass& pass, std::int64_t neuron, const Tokens& who, const
   std::memset(h_T, 0, static_cast<std::size_t>(pass.tokens) * sizeof(float));
   fired->n = 0;
   done->gate_rows += who.n;
+  const bool counted = pass.firing != nullptr && !pass.scores_h();
+  std::uint64_t bits = 0;
   for (std::int64_t i = 0; i < who.n; ++i) {
     const float value = activate(args.activation, gate[i] + bias);
     if (std::fabs(value) <= threshold) continue;  // written so that NaN fires
     h_T[who.id[i]] = value;
     fired->add(who.id[i], pass.x_TW, pass.width);
+    if (counted) bits |= pass.bit(who.id[i], value);
   }
+  if (counted) pass.fires(neuron, bits);
 }
 
 // h *= up, for the tokens of `who`, in whose order `up` is.
@@ -179,12 +205,16 @@ void multiply_up(const Pass& pass, std::int64_t neuron, const Tokens& who, const
                  Counters* done) {
   const FfnArgs& args = pass.args;
   const float bias = pass.bias(args.bias_up, neuron);
+  const bool counted = pass.firing != nullptr && pass.scores_h();
+  std::uint64_t bits = 0;
   for (std::int64_t i = 0; i < who.n; ++i) {
     float* h = h_T + who.id[i];
     if (*h == 0.0f) continue;  // read ahead with its gate, and not needed
     ++done->up_rows;
     *h *= args.activation_on_up ? activate(args.activation, up[i] + bias) : up[i] + bias;
+    if (counted) bits |= pass.bit(who.id[i], *h);
   }
+  if (counted) pass.fires(neuron, bits);
 }
 
 // Adds the block's contributions to y_TW, neurons in ascending order for every token.
@@ -394,7 +424,8 @@ class Stream {
         parallel_(parallel),
         width_(Tokenwise::ffn_width(args)),
         cut_(args),
-        chunks_(cut_.count) {
+        chunks_(cut_.count),
+        call_(args) {
     const std::int64_t most = std::min(kPromptTokens, args.tokens), workers = std::max(1, parallel.threads);
     const std::int64_t rounds = (most + kTokenTile * workers - 1) / (kTokenTile * workers);
     tile_ = (most + rounds * workers - 1) / (rounds * workers);
@@ -419,14 +450,17 @@ class Stream {
       active_ = args_.active == nullptr ? nullptr : args_.active + start * cold();
       for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.in(start + t, x_TW_ + t * width_);
       std::memset(y_TW_, 0, static_cast<std::size_t>(tokens_ * width_) * sizeof(float));
+      const std::int64_t tiles = (tokens_ + tile_ - 1) / tile_;
+      firing_ = call_.next(tokens_);
+      if (firing_ != nullptr) fired_.assign(static_cast<std::size_t>(tiles * cut_.size), 0);
       begin(!args_.more && start + most >= args_.tokens);
       for (std::int64_t c = args_.source->next(); c >= 0; c = args_.source->next()) {
         chunk_ = c;
         next_tile_ = 0;
-        const std::int64_t tiles = (tokens_ + tile_ - 1) / tile_;
         parallel_.run(
             parallel_.host, std::min<std::int64_t>(std::max(1, parallel_.threads), tiles),
             [](void* self, std::int64_t) { static_cast<Stream*>(self)->some_tiles(); }, this);
+        if (firing_ != nullptr) count_fired(tiles);
         args_.source->done(c);
       }
       if (args_.source->failed()) return;
@@ -476,11 +510,32 @@ class Stream {
     for (std::int64_t i = next_tile_.fetch_add(1); i * tile_ < tokens_; i = next_tile_.fetch_add(1)) {
       const std::int64_t first = i * tile_, count = std::min(tile_, tokens_ - first);
       float* part_TW = partials_ + first * width_;
-      if (!run_chunk(pass(first, count, tile_ids_ + i * args_.neurons), chunk_, part_TW)) continue;
+      Pass tile = pass(first, count, tile_ids_ + i * args_.neurons);
+      tile.firing = firing_;
+      if (firing_ != nullptr) tile.fired = fired_.data() + i * cut_.size;
+      if (!run_chunk(tile, chunk_, part_TW)) continue;
       for (std::int64_t t = 0; t < count; ++t) {
         const void* part = part_TW + t * width_;
         add(y_TW_ + (first + t) * width_, &part, &one, 1, width_, nullptr);  // 1 * part is exact
       }
+    }
+  }
+
+  // What the tiles wrote down of the chunk. Groups, if any, are of all tokens, which are then 64 at most.
+  void count_fired(std::int64_t tiles) {
+    for (std::int64_t i = 0; i < cut_.size; ++i) {
+      const std::int64_t neuron = cut_.base + chunk_ * cut_.size + i;
+      std::uint64_t all = 0;
+      for (std::int64_t tile = 0; tile < tiles; ++tile) {
+        std::uint64_t& bits = fired_[static_cast<std::size_t>(tile * cut_.size + i)];
+        if (bits == 0) continue;
+        if (firing_->sizes > 0)
+          all |= bits << tile * tile_;
+        else
+          firing_->add(neuron, bits);
+        bits = 0;
+      }
+      if (all != 0) firing_->add(neuron, all);
     }
   }
 
@@ -490,6 +545,9 @@ class Stream {
   const std::int64_t width_;
   const Chunks cut_;
   const std::int64_t chunks_;
+  FiringCall call_;
+  const FiringCounters* firing_ = nullptr;
+  std::vector<std::uint64_t> fired_;  // [tiles, neurons of a chunk]
   std::int64_t tile_ = 0, tokens_ = 0, chunk_ = 0;
   const std::uint8_t* active_ = nullptr;
   float *x_TW_, *y_TW_, *plain_H_, *partials_;
@@ -522,11 +580,13 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
   auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (args.neurons + chunks)));
 
+  FiringCall call(args);
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
     for (std::int64_t t = 0; t < tokens; ++t) tokenwise.in(start + t, x_TW + t * width);
     const std::uint8_t* active = args.active == nullptr ? nullptr : args.active + start * (args.neurons - args.n_hot);
     Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, cut.base, cut.size, chunks};
+    pass.firing = call.next(tokens);
     if (args.source != nullptr) {
       pass.counts = ids + args.neurons;
       for (std::int64_t c = 0; c < chunks; ++c) pass.counts[c] = gather(pass, c, ids);

@@ -129,6 +129,65 @@ long fixed_stays(CachePolicy kind) {
   return 14;
 }
 
+struct Traffic {
+  std::mt19937 rng;
+  std::int64_t keys;
+
+  // As a layer asks for them: skewed.
+  std::set<std::int64_t> call() {
+    std::set<std::int64_t> wanted;
+    const auto n = static_cast<unsigned>(keys);
+    for (unsigned k = 0; k < 1 + rng() % 40; ++k) wanted.insert(static_cast<std::int64_t>(rng() % n * (rng() % n) / n));
+    return wanted;
+  }
+};
+
+// What is to be fixed is let in by every policy, also by one that evicts nothing for what is new.
+long fixed_comes_in(CachePolicy kind) {
+  NeuronCache cache(20, 3, kind);
+  if (cache.slots() == 0) return 0;
+  for (const int key : {1, 2, 3}) cache.insert(key);
+  cache.begin();
+  PI2_CHECK(cache.insert(4, true) >= 0 && cache.insert(5, true) >= 0 && cache.insert(6, true) >= 0, "three");
+  PI2_CHECK(cache.insert(7, true) == -1, "all are fixed");
+  cache.begin();
+  PI2_CHECK(cache.insert(7, true) == -1 && cache.fixed() == 3 && cache.evictions() == 3, "and stay");
+  return 3;
+}
+
+// A used cache that is renewed goes on as a new one into which the same keys were inserted.
+long renewed(CachePolicy policy) {
+  Traffic traffic{std::mt19937(6), 300};
+  NeuronCache used(300, 40, policy), fresh(300, 40, policy);
+  if (used.slots() == 0) return 0;
+  for (int call = 0; call < 100; ++call) {
+    used.begin();
+    for (const std::int64_t key : traffic.call())
+      if (used.look_up(key) < 0) used.insert(key, key % 50 == 0 && used.fixed() < 5);
+  }
+  std::vector<std::int64_t> keys;
+  for (std::int64_t key = 300; key-- > 0;)
+    if (used.contains(key)) keys.push_back(key);
+  used.renew(keys);
+  fresh.begin();
+  for (const std::int64_t key : keys) fresh.insert(key, used.is_fixed(key));
+  long hits = 0;
+  for (int call = 0; call < 200; ++call) {
+    const std::set<std::int64_t> wanted = traffic.call();
+    for (NeuronCache* cache : {&used, &fresh}) cache->begin();
+    for (const std::int64_t key : wanted) {
+      const bool hit = fresh.look_up(key) >= 0;
+      hits += hit;
+      PI2_CHECK((used.look_up(key) >= 0) == hit, "%s, call %d", name_of(policy).c_str(), call);
+    }
+    for (const std::int64_t key : wanted)
+      if (!fresh.contains(key))
+        for (NeuronCache* cache : {&used, &fresh}) cache->insert(key);
+  }
+  PI2_CHECK(hits > 100 && used.fixed() == fresh.fixed() && used.fixed() > 0, "%ld hits", hits);
+  return 1;
+}
+
 // Which key a policy evicts, said as plainly as possible; asked with keys that may leave, and told what happens.
 struct Model {
   virtual ~Model() = default;
@@ -292,19 +351,6 @@ std::unique_ptr<Model> model_of(CachePolicy policy, std::int64_t keys) {
   }
   return nullptr;
 }
-
-struct Traffic {
-  std::mt19937 rng;
-  std::int64_t keys;
-
-  // As a layer asks for them: skewed.
-  std::set<std::int64_t> call() {
-    std::set<std::int64_t> wanted;
-    const auto n = static_cast<unsigned>(keys);
-    for (unsigned k = 0; k < 1 + rng() % 40; ++k) wanted.insert(static_cast<std::int64_t>(rng() % n * (rng() % n) / n));
-    return wanted;
-  }
-};
 
 // With some keys fixed, some held, some erased: what is there, and where, is what the model says.
 long on_traces(CachePolicy policy, std::int64_t slots, unsigned seed) {
@@ -473,7 +519,7 @@ long as_if_new(CachePolicy policy) {
 int main() {
   long cases = by_hand() + frequency() + ghosts();
   for (const CachePolicy policy : kCachePolicies) {
-    cases += fixed_stays(policy) + resized(policy, 4) + as_if_new(policy);
+    cases += fixed_stays(policy) + fixed_comes_in(policy) + resized(policy, 4) + as_if_new(policy) + renewed(policy);
     for (const std::int64_t slots : {0, 1, 7, 60, 300})
       for (const unsigned seed : {3u, 8u}) cases += on_traces(policy, slots, seed);
   }

@@ -353,6 +353,63 @@ long check_preload(std::mt19937& rng) {
   return cases;
 }
 
+// What arrange() cannot read is not there, and nothing worse: no call fails of it, what it is asked for is read again,
+// and then stays.
+long check_arranging(std::mt19937& rng) {
+  const StoreFixture store = store_of(rng);
+  Work first(rng, store, 0, 1), second(rng, store, 1, 3);
+  ThreadPool pool(2);
+  const auto wait = [](Offload* offload) {
+    while (offload->stats(false).arranging > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  };
+  long cases = 0;
+  for (const OffloadOptions& options : settings()) {
+    if (options.cache_bytes == 0) continue;
+    const bool whole = options.cache_bytes == 1 << 20;
+    for (const Kind& kind : kKinds) {
+      for (const long n : {1L, 2L, 5L}) {
+        injection().arm(Fault::kNone, 0, 0);
+        const std::unique_ptr<Offload> offload = opened(store, options);
+        injection().arm(kind.fault, n, kind.count, kind.error);
+        PI2_CHECK(offload->arrange({kNeurons, kNeurons}).empty(), "arrange");
+        wait(offload.get());
+        const OffloadStats stats = offload->stats(true);
+        PI2_CHECK(n > 1 || injection().injected > 0, "no fault");
+        const std::int64_t wanted = std::min<std::int64_t>(stats.slots, 2 * kNeurons);
+        PI2_CHECK(stats.fixed == stats.resident && stats.fixed <= wanted, "%ld fixed of %ld",
+                  static_cast<long>(stats.fixed), static_cast<long>(wanted));
+        if (kind.reason == nullptr || injection().injected == 0)
+          PI2_CHECK(stats.fixed == wanted, "%ld fixed of %ld", static_cast<long>(stats.fixed),
+                    static_cast<long>(wanted));
+        else
+          // One read that fails may be read again.
+          PI2_CHECK(kind.count == 1 || (stats.fixed < wanted && (n > 1 || stats.fixed == 0)), "what failed is there");
+        injection().arm(Fault::kNone, 0, 0);
+        for (Work* work : {&first, &second}) check_recovered(offload.get(), work, pool.parallel(), whole);
+        const OffloadStats then = offload->stats(true);
+        PI2_CHECK(then.fixed >= stats.fixed && (!whole || then.fixed == then.resident), "what is read again stays");
+        // Again, with calls that fail or not meanwhile.
+        injection().arm(kind.fault, n, kind.count, kind.error);
+        PI2_CHECK(offload->arrange({kNeurons / 2, kNeurons}).empty() && offload->arrange({kNeurons, 3}).empty(),
+                  "arrange");
+        for (Work* work : {&first, &second, &first}) {
+          const std::string found = work->run(offload.get(), pool.parallel());
+          if (found.empty())
+            PI2_CHECK(work->same(), "wrong bits");
+          else if (kind.reason != nullptr)
+            check_message(found, store, work->layer, kind.reason);
+          else
+            PI2_CHECK(false, "'%s'", found.c_str());
+        }
+        wait(offload.get());
+        for (Work* work : {&first, &second}) check_recovered(offload.get(), work, pool.parallel(), whole);
+        ++cases;
+      }
+    }
+  }
+  return cases;
+}
+
 // While opening: refused with the reason, or opened (a failed trial of direct reads means the page cache).
 long check_opening(std::mt19937& rng) {
   const StoreFixture store = store_of(rng);
@@ -601,6 +658,7 @@ int main() {
   long cases = check_calls(rng);
   cases += check_guesses(rng);
   cases += check_preload(rng);
+  cases += check_arranging(rng);
   cases += check_opening(rng);
   cases += check_company(rng);
   cases += check_late(rng);

@@ -23,12 +23,10 @@ from torch_pi2.bench.subject import Subject
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.runtime import counters
+from torch_pi2.runtime import counters, timings
 from torch_pi2.runtime.decode import Decoder
 
 PEERS = ("llama.cpp", "torch")
-#: Kinds in ``torch.ops.pi2.timings``.
-_LINEAR, _PREDICTOR, _FFN = 0, 1, 2
 
 StartPeer = Callable[[int], Peer]
 
@@ -233,7 +231,7 @@ class _Ours:
         next_B1 = self.decoder.prompt(ids_BT)
         prompt_s = time.perf_counter() - started
         counters.reset()
-        torch.ops.pi2.timings(True)
+        timings.read()
         started = time.perf_counter()
         for _ in range(tokens):
             next_B1 = self.decoder.step(next_B1)
@@ -244,7 +242,7 @@ class _Ours:
             "prompt": prompt,
             "tokens": tokens,
             "counters": counters.read(reset=True),
-            "timings": torch.ops.pi2.timings(True).tolist(),
+            "timings": timings.read(),
             "next": next_B1,
         }
         return self._last
@@ -291,18 +289,15 @@ class _Ours:
         ``python`` is the rest: norms, rotary embedding, Python around it all, and SDPA if it could not be seen.
         """
         sdpa, sdpa_from = attention.milliseconds(self.model, self.decoder, self._last["next"], memory.read_gb_per_s)
-        head = self._vocabulary
 
-        def of_kind(measured: dict[str, Any], kind: int, is_head: bool | None = None) -> float:
-            rows = [t for t in measured["timings"] if t[0] == kind and is_head in (None, t[1] == head)]
-            return sum(int(t[4]) for t in rows) / 1e6 / int(measured["tokens"])
+        def of_kind(kind: int) -> float:
+            return self._median(lambda r: timings.milliseconds(r["timings"], kind) / r["tokens"])
 
-        linears = self._median(lambda r: of_kind(r, _LINEAR, False))
-        others = {
-            "predictor": self._median(lambda r: of_kind(r, _PREDICTOR)),
-            "ffn": self._median(lambda r: of_kind(r, _FFN)),
-            "head": self._median(lambda r: of_kind(r, _LINEAR, True)),
-        }
+        def of_linears(head: int) -> float:
+            return self._median(lambda r: timings.split_head(r["timings"], self._vocabulary)[head] / r["tokens"])
+
+        linears = of_linears(0)
+        others = {"predictor": of_kind(timings.PREDICTOR), "ffn": of_kind(timings.FFN), "head": of_linears(1)}
         total = self._median(lambda r: r["decode_s"] / r["tokens"] * 1e3)
         parts: dict[str, float | None] = {
             "total": total,

@@ -1,7 +1,7 @@
 """``bench/results/*.json`` as a page of tables with roofline columns: ``python -m torch_pi2.bench.table FOLDER``.
 
-Each file is what ``torch-pi2 bench decode``, ``layer`` or ``offload`` printed with ``--json``; nothing is computed here
-but ratios of figures of one run.
+Each file is what ``torch-pi2 bench decode``, ``layer``, ``offload`` or ``plan`` printed with ``--json``; nothing is
+computed here but ratios of figures of one run.
 """
 
 from __future__ import annotations
@@ -170,6 +170,27 @@ def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _plan_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations, "
+    about += " and ".join(result["methods"]) + ("" if result["synthetic"] else ", real model")
+    return [
+        [
+            f"{about}, {'all' if r['memory'] == 'whole' else _share(r['ffn_in_memory'])} in memory",
+            str(r["batch"]),
+            *(_number(r["tokens_per_s"].get(planner)) for planner in _PLANNERS),
+            _number(r["planners"]["planned"]["predicted_tokens_per_s"]),
+            "" if "hit_rate" not in r["planners"]["planned"] else f"{100 * r['planners']['planned']['hit_rate']:.1f} %",
+            r["best"],
+            f"{_number(r['planned_over_best'], 3)} ({_range(r['spread'][r['best']], 3)})",
+        ]
+        for r in result["rows"]
+    ]
+
+
 _DECODE = (
     "run", "threads", "rounds", "tokens/s", "prompt tokens/s", "FFN read", "GB/token", "GB/s", "read GB/s",
     "gathered GB/s", "of read", "ms at read speed", "ms", "peak GB", "times as fast as",
@@ -193,11 +214,23 @@ waited for is time in which compute threads had nothing to compute, of all their
 """
 
 
+_PLANNERS = ("planned", "greedy", "all-hot", "all-cold", "random")
+_PLAN = ("run", "batch", *_PLANNERS, "predicted", "cache hits", "best other", "planned / best")
+_PLAN_NOTE = """
+Tokens/s of plans for one model on the same tokens, in alternation: solved for this machine, and four that need no
+solving. *Predicted* is what the solver expected of its own. What plans are made of comes from other tokens. With a
+predictor plans differ in what it may miss; they are compared by speed alone. A planner that made the plan of another
+has its figures.
+"""
+
+
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of results by name (file name without ``.json``)."""
     decodes = {name: r for name, r in results.items() if r["what"] == "decode"}
     layers = {name: r for name, r in results.items() if r["what"] == "layer"}
     offloads = {name: r for name, r in results.items() if r["what"] == "offload"}
+    plans = {name: r for name, r in results.items() if r["what"] == "plan"}
+    plan_title = f"## Planned against fixed plans\n{_PLAN_NOTE.rstrip()}"
     offload_title = f"## Larger than memory\n{_OFFLOAD_NOTE.rstrip()}"
     parts_title = f"### Milliseconds per token\n{_PARTS_NOTE.rstrip()}"
     sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
@@ -206,6 +239,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         ("### Other engines, in alternation", _PEERS, [row for n, r in decodes.items() for row in _peer_rows(n, r)]),
         ("### Batches", _BATCHES, [row for n, r in decodes.items() for row in _batch_rows(n, r)]),
         (offload_title, _OFFLOAD, [row for n, r in offloads.items() for row in _offload_rows(n, r)]),
+        (plan_title, _PLAN, [row for n, r in plans.items() for row in _plan_rows(n, r)]),
         ("## One feed-forward layer", _LAYERS, [row for n, r in layers.items() for row in _layer_rows(n, r)]),
         ("## Dense linears and predictors", _LINEARS, [_linear_row(n, r) for n, r in layers.items() if "linear" in r]),
     ]
@@ -229,7 +263,7 @@ def write(folder: str | Path) -> Path:
     """Read ``folder/*.json`` and write ``folder/README.md``; returns its path.
 
     Raises:
-        ArtifactError: a file is not a result of ``torch-pi2 bench decode``, ``layer`` or ``offload``.
+        ArtifactError: a file is not a result of ``torch-pi2 bench decode``, ``layer``, ``offload`` or ``plan``.
     """
     folder = Path(folder)
     results = {}
@@ -247,7 +281,7 @@ def read_result(path: Path) -> dict[str, Any]:
         what = result["what"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _not_a_result(path, f"{type(error).__name__}: {error}") from error
-    if what not in ("decode", "layer", "offload"):
+    if what not in ("decode", "layer", "offload", "plan"):
         raise _not_a_result(path, f"a result of bench {what}")
     return result
 

@@ -33,6 +33,7 @@ VERBS = {
     "eval": "dense against sparse: held-out loss, work and time",
     "inspect": "what is in a folder of ours",
     "replay": "what other caches would have had of recorded accesses",
+    "report": "one HTML file that shows a model folder: neurons, plan, times, caches, reads",
     "doctor": "versions, CPU features, kernels, missing extras",
     "bench": "time the operators on this machine",
 }

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _add_decode,
         ),
         ("offload", "a model larger than memory, step by step from mmap to the pipeline", _add_offload),
+        (
+            "best-of",
+            "several sequences of which one ends every few steps, under plans that follow or not",
+            _add_best_of,
+        ),
+        ("plan", "the solved plan against greedy, all-hot, all-cold and random ones, by batch and memory", _add_plan),
     ):
         kind = kinds.add_parser(name, help=help_line, description=help_line)
         add(kind)
@@ -148,8 +154,62 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
+def _add_best_of(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--folder", type=Path, metavar="DIR", help="optimised model (with --ffn-in-memory: is packed)")
+    source.add_argument("--shape", help="synthetic, made in work/bench if it is not there (default: llama-1b)")
+    add("--sequences", type=common.positive, default=4, metavar="N", help="at the start")
+    add("--every", type=common.positive, default=4, metavar="STEPS", help="after so many one sequence ends")
+    add("--rounds", type=common.positive, default=5, metavar="N", help="of each plan, in alternation")
+    add("--ffn-in-memory", type=float, default=1.0, metavar="SHARE", help="of the neurons' bytes; 1: no store")
+    add(
+        "--hardware",
+        default="measured",
+        metavar="NAME",
+        help="profile to plan for: measured (torch-pi2 doctor --measure), a preset or a file",
+    )
+    add("--activations", choices=["float", "int8"], help="int8 is lossy (default: int8 if the weights are quantised)")
+    add("--compiled", action="store_true", help="compile a step for each plan and number of sequences")
+    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
+    add("--seed", type=int, default=0)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--folder", type=Path, metavar="DIR", help="optimised model, or a checkpoint to be optimised")
+    source.add_argument("--shape", help="synthetic, made in work/bench if it is not there (default: llama-1b)")
+    add("--method", choices=["exact", "lowrank"], help="of a checkpoint that is optimised, once (default: lowrank)")
+    add("--batch", type=_list_of(common.positive), default=[1, 4, 16], metavar="B,...", help="default: 1,4,16")
+    add("--memory", type=_list_of(str), default=["whole", "half"], metavar="NAMES", help="default: whole,half")
+    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, for --memory half")
+    add(
+        "--planners",
+        type=_list_of(str),
+        default=["planned", "greedy", "all-hot", "all-cold", "random"],
+        metavar="NAMES",
+        help="comma-separated (default: planned,greedy,all-hot,all-cold,random)",
+    )
+    add("--tokens", type=common.positive, default=12, metavar="N", help="steps of a round, at most")
+    add("--rounds", type=common.positive, default=5, metavar="N", help="of each planner in each case, in alternation")
+    add("--activations", choices=["float", "int8"], help="int8 is lossy (default: int8 if the weights are quantised)")
+    add(
+        "--hardware",
+        default="measured",
+        metavar="NAME",
+        help="profile to plan for: measured (torch-pi2 doctor --measure), a preset or a file",
+    )
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--eager", action="store_true", help="Python around every layer, as much for all (default)")
+    steps.add_argument("--compiled", action="store_true", help="compile a step for each planner and batch size")
+    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
+    add("--seed", type=int, default=0)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    kinds = {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode, "offload": _run_offload}
+    kinds = {"ffn": _run_ffn, "layer": _run_layer, "decode": _run_decode, "offload": _run_offload, "plan": _run_plan}
+    kinds["best-of"] = _run_best_of
     result = kinds[args.what](args)
     return {**result, "command": _command(args)}
 
@@ -249,8 +309,54 @@ def _run_offload(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _run_best_of(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.bench import best_of
+
+    return best_of.run(
+        args.shape,
+        args.folder,
+        sequences=args.sequences,
+        every=args.every,
+        rounds=args.rounds,
+        ffn_in_memory=args.ffn_in_memory,
+        hardware=args.hardware,
+        activations=args.activations,
+        compiled=args.compiled,
+        trust_remote_code=args.trust_remote_code,
+        seed=args.seed,
+    )
+
+
+def _run_plan(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.bench import plan
+
+    return plan.run(
+        args.shape,
+        args.folder,
+        method=args.method,
+        batch=args.batch,
+        memory=args.memory,
+        ffn_in_memory=args.ffn_in_memory,
+        planners=args.planners,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        activations=args.activations,
+        hardware=args.hardware,
+        compiled=args.compiled,
+        trust_remote_code=args.trust_remote_code,
+        seed=args.seed,
+    )
+
+
 def render(result: dict[str, Any]) -> str:
-    kinds = {"ffn": _render_ffn, "layer": _render_layer, "decode": _render_decode, "offload": _render_offload}
+    kinds = {
+        "ffn": _render_ffn,
+        "layer": _render_layer,
+        "decode": _render_decode,
+        "offload": _render_offload,
+        "plan": _render_plan,
+        "best-of": _render_best_of,
+    }
     return kinds[result["what"]](result)
 
 
@@ -383,3 +489,70 @@ def _render_offload(result: dict[str, Any]) -> str:
             lines.append(f"{name}, prompt: {peer['prompt_tokens_per_s']:.2f} tokens/s{ratio}")
     label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
     return "\n".join([*lines, f"tokens {result['tokens']}; file {result['file']}", label])
+
+
+def _render_best_of(result: dict[str, Any]) -> str:
+    names = list(result["whole"]["tokens_per_s"])
+    rows = [
+        (
+            r.get("batch", "all"),
+            *(f"{r['tokens_per_s'][name]:.2f}" for name in names),
+            _plan_number(r.get("predicted_tokens_per_s"), "{:.2f}".format),
+            *(f"{r['over'][name]:.3f}" for name in names[1:]),
+            *(common.percent(r["hot"][name]) if "hot" in r else "" for name in names),
+        )
+        for r in [*result["batches"], result["whole"]]
+    ]
+    over, hot = (f"/ {name}" for name in names[1:]), (f"hot, {name}" for name in names)
+    switch = result["switch"]
+    share = result["ffn_in_memory"]
+    lines = [
+        f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
+        f"{'compiled steps' if result['compiled'] else 'eager steps, Python in all'}, "
+        f"{'all' if share == 1 else common.percent(share)} of the neurons in memory, "
+        f"for hardware {result['hardware']['name']} ({result['hardware']['source']})",
+        common.table(("sequences", *names, "predicted", *over, *hot), rows),
+        f"tokens/s, medians of {result['rounds']} rounds; one of {result['sequences']} sequences ends every "
+        f"{result['every']} steps; / is how many times as fast the plan that follows is",
+        f"a change of plan takes {switch['ms']:.3f} ms (at most {switch['most_ms']:.3f}), "
+        f"{common.percent(switch['of_a_step'], 2)} of a step (at most {common.percent(switch['most_of_a_step'], 2)})",
+        f"tokens: {result['tokens']}; the plan is made of others ({result['statistics']})",
+    ]
+    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
+    return "\n".join([*lines, label])
+
+
+def _render_plan(result: dict[str, Any]) -> str:
+    names = list(result["rows"][0]["tokens_per_s"])
+    header = ("memory", "batch", *names, "predicted", "hits", "best other", "planned / best")
+    rows = [
+        (
+            r["memory"] if r["ffn_in_memory"] == 1 else f"{common.percent(r['ffn_in_memory'])} of neurons",
+            r["batch"],
+            *(_plan_rate(r["planners"][name], f"{r['tokens_per_s'][name]:.2f}") for name in names),
+            _plan_number(r["planners"]["planned"]["predicted_tokens_per_s"], "{:.2f}".format),
+            _plan_number(r["planners"]["planned"].get("hit_rate"), common.percent),
+            r["best"],
+            "{:.3f} ({:.3f} to {:.3f})".format(r["planned_over_best"], *r["spread"][r["best"]]),
+        )
+        for r in result["rows"]
+    ]
+    steps = "compiled steps" if result["compiled"] else "eager steps, Python in all"
+    lines = [
+        f"{result['shape']} {result['weights']}, {result['activations']} activations, "
+        f"{' and '.join(result['methods'])}, {result['threads']} threads, {steps}, "
+        f"for hardware {result['hardware']['name']} ({result['hardware']['source']})",
+        common.table(header, rows),
+        "tokens/s, medians; = as another one, which made the same plan; predicted: of planned",
+        f"tokens: {result['tokens']}; plans are made of others ({result['statistics']})",
+    ]
+    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
+    return "\n".join([*lines, label])
+
+
+def _plan_number(value: float | None, text: Callable[[float], str]) -> str:
+    return "" if value is None else text(value)
+
+
+def _plan_rate(planner: dict[str, Any], rate: str) -> str:
+    return f"= {planner['same_as']}" if planner["same_as"] else rate

@@ -1,12 +1,14 @@
 """Check this installation: versions, CPU features, threads, the C++ library and its kernels, optional extras.
 
 With --target: whether bundles can be exported for it here, and if not, what is missing and how to get it.
+With --measure: what computing and reading cost on this machine, for plans (`torch-pi2 plan --hardware measured`).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -35,6 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action="store_true", help="with --target qnn:SOC: compile a small layer to see (some 10 seconds)"
     )
+    group = parser.add_argument_group("hardware profile")
+    group.add_argument(
+        "--measure", action="store_true", help="measure this machine, about a minute; let nothing else run"
+    )
+    group.add_argument(
+        "--measure-folder",
+        type=Path,
+        metavar="DIR",
+        help="on the drive that models are read from (default: the cache's)",
+    )
+    group.add_argument("--measure-seconds", type=float, default=60.0, metavar="S", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -43,6 +56,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     library = _library()
     asked = getattr(args, "target", None)  # examples/demo.py asks without a command line of ours
     target = None if asked is None else _target(asked, args.compile)
+    profile = _measured(args) if getattr(args, "measure", False) else _cached() if library["loaded"] else None
     return {
         "ok": library["loaded"] and not (target and target["problems"]),
         "versions": {
@@ -57,7 +71,40 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "library": library,
         "extras": _extras(),
         "target": target,
+        "hardware": profile,
     }
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, save, and say what was found."""
+    import torch
+
+    from torch_pi2.plan.hardware import cached_path
+    from torch_pi2.plan.measure import measure
+
+    folder = args.measure_folder
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            "--measure-folder", expected="a folder", found=str(folder), fix="Name one on the drive to be measured."
+        )
+    path = cached_path()
+    common.check_out(path.parent)
+    hardware = measure(folder=folder, seconds=args.measure_seconds, progress=True, set_threads=torch.set_num_threads)
+    hardware.save(path)
+    return {"path": str(path), "hash": hardware.hash, "profile": json.loads(hardware.to_json())}
+
+
+def _cached() -> dict[str, Any]:
+    """Whether there is a profile of this machine."""
+    from torch_pi2.plan.hardware import Hardware, cached_path
+
+    path = cached_path()
+    if not path.is_file():
+        return {"path": None}
+    try:
+        return {"path": str(path), "hash": Hardware.load(path).hash}
+    except Pi2Error as error:
+        return {"path": None, "problem": str(error)}
 
 
 def _target(target: str, compile: bool) -> dict[str, Any]:
@@ -179,10 +226,25 @@ def render(result: dict[str, Any]) -> str:
         f"platform   {result['platform']}\n"
         f"CPU        {result['cpu']['name']}: {' '.join(result['cpu']['features']) or 'no known features'}\n"
         f"threads    {result['threads']} of {result['cores']} cores\n"
-        f"library    {loaded}\n\n"
+        f"library    {loaded}\n"
+        f"{_render_hardware(result['hardware'])}\n"
         f"{extras}\n\n{target}"
         f"{'all is well' if result['ok'] else 'something is wrong: see above'}"
     )
+
+
+def _render_hardware(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    if "profile" in found:
+        from torch_pi2.cli.hardware_text import describe
+        from torch_pi2.plan.hardware import Hardware
+
+        return f"hardware   measured: {found['path']}\n\n{describe(Hardware.from_json(json.dumps(found['profile'])))}\n"
+    if found["path"] is None:
+        problem = f" ({found['problem']})" if "problem" in found else ""
+        return f"hardware   not measured yet: torch-pi2 doctor --measure, about a minute{problem}\n"
+    return f"hardware   measured: {found['path']}\n"
 
 
 def _render_target(target: dict[str, Any]) -> str:

@@ -19,6 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument(
+        "--num-return-sequences",
+        type=common.positive,
+        default=1,
+        metavar="N",
+        help="continue the prompt so many times in one batch, each with a seed of its own",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dense", action="store_true", help="run the dense model instead (DIR may be any checkpoint)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
@@ -38,12 +45,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found=f"{args.temperature} and {args.top_p}",
             fix="Leave both out for greedy decoding.",
         )
+    if args.num_return_sequences > 1 and args.temperature == 0:
+        raise ConfigError(
+            "--num-return-sequences",
+            expected="a --temperature above 0",
+            found=f"{args.num_return_sequences} sequences that would all be the most likely one",
+            fix="Pass --temperature 0.8, for instance, or leave it out.",
+        )
     recorded = trace(args.trace) if args.trace else None  # a path that cannot be written is found before loading
     model: Any = common.load_dense(args) if args.dense else common.load_sparse(args)
     tokenizer = common.load_tokenizer(args)
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
+    if args.num_return_sequences > 1:
+        return _several(args, model, tokenizer, inputs["input_ids"], recorded)
     sampling = {"do_sample": args.temperature > 0}
     if args.temperature > 0:
         sampling |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
@@ -66,6 +82,37 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _several(args: argparse.Namespace, model: Any, tokenizer: Any, ids_BT: Any, recorded: Any) -> dict[str, Any]:
+    from torch_pi2.runtime.generate import generate
+
+    started = time.perf_counter()
+    with recorded or nullcontext():
+        made = generate(
+            model,
+            ids_BT,
+            num_return_sequences=args.num_return_sequences,
+            max_new_tokens=args.max_new_tokens,
+            do_sample=True,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+        )
+        elapsed = time.perf_counter() - started
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in made.sequences]
+    count = sum(map(len, made.sequences))
+    return {
+        "prompt": args.prompt,
+        "text": texts[0],
+        "texts": texts,
+        "prompt_tokens": int(ids_BT.shape[1]),
+        "new_tokens": count,
+        "ms_per_token": elapsed * 1e3 / max(1, count),
+        "sequences_by_step": made.batches,
+        "sparse": not args.dense,
+        "trace": recorded and recorded.summary(),
+    }
+
+
 def _pad_token(tokenizer: Any) -> int | None:
     pad: int | None = tokenizer.pad_token_id
     return tokenizer.eos_token_id if pad is None else pad
@@ -76,4 +123,7 @@ def render(result: dict[str, Any]) -> str:
     speed = f"{result['new_tokens']} tokens, {result['ms_per_token']:.1f} ms each with the prompt, {kind}"
     if result["trace"]:
         speed += f", while recording {result['trace']['events']} events into {result['trace']['path']}"
-    return f"{result['prompt']}{result['text']}\n[{speed}]"
+    texts = result.get("texts", [result["text"]])
+    heads = [f"--- {i + 1} of {len(texts)}\n" if len(texts) > 1 else "" for i in range(len(texts))]
+    said = "\n".join(f"{head}{result['prompt']}{text}" for head, text in zip(heads, texts, strict=True))
+    return f"{said}\n[{speed}]"

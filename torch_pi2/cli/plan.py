@@ -1,4 +1,9 @@
-"""Choose hot and cold neurons per layer from statistics (and predictors), and write plan.json."""
+"""Choose hot and cold neurons per layer, and what a machine does with them by batch size, and write plan.json.
+
+MODEL is a dense checkpoint (with --stats), or a folder that torch_pi2 saved or packed, which keeps its neuron orders
+and methods. With --hardware the plan gets a part for that machine: the fastest by predicted times under the budgets
+given, for each number of sequences. --diff compares two plans and needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +12,140 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.cli.profile import render
-
-__all__ = ["EXAMPLE", "add_arguments", "render", "run"]
+from torch_pi2.errors import ConfigError
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
+_PLANNERS = ("optimum", "greedy", "all-hot", "all-cold", "random")
+#: Options that say something about a machine, and mean nothing without one.
+_OF_MACHINE = {
+    "budget": "--budget",
+    "accelerator_memory": "--accelerator-memory",
+    "context": "--context",
+    "batches": "--batches",
+    "min_recall": "--min-recall",
+    "one_boundary": "--one-boundary",
+    "clusters": "--clusters",
+    "accesses": "--accesses",
+    "planner": "--planner",
+    "explain": "--explain",
+    "measure_run": "--measure-run",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_model(parser)
-    parser.add_argument("--stats", required=True, type=Path, metavar="DIR", help="folder written by profile")
-    parser.add_argument("--predictors", type=Path, metavar="DIR", help="folder written by fit")
-    common.add_out(parser)
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="Hugging Face checkpoint, or a folder of optimize, save or pack")
+    add("--stats", type=Path, metavar="DIR", help="folder written by profile (a folder of ours may have its own)")
+    add("--predictors", type=Path, metavar="DIR", help="folder written by fit")
+    add("--update", type=Path, metavar="DIR", help="statistics of use (torch_pi2.watch): plan with them added")
+    add("--out", type=Path, metavar="DIR", help="folder to write into (torch_pi2.load(MODEL, plan=DIR))")
+    add("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two folders with plans: what differs")
+    _add_machine(parser)
+    common.add_loading(parser)
     common.add_config(parser)
 
 
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("machine and budgets (lossless but for what predictors miss)")
+    add = group.add_argument
+    add("--hardware", metavar="NAME", help="measured (torch-pi2 doctor --measure), a preset, or a file")
+    add("--budget", metavar="BYTES", help="of memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
+    add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
+    add("--context", type=common.positive, metavar="N", help="tokens of each sequence (default: 1024)")
+    add("--batches", type=_numbers, metavar="N,N", help="numbers of sequences to plan for (default: 1,2,4,8,16)")
+    add("--min-recall", type=float, metavar="R", help="share of firing neurons that must be computed (default: any)")
+    add("--one-boundary", action="store_true", default=None, help="the same hot neurons at all batch sizes")
+    add("--clusters", type=_numbers, metavar="N,N", help="neurons in a slot of a store, to choose from for packing")
+    add("--accesses", type=Path, metavar="FILE", help="of torch_pi2.record_accesses: choose the cache's policy by them")
+    add("--planner", choices=_PLANNERS, help="optimum (default), or a simple plan to compare with")
+    add("--explain", action="store_true", default=None, help="show predicted milliseconds by part")
+    add(
+        "--measure-run", action="store_true", default=None, help="with --explain: run the model at each batch size, too"
+    )
+    add("--eager", action="store_true", help="decoding steps are not compiled")
+    add("--activations", choices=("float", "int8"), help="with which MODEL is going to be loaded (default: float)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(common.positive(part) for part in text.split(","))
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.diff is not None:
+        from torch_pi2.cli.plans import difference
+
+        return difference(*args.diff)
+    if args.model is None:
+        raise ConfigError(
+            "MODEL", expected="a checkpoint or a folder", found="none", fix="Name one, or use --diff A B."
+        )
+    _check(args)
+    if args.out is not None:
+        common.check_out(args.out)
+    if args.hardware is not None:
+        from torch_pi2.cli.plans import for_machine
+
+        return for_machine(args)
+    return _for_any_machine(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    ours = (Path(args.model) / "pi2").is_dir()
+    given = [option for name, option in _OF_MACHINE.items() if getattr(args, name) is not None]
+    if args.hardware is None and (given or ours):
+        raise ConfigError(
+            given[0] if given else f"planning {args.model} anew",
+            expected="--hardware beside it" if given else "--hardware: the neuron orders and methods of a folder stay",
+            found="none",
+            fix="Pass --hardware measured, after torch-pi2 doctor --measure.",
+        )
+    if args.out is None and args.explain is None:
+        raise ConfigError("--out", expected="a folder to write into", found="none", fix="Pass --out DIR.")
+    if args.stats is None and not ours:
+        raise ConfigError(
+            "--stats",
+            expected="a folder written by torch-pi2 profile",
+            found="none, and no folder of ours",
+            fix="Pass --stats DIR.",
+        )
+    if args.predictors is not None and ours:
+        raise ConfigError(
+            "--predictors", expected="none: the folder has its own", found=str(args.predictors), fix="Leave it out."
+        )
+    if args.measure_run and not args.explain:
+        raise ConfigError("--measure-run", expected="--explain beside it", found="none", fix="Pass both.")
+
+
+def _for_any_machine(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.cli.inspect import describe
+    from torch_pi2.cli.plans import moved, updated
 
-    common.check_out(args.out)
     stats = common.load_stats(args.stats)
     predictors = common.load_predictors(args.predictors, stats.model_hash)
-    torch_pi2.plan(common.load_dense(args), stats, predictors, config=common.config_of(args)).save(args.out)
-    return {"out": str(args.out), **describe(args.out)}
+    model, config = common.load_dense(args), common.config_of(args)
+    after, live = updated(stats, args.update)
+    made = torch_pi2.plan(model, after, predictors, config=config)
+    result = {} if live is None else {"moved": moved(torch_pi2.plan(model, stats, predictors, config=config), made)}
+    made.save(args.out)
+    return {"out": str(args.out), **describe(args.out), **result}
+
+
+def render(result: dict[str, Any]) -> str:
+    from torch_pi2.cli.plans import render_difference, render_machine, render_moved
+
+    if "same" in result:
+        return render_difference(result)
+    shown = []
+    if "contains" in result:
+        from torch_pi2.cli.inspect import render as render_folder
+
+        shown.append(render_folder(result))
+    if "hardware" in result:
+        shown.append(render_machine(result))
+    if "moved" in result:
+        shown.append(render_moved(result["moved"]))
+    if result.get("out"):
+        shown.append(f"wrote {result['out']}")
+    return "\n".join(shown)

@@ -6,8 +6,8 @@ Operators, all under ``torch.ops.pi2``:
   ``predict_signbit``: see :mod:`torch_pi2.ops.reference`.
 * ``linear`` (functional and ``.out``), ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
-  ``store_lookahead``, ``store_resize``: neuron stores by number, see :mod:`torch_pi2.runtime.offload`; ``stored_ffn``:
-  a layer whose neurons are in one.
+  ``store_lookahead``, ``store_resize``, ``store_arrange``: neuron stores by number, see
+  :mod:`torch_pi2.runtime.offload`; ``stored_ffn``: a layer whose neurons are in one.
 * ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.runtime.accesses`; ``replay``,
   ``replay_check``, ``replay_distances``: what caches would have had of it, see :mod:`torch_pi2.runtime.replay`.
 * ``experts_ffn`` and ``stored_experts``: mixtures of experts, see :mod:`torch_pi2.ops.reference_experts`.
@@ -15,10 +15,14 @@ Operators, all under ``torch.ops.pi2``:
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
+* ``give_back(tensor) -> int``: the whole pages inside a contiguous tensor go back to the system, and are zeros when
+  they are next touched; bytes, 0 if the memory is shared or of a file. For what is not needed any more.
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
   clock, since the last reset; at most 256 sizes, further ones together as kind 3.
 * ``trace_start(capacity) -> bool``, ``trace_stop() -> int64 [n, 7]``, ``trace_threads() -> int64 [n, 4]``: see
   :mod:`torch_pi2.runtime.trace`, which uses them.
+* ``firing_start``, ``firing_start_stored``, ``firing_read``, ``firing_tokens``, ``firing_stop``: what fires, by the
+  number of a watch; see :mod:`torch_pi2.runtime.watch`.
 * ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 

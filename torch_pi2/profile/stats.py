@@ -89,6 +89,8 @@ class LayerStats:
         cofire_bits: ``[S, ceil(I/8)]`` uint8, firing vectors of a uniform sample of tokens.
         experts: of an expert, the module that holds it.
         borrowed: of an expert that had few tokens, how many of ``tokens`` the router gave to others of its block.
+
+    Tokens that were only watched (:mod:`torch_pi2.runtime.watch`) are in no sum of scores, histogram and sample.
     """
 
     key: str
@@ -127,12 +129,19 @@ class LayerStats:
         beyond the largest size for which groups were seen.
         """
         sizes = [s for s, n in zip(self.batch_sizes, self.batch_groups.tolist()) if n > 0]
-        if not sizes or batch < 1 or batch > sizes[-1]:
+        if not sizes:
+            raise ConfigError(
+                f"firing frequency of {self.key}",
+                expected="statistics of some tokens",
+                found="none" if self.experts is None else "none: its router gave it no token",
+                fix="Profile, or watch, more text.",
+            )
+        if batch < 1 or batch > sizes[-1]:
             raise ConfigError(
                 f"batch size for the firing frequency of {self.key}",
-                expected=f"1 to {sizes[-1] if sizes else 0} (what was profiled)",
+                expected=f"1 to {sizes[-1]} (what was profiled)",
                 found=str(batch),
-                fix="Profile with a larger batch_size.",
+                fix="Profile with a larger batch_size, or watch so many sequences being decoded together.",
             )
         upper = next(s for s in sizes if s >= batch)
         lower = max(s for s in sizes if s <= batch)
@@ -143,9 +152,14 @@ class LayerStats:
         weight = 0.0 if upper == lower else math.log2(batch / lower) / math.log2(upper / lower)
         return low + (high - low) * weight
 
+    @property
+    def scored(self) -> float:
+        """Tokens whose scores are in ``abs_sum`` and ``score_hist``: those that were profiled, not only watched."""
+        return float(self.score_hist.sum()) / self.intermediate
+
     def mean_score(self) -> torch.Tensor:
-        """``[I]`` float64 mean of |score| over all tokens."""
-        return self.abs_sum / max(1, self.tokens)
+        """``[I]`` float64 mean of |score| over all tokens that have one."""
+        return self.abs_sum / max(1, self.scored)
 
     def skew(self) -> float:
         """Gini coefficient of the neurons' frequencies: 0 = all alike, near 1 = few neurons do everything."""
@@ -245,16 +259,23 @@ class ActivationStats:
         """Cut on the score at which ``share`` of a layer's (token, neuron) pairs do not fire (CATS, 2404.08763).
 
         Read off the histogram, interpolated inside a bin: off by 1/16 of the value at most. 0.0 if exact zeros
-        reach the share alone. Raises ConfigError unless 0 <= share < 1.
+        reach the share alone. Raises ConfigError unless 0 <= share < 1, and if there are no scores.
         """
         if not 0.0 <= share < 1.0:
             raise ConfigError(
                 "share of neurons to skip", expected="0 <= share < 1", found=str(share), fix="0.7 means 70 % skipped."
             )
         stats = self[key]
-        want = share * stats.tokens * stats.intermediate
-        if float(stats.zeros.sum()) >= want:
+        if float(stats.zeros.sum()) >= share * stats.tokens * stats.intermediate:
             return 0.0
+        if not stats.scored:
+            raise ConfigError(
+                f"threshold of {key} for a share of {share}",
+                expected="statistics with scores",
+                found="counts alone, of a model that was watched in use",
+                fix="Profile the model (torch_pi2.profile), and add what was watched (torch-pi2 plan --update).",
+            )
+        want = share * stats.scored * stats.intermediate
         below = torch.cumsum(stats.score_hist, 0)
         bin_ = int(torch.searchsorted(below, torch.tensor(math.ceil(want))))
         inside = float(stats.score_hist[bin_])
@@ -291,7 +312,7 @@ class ActivationStats:
         """Plain numbers for reports and ``--json``: sparsity and shape of each layer's firing."""
         rows = []
         for s in self:
-            f = s.frequency()
+            f = s.frequency() if s.tokens else torch.zeros(s.intermediate, dtype=torch.float64)
             order = torch.sort(f, descending=True).values
             need = int((torch.cumsum(order, 0) < 0.8 * float(order.sum())).sum()) + 1
             rows.append(

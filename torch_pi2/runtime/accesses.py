@@ -51,9 +51,10 @@ class Accesses:
 
     Attributes:
         stored: the store's layers. model_hash: of its weights. place_bytes: what a slot takes in the cache.
-        run: how the model ran: ``policy``, ``slots`` (of the cache), ``hot_share``, ``preload``, ``window`` and
-            ``engine``; ``wanted`` and ``hits`` of the calls recorded; ``lost`` calls; ``whole``: the recording began
-            with the model's first call, and nothing but calls changed the cache, so that a replay has the same hits.
+        run: how the model ran: ``policy``, ``slots`` (of the cache), ``hot_share``, ``preload``, ``window``,
+            ``resident`` (by layer, neurons that never left; None: by ``hot_share``) and ``engine``; ``wanted`` and
+            ``hits`` of the calls recorded; ``lost`` calls; ``whole``: the recording began with the model's first call,
+            and nothing but calls changed the cache, so that a replay has the same hits.
         layers: int32 ``[calls]``. streamed: uint8 ``[calls]``. wanted: uint8, rows of bits (docs/TRACES.md).
     """
 
@@ -138,6 +139,13 @@ class Accesses:
         for name, kind in (kinds | {"wanted": int, "hits": int, "lost": int}).items():
             if not isinstance(run[name], kind) or (kind is not str and run[name] < 0):
                 raise ValueError(f"run.{name} is {run[name]!r}")
+        resident = run.get("resident")  # files that were written before there was such a thing have none
+        if resident is not None and not (
+            isinstance(resident, list)
+            and len(resident) == len(stored)
+            and all(type(n) is int and 0 <= n <= layer.neurons for n, layer in zip(resident, stored, strict=True))
+        ):
+            raise ValueError(f"run.resident is {resident!r}")
         if run["hot_share"] > 1 or not stored:
             raise ValueError("hot_share is over 1" if stored else "no layers")
         (place_bytes,) = _whole([int(metadata["place_bytes"])], 1)
@@ -233,6 +241,7 @@ class record_accesses(Recording):
             "hot_share": float(store.hot_share),
             "preload": store.config.preload,
             "window": store.config.window,
+            "resident": None if store.resident is None else list(store.resident),
             "engine": store.describe(),
             "wanted": wanted,
             "hits": hits,

@@ -174,15 +174,13 @@ def divide(
         for name, spec in store.specs.items()
         if name not in bundles and not name.startswith(ours)
     )
-    # As the core rounds it: what is read past the page cache goes straight to its place, in whole sectors.
-    unit = SECTOR if config.direct else 64
-    slot = max(-(-entry.cluster * entry.bundle_bytes // unit) * unit for entry in store.entries)
+    slot = place_bytes(store.entries, config)
     count = sum(entry.slots_in_file for entry in store.entries)
     staging, tables, _ = engine_bytes(store.entries, config)
     parts = {
         "fixed": fixed,
         "predictors": sum(_predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
-        "kv": _kv_bytes(model_config, context, dtype),
+        "kv": kv_bytes(model_config, context, dtype),
         "staging": staging,
         "neuron_tables": tables,
     }
@@ -232,6 +230,15 @@ def wanted_neurons(layer: LayerPlan) -> int:
     return layer.n_hot + round(layer.n_cold * layer.expected_active)
 
 
+def place_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> int:
+    """What a slot of a store takes in the cache, the largest of all layers.
+
+    As the core rounds it: what is read past the page cache goes straight to its place, in whole sectors.
+    """
+    unit = SECTOR if config.direct else 64
+    return max(-(-entry.cluster * entry.bundle_bytes // unit) * unit for entry in entries)
+
+
 def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[int, int, int]:
     """What the engine of a store has beside its cache, in bytes.
 
@@ -266,7 +273,8 @@ def _predictor_bytes(predictor: Any, layer: LayerPlan) -> int:
     return sum(t.nbytes for t in tensors.values() if isinstance(t, torch.Tensor))
 
 
-def _kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
+def kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
+    """Keys and values of ``context`` tokens of one sequence, in all layers."""
     if hasattr(model_config, "get_text_config"):
         model_config = model_config.get_text_config()
     layers = model_config.num_hidden_layers

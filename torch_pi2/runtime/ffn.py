@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ __all__ = ["PREDICTOR_TENSORS", "SparseFFN", "dense_reference", "make_bundles", 
 
 #: Tensors of a low-rank predictor, in the order in which ``torch.ops.pi2.predict_lowrank`` takes them.
 PREDICTOR_TENSORS = ("a", "a_scale", "b", "b_scale", "bias")
+#: Tensors of a predictor that have a row for each cold neuron.
+_BY_NEURON = ("signs", "b", "b_scale", "bias")
 
 
 class SparseFFN(StandIn):
@@ -53,6 +55,8 @@ class SparseFFN(StandIn):
     Attributes:
         weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
             the weights, and to the output on calibration tokens (relative, Frobenius norms; None if not measured).
+        dense_from: from so many tokens in one call on every neuron is computed, 0: never; None: as
+            :mod:`torch_pi2.runtime.prompt` finds best.
     """
 
     #: Whether ``bundles`` has them all.
@@ -65,6 +69,10 @@ class SparseFFN(StandIn):
     bias_down: torch.Tensor | None
     error: float
     output_error: float | None = None
+    dense_from: int | None = None
+    _by_batch: tuple[tuple[int, int], ...] = ()
+    #: By number of hot neurons, the rows of predictor tensors that are left: views, made once.
+    _left: Mapping[int, tuple[torch.Tensor | None, ...]] = {}
     predictor_a: torch.Tensor | None
     predictor_b: torch.Tensor | None
     predictor_bias: torch.Tensor | None
@@ -264,13 +272,71 @@ class SparseFFN(StandIn):
         y: torch.Tensor
         if takes_prompt_path(self, x):
             y = prompt_ffn(self, x)
-        elif self.has_predictor and not skips_predictor(self, x):
-            y = self._predicted(x)
         else:
-            y = self._compute(x, None, self.n_hot, self.threshold)
+            n_hot = self.hot_for(x.numel() // self.site.hidden)
+            if not self.has_predictor or n_hot == self.site.intermediate or skips_predictor(self, x):
+                y = self._compute(x, None, n_hot, self.threshold)
+            else:
+                y = self._predicted(x, n_hot)
         return y.to(result_dtype(x))
 
-    def _predicted(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def by_batch(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, hot neurons), ascending by tokens; empty: ``n_hot`` always.
+
+        A call of t tokens has the hot neurons of the first entry for at least t; one for more than any, those of the
+        last. No fewer than ``n_hot``; all of them: no predictor is asked. Without a predictor that changes no bits;
+        with one, what it would have missed. What was compiled before does not see another setting.
+
+        Raises (when it is set):
+            ConfigError: not ascending, or a layer with a threshold, whose hot neurons are part of what it computes.
+            ShapeError: fewer hot neurons than ``n_hot``, or more than there are.
+        """
+        return self._by_batch
+
+    @by_batch.setter
+    def by_batch(self, entries: Sequence[tuple[int, int]]) -> None:
+        chosen = tuple((int(batch), int(hot)) for batch, hot in entries)
+        site, batches, hot = self.site, [batch for batch, _ in chosen], [n for _, n in chosen]
+        if batches and (sorted(set(batches)) != batches or batches[0] < 1):
+            raise ConfigError(
+                f"hot neurons of {site.key} by batch",
+                expected="ascending numbers of tokens, from 1",
+                found=", ".join(map(str, batches)),
+                fix="Make the plan again.",
+            )
+        if hot and not self.n_hot <= min(hot) <= max(hot) <= site.intermediate:
+            raise ShapeError(
+                f"hot neurons of {site.key} by batch",
+                expected=f"{self.n_hot} (those that no predictor has rows for) to {site.intermediate}",
+                found=", ".join(map(str, hot)),
+                fix="The plan is for another model, or for this one planned otherwise: make it again.",
+            )
+        if self.method == "threshold" and set(hot) - {self.n_hot}:
+            raise ConfigError(
+                f"hot neurons of {site.key} by batch",
+                expected=f"{self.n_hot} for all: hot neurons know no threshold, so others would be other results",
+                found=", ".join(map(str, hot)),
+                fix="Leave layers with a threshold as they are.",
+            )
+        self._by_batch, self._left = chosen, {n: self._rows_left(n) for n in set(hot) - {self.n_hot}}
+
+    def hot_for(self, tokens: int) -> int:
+        """Hot neurons of a call of so many tokens, see :attr:`by_batch`."""
+        if not self._by_batch:
+            return self.n_hot
+        for batch, hot in self._by_batch:
+            if tokens <= batch:
+                return hot
+        return self._by_batch[-1][1]
+
+    def _rows_left(self, n_hot: int) -> tuple[torch.Tensor | None, ...]:
+        """:meth:`predictor` without the rows of neurons before ``n_hot``: they come first, so that views will do."""
+        skipped = n_hot - self.n_hot
+        named = zip(self._predictor_names(), self.predictor(), strict=True)
+        return tuple(t[skipped:] if t is not None and n in _BY_NEURON else t for n, t in named)
+
+    def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
         y: torch.Tensor = torch.ops.pi2.predicted_ffn(
             x,
@@ -278,14 +344,14 @@ class SparseFFN(StandIn):
             self.bias_gate,
             self.bias_up,
             self.bias_down,
-            [tensor for tensor in self.predictor() if tensor is not None],
+            [tensor for tensor in self.predictor(n_hot) if tensor is not None],
             self.predictor_kind,
             self.predictor_threshold,
             self.predictor_weights,
             self.int8_activations and bool(self.predictor_weights),
             self.site.activation,
             self.site.activation_on_up,
-            self.n_hot,
+            n_hot,
             self.threshold,
             self.weights,
             self.int8_activations,
@@ -304,13 +370,19 @@ class SparseFFN(StandIn):
             return "signbit"
         return "lowrank_q" if self.predictor_weights else "lowrank"
 
-    def predictor(self) -> tuple[torch.Tensor | None, ...]:
-        """The predictor's tensors for cold neurons in plan order, as the operator of ``predictor_call`` takes them."""
+    def predictor(self, n_hot: int | None = None) -> tuple[torch.Tensor | None, ...]:
+        """The predictor's tensors for cold neurons in plan order, as the operator of ``predictor_call`` takes them.
+
+        ``n_hot``: one of those in :attr:`by_batch`, after which neurons are cold.
+        """
+        if n_hot is not None and n_hot != self.n_hot:
+            return self._left[n_hot]
+        return tuple(getattr(self, f"predictor_{name}") for name in self._predictor_names())
+
+    def _predictor_names(self) -> tuple[str, ...]:
         if self.predictor_signs is not None:
-            return (self.predictor_signs,)
-        if self.predictor_weights:
-            return (self.predictor_a, self.predictor_b, self.predictor_bias)
-        return tuple(getattr(self, f"predictor_{name}") for name in PREDICTOR_TENSORS)
+            return ("signs",)
+        return ("a", "b", "bias") if self.predictor_weights else PREDICTOR_TENSORS
 
     def predictor_call(self) -> tuple[Any, tuple[Any, ...]]:
         """``(op, settings)`` such that ``op(x, *predictor(), *settings)`` is the mask of cold neurons."""
@@ -449,6 +521,7 @@ class SparseFFN(StandIn):
             # not moved.float(): a scale of 1e-9 has become 0 in float16, a bias of 1e30 infinity
             if moved is not None and moved.dtype != tensor.dtype:
                 self._buffers[name] = tensor.to(moved.device)
+        self.by_batch = self._by_batch  # views of the tensors that there are now
         return self
 
     def extra_repr(self) -> str:

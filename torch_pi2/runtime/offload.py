@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from torch_pi2.store.devices import find_device
 STATISTICS = (
     "calls", "wanted", "hits", "reads", "bytes_read", "evictions", "uncached",
     "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
-    "guessed", "used", "late",
+    "guessed", "used", "late", "fixed", "arranging",
 )  # fmt: skip
 ENGINES = ("auto", "pread", "io_uring", "mmap")
 #: In the order of csrc/core/policies/list.inc.
@@ -142,6 +142,8 @@ class Store:
         load()
         self.path, self.config = Path(path), config or OffloadConfig()
         self.token_bytes, self.opened_bytes = token_bytes, cache_bytes
+        #: What :meth:`arrange` has asked for; None: nothing.
+        self.resident: tuple[int, ...] | None = None
         self.hot_share: float = self._hot_share(cache_bytes)
         self.device = None if self.config.device is None else find_device(self.config.device)
         self.number = self._open(cache_bytes)
@@ -218,16 +220,51 @@ class Store:
         share = self._hot_share(cache_bytes)
         with explained(str(self.path)):
             problem = torch.ops.pi2.store_resize(self.number, cache_bytes, share)
-        if problem:
-            what, _, rest = problem.partition(": expected ")
-            expected, _, found = rest.partition(", found ")
-            raise ConfigError(
-                f"cache of {self.path}, {what}" if rest else f"cache of {self.path}",
-                expected=expected or "a store that this process has opened",
-                found=found or problem,
-                fix="Load the model with the largest budget that it is going to have.",
-            )
+        self._check_cache(problem)
         self.hot_share = share
+
+    def arrange(self, resident: Sequence[int], cache_bytes: int | None = None) -> None:
+        """From now on the first so many neurons of each layer, the most frequent, never leave the cache; others may.
+
+        Returns at once: what is missing of them is read while calls go on, after what those wait for, and is read on
+        demand if that fails. ``stats()["arranging"]`` is 0 when they are all there, ``stats()["fixed"]`` how many.
+        Where the cache has no room for all of them, it is for the most frequent of all layers alike. The next call
+        replaces this one; :meth:`preload` fills the rest of the cache, and ``hot_share`` has no meaning any more.
+        Results keep their bits. Any thread may call this, at any time.
+
+        Args:
+            resident: neurons, for each layer of the store.
+            cache_bytes: another size of the cache, as :meth:`resize` has it: that waits until the layer that is being
+                computed is done, and takes milliseconds where neurons have to move; None: the size that it has.
+
+        Raises:
+            ConfigError: numbers that it cannot have, or engine ``mmap``, which has no cache. All is as it was.
+            ArtifactError: the store has been closed.
+        """
+        wanted = tuple(int(n) for n in resident)
+        size = -1 if cache_bytes is None else int(cache_bytes)
+        if cache_bytes is not None and size < 0:
+            self._check_cache(f"cache_bytes: expected 0 or more, found {size}")
+        with explained(str(self.path)):
+            problem = torch.ops.pi2.store_arrange(self.number, wanted, size)
+        self._check_cache(problem)
+        self.resident = wanted
+
+    def _check_cache(self, problem: str) -> None:
+        """Raises ConfigError if the core says that there is a ``problem`` with what the cache is to be."""
+        if not problem:
+            return
+        what, _, rest = problem.partition(": expected ")
+        expected, _, found = rest.partition(", found ")
+        of_the_plan = what == "resident"
+        raise ConfigError(
+            f"cache of {self.path}, {what}" if rest else f"cache of {self.path}",
+            expected=expected or "a store that this process has opened",
+            found=found or problem,
+            fix="Make the plan again, for this model."
+            if of_the_plan
+            else "Load the model with the largest budget that it is going to have.",
+        )
 
     def close(self) -> None:
         """Give memory and threads back now; layers over this store raise from then on."""
@@ -251,6 +288,8 @@ class Store:
         """Since the last reset: calls, bundles wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
 
         ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for bundles, and in layers at all.
+        ``resident``, ``slots``, ``fixed`` (never evicted) and ``arranging`` (see :meth:`arrange`) are slots of the
+        file: mostly a neuron each.
         """
         with explained(str(self.path)):
             values = torch.ops.pi2.store_stats(self.number, reset).tolist()
@@ -372,6 +411,8 @@ class OffloadedFFN(InStore, SparseFFN):
 
     in_memory = False
     store_layer: int
+    #: Whether :meth:`announce` has been called.
+    announced = False
 
     @classmethod
     def over(
@@ -384,10 +425,15 @@ class OffloadedFFN(InStore, SparseFFN):
         check_store_layer(store, store_layer, site)
         return layer
 
-    def announce(self) -> None:
-        """Let the layer before this one in the store begin to read for it (``OffloadConfig.lookahead``)."""
+    def announce(self, batch: int = 1) -> None:
+        """Let the layer before this one in the store begin to read for it (``OffloadConfig.lookahead``).
+
+        ``batch``: tokens of the calls that are to come, which say how many neurons are hot.
+        """
+        self.announced = True
         if self.has_predictor and self.store_layer > 0:
-            tensors = [tensor for tensor in self.predictor() if tensor is not None]
+            n_hot = self.hot_for(batch)
+            tensors = [tensor for tensor in self.predictor(n_hot) if tensor is not None]
             torch.ops.pi2.store_lookahead(
                 self.store.number,
                 self.store_layer,
@@ -396,12 +442,12 @@ class OffloadedFFN(InStore, SparseFFN):
                 self.predictor_threshold,
                 self.predictor_weights,
                 self.int8_activations and bool(self.predictor_weights),
-                self.n_hot,
+                n_hot,
             )
 
-    def _predicted(self, x: torch.Tensor) -> torch.Tensor:
-        tensors = [tensor for tensor in self.predictor() if tensor is not None]
-        return self._stored(x, tensors, self.predictor_kind, self.n_hot, self.threshold)
+    def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
+        tensors = [tensor for tensor in self.predictor(n_hot) if tensor is not None]
+        return self._stored(x, tensors, self.predictor_kind, n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
         if active is not None:

@@ -24,9 +24,9 @@ from torch_pi2.runtime.bundles import bundle_rows
 if TYPE_CHECKING:
     from torch_pi2.runtime.ffn import SparseFFN
 
-#: Tokens from which on matrix products are used.
+#: Tokens from which on matrix products are used, where no plan says it (``SparseFFN.dense_from``).
 PROMPT_TOKENS = 32
-#: Share of neurons computed, up to which a predicted layer is faster sparsely however many tokens there are.
+#: Share of neurons computed, up to which a predicted layer is faster sparsely however many tokens there are; likewise.
 PREDICTED_SHARE = 0.15
 #: Neurons per slice: their activations stay in the cache, and only so many weights are dequantised at a time.
 _SLICE = 1024
@@ -54,7 +54,7 @@ def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
         return False
     if layer.int8_activations and layer.has_tiles:  # the operator's
         return False
-    return layer.expected_share > PREDICTED_SHARE if layer.has_predictor else not layer.int8_activations
+    return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
 
 
 def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
@@ -67,7 +67,12 @@ def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
         return False
     if layer.in_memory and not (layer.int8_activations and layer.has_tiles):
         return False
-    return layer.expected_share > PREDICTED_SHARE
+    return _wants_all(layer)
+
+
+def _wants_all(layer: SparseFFN) -> bool:
+    """Whether a predicted layer is to compute every neuron of a prompt; one whose plan says from when on does."""
+    return layer.dense_from is not None or layer.expected_share > PREDICTED_SHARE
 
 
 def has_tiles() -> bool:
@@ -77,10 +82,17 @@ def has_tiles() -> bool:
 
 
 def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
-    """Few tokens, :func:`sparse_only`, or a graph being captured, whose number of tokens may be any."""
+    """Few tokens, :func:`sparse_only`, or a graph being captured, whose number of tokens may be any.
+
+    As many tokens as there are sequences in the largest of a plan's buckets are no prompt: the buckets say how many
+    neurons are hot, and a step keeps its bits whether it is compiled or not.
+    """
     if torch.compiler.is_compiling() or getattr(_off, "on", False):
         return True
-    return x.numel() < PROMPT_TOKENS * layer.site.hidden
+    least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
+    if layer.by_batch:
+        least = least and max(least, layer.by_batch[-1][0] + 1)
+    return least == 0 or x.numel() < least * layer.site.hidden
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -55,6 +55,7 @@ def replay(
     hot_share: float | None = None,
     preload: bool | None = None,
     window: int | None = None,
+    resident: Sequence[int] | None = None,
 ) -> Replayed:
     """Replay ``accesses`` with a cache of ``slots`` slots.
 
@@ -62,12 +63,18 @@ def replay(
         policy: one of ``torch_pi2.runtime.offload.POLICIES``, or ``optimal``.
         hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: those of the run. The optimum begins
             with the same neurons, and reads neither of the others.
+        resident: neurons by layer that are there from the beginning and never leave, as
+            :meth:`~torch_pi2.runtime.offload.Store.arrange` has them, in the place of ``hot_share``; where there is no
+            room for all of them, the most frequent. None: as in the run, unless ``hot_share`` is given.
 
     Raises:
         ConfigError: an unknown policy, or sizes that make no sense.
     """
     _check(policy, slots, hot_share, window)
     run = accesses.run
+    if resident is None and hot_share is None:
+        resident = run.get("resident")
+    _check_resident(resident, accesses)
     counts_L3 = torch.ops.pi2.replay(
         *accesses.arguments,
         policy,
@@ -75,6 +82,7 @@ def replay(
         run["hot_share"] if hot_share is None else hot_share,
         run["preload"] if preload is None else preload,
         run["window"] if window is None else window,
+        [] if resident is None else list(resident),
     )
     wanted, hits, _ = (int(n) for n in counts_L3.sum(0))
     missed_L = counts_L3[:, 2]
@@ -137,6 +145,20 @@ def slots_of(accesses: Accesses, budget: str) -> int:
     if match or "%" in budget:
         raise ConfigError("budget", expected="0% to 100%, or bytes", found=repr(budget), fix="Correct it.")
     return min(accesses.slots, parse_bytes(budget) // accesses.place_bytes)
+
+
+def _check_resident(resident: Sequence[int] | None, accesses: Accesses) -> None:
+    neurons = [layer.neurons for layer in accesses.stored]
+    if resident is None or (
+        len(resident) == len(neurons) and all(0 <= n <= most for n, most in zip(resident, neurons, strict=True))
+    ):
+        return
+    raise ConfigError(
+        "resident",
+        expected=f"a number of neurons for each of {len(neurons)} layers, at most those that it has",
+        found=f"{len(resident)} numbers" if len(resident) != len(neurons) else str(list(resident)),
+        fix="Correct it, or take it from a plan of this model.",
+    )
 
 
 def _check(policy: str, slots: int, hot_share: float | None, window: int | None) -> None:

@@ -2,12 +2,13 @@
 
 In a store a part is a text (U8 tensor ``pi2.PART``) and tensors ``pi2.PART.NAME``: of the plan the text of plan.json
 and the tensors of plan.safetensors, of the others the metadata of their file as JSON and its tensors (docs/FORMATS.md).
+A store without statistics may get some beside it: they are no part of what the model computes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +36,8 @@ _FILES = {
     "predictors": (PREDICTORS_FILE, PREDICTORS_FILE),
     "stats": (STATS_FILE, STATS_FILE),
 }
+#: What may be beside a store that has none inside.
+_ALSO_BESIDE = "stats"
 
 
 class Parts:
@@ -74,9 +77,9 @@ class Parts:
 
     def has(self, part: str) -> bool:
         """Whether there is a ``plan``, ``predictors`` or ``stats``."""
-        if self._store is not None:
-            return f"pi2.{part}" in self._store.specs
-        return (self._pi2 / _FILES[part][0]).is_file()
+        if self._store is not None and f"pi2.{part}" in self._store.specs:
+            return True
+        return (self._store is None or part == _ALSO_BESIDE) and (self._pi2 / _FILES[part][0]).is_file()
 
     def plan(self) -> Plan:
         """Raises ArtifactError, StaleArtifactError: as :meth:`Plan.load`."""
@@ -109,19 +112,51 @@ class Parts:
         """None if there are none. Raises as :meth:`ActivationStats.load`."""
         if not self.has("stats"):
             return None
-        if self._store is None:
-            return ActivationStats.load(self._pi2, model_hash=model_hash)
+        if not self.stats_inside:
+            return ActivationStats.load(self._pi2, model_hash=self._hash_beside(model_hash))
+        assert self._store is not None
         where, wanted = self._belongs("stats", model_hash)
         return ActivationStats.from_tensors(self._store.part("stats"), self._meta("stats"), where, model_hash=wanted)
 
+    @property
+    def stats_inside(self) -> bool:
+        """Whether statistics are in a store."""
+        return self._store is not None and "pi2.stats" in self._store.specs
+
+    def thresholds(self, model_hash: str | None = None) -> dict[str, float]:
+        """Those of :meth:`stats` by key, without their tensors; none if there are no statistics. Raises as that."""
+        where, meta, wanted = self._stats_meta(model_hash)
+        if meta is None:
+            return {}
+        check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, wanted)
+        try:
+            return {str(row["key"]): float(row["threshold"]) for row in json.loads(meta["layers"])}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                str(where),
+                expected="statistics by layer",
+                found=f"damage ({type(error).__name__}: {error})",
+                fix="The file is damaged; profile again.",
+            ) from error
+
     def check_stats(self, model_hash: str) -> None:
         """As :meth:`stats`, as far as their metadata tells, which may be much less to read."""
-        if self._store is None and self.has("stats"):
-            with TensorReader(self._pi2 / STATS_FILE) as file:
-                check_artifact(file.path, file.metadata, STATS_FORMAT, STATS_VERSION, model_hash)
-        elif self.has("stats"):
+        where, meta, wanted = self._stats_meta(model_hash)
+        if meta is not None:
+            check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, wanted)
+
+    def _stats_meta(self, model_hash: str | None) -> tuple[Path | str, Mapping[str, str] | None, str | None]:
+        """Where statistics are, their metadata (None: there are none), and the hash that they must have."""
+        if self.stats_inside:
             where, wanted = self._belongs("stats", model_hash)
-            check_artifact(where, self._meta("stats"), STATS_FORMAT, STATS_VERSION, wanted)
+            return where, self._meta("stats"), wanted
+        if not self.has("stats"):
+            return self._pi2, None, None
+        with TensorReader(self._pi2 / STATS_FILE) as file:
+            return file.path, file.metadata, self._hash_beside(model_hash)
+
+    def _hash_beside(self, model_hash: str | None) -> str | None:
+        return model_hash or (None if self._store is None else self._store.model_hash)
 
     def _predictor_tensor(self, name: str) -> torch.Tensor | None:
         assert self._store is not None
@@ -207,7 +242,8 @@ class PartFiles:
 
 def _check_beside(pi2: Path, store: StoreReader) -> None:
     """Raises ArtifactError if a file beside ``store`` is not what it has inside: which of them counts?"""
-    with PartFiles(pi2) as files:
+    either = {_ALSO_BESIDE} - {part_of(name) for name in store.specs}
+    with PartFiles(pi2, [part for part in _FILES if part not in either]) as files:
         for name, spec in files.specs.items():
             if store.specs.get(name) == spec:
                 starts = range(0, spec.nbytes, PIECE)

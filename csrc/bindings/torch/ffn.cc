@@ -127,6 +127,13 @@ bool advise_huge_pages(const Tensor& tensor) {
   return pi2::advise_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
 }
 
+// Returns bytes.
+int64_t give_back(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_contiguous(), "pi2: tensor: expected a contiguous one, found ", shape_of(tensor),
+                  " with gaps. Give its parts back one by one.");
+  return pi2::give_back(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
+}
+
 }  // namespace
 }  // namespace pi2::binding
 
@@ -138,6 +145,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(("sparse_ffn.out(" + ffn + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
   m.def("read_bundles(Tensor bundles, Tensor? index) -> int");
   m.def("advise_huge_pages(Tensor tensor) -> bool");
+  m.def("give_back(Tensor(a!) tensor) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
@@ -145,4 +153,5 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("sparse_ffn.out", TORCH_BOX(&pi2::binding::sparse_ffn_out));
   m.impl("read_bundles", TORCH_BOX(&pi2::binding::read_bundles));
   m.impl("advise_huge_pages", TORCH_BOX(&pi2::binding::advise_huge_pages));
+  m.impl("give_back", TORCH_BOX(&pi2::binding::give_back));
 }

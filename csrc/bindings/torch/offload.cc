@@ -107,9 +107,9 @@ std::string store_describe(int64_t store) { return store_of(store)->describe(); 
 // In the order of torch_pi2.runtime.offload.STATISTICS.
 Tensor store_stats(int64_t store, bool reset) {
   const OffloadStats s = store_of(store)->stats(reset);
-  const int64_t all[] = {s.calls,       s.wanted,        s.hits,    s.reads, s.bytes_read, s.evictions,
-                         s.uncached,    s.wait_ns,       s.busy_ns, s.io_ns, s.resident,   s.slots,
-                         s.cache_bytes, s.staging_bytes, s.guessed, s.used,  s.late};
+  const int64_t all[] = {s.calls,   s.wanted,  s.hits,  s.reads,    s.bytes_read, s.evictions,   s.uncached,
+                         s.wait_ns, s.busy_ns, s.io_ns, s.resident, s.slots,      s.cache_bytes, s.staging_bytes,
+                         s.guessed, s.used,    s.late,  s.fixed,    s.arranging};
   Tensor out = torch::stable::empty({static_cast<int64_t>(std::size(all))}, ScalarType::Long);
   std::copy(std::begin(all), std::end(all), static_cast<int64_t*>(out.mutable_data_ptr()));
   return out;

@@ -1,5 +1,6 @@
-// torch.ops.pi2.store_resize, store_record, store_recorded: the cache of an open store, and what its calls want;
-// replay*: what other caches would have had of it. See torch_pi2.runtime.accesses and torch_pi2.runtime.replay.
+// torch.ops.pi2.store_resize, store_arrange, store_record, store_recorded: the cache of an open store, and what its
+// calls want; replay*: what other caches would have had of it. See torch_pi2.runtime.accesses and
+// torch_pi2.runtime.replay.
 #include "pi2/replay.h"
 
 #include <stdexcept>
@@ -20,6 +21,11 @@ Tensor tensor_of(const std::vector<T>& values, ScalarType dtype) {
 // Returns "" or why not.
 std::string store_resize(int64_t store, int64_t cache_bytes, double hot_share) {
   return store_of(store)->resize(cache_bytes, hot_share);
+}
+
+// `cache_bytes` -1: as large as it is. Returns "" or why not.
+std::string store_arrange(int64_t store, std::vector<int64_t> resident, int64_t cache_bytes) {
+  return store_of(store)->arrange(resident, cache_bytes);
 }
 
 std::string store_record(int64_t store, int64_t most_bytes) { return store_of(store)->record_accesses(most_bytes); }
@@ -75,11 +81,11 @@ bool replay_check(Tensor layers, Tensor streamed, Tensor bits, Tensor about) {
 // int64 [layers, 3]: neurons wanted, those that were there, slots of the file that were not. Policy "optimal": the best
 // that is possible.
 Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, std::string policy, int64_t slots,
-              double hot_share, bool preload, int64_t window) {
+              double hot_share, bool preload, int64_t window, std::vector<int64_t> fixed) {
   STD_TORCH_CHECK(slots >= 0 && hot_share >= 0 && hot_share <= 1 && window >= 0,
                   "pi2: replay: expected no negative numbers and a hot share of 0 to 1, found ", slots, " slots, ",
                   hot_share, " and a window of ", window, ". See torch_pi2.runtime.replay.");
-  const ReplayOptions options{policy, slots, hot_share, preload, window};
+  const ReplayOptions options{policy, slots, hot_share, preload, window, fixed};
   return with(layers, streamed, bits, about, [&](const AccessView& view, const std::vector<ReplayLayer>& all) {
     const std::vector<ReplayCounts> counts =
         policy == "optimal" ? replay_optimal(view, all, options) : pi2::replay(view, all, options);
@@ -103,17 +109,19 @@ Tensor replay_distances(Tensor layers, Tensor streamed, Tensor bits, Tensor abou
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def("store_resize(int store, int cache_bytes, float hot_share) -> str");
+  m.def("store_arrange(int store, int[] resident, int cache_bytes) -> str");
   m.def("store_record(int store, int most_bytes) -> str");
   m.def("store_recorded(int store) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("replay_check(Tensor layers, Tensor streamed, Tensor bits, Tensor about) -> bool");
   m.def(
       "replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, str policy, int slots, float hot_share, "
-      "bool preload, int window) -> Tensor");
+      "bool preload, int window, int[] fixed=[]) -> Tensor");
   m.def("replay_distances(Tensor layers, Tensor streamed, Tensor bits, Tensor about) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("store_resize", TORCH_BOX(&pi2::binding::store_resize));
+  m.impl("store_arrange", TORCH_BOX(&pi2::binding::store_arrange));
   m.impl("store_record", TORCH_BOX(&pi2::binding::store_record));
   m.impl("store_recorded", TORCH_BOX(&pi2::binding::store_recorded));
   m.impl("replay_check", TORCH_BOX(&pi2::binding::replay_check));

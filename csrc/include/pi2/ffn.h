@@ -63,8 +63,10 @@ struct FfnArgs {
   // [neurons, rows] rows of hidden numbers (row_bytes), w_dtype; rows: 3 = gate, up, down; 2 = up, down
   const void* bundles = nullptr;
   BundleSource* source = nullptr;  // instead of bundles; if it fails, y means nothing
-  std::int64_t layer = -1;         // its number in a store, for traces
+  std::int64_t layer = -1;         // its number in a store
+  const void* owner = nullptr;     // that store (pi2/firing.h); null: the bundles say which layer it is
   bool more = false;               // the same layer is going to be called for further tokens of the same prompt
+  bool piece = false;              // there are other calls for tokens of the same prompt
   DType w_dtype = DType::kF32;
   std::int64_t neurons = 0;
   std::int64_t rows = 3;

@@ -45,6 +45,9 @@ struct OffloadStats {
   std::int64_t resident = 0, slots = 0;  // slots of the file in the cache now, and room for: mostly a bundle each
   std::int64_t cache_bytes = 0, staging_bytes = 0;  // what cannot be cached passes through staging
   std::int64_t late = 0;                            // of a simulated device: reads that took longer here than there
+  // Slots of the file that nothing evicts, those on their way among them; and those that arrange() has still to look
+  // for, or that are being read for it: 0 when all is as it asked for.
+  std::int64_t fixed = 0, arranging = 0;
 };
 
 // One open store. Calls from several threads take turns. Not usable in a forked child, which has none of its threads:
@@ -74,11 +77,22 @@ class Offload {
   // and so does what is read ahead of prompts. Changes no result.
   void leave_out(const std::vector<std::int64_t>& first);
 
-  // Fills free slots with the first neurons of every layer (a store is ordered by frequency), in large reads.
+  // From now on the first resident[l] neurons of each layer [layers] (after what is left out; whole slots of the file)
+  // are fixed: nothing evicts them. No others are, so that hot_share means nothing any more. Where there is no room for
+  // all of them it is for the most frequent, of all layers alike. Another cache size than now, see resize(), takes
+  // until the end of the layer that is being computed; else this returns at once. What is missing is read meanwhile, by
+  // large reads, after those that calls wait for; what cannot be read is asked for again when it is wanted. Calling it
+  // again replaces it. Changes no result. Returns "" or why nothing has changed.
+  static constexpr std::int64_t kSameSize = -1;
+  std::string arrange(const std::vector<std::int64_t>& resident, std::int64_t cache_bytes = kSameSize);
+
+  // Fills free slots with the first neurons of every layer (a store is ordered by frequency), in large reads. What is
+  // to be fixed comes first.
   std::string preload();
 
   // Between two calls: the cache gets another size, not above that with which it was opened. What has no room leaves,
-  // as the policy says; its memory goes back to the system. Of the new size, hot_share is what may stay fixed.
+  // as the policy says; its memory goes back to the system. Of the new size, hot_share is what may stay fixed, unless
+  // arrange() has said what that is.
   std::string resize(std::int64_t cache_bytes, double hot_share);
 
   // Begins to write down what calls want, up to so many bytes; and ends it. Returns "" or why not.

@@ -41,6 +41,9 @@ struct ReplayOptions {
   double hot_share = 0.5;
   bool preload = true;
   std::int64_t window = 0;
+  // Neurons by layer that are fixed from the beginning (Offload::arrange), where there is room for them; empty: by
+  // hot_share, with preload.
+  std::vector<std::int64_t> fixed = {};
 };
 
 // Of one layer: neurons wanted, those of them that were there, and slots of the file that were not.

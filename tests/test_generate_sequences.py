@@ -1,0 +1,247 @@
+"""``torch_pi2.generate``: several continuations of one prompt in one batch that becomes smaller as they end."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, tiny
+from torch import fx, nn
+
+import torch_pi2
+from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.runtime.adapt import follow
+from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.generate import Generated, Sampling, generate, pick
+
+IDS = torch.randint(1, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
+NEW = 10
+#: So many tokens end a sequence that some end early.
+ENDS = [2, 5, 9, 11, 13]
+
+
+def sampled(model: nn.Module, sequences: int, **settings: Any) -> Generated:
+    how = {"do_sample": True, "temperature": 1.5, "max_new_tokens": NEW, "eos_token_id": ENDS} | settings
+    return generate(model, IDS, num_return_sequences=sequences, **how)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return torch_pi2.optimize(tiny("llama-relu"))
+
+
+@pytest.mark.parametrize(("name", "sparse"), [("llama-relu", True), ("gemma", False), ("opt", True)])
+def test_greedy_is_what_transformers_generates(name: str, sparse: bool) -> None:
+    model = tiny(name)
+    if sparse:
+        torch_pi2.optimize(model)
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": NEW, "do_sample": False}
+    free = model.generate(IDS, eos_token_id=None, **how)[0, IDS.shape[1] :].tolist()
+    assert len(free) == NEW
+    for ends in (None, [], free[3]):
+        more = {} if ends is None else {"eos_token_id": ends or None}
+        want = model.generate(IDS, **how, **more)[0, IDS.shape[1] :].tolist()
+        got = generate(model, IDS, max_new_tokens=NEW, eos_token_id=ends)
+        assert got.sequences == [want]
+        assert got.steps == len(got.step_ms) == len(want) - 1
+        assert got.prompt_ms > 0
+    assert len(want) < NEW
+
+
+def test_each_sequence_is_what_its_seed_gives_alone(model: nn.Module) -> None:
+    seen: list[tuple[int, int]] = []
+    together = sampled(model, 5, seed=40, streamer=lambda i, token: seen.append((i, token)))
+    lengths = [len(tokens) for tokens in together.sequences]
+    assert min(lengths) < max(lengths)
+    assert len(set(map(tuple, together.sequences))) > 1
+    assert together.batches == [sum(n > step for n in lengths) for step in range(1, max(lengths))]
+    assert together.batches[0] > together.batches[-1]
+    for i, tokens in enumerate(together.sequences):
+        assert sampled(model, 1, seed=40 + i).sequences == [tokens]
+        assert (tokens[-1] in ENDS) == (len(tokens) < NEW) or len(tokens) == NEW
+        assert [token for sequence, token in seen if sequence == i] == tokens
+    assert sampled(model, 5, seed=40).sequences == together.sequences
+    assert sampled(model, 2, seed=41).sequences == together.sequences[1:3]
+
+
+def test_one_token_each(model: nn.Module) -> None:
+    short = sampled(model, 3, max_new_tokens=1, seed=40)
+    assert short.sequences == [tokens[:1] for tokens in sampled(model, 3, seed=40).sequences]
+    assert short.steps == 0
+
+
+def test_a_prompt_in_pieces_is_the_same_prompt() -> None:
+    model = tiny("llama-relu")
+    whole, pieces = (Decoder(model, max_tokens=16, compiled=False, logits=True, chunk_tokens=n) for n in (0, 3))
+    assert torch.allclose(whole.prompt(IDS), pieces.prompt(IDS), atol=1e-4)
+    assert pieces.length == whole.length == 7
+    for one, other in zip(whole.cache.layers, pieces.cache.layers, strict=True):
+        assert torch.allclose(one.keys, other.keys, atol=1e-4)
+
+
+# --- rows of keys and values ---
+
+
+def test_sequences_leave_and_the_last_take_their_rows(model: nn.Module) -> None:
+    decoder = Decoder(model, max_tokens=24, batch=5, compiled=False)
+    token = decoder.prompt(IDS)
+    assert decoder.batch == 1
+    decoder.fork(5)
+    told = {i: [token.item(), 3 + i] for i in range(5)}  # each goes its own way
+    rows = list(range(5))
+    places = [layer.keys.data_ptr() for layer in decoder.cache.layers]
+
+    def fed() -> torch.Tensor:
+        return torch.tensor([[told[i][-1]] for i in rows])
+
+    decoder.step(torch.tensor([[told[i][0]] for i in rows]))
+    for kept, came_from in (([0, 2, 3, 4], [0, 4, 2, 3]), ([1, 3], [3, 1]), ([0, 1], [0, 1]), ([1], [1])):
+        assert decoder.keep(kept) == came_from
+        rows = [rows[row] for row in came_from]
+        assert decoder.batch == len(rows)
+        assert [layer.keys.data_ptr() for layer in decoder.cache.layers] == places
+        found = decoder.step(fed())
+        for row, i in enumerate(rows):
+            alone = torch.cat([IDS, torch.tensor([told[i]])], 1)
+            with torch.no_grad():
+                want = model(alone).logits[0, -1].argmax()
+            assert found[row] == want
+            told[i].append(int(found[row]))
+    again = decoder.prompt(IDS.flip(1))  # another prompt, one sequence
+    assert torch.equal(again, Decoder(model, max_tokens=24, compiled=False).prompt(IDS.flip(1)))
+
+
+def test_a_step_is_compiled_once_for_each_number_of_sequences(model: nn.Module) -> None:
+    graphs: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        graphs.append(next(t.shape[0] for t in inputs if t.dtype == torch.int64 and t.dim() == 2))
+        return gm.forward
+
+    decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, batch=3, backend=backend, logits=True)
+    runs = [sampled(model, 3, seed=40, decoder=decoder) for _ in range(2)]
+    assert sorted(graphs) == sorted(set(runs[0].batches))
+    assert len(graphs) > 1
+    wanted = sampled(model, 3, seed=40)
+    assert [run.sequences for run in runs] == [wanted.sequences] * 2
+
+
+def test_a_prompt_that_failed_leaves_room_for_one_of_another_batch(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = Decoder(model, max_tokens=16, batch=2, compiled=False)
+    last = model.get_submodule("model.layers.1")
+    with monkeypatch.context() as patched:
+        patched.setattr(last, "forward", None)
+        with pytest.raises(TypeError):
+            decoder.prompt(IDS)
+    both = torch.cat([IDS, IDS.flip(1)])
+    assert torch.equal(decoder.prompt(both)[:1], Decoder(model, max_tokens=16, compiled=False).prompt(IDS))
+
+
+def test_the_memory_of_sequences_that_ended_goes_back(tmp_path: Path) -> None:
+    torch_pi2.synthetic(tmp_path / "m", "tiny", layers=1, rank=16)
+    torch_pi2.pack(tmp_path / "m", tmp_path / "s")
+    models = [torch_pi2.load(tmp_path / "m"), torch_pi2.load(tmp_path / "s", budget="1GiB")]
+    prompt = torch.arange(1, 200)[None]
+    decoders = [Decoder(each, max_tokens=1024, batch=4, compiled=False) for each in models]
+    for decoder in decoders:
+        token = decoder.prompt(prompt)
+        decoder.fork(4)
+        rows = decoder.cache.layers[0].keys
+        decoder.step(token.repeat(4, 1))
+        assert bool(rows[3].any())
+        decoder.keep([0])
+        assert bool(rows[0].any())
+    assert bool(rows[3, :, :100].any()) is False  # over a store; pages of a tensor's end may be shared with others
+    again = [decoder.prompt(prompt) for decoder in decoders]
+    for decoder, token in zip(decoders, again, strict=True):
+        decoder.fork(2)
+        assert torch.equal(*decoder.step(token.repeat(2, 1)))
+
+
+# --- a plan that is followed ---
+
+
+def test_the_plan_follows_as_sequences_end(model: nn.Module) -> None:
+    buckets = tuple(Bucket(b, (hot, hot), (0, 0), (0, 0)) for b, hot in ((1, 0), (2, 10), (5, 48)))
+    wanted = sampled(model, 5, seed=40)
+    with follow(model, HardwarePlan({}, None, 0, 64, buckets, PromptPlan((0, 0)))) as engine:
+        got = sampled(model, 5, seed=40)
+        assert got.sequences == wanted.sequences  # the exact gate: no setting changes a bit
+        used = [1 if b == 1 else 2 if b == 2 else 5 for b in got.batches]
+        assert engine.stats()["switches"] == 1 + sum(a != b for a, b in pairwise(used))
+        assert engine.bucket.batch == used[-1]
+        told: list[int] = []
+        other: Any = SimpleNamespace(batch=told.append)
+        assert sampled(model, 5, seed=40, engine=other).batches == told
+
+
+# --- settings ---
+
+
+def test_drawing() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, -4.0])
+    assert pick(logits, None) == 1
+
+    def drawn(**settings: Any) -> set[int]:
+        generator = torch.Generator().manual_seed(0)
+        return {pick(logits, Sampling(**settings), generator) for _ in range(300)}
+
+    assert drawn() >= {0, 1, 2}
+    assert drawn(temperature=100.0) == {0, 1, 2, 3}
+    assert drawn(temperature=0.01) == drawn(top_k=1) == drawn(top_p=0.1) == {1}
+    assert drawn(top_k=2) == drawn(top_p=0.7) == {1, 2}
+    assert drawn(top_k=9) == drawn()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_return_sequences": 0}, r"num_return_sequences: expected 1 or more, found 0\."),
+        ({"max_new_tokens": 0}, r"max_new_tokens: expected 1 or more, found 0\."),
+        ({"do_sample": True, "temperature": 0.0}, r"sampling: expected a temperature above 0, .* found 0, 0 and 1\."),
+        ({"do_sample": True, "top_p": 1.5}, r"top_p above 0 and at most 1, found 1, 0 and 1\.5\."),
+        ({"do_sample": True, "top_k": -1}, r"top_k of 0 or more, .* found 1, -1 and 1\."),
+    ],
+)
+def test_settings_that_make_no_sense(model: nn.Module, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        generate(model, IDS, **settings)
+
+
+def test_wrong_inputs(model: nn.Module) -> None:
+    for ids, found in ((IDS[0], r"int64 \[7\]"), (IDS.repeat(2, 1), r"int64 \[2, 7\]"), (IDS.float(), "float32")):
+        with pytest.raises(ShapeError, match=rf"input_ids: expected one prompt, int64 \[1, tokens\], found {found}"):
+            generate(model, ids)
+    decoder = Decoder(model, max_tokens=9, compiled=False)
+    with pytest.raises(ConfigError, match=r"for 2 sequences and 70 tokens, found one of this model without logits"):
+        generate(model, IDS, num_return_sequences=2, decoder=decoder)
+    with pytest.raises(ConfigError, match=r"found one of another model without logits, for 1 sequences and 9 tokens"):
+        generate(tiny("llama"), IDS, decoder=decoder)
+    with pytest.raises(ShapeError, match=r"fork: expected a prompt before it, found none that was read to its end"):
+        decoder.fork(1)
+    with pytest.raises(ShapeError, match=r"keep: expected a prompt before it"):
+        decoder.keep([0])
+    decoder.prompt(IDS)
+    with pytest.raises(ShapeError, match=r"fork: expected 1 to 1 sequences from 1, found 2 from 1\."):
+        decoder.fork(2)
+    for rows, found in (([], "none"), ([1], "1"), ([-1, 0], "-1, 0")):
+        with pytest.raises(ShapeError, match=rf"keep: expected rows from 0 to 0, found {found}\."):
+            decoder.keep(rows)
+    with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 8\], found \[2, 7\]"):
+        decoder.prompt(IDS.repeat(2, 1))
+
+
+def test_what_is_not_applied_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    model.generation_config.repetition_penalty = 1.2
+    with caplog.at_level(logging.WARNING, "torch_pi2"):
+        generate(model, IDS, max_new_tokens=1)
+    assert "has repetition_penalty, which is not applied" in caplog.text

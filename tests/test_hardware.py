@@ -1,0 +1,465 @@
+"""Hardware profiles: interpolation that never makes more work faster, files that are what they say, presets."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_pi2.cli.hardware_text import describe
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.plan.hardware import (
+    KERNELS,
+    PREDICTORS,
+    Accelerator,
+    Bandwidth,
+    Glue,
+    Hardware,
+    Interference,
+    Kernel,
+    Line,
+    Rates,
+    ThreadFactor,
+    cached_path,
+    find_hardware,
+)
+from torch_pi2.plan.hardware_presets import PRESETS
+from torch_pi2.plan.reading import ReadRate, Reads, monotone
+
+MIB = 1 << 20
+
+
+def lines(scale: float = 1.0) -> tuple[Line, ...]:
+    return (
+        Line(1, 10.0 * scale, 20.0, 40.0, 60.0, 5.0, 0.01),
+        Line(4, 20.0 * scale, 20.0, 30.0, 60.0, 8.0, 0.02),
+        Line(16, 40.0 * scale, 10.0, 30.0, 90.0, 8.0, 0.02),
+    )
+
+
+def make(**changes: Any) -> Hardware:
+    rates = Rates({"int4/int8": Kernel(lines(), lines(2), lines(3))}, {"lowrank/int4": lines()}, {"bfloat16": lines()})
+    table = monotone(
+        [
+            ReadRate(block, reach, depth, 1e4 * depth**0.5 / (block / 4096) ** 0.5)
+            for block in (4096, 16384, 65536)
+            for reach in (64 * MIB, 512 * MIB)
+            for depth in (1, 8, 64)
+        ]
+    )
+    made = Hardware(
+        name="a machine",
+        source="measured",
+        machine={"cpu": "x"},
+        versions={"torch": "2"},
+        notes={},
+        cores=4,
+        threads=4,
+        memory_bytes=1 << 34,
+        cache_bytes=1 << 24,
+        memory=(
+            Bandwidth(0, 1, 10.0),
+            Bandwidth(1000, 1, 4.0),
+            Bandwidth(0, 4, 20.0),
+            Bandwidth(1000, 4, 8.0),
+            Bandwidth(4000, 4, 16.0),
+        ),
+        rates=rates,
+        cached=Rates({"int4/int8": Kernel(lines(0.1), lines(0.1), lines(0.1))}, {}, {}),
+        thread_factors=(ThreadFactor(1, 3.5), ThreadFactor(2, 1.9), ThreadFactor(4, 1.0)),
+        glue=Glue(100.0, 2.0, 10.0, 0.5),
+        reads=Reads("io_uring", True, True, 512 * MIB, 2.0, 7.0, {"io_uring": table}),
+        interference=Interference(1.1, 1.3),
+        accelerator=Accelerator("an NPU", 1 << 32, 50.0, 50.0, 60.0, 5000.0, 3.0),
+    )
+    return replace(made, **changes)
+
+
+# --- what it computes ---
+
+
+def test_a_line_at_its_point_and_between() -> None:
+    hardware = make()
+    us = hardware.layer_us("int4/int8", batch=4, hot_bytes=2e6, cold_bytes=1e6, macs=3e6, calls=2, gate_bytes=5e5)
+    assert us == pytest.approx(2 * 20 + 2 * 20 + 1 * 30 + 0.5 * 60 + 3 * 8)
+    assert hardware.layer_us("int4/int8", batch=10, hot_bytes=2e6, cold_bytes=0, macs=0) == pytest.approx(30 + 2 * 15)
+    assert hardware.dense_us("int4/int8", tokens=1, nbytes=1e6, macs=1e6) == pytest.approx(20 + 20 + 5)
+    assert hardware.linear_us("int4/int8", tokens=16, nbytes=1e6, macs=0, calls=3) == pytest.approx(3 * 120 + 10)
+    assert hardware.predict_us("lowrank/int4", batch=1, nbytes=1e6, macs=1e6) == pytest.approx(10 + 20 + 5)
+    assert hardware.attention_us(batch=1, kv_bytes=1e6) == pytest.approx(10 + 20)
+    # beyond what was measured: the nearest line
+    assert hardware.attention_us(batch=100, kv_bytes=1e6) == hardware.attention_us(batch=16, kv_bytes=1e6)
+    assert hardware.attention_us(batch=0.5, kv_bytes=0) == 10
+
+
+def test_small_models_are_computed_from_the_caches() -> None:
+    hardware = make()
+    size = {"batch": 1, "hot_bytes": 0.0, "cold_bytes": 0.0, "macs": 0.0}
+    assert hardware.layer_us("int4/int8", **size, model_bytes=1 << 24) == pytest.approx(1)
+    assert hardware.layer_us("int4/int8", **size, model_bytes=(1 << 24) + 1) == 10
+    assert hardware.layer_us("int4/int8", **size) == 10
+    # what was not measured there: as from memory
+    assert hardware.attention_us(batch=1, kv_bytes=0, model_bytes=1) == 10
+
+
+def test_glue_threads_and_memory() -> None:
+    hardware = make()
+    assert hardware.glue_us(batch=2, hidden=1000, compiled=False) == pytest.approx(104)
+    assert hardware.glue_us(batch=2, hidden=1000, compiled=True) == pytest.approx(11)
+    assert [hardware.thread_factor(n) for n in (1, 2, 3, 4, 9)] == [3.5, 1.9, 1.9, 1.0, 1.0]
+    assert make(thread_factors=()).thread_factor(2) == 2
+    assert [hardware.gb_per_s(), hardware.gb_per_s(threads=1), hardware.gb_per_s(threads=3)] == [20, 10, 10]
+    assert [hardware.gb_per_s(n) for n in (10, 1000, 4000, 9000)] == pytest.approx([8, 8, 16, 16])
+    assert hardware.gb_per_s(2000) == pytest.approx(128**0.5)
+    assert (hardware.compute_while_reading, hardware.read_while_computing) == (1.1, 1.3)
+
+
+def test_an_accelerator_takes_the_longer_of_reading_and_multiplying() -> None:
+    npu = make().accelerator
+    assert npu is not None
+    size = {"neurons": 1000, "hidden": 1000, "rows": 3, "weight_bits": 4}
+    assert npu.ffn_us(batch=1, **size) == pytest.approx(50 + 1.5e6 / 50e3)
+    assert npu.ffn_us(batch=1000, **size) == pytest.approx(50 + 3e9 / 5e6)
+    assert npu.ffn_us(batch=1, **(size | {"neurons": 0})) == 0
+
+
+def test_what_does_not_fit_its_lines_is_said() -> None:
+    assert make().error == pytest.approx((0.01 + 0.02 + 0.02) / 3)
+    assert "NOT STEADY" not in describe(make())
+    noisy = tuple(replace(line, error=0.5) for line in lines())
+    unsteady = make(rates=replace(make().rates, kernels={"int4/int8": Kernel(noisy, noisy, noisy)}))
+    assert "NOT STEADY: calls differ by 50% from their lines" in describe(unsteady)
+
+
+def test_reads_at_points_between_and_beyond() -> None:
+    hardware = make()
+    reach = 512 * MIB
+    assert hardware.read_us(100, 4096, range_bytes=reach, depth=1) == pytest.approx(100 * 100, rel=1e-4)
+    assert hardware.read_us(800, 4096, range_bytes=reach, depth=64) == pytest.approx(800 * 100 / 8, rel=1e-4)
+    assert hardware.read_us(100, 8192, range_bytes=reach, depth=1) == pytest.approx(100 * 100 * 2**0.5, rel=1e-4)
+    # larger blocks than the largest have its bandwidth, deeper queues than the deepest its reads a second
+    assert hardware.read_us(1, 131072, range_bytes=reach, depth=1) == pytest.approx(800, rel=1e-4)
+    assert hardware.read_us(800, 4096, range_bytes=reach, depth=500) == pytest.approx(10_000, rel=1e-4)
+    # one read cannot be eight deep, and a part of one takes a part of its time
+    assert hardware.read_us(1, 4096, range_bytes=reach, depth=8) == pytest.approx(100, rel=1e-4)
+    assert hardware.read_us(0.5, 4096, range_bytes=reach, depth=8) == pytest.approx(50, rel=1e-4)
+    assert hardware.read_us(0, 4096, range_bytes=reach, depth=8) == 0
+    assert hardware.stream_us(2e9) == pytest.approx(1e6)
+    assert hardware.best_depth(4096, reach) == 64
+
+
+def test_the_best_depth_is_the_smallest_that_is_enough() -> None:
+    table = tuple(ReadRate(4096, MIB, depth, per_s) for depth, per_s in ((1, 1e4), (4, 3.9e4), (16, 4e4), (64, 4e4)))
+    reads = Reads("pread", True, True, MIB, 1.0, 0.0, {"pread": table})
+    assert reads.best_depth(4096, MIB) == 4
+
+
+def test_noise_in_reads_is_evened_out() -> None:
+    noisy = [ReadRate(4096, MIB, 1, 1e4), ReadRate(8192, MIB, 1, 1.21e4), ReadRate(16384, MIB, 1, 5e3)]
+    even = [round(row.reads_per_s) for row in monotone(noisy)]
+    assert even == [11000, 11000, 5000]
+
+
+POSITIVE = st.floats(0, 1e9)
+TOKENS = st.integers(1, 1000)
+
+
+FOUR = st.tuples(*[POSITIVE] * 4)
+
+
+@settings(deadline=None)
+@given(TOKENS, FOUR, FOUR)
+def test_more_bytes_and_multiplications_are_never_faster(
+    batch: int, few_of: tuple[float, float, float, float], more: tuple[float, float, float, float]
+) -> None:
+    hardware = HARDWARE
+    hot, cold, gate, macs = few_of
+    small = {"hot_bytes": hot, "cold_bytes": cold, "gate_bytes": gate, "macs": macs}
+    large = {name: value + extra for (name, value), extra in zip(small.items(), more, strict=True)}
+    assert hardware.layer_us("int4/int8", batch=batch, **large) >= hardware.layer_us("int4/int8", batch=batch, **small)
+    for call in (hardware.dense_us, hardware.linear_us):
+        few = call("int4/int8", tokens=batch, nbytes=hot, macs=macs)
+        assert call("int4/int8", tokens=batch, nbytes=hot + cold, macs=macs + gate) >= few
+    assert hardware.attention_us(batch=batch, kv_bytes=hot + cold) >= hardware.attention_us(batch=batch, kv_bytes=hot)
+
+
+@given(
+    st.lists(st.floats(1, 1e6), min_size=12, max_size=12),
+    st.tuples(*[st.floats(0, 1e5), st.floats(512, 1e6), st.floats(1, 1e10), st.floats(1, 200)]),
+    st.tuples(*[st.floats(0, 1e5), st.floats(0, 1e6), st.floats(0, 1e10)]),
+)
+def test_more_larger_and_wider_reads_are_never_faster_whatever_was_measured(
+    per_s: list[float], read: tuple[float, float, float, float], more: tuple[float, float, float]
+) -> None:
+    points = [(b, r, d) for b in (4096, 65536) for r in (MIB, 64 * MIB) for d in (1, 4, 32)]
+    table = monotone([ReadRate(*point, reads_per_s=rate) for point, rate in zip(points, per_s, strict=True)])
+    hardware = replace(HARDWARE, reads=Reads("pread", False, False, MIB, 1.0, 0.0, {"pread": table}))
+    assert Hardware.from_json(hardware.to_json()) == hardware  # what monotone gives is accepted
+    count, block, reach, depth = read
+    few = hardware.read_us(count, block, range_bytes=reach, depth=depth)
+    many = hardware.read_us(count + more[0], block + more[1], range_bytes=reach + more[2], depth=depth)
+    assert many >= few * (1 - 1e-4)
+
+
+HARDWARE = make()
+
+
+# --- files ---
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    hardware = make()
+    hardware.save(tmp_path / "h.json")
+    again = Hardware.load(tmp_path / "h.json")
+    assert again == hardware
+    assert again.to_json() == hardware.to_json() == (tmp_path / "h.json").read_text()
+    assert find_hardware(tmp_path / "h.json") == hardware
+    assert find_hardware(str(tmp_path / "h.json")).hash == hardware.hash
+
+
+def test_the_hash_is_of_numbers_alone() -> None:
+    hardware = make()
+    assert hardware.hash == make(name="another", machine={}, versions={"torch": "3"}, notes={"glue": "x"}).hash
+    assert hardware.hash != make(glue=Glue(100.0, 2.0, 10.0, 0.6)).hash
+    assert hardware.hash != make(source="published").hash
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        make().threads = 3  # type: ignore[misc]
+
+
+def _rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = data["reads"]["engines"]["io_uring"]
+    return rows
+
+
+def _sparse(data: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = data["rates"]["kernels"]["int4/int8"]["sparse"]
+    return found
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "format": (lambda d: d.update(format="other"), "expected torch_pi2.hardware version 1, found other version 1"),
+    "version": (lambda d: d.update(version=9), "expected torch_pi2.hardware version 1, found"),
+    "missing": (lambda d: d.pop("glue"), "where: expected a field glue, found none"),
+    "unknown": (lambda d: d.update(speed=1), "where: expected no other fields than name, source"),
+    "source": (lambda d: d.update(source="guessed"), "where, source: expected measured or published, found 'guessed'"),
+    "text": (lambda d: d.update(name=3), "where, name: expected text, found 3"),
+    "object": (lambda d: d.update(glue=[]), "where, glue: expected an object, found []"),
+    "list": (lambda d: d.update(memory={}), "where, memory: expected a list, found {}"),
+    "map": (lambda d: d.update(machine=[]), "where, machine: expected an object, found []"),
+    "truth": (lambda d: d["reads"].update(warm=1), "where, reads, warm: expected true or false, found 1"),
+    "whole": (lambda d: d.update(cores=1.5), "where, cores: expected a whole number of at least 1 and at most 1e+15"),
+    "bool": (lambda d: d.update(cores=True), "where, cores: expected a whole number"),
+    "zero": (lambda d: d.update(threads=0), "where, threads: expected a whole number of at least 1"),
+    "negative": (lambda d: d["glue"].update(eager_us=-1), "where, glue, eager_us: expected a number of at least 0"),
+    "nan": (lambda d: d["glue"].update(eager_us=float("nan")), "where, glue, eager_us: expected a number of at least"),
+    "huge": (lambda d: d["glue"].update(eager_us=1e300), "where, glue, eager_us: expected a number of at least 0 and"),
+    "factor": (
+        lambda d: d["interference"].update(read_while_computing=0.9),
+        "where, interference, read_while_computing: expected a number of at least 1",
+    ),
+    "null": (lambda d: d.update(rates=None), "where, rates: expected an object, found none"),
+    "kernel": (
+        lambda d: d["rates"]["kernels"].update({"int3/int8": d["rates"]["kernels"]["int4/int8"]}),
+        "where, rates, kernels: expected names of int4/int8, int4/float",
+    ),
+    "predictor": (
+        lambda d: d["rates"]["predictors"].update(oracle=_sparse(d)),
+        "where, rates, predictors: expected names of lowrank/float",
+    ),
+    "nothing": (lambda d: d["rates"].update(attention={}), "where, rates, attention: expected one or more, found none"),
+    "order": (
+        lambda d: _sparse(d).reverse(),
+        "where, rates, kernels, int4/int8, sparse: expected one line or more, each for more tokens than the one before",
+    ),
+    "empty": (lambda d: _sparse(d).clear(), "where, rates, kernels, int4/int8, sparse: expected one line or more"),
+    "in cache": (
+        lambda d: d["cached"]["kernels"]["int4/int8"]["linear"].clear(),
+        "where, cached, kernels, int4/int8, linear: expected one line or more",
+    ),
+    "line": (
+        lambda d: _sparse(d)[0].update(call_us=-3),
+        "where, rates, kernels, int4/int8, sparse, 0, call_us: expected a number of at least 0",
+    ),
+    "threads": (
+        lambda d: d["thread_factors"].reverse(),
+        "where, thread_factors, 1: expected more threads than 4, found 2",
+    ),
+    "memory": (lambda d: d.update(memory=d["memory"][1:2]), "where, memory: expected for each number of threads"),
+    "engine": (
+        lambda d: d["reads"].update(engine="mmap"),
+        "where, reads, engine: expected one of io_uring, found 'mmap'",
+    ),
+    "no engine": (lambda d: d["reads"].update(engines={}), "engine: expected one of its engines (there are none)"),
+    "gap": (
+        lambda d: _rows(d).pop(),
+        "where, reads, engines, io_uring: expected one row for every combination of its blocks, ranges and depths",
+    ),
+    "twice": (lambda d: _rows(d).append(_rows(d)[0]), "expected one row for every combination"),
+    "faster": (
+        lambda d: _rows(d)[-1].update(reads_per_s=1e9),
+        "reads, engines, io_uring: expected a larger, wider or deeper read that takes no less time, found '65536",
+    ),
+    "no reads": (lambda d: _rows(d)[0].update(reads_per_s=0), "reads_per_s: expected a number above 0"),
+    "accelerator": (
+        lambda d: d["accelerator"].update(gmacs_per_s=0),
+        "where, accelerator, gmacs_per_s: expected a number above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(name: str) -> None:
+    data = json.loads(make().to_json())
+    damage, message = DAMAGE[name]
+    damage(data)
+    with pytest.raises(ArtifactError) as raised:
+        Hardware.from_json(json.dumps(data), "where")
+    assert message in str(raised.value)
+    assert raised.value.fix
+
+
+HUGE = '{"format": "torch_pi2.hardware", "version": ' + "9" * 5000 + "}"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", HUGE], ids=["empty", "open", "list", "null", "1", "huge"])
+def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError):
+        Hardware.from_json(text)
+    (tmp_path / "h.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArtifactError, match="expected JSON"):
+        Hardware.load(tmp_path / "h.json")
+    with pytest.raises(ArtifactError, match="expected a file"):
+        Hardware.load(tmp_path)
+    with pytest.raises(ArtifactError, match="expected a file, found nothing"):
+        Hardware.load(tmp_path / "none.json")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def _places(data: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in it."""
+    if isinstance(data, dict):
+        return [place for key, item in data.items() for place in [(data, key), *_places(item)]]
+    if isinstance(data, list):
+        return [place for key, item in enumerate(data) for place in [(data, key), *_places(item)]]
+    return []
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_change_of_a_file_is_refused_or_makes_a_profile_that_works(data: st.DataObject) -> None:
+    changed = copy.deepcopy(WHOLE)
+    places = _places(changed)
+    for _ in range(data.draw(st.integers(1, 3))):
+        container, key = places[data.draw(st.integers(0, len(places) - 1))]
+        if isinstance(container, dict) or key < len(container):
+            container[key] = data.draw(JSON)
+    try:
+        hardware = Hardware.from_json(json.dumps(changed))
+    except Pi2Error:
+        return
+    assert Hardware.from_json(hardware.to_json()) == hardware
+    assert hardware.read_us(3, 5000, range_bytes=10 * MIB, depth=4) > 0
+    assert hardware.gb_per_s(500) > 0
+    for kernel in hardware.rates.kernels:
+        assert hardware.layer_us(kernel, batch=3, hot_bytes=1e6, cold_bytes=1e6, macs=1e6) >= 0
+
+
+WHOLE = json.loads(HARDWARE.to_json())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 20), st.binary(min_size=1, max_size=3))
+def test_any_change_of_the_text_of_a_file_is_refused_or_read(at: int, put: bytes) -> None:
+    text = TEXT[: at % len(TEXT)] + put.decode("latin-1") + TEXT[at % len(TEXT) + len(put) :]
+    with contextlib.suppress(Pi2Error):
+        Hardware.from_json(text)
+
+
+TEXT = HARDWARE.to_json()
+
+
+# --- what is asked for ---
+
+
+def test_what_was_not_measured_is_named() -> None:
+    with pytest.raises(ConfigError, match="kernels of hardware a machine: expected int4/int8, found 'int8/int8'"):
+        make().layer_us("int8/int8", batch=1, hot_bytes=0, cold_bytes=0, macs=0)
+    with pytest.raises(ConfigError, match="predictors of hardware a machine: expected lowrank/int4, found 'signbit'"):
+        make().predict_us("signbit", batch=1, nbytes=0, macs=0)
+    with pytest.raises(ConfigError, match="tokens: expected a number above 0, found 0"):
+        make().attention_us(batch=0, kv_bytes=0)
+    with pytest.raises(ConfigError, match="threads: expected 1 or more, found 0"):
+        make().thread_factor(0)
+    with pytest.raises(ConfigError, match="memory: expected bandwidths of memory"):
+        make(memory=()).gb_per_s()
+
+
+def test_where_profiles_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cached_path()
+    assert path.parent == tmp_path / "torch_pi2"
+    assert path == cached_path()
+    with pytest.raises(ConfigError, match="torch-pi2 doctor --measure"):
+        find_hardware("measured")
+    make().save(path)
+    assert find_hardware("measured") == make()
+    with pytest.raises(ConfigError, match=r"expected measured, sm8650-ufs4.0, sm8475-ufs3.1, or a file"):
+        find_hardware("sm9999")
+
+
+# --- presets ---
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_published_and_say_where_each_part_is_from(name: str) -> None:
+    hardware = find_hardware(name)
+    assert hardware.source == "published"
+    assert Hardware.from_json(hardware.to_json()) == hardware
+    parts = set(WHOLE) - {"format", "version", "name", "source", "machine", "versions", "notes", "cached"}
+    assert set(hardware.notes) == parts
+    assert all(note.startswith(("assumed", "PowerInfer-2, arXiv 2406.06282v3")) for note in hardware.notes.values())
+    assert set(hardware.rates.kernels) == set(KERNELS)
+    assert set(hardware.rates.predictors) == set(PREDICTORS)
+    assert hardware.accelerator is not None
+
+
+def test_the_figures_of_the_paper() -> None:
+    """As published (section 1.1), not as the preset repeats them."""
+    phone = find_hardware("sm8650-ufs4.0")
+    layers, weights = 32, 32 * (4096 * 2 * (4096 + 1024) + 3 * 4096 * 14336) + 4096 * 32000
+    assert phone.gb_per_s() == 43.9
+    npu = phone.accelerator
+    assert npu is not None
+    assert (npu.stream_gb_per_s, npu.shared_gb_per_s) == (56.0, 59.6)
+    # a 7B INT4 prompt: 8 tokens/s on the CPU, 770 on the NPU
+    cpu_us = phone.dense_us("int4/int8", tokens=1024, nbytes=weights / 2, macs=1024.0 * weights)
+    assert 1024e6 / cpu_us == pytest.approx(8, rel=0.05)
+    rows = weights // (layers * 4096)
+    npu_us = layers * npu.ffn_us(batch=1024, neurons=rows, hidden=4096, rows=1, weight_bits=4)
+    assert 1024e6 / npu_us == pytest.approx(770, rel=0.05)
+    # one token reads at 43.9 GB/s
+    one_us = phone.layer_us("int4/int8", batch=1, hot_bytes=43.9e6, cold_bytes=0, macs=1e9)
+    assert one_us == pytest.approx(1000, rel=0.01)
+    # Table 1: 4 KB random over 128 MB on a big core
+    assert 4096 * 1e4 / phone.read_us(1e4, 4096, range_bytes=128 * MIB, depth=32) == pytest.approx(1076.1, rel=0.01)
+    assert phone.stream_us(4e9) == pytest.approx(1e6, rel=0.01)
+    other = find_hardware("sm8475-ufs3.1")
+    assert other.stream_us(4e9) == pytest.approx(2e6, rel=0.01)
+    assert (phone.memory_bytes, other.memory_bytes) == (19e9, 11e9)

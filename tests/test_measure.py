@@ -1,0 +1,240 @@
+"""Measuring: lines that are fitted to what is known, a quick look at this machine, and `doctor --measure`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_pi2 import cli
+from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
+from torch_pi2.ops import load
+from torch_pi2.plan import measure_compute
+from torch_pi2.plan.hardware import Hardware, cached_path, find_hardware
+from torch_pi2.plan.measure import measure
+from torch_pi2.plan.measure_fit import Case, Samples, Size, fit, time_into
+from torch_pi2.plan.measure_reads import drive
+from torch_pi2.plan.measure_weights import Weights
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Hardware, Path]:
+    """A quick look, and the folder that was read in."""
+    folder = tmp_path_factory.mktemp("drive")
+    return measure(folder=folder, seconds=0.5, set_threads=torch.set_num_threads), folder
+
+
+# --- lines ---
+
+
+def test_a_line_is_found_again() -> None:
+    sizes = [
+        Size(hot=h * 1e6, cold=c * 1e6, gate=g * 1e6, macs=(h + 1) * (c + 1) * (g + 1) * 1e6)
+        for h in (0, 1, 50)
+        for c in (0, 2, 30)
+        for g in (0, 3)
+    ]
+    us = [5 + 20 * s.hot * 1e-6 + 40 * s.cold * 1e-6 + 60 * s.gate * 1e-6 + 7 * s.macs * 1e-6 for s in sizes]
+    line = fit(3, list(zip(sizes, us, strict=True)))
+    found = (line.call_us, line.us_per_hot_mb, line.us_per_cold_mb, line.us_per_gate_mb, line.us_per_million_macs)
+    assert line.tokens == 3
+    assert found == pytest.approx((5, 20, 40, 60, 7), rel=1e-4)
+    assert line.error < 1e-6
+
+
+def test_small_calls_count_like_large_ones() -> None:
+    """An error of ten microseconds is nothing beside a second, and all beside ten microseconds."""
+    line = fit(1, [(Size(hot=1.0), 10.0), (Size(hot=1e9), 1e6)])
+    assert line.us(hot=1.0) == pytest.approx(10, rel=1e-3)
+    assert line.us(hot=1e9) == pytest.approx(1e6, rel=1e-3)
+
+
+def test_no_part_is_below_zero_and_the_error_says_what_does_not_fit() -> None:
+    line = fit(1, [(Size(hot=1e6, macs=0), 30.0), (Size(hot=1e6, macs=1e6), 10.0)])
+    assert min(line.call_us, line.us_per_hot_mb, line.us_per_million_macs) >= 0
+    assert line.error == pytest.approx(0.5, abs=0.2)
+
+
+def test_batches_without_an_exact_gate_take_it_from_the_one_before() -> None:
+    load()
+    samples = Samples()
+    for tokens, gate in ((1, 1e6), (16, 0.0)):
+        samples.add(Case("k", tokens, Size(gate=gate), lambda: lambda: None), 50.0)
+        samples.add(Case("k", tokens, Size(hot=1e6), lambda: lambda: None), 20.0)
+    assert samples.lines("k")[1].us_per_gate_mb == samples.lines("k")[0].us_per_gate_mb > 0
+
+
+def test_every_case_is_timed_on_new_data() -> None:
+    load()
+    made: list[int] = []
+
+    def ready() -> Any:
+        made.append(0)
+        return lambda: None
+
+    time_into(Samples(), [Case("k", 1, Size(), ready)], 0.0)
+    assert len(made) == 3
+
+
+# --- what is counted ---
+
+
+def test_sizes_of_sparse_calls_are_those_of_the_operator() -> None:
+    """Bytes and multiplications of a layer of 8 rows of int4, by hand."""
+    hidden, neurons = 64, 512
+    weights = Weights(MIB)
+    cases = measure_compute.sparse_cases(weights, "int4/float", hidden, neurons, 4)
+    row = 2 * 18
+    dense = cases[0].size  # 80 % hot, nothing cold, silu: every row is used
+    assert (dense.hot, dense.cold, dense.gate) == (3 * row * 409, 0, 0)
+    assert dense.macs == 3 * 4 * 409 * hidden
+    tenth = cases[4].size  # a tenth of the neurons for each of four tokens, silu
+    assert tenth.hot == tenth.gate == 0
+    assert 0.25 < tenth.cold / (3 * row * neurons) < 0.45  # 1 - 0.9^4
+    assert tenth.macs / (3 * hidden * 4 * neurons) == pytest.approx(0.1, abs=0.03)
+    half = cases[5].size  # the same with relu: half of the down rows
+    assert half.macs / (3 * hidden * 4 * neurons) == pytest.approx(0.1 * 2.5 / 3, abs=0.03)
+    exact = cases[8].size  # the exact gate, a tenth firing
+    assert (exact.hot, exact.gate) == (0, row * neurons)
+    assert exact.macs / (hidden * 4 * neurons) == pytest.approx(1.2, abs=0.1)
+    assert exact.cold / (2 * row * neurons) == pytest.approx(1 - 0.9**4, abs=0.08)
+
+
+def test_calls_take_other_weights_each_time() -> None:
+    weights = Weights(MIB).fill("bfloat16", 128)
+    places = {weights.bundles(8).data_ptr() for _ in range(20)}
+    assert len(places) > 10
+    assert weights.bundles(8).shape == (8, 3, 128)
+    assert weights.bundles(8).float().std() == pytest.approx(128**-0.5, rel=0.2)
+    quantised = Weights(MIB).fill("int4", 128).rows(64)
+    assert torch.ops.pi2.dequantize(quantised, "int4", 128, torch.float32).std() == pytest.approx(128**-0.5, rel=0.2)
+
+
+# --- reads ---
+
+
+def test_reads_are_counted_and_mistakes_named(tmp_path: Path) -> None:
+    load()
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(MIB))
+    for engine in ("pread", "io_uring"):
+        reads, wall, cpu = torch.ops.pi2.read_rates(str(path), engine, False, 4096, 4, MIB, False, 0.02).tolist()
+        if engine == "pread" or reads:
+            assert reads >= 1
+            assert wall > 0
+            assert cpu >= 0
+    one = torch.ops.pi2.read_rates(str(path), "pread", False, MIB, 1, MIB, True, 1e-9).tolist()
+    assert one[0] == 1  # however short
+    for changed, message in (
+        ({"engine": "mmap"}, "engine: expected pread or io_uring, found 'mmap'"),
+        ({"block": 1000}, "blocks of a multiple of 4096 bytes"),
+        ({"depth": 0}, "a depth of 1 to 1024"),
+        ({"path": str(tmp_path / "none")}, "found: No such file or directory"),
+        ({"range_bytes": 2 * MIB}, "expected a file of 2097152 bytes"),
+    ):
+        settings: dict[str, Any] = {"path": str(path), "engine": "pread", "direct": False, "block": 4096, "depth": 1}
+        settings |= {"range_bytes": MIB, "sequential": False, "seconds": 0.01} | changed
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.pi2.read_rates(*settings.values())
+
+
+def test_the_file_that_is_read_goes(tmp_path: Path) -> None:
+    load()
+    with drive(tmp_path / "new", 3 * MIB + 5, 1.0) as made:
+        assert made.path.stat().st_size == made.nbytes == 3 * MIB
+        assert made.stream_gb_per_s > 0
+        assert made.rate("pread", 4096, made.nbytes, 2, 0.01)[0] > 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="a folder that can be written"), drive(tmp_path / "file", MIB, 1.0):
+        pass
+
+
+def test_too_little_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 2 * MIB
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
+    with pytest.raises(ArtifactError, match="4194304 free bytes or more, found 2097152"), drive(tmp_path, MIB, 1.0):
+        pass
+
+
+# --- the whole ---
+
+
+def test_a_quick_look_has_everything(looked: tuple[Hardware, Path]) -> None:
+    hardware, folder = looked
+    assert list(folder.iterdir()) == []
+    assert (hardware.source, hardware.threads) == ("measured", torch.get_num_threads())
+    assert Hardware.from_json(hardware.to_json()) == hardware
+    assert "not for plans" in hardware.notes["name"]
+    for name, kernel in hardware.rates.kernels.items():
+        assert [line.tokens for line in kernel.sparse] == [1, 4]
+        us = hardware.layer_us(name, batch=1, hot_bytes=1e6, cold_bytes=1e6, macs=4e6)
+        assert 0 < us < math.inf
+        assert 0 < hardware.dense_us(name, tokens=40, nbytes=1e6, macs=1e8) < math.inf
+        assert 0 < hardware.linear_us(name, tokens=1, nbytes=1e6, macs=2e6) < math.inf
+    assert 0 < hardware.predict_us("lowrank/int4", batch=1, nbytes=1e6, macs=2e6) < math.inf
+    assert 0 < hardware.attention_us(batch=4, kv_bytes=1e6) < math.inf
+    assert hardware.gb_per_s() > 0
+    assert hardware.thread_factor(1) >= 1
+    reads = hardware.reads
+    assert {"pread"} <= set(reads.engines) <= {"pread", "io_uring"}
+    assert hardware.read_us(100, 8192, range_bytes=reads.file_bytes, depth=16) > 0
+    assert min(hardware.compute_while_reading, hardware.read_while_computing) >= 1
+
+
+def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="seconds: expected more than 0, found 0"):
+        measure(seconds=0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LibraryMissingError, match=r"scipy: expected an installed scipy.*torch-pi2\[plan\]"):
+        measure(seconds=1)
+
+
+# --- doctor ---
+
+
+def test_doctor_measures_saves_and_knows_it_afterwards(
+    looked: tuple[Hardware, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def quick(**how: Any) -> Hardware:
+        asked.append(how)
+        return looked[0]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys.modules["torch_pi2.plan.measure"], "measure", quick)
+    assert cli.main(["doctor"]) == 0
+    assert "not measured yet: torch-pi2 doctor --measure" in capsys.readouterr().out
+    assert cli.main(["doctor", "--measure", "--measure-folder", str(tmp_path)]) == 0
+    assert (asked[0]["folder"], asked[0]["progress"]) == (tmp_path, True)
+    text = capsys.readouterr().out
+    for part in ("hot GB/s", "GMAC/s by tokens", "random reads, MB/s", "times as long", "all is well"):
+        assert part in text
+    assert find_hardware("measured") == looked[0]
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["hardware"]
+    assert found == {"path": str(cached_path()), "hash": looked[0].hash}
+    cached_path().write_text("{")
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "not measured yet" in text
+    assert "expected JSON" in text
+
+
+def test_doctor_names_a_wrong_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--measure", "--measure-folder", str(tmp_path / "none")]) == 2
+    assert "--measure-folder: expected a folder" in capsys.readouterr().err

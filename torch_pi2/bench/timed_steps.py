@@ -1,0 +1,80 @@
+"""Decoding steps that are fed with given tokens, timed, and taken back: the next round begins where this one did."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.runtime import timings
+from torch_pi2.runtime.attention import packed_attention
+from torch_pi2.runtime.decode import Decoder
+
+#: Tokens of each sequence's prompt.
+PROMPT = 8
+#: Parts of a step that our operators are, in the core's clock.
+KINDS = {"linears": timings.LINEAR, "predictor": timings.PREDICTOR, "ffn": timings.FFN}
+
+
+@dataclass(frozen=True)
+class Round:
+    """Steps that were timed.
+
+    Attributes:
+        ms: of a step by part: ``KINDS``, and ``rest`` (attention, norms, Python). stats: of the store, or None.
+    """
+
+    steps: int
+    seconds: float
+    ms: dict[str, float]
+    stats: dict[str, int] | None = None
+
+
+class Steps:
+    """Decoding of a model at one batch size, after one prompt.
+
+    Args:
+        prompt_BT: int64 ids that every round continues. tokens: most steps of a round.
+        compiled: else each step is Hugging Face's forward, with Python around every layer.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: int, prompt_BT: torch.Tensor, tokens: int, *, compiled: bool = False
+    ) -> None:
+        self.model, self.batch, self._compiled = model, batch, compiled
+        self.context = prompt_BT.shape[1] + tokens
+        self._decoder = Decoder(model, max_tokens=self.context, batch=batch, compiled=compiled)
+        self._decoder.prompt(prompt_BT)
+        self._start = self._decoder.length
+        self._store: Any = getattr(model, "torch_pi2_store", (None,))[0]
+
+    def run(self, ids_BT: torch.Tensor, limit_s: float = math.inf) -> Round:
+        """Feed ``ids_BT``, a token of each sequence a step; after ``limit_s`` and two steps it ends early."""
+        if self._store is not None:
+            self._store.stats(reset=True)
+        timings.read()  # forget what was before
+        steps, seconds = 0, 0.0
+        # a compiled step has it inside
+        with nullcontext() if self._compiled else packed_attention(self.model):
+            started = time.perf_counter()
+            for next_B1 in ids_BT.split(1, dim=1):
+                self._decoder.step(next_B1)
+                steps, seconds = steps + 1, time.perf_counter() - started
+                if seconds > limit_s and steps >= 2:
+                    break
+        rows = timings.read()
+        by_kind = {part: timings.milliseconds(rows, kind) / steps for part, kind in KINDS.items()}
+        self._rewind()
+        ms = {**by_kind, "rest": seconds * 1e3 / steps - sum(by_kind.values())}
+        return Round(steps, seconds, ms, None if self._store is None else self._store.stats())
+
+    def _rewind(self) -> None:
+        """As after the prompt: keys and values beyond it are not seen, and overwritten."""
+        for layer in self._decoder.cache.layers:
+            layer.cumulative_length.fill_(self._start)
+        self._decoder.length = self._start

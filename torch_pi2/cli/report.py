@@ -1,0 +1,55 @@
+"""Show what is known of a model folder in one HTML file: how neurons fire, the plan, its times, caches and reads.
+
+The file needs no network and nothing beside it. What it lacks is listed at its end, with the command that gets it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+
+EXAMPLE = "torch-pi2 report my-sparse-model -o report.html --trace out.json --accesses accesses --measured now.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, metavar="MODEL_DIR", help="written by optimize, quantize, synthetic or pack")
+    add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)")
+    add(
+        "--plan", type=Path, metavar="DIR", help="another plan for it than its own (torch-pi2 plan MODEL_DIR --out DIR)"
+    )
+    add("--trace", type=Path, metavar="FILE", help="what torch_pi2.trace or --trace of another verb wrote")
+    add("--accesses", type=Path, metavar="FILE", help="what torch_pi2.record_accesses wrote: is replayed")
+    add(
+        "--measured",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="JSON of `plan --explain --measure-run`, `bench plan` or `bench decode`; may be given several times",
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from torch_pi2 import report
+    from torch_pi2.runtime.trace import check_path
+
+    check_path(args.out)
+    found = report.collect(
+        args.folder, trace=args.trace, accesses=args.accesses, measured=args.measured, plan=args.plan, progress=True
+    )
+    path = report.write(found, args.out)
+    return {"file": str(path), "bytes": path.stat().st_size, "report": asdict(found)}
+
+
+def render(result: dict[str, Any]) -> str:
+    lines = [f"{result['file']}: {common.size(result['bytes'])}"]
+    for lacking in result["report"]["missing"]:
+        lines.append(f"not in it: {lacking['plot']}. {lacking['why']}")
+        lines += [f"    {line}" for line in lacking["how"].splitlines()]
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""Weights to measure with: one large buffer, filled anew for each format, of which every call gets another part."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_pi2.ops import load
+from torch_pi2.ops.rows import GROUP, VALUE_BYTES, row_bytes
+
+#: Rows made of random numbers; the buffer repeats them.
+_BLOCK_BYTES = 4 << 20
+FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: Standard deviations of random whole numbers of 4 and 8 bits.
+_DEVIATION = {"int4": 4.6, "int8": 74.0}
+
+
+class Weights:
+    """Memory of ``nbytes`` bytes (or ``buffer``, uint8).
+
+    Calls take parts that begin anywhere in it: what they read is in a cache as seldom as caches are smaller than it.
+    """
+
+    def __init__(self, nbytes: int = 0, buffer: torch.Tensor | None = None) -> None:
+        load()
+        if buffer is None:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            torch.ops.pi2.advise_huge_pages(buffer)
+            buffer.fill_(1)  # a page never written is one page of zeros, read from cache
+        self.raw = buffer
+        self._generator = torch.Generator().manual_seed(0)
+        self._rows = self.raw.view(1, -1)
+
+    def halves(self, most: int) -> tuple[Weights, Weights]:
+        """Two over parts of this one's memory, of at most ``most`` bytes each."""
+        size = min(most, self.raw.nbytes // 2) // 4096 * 4096
+        first, second, *_ = self.raw.split(size)
+        return Weights(buffer=first), Weights(buffer=second)
+
+    def fill(self, kind: str, columns: int) -> Weights:
+        """Random rows of ``columns`` numbers, ``int4``, ``int8`` or a float type, or of ``columns`` plain ``bytes``.
+
+        Products with inputs of a standard deviation of 1 have about the same.
+        """
+        rows = self._some(kind, columns)
+        whole, width = self.raw.view(rows.dtype), rows.shape[1]
+        self._rows = whole[: whole.numel() // width * width].view(-1, width)
+        for part in self._rows.split(len(rows)):
+            part.copy_(rows[: len(part)])
+        return self
+
+    def _some(self, kind: str, columns: int) -> torch.Tensor:
+        if kind in FLOATS:
+            count = max(1, _BLOCK_BYTES // (4 * columns))
+            numbers = torch.randn((count, columns), generator=self._generator).mul_(columns**-0.5)
+            return numbers.to(FLOATS[kind])
+        size = columns if kind == "bytes" else row_bytes(kind, columns)
+        count, groups = max(1, _BLOCK_BYTES // size), -(-columns // GROUP)
+        rows = torch.randint(256, (count, size), generator=self._generator, dtype=torch.uint8)
+        if kind != "bytes":
+            scale = torch.tensor(columns**-0.5 / _DEVIATION[kind], dtype=torch.float16)
+            rows[:, groups * VALUE_BYTES[kind] :] = scale.repeat(groups).view(torch.uint8)
+        return rows
+
+    @property
+    def count(self) -> int:
+        """Rows that there are."""
+        return len(self._rows)
+
+    @property
+    def row_bytes(self) -> int:
+        return self._rows[:1].nbytes
+
+    def rows(self, count: int) -> torch.Tensor:
+        """``count`` neighbouring rows, beginning anywhere."""
+        start = int(torch.randint(self.count - count + 1, (), generator=self._generator))
+        some: torch.Tensor = self._rows[start : start + count]
+        return some
+
+    def bundles(self, neurons: int) -> torch.Tensor:
+        """``neurons`` neighbouring bundles of three rows, beginning anywhere."""
+        some: torch.Tensor = self.rows(3 * neurons).unflatten(0, (-1, 3))
+        return some
+
+    def numbers(self, count: int) -> torch.Tensor:
+        """``count`` neighbouring numbers."""
+        some: torch.Tensor = self.rows(-(-count // self._rows.shape[1])).reshape(-1)[:count]
+        return some

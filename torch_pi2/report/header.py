@@ -1,0 +1,76 @@
+"""The head of the page: which model, for which machine, and where its bytes are."""
+
+from __future__ import annotations
+
+from html import escape
+
+from torch_pi2.report.facts import Report
+from torch_pi2.report.looks import size
+
+_COLOURS = ("#4fa8a0", "#4e79a7", "#a76fa5", "#e3c23f", "#9aa0a6")
+
+
+def header(report: Report) -> str:
+    """HTML. What is random or published, and not measured, is said first."""
+    model, plan = report.model, report.plan
+    badges = [("a neuron store" if model.stored else "in memory", "")]
+    if model.synthetic:
+        badges.insert(0, (f"SYNTHETIC: {model.synthetic}", " warn"))
+    if plan and plan.hardware and plan.hardware.source == "published":
+        badges.insert(0, (f"plan for PUBLISHED figures of {plan.hardware.name}, not measured", " warn"))
+    shown = "".join(f'<span class="badge{kind}">{escape(text)}</span>' for text, kind in badges)
+    shape = f'<p class="soft">{escape(model.shape)}</p>' if model.shape else ""
+    facts = "".join(f'<div class="fact"><span>{escape(n)}</span><b>{escape(v)}</b></div>' for n, v in _facts(report))
+    title = f"<h1>{escape(model.name)}</h1>{shape}{shown}"
+    return f'{title}<div class="facts">{facts}</div>{_settings(report)}{_bytes(report)}\n'
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    model, plan = report.model, report.plan
+    found = []
+    if model.weights:
+        found.append(("neurons' weights", model.weights))
+    if report.firing:
+        mean = sum(row.active_share for row in report.firing) / len(report.firing)
+        found.append(("neurons that fire per token", f"{mean:.1%} of {sum(r.neurons for r in report.firing):,}"))
+    if plan:
+        found.append(("planner", plan.planner))
+        found += _machine(report)
+    return [*found, ("FFN weights, SHA-256", model.model_hash[:12])] if model.model_hash else found
+
+
+def _machine(report: Report) -> list[tuple[str, str]]:
+    assert report.plan is not None
+    hardware = report.plan.hardware
+    if hardware is None:
+        return [("planned for", "any machine, any batch")]
+    budget = "everything in memory" if hardware.budget_bytes is None else size(hardware.budget_bytes)
+    found = [("planned for", f"{hardware.name} ({hardware.source})"), ("memory budget", budget)]
+    if hardware.accelerator_bytes:
+        found.append(("accelerator's memory", size(hardware.accelerator_bytes)))
+    found.append(("context", f"{hardware.context:,} tokens"))
+    return found
+
+
+def _settings(report: Report) -> str:
+    if report.plan is None or report.plan.hardware is None:
+        return ""
+    settings = ", ".join(f"{name} {value}" for name, value in report.plan.hardware.settings.items())
+    return f'<p class="soft" style="margin-top:10px">The plan\'s settings: {escape(settings)}.</p>'
+
+
+def _bytes(report: Report) -> str:
+    parts = {name: count for name, count in report.model.bytes.items() if count}
+    total = sum(parts.values())
+    if not total:
+        return ""
+    coloured = list(zip(parts.items(), (*_COLOURS, *_COLOURS), strict=False))
+    bar = "".join(f'<div style="flex:{count};background:{colour}"></div>' for (_, count), colour in coloured)
+    key = "".join(
+        f'<span><i style="background:{colour}"></i>{escape(name)} {size(count)} ({count / total:.1%})</span>'
+        for (name, count), colour in coloured
+    )
+    return (
+        f'<section class="card" style="margin-top:16px"><h3>{size(total)} of files</h3><div class="bar">{bar}</div>'
+        f'<div class="key">{key}</div></section>'
+    )
