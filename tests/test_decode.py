@@ -91,6 +91,17 @@ def test_compiled_decoders_of_two_models_do_not_share_code():
     assert first.model.config._attn_implementation == "sdpa"
 
 
+def test_a_compiled_step_takes_ids_of_any_layout_and_integer_type():
+    """It has no guards: what lies otherwise than at its first step would be read as other ids."""
+    decoder, fed_BT = Decoder(tiny("llama-relu"), max_tokens=16, batch=2), torch.tensor([[3, 5, 7], [11, 13, 17]])
+    results = []
+    for layout in (torch.Tensor.contiguous, lambda ids_B1: ids_B1, torch.Tensor.int):
+        decoder.prompt(PROMPT_BT.expand(2, -1))
+        results.append(torch.cat([decoder.step(layout(ids_B1)) for ids_B1 in fed_BT.split(1, dim=1)], 1))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_packed_attention_is_attention(tokens: int):
     generator = torch.Generator().manual_seed(0)

@@ -134,6 +134,7 @@ class Decoder:
                 found=f"{list(next_B1.shape)} after {self.length} tokens",
                 fix="Make a Decoder with more max_tokens, or for this batch.",
             )
+        next_B1 = next_B1.to(torch.int64).contiguous()  # a compiled step has no guards that would see another layout
         self._tell(self.batch)
         try:
             run = self._steps.get(self.batch) if self._compiled else self._forward
