@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from torch_pi2.plan.plan import Plan
+from torch_pi2.plan.hardware import StoreCosts
 from torch_pi2.plan.shape import LayerShape, ModelShape
 from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
 
@@ -47,6 +48,7 @@ class FakeHardware:
     versions: dict[str, str] = field(default_factory=dict)
     cores: int = 2
     threads: int = 2
+    memory_bytes: int = 1 << 62
     run_gb_per_s: float = 20.0
     gather_gb_per_s: float = 10.0
     macs_per_us: float = 100e3
@@ -57,6 +59,7 @@ class FakeHardware:
     compute_while_reading: float = 1.1
     read_while_computing: float = 1.25
     accelerator: FakeAccelerator | None = None
+    store: StoreCosts = field(default_factory=lambda: StoreCosts(0.0, 0.0))
     hash: str = "fa4e" * 16
 
     def layer_us(

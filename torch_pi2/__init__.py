@@ -13,6 +13,7 @@ from torch_pi2.config import Config
 from torch_pi2.errors import Pi2Error
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.plan.machine import plan_for
 from torch_pi2.runtime.accesses import record_accesses
 from torch_pi2.runtime.adapt import follow
 from torch_pi2.runtime.budget import set_budget
@@ -41,6 +42,7 @@ __all__ = [
     "optimize",
     "pack",
     "plan",
+    "plan_for",
     "profile",
     "quantize",
     "record_accesses",

@@ -292,6 +292,7 @@ def optimize(
     predictors: Mapping[str, AnyPredictor] | None = None,
     weights: str | None = None,
     activations: str | None = None,
+    hardware: Any = None,
     progress: bool = False,
 ) -> nn.Module:
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
@@ -308,12 +309,16 @@ def optimize(
         weights, activations: instead of those of ``config``: ``int4`` or ``int8`` weights for FFNs and all other large
             linear layers, and ``int8`` inputs of these (lossy; ``model.torch_pi2.quantization`` has every layer's
             error).
+        hardware: also plan for a machine, and follow that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
+            else what :func:`torch_pi2.plan_for` takes, which plans with more settings.
         progress: progress bars on standard error (terminals only).
 
     Raises:
         Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense.
     """
     load_library()
+    if hardware is not None:
+        hardware = _machine(hardware, calibration is not None or stats is not None)
     config = config or Config()
     config = replace(config, weights=weights or config.weights, activations=activations or config.activations)
     if calibration is None and stats is None:
@@ -334,7 +339,28 @@ def optimize(
         predictors = _fit(model, data, sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, sites, stats, fitted, config)
-    return _apply(model, Optimized(made, fitted, stats), progress, config, data)
+    _apply(model, Optimized(made, fitted, stats), progress, config, data)
+    if hardware is not None:
+        from torch_pi2.plan.machine import plan_for
+        from torch_pi2.runtime.adapt import follow
+
+        parts_of(model).plan = plan_for(model, hardware, progress=progress)
+        follow(model, parts_of(model).plan)
+    return model
+
+
+def _machine(hardware: Any, has_data: bool) -> Any:
+    """The profile of ``hardware``, before minutes of work. Raises ConfigError, ArtifactError, CalibrationError."""
+    from torch_pi2.plan.hardware import Hardware, find_hardware
+
+    if not has_data:
+        raise CalibrationError(
+            "optimize(hardware=...)",
+            expected="calibration data or statistics: how often neurons fire decides which are hot",
+            found="neither",
+            fix="Pass calibration=... or stats=....",
+        )
+    return hardware if isinstance(hardware, Hardware) else find_hardware(hardware)
 
 
 def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
@@ -428,10 +454,15 @@ def parts_of(model: nn.Module) -> Optimized:
 def restore(model: nn.Module) -> nn.Module:
     """Give the original modules and weights back, bit for bit; returns ``model``. A dense model is left alone.
 
+    A plan that it follows (:func:`torch_pi2.follow`) is followed no more.
+
     Raises:
         ConfigError: weights are quantised, which cannot be undone.
     """
+    from torch_pi2.runtime.adapt import let_go
+
     restore_modules(model)
+    let_go(model)
     if isinstance(getattr(model, "torch_pi2", None), Optimized):
         object.__delattr__(model, "torch_pi2")
     return model

@@ -39,7 +39,7 @@ WORK = Path("work") / "bench"
 #: Methods with which a float checkpoint is optimised.
 MADE = ("exact", "lowrank")
 #: Steps that statistics are of, at each batch size, and that a recording has for each sequence of the largest batch.
-STATISTICS, ACCESSES = 64, 24
+STATISTICS, ACCESSES = 64, 64
 #: Of a text that a real model is fed with.
 _TEXT_BYTES = 400_000
 #: Tensors of a layer with a row for each neuron (of the predictor: if none is hot).

@@ -30,6 +30,8 @@ def describe(hardware: Hardware) -> str:
         _reads(hardware),
         f"together: computing takes {hardware.compute_while_reading:.2f} times as long while neurons are read, and "
         f"reading {hardware.read_while_computing:.2f} times while layers are computed",
+        f"a store: {hardware.store.lookup_us:.2f} us to look a neuron up, at least {hardware.store.slot_us:.2f} us for "
+        "each that is read",
     ]
     if (npu := hardware.accelerator) is not None:
         parts.append(

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--predictors", type=Path, metavar="DIR", help="folder written by fit (needs --stats; default: fit now)"
     )
     common.add_text(parser)
+    parser.add_argument("--hardware", metavar="NAME", help="plan for it, too: measured, a preset, or a file")
     common.add_config(parser)
     common.add_storage(parser)
 
@@ -53,7 +54,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = common.load_dense(args), common.load_tokenizer(args)
     text = common.text_of(args, tokenizer, config.calibration_tokens)
     model = torch_pi2.optimize(
-        model, text, config, tokenizer=tokenizer, stats=stats, predictors=predictors, progress=True
+        model,
+        text,
+        config,
+        tokenizer=tokenizer,
+        stats=stats,
+        predictors=predictors,
+        hardware=args.hardware,
+        progress=True,
     )
     torch_pi2.save(model, args.out, tokenizer=tokenizer)
     errors = {name: asdict(error) for name, error in parts_of(model).quantization.items()}

@@ -29,6 +29,11 @@ __all__ = ["PARTS", "Cost", "best_chunk", "layer_curve", "prompt_cost", "step_co
 #: rotary embedding, residuals, Python. ``io``: what computing does not hide of reads, and what they slow it down by.
 PARTS = ("attention", "sdpa", "predictor", "hot", "cold", "io", "merge", "head", "glue")
 
+#: Tokens of a step from which on a layer that is all hot is streamed past the cache, as prompts are: with int8
+#: activations where there are tiles for them (csrc/include/pi2/linear.h: ``kGemmTokens``), and else (``kStreamFrom`` of
+#: csrc/core/sparse_ffn.cc).
+STREAMED_TILES, STREAMED = 12, 32
+
 #: Chunks of a layer that are computed as their neurons come (csrc/include/pi2/ffn.h: ``chunk_neurons``).
 CHUNKS = 16
 
@@ -118,27 +123,38 @@ def step_cost(
     if cache_bytes is not None:
         slots = min(slots, cache_bytes // shape.place_bytes)
         read_L = (misses or FrequencyMisses(shape)).misses(batch, slots, kept, hot, firsts)
-    rows, total = [], dict.fromkeys(PARTS, 0.0)
-    for layer, h, first, stays, missed in zip(shape.layers, hot, firsts, kept, read_L.tolist(), strict=True):
+        streams_L = [streamed(layer, hardware, batch, h, first) for layer, h, first in zip(shape.layers, hot, firsts)]
+        share = slots / shape.slots if all(streams_L) else 0.0  # nothing that is streamed takes another's place
+    else:
+        streams_L, share = [False] * len(shape.layers), 0.0
+    rows, total, read = [], dict.fromkeys(PARTS, 0.0), 0.0
+    for layer, h, first, stays, missed, streams in zip(
+        shape.layers, hot, firsts, kept, read_L.tolist(), streams_L, strict=True
+    ):
+        if streams:
+            missed = layer.slots - max(stays // layer.cluster, share * layer.slots)
         curve = layer_curve(layer, hardware, batch, h, accelerator=first, model_bytes=shape.weight_bytes)
         ms = dict.fromkeys(PARTS, 0.0) | {part: float(curve[part][0]) for part in TIMES}
         ms |= _block_ms(shape, layer, hardware, batch, context)
         row: dict[str, Any] = {"key": layer.key, "hot_neurons": h, "accelerator_neurons": first}
         row |= {"resident_neurons": stays, "misses": missed}
+        read += missed * layer.cluster
         if cache_bytes is not None:
-            reads, read_ms = _reads(shape, layer, hardware, missed, float(curve["cold_wanted"][0]), slots, config)
-            before = ms["attention"] + ms["sdpa"] if first or config.lookahead else 0.0
-            ms["io"] = _io_ms(hardware, read_ms, ms["hot"] + ms["cold"], before, config)
-            row |= {"reads": reads, "read_ms": sum(read_ms)}
+            cold = float(curve["cold_wanted"][0])
+            reads, read_ms = _reads(shape, layer, hardware, missed, cold, stays, config)
+            ahead = ms["attention"] + ms["sdpa"] + ms["glue"]
+            before = ahead if first or config.lookahead or streams else 0.0
+            ms["io"] = _io_ms(hardware, read_ms, ms["hot"] + ms["cold"], before, config, streams)
+            ms["io"] += (cold + h - first) * hardware.store.lookup_us / 1e3
+            row |= {"reads": reads, "read_ms": sum(read_ms), "misses": missed}
         else:
             row |= {"reads": 0.0, "read_ms": 0.0}
         rows.append(row | ms)
         for part, value in ms.items():
             total[part] += value
     total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes, model_bytes=shape.weight_bytes)
-    neurons = sum(missed * layer.cluster for missed, layer in zip(read_L.tolist(), shape.layers, strict=True))
     memory = _memory(shape, batch, context, cache_bytes, kept, firsts, config)
-    return Cost(batch, total, neurons, rows, memory)
+    return Cost(batch, total, read, rows, memory)
 
 
 def _block_ms(shape: ModelShape, layer: LayerShape, hardware: Hardware, batch: int, context: int) -> dict[str, float]:
@@ -166,26 +182,26 @@ def _reads(
     hardware: Hardware,
     missed: float,
     cold_wanted: float,
-    slots: int,
+    resident: int,
     config: OffloadConfig,
 ) -> tuple[float, tuple[float, float]]:
     """Reads of a layer in a step; milliseconds of the drive for cold neurons, and for hot ones.
 
     Cold neurons are missed before hot ones, which every step wants. Slots of a store that are not far from each other
     come with one read (csrc/core/read_batch.h: up to ``run_bytes``, with at most ``gap_bytes`` between two). With
-    missed slots spread evenly, d of those that are not in the cache, the next one is within reach with the share
-    ``1 - (1 - d) ** (1 + gap_bytes / slot)``. What hot neurons miss lies together: one stream.
+    missed slots spread evenly, d of those behind the resident ones (what else is in the cache lies between them), the
+    next one is within reach with the share ``1 - (1 - d) ** (1 + gap_bytes / slot)``. What hot neurons miss lies together: one stream. The store itself needs
+    ``hardware.store.slot_us`` for each slot, which counts where the drive is faster.
     """
     if missed <= 0:
         return 0.0, (0.0, 0.0)
     slot, read = layer.file_slot_bytes, layer.slot_bytes
     cold = min(missed, cold_wanted)
-    streamed = hardware.stream_us((missed - cold) * slot) / 1e3
+    hot_ms = hardware.stream_us((missed - cold) * slot) / 1e3
     runs = (missed - cold) * slot / max(slot, config.run_bytes)
     if cold <= 0:
-        return runs, (0.0, streamed)
-    elsewhere = layer.slots * (1 - slots / shape.slots)  # slots of the layer that are not in the cache, about
-    density = min(1.0, cold / max(cold, elsewhere))
+        return runs, (0.0, hot_ms)
+    density = cold / max(cold, layer.slots - resident / layer.cluster)
     reach = 1 + config.gap_bytes // slot
     near = 1 - (1 - density) ** reach
     step = sum(k * density * (1 - density) ** (k - 1) for k in range(1, reach + 1)) / near  # slots to the next one
@@ -196,23 +212,43 @@ def _reads(
     whole = sum(y.slots * y.file_slot_bytes for y in shape.layers)
     # Of CHUNKS chunks only in_flight have reads under way.
     depth = min(config.io_threads, max(1.0, reads * min(1.0, config.in_flight / CHUNKS)))
-    return reads + runs, (hardware.read_us(reads, block, range_bytes=whole, depth=depth) / 1e3, streamed)
+    drive_us = hardware.read_us(reads, block, range_bytes=whole, depth=depth)
+    return reads + runs, (max(drive_us, cold * hardware.store.slot_us) / 1e3, hot_ms)
+
+
+def streamed(layer: LayerShape, hardware: Hardware, batch: int, hot: int, first: int = 0) -> bool:
+    """Whether a step of so many tokens reads the layer as a prompt does: in order, and past the cache."""
+    if hot < layer.intermediate or first or layer.experts > 1:
+        return False
+    tiles = layer.kernel.endswith("/int8") and hardware.machine.get("kernels", "").endswith("vnni")
+    return batch >= (STREAMED_TILES if tiles else STREAMED)
 
 
 def _io_ms(
-    hardware: Hardware, read_ms: tuple[float, float], compute_ms: float, before_ms: float, config: OffloadConfig
+    hardware: Hardware,
+    read_ms: tuple[float, float],
+    compute_ms: float,
+    before_ms: float,
+    config: OffloadConfig,
+    streams: bool,
 ) -> float:
     """Milliseconds by which reads make a layer longer.
+
+    A layer that is streamed is read while the one before, and what is between them, is computed: what takes longer
+    counts.
 
     Reads of cold neurons begin when the predictor has spoken. A layer is computed in ``CHUNKS`` chunks in the order in
     which they come, so that all but one of them hide behind the other side, whichever takes longer:
     ``max(R + C / 16, C + R / 16)`` instead of ``C``, with R, the drive's time, ``read_while_computing`` times as long
     as alone. Meanwhile computing is ``compute_while_reading`` times as slow. Without ``pipeline``: one after the other.
+    Looking neurons up (``hardware.store.lookup_us`` each) comes on top.
     Hot neurons that are missing are read while what comes before the layer is computed (``before_ms``), if anything
     asks for them then: constraint of papers.md 11.1, ``(1 - hit) h B / BW <= T_attention``, of which what is too long
     counts.
     """
     cold, hot = read_ms
+    if streams:
+        return max(0.0, cold + hot - before_ms - compute_ms)
     exposed = max(0.0, hot - before_ms)
     if cold + exposed <= 0:
         return 0.0

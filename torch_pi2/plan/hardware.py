@@ -146,6 +146,19 @@ class Interference:
 
 
 @dataclass(frozen=True)
+class StoreCosts:
+    """What a neuron store costs beside its drive.
+
+    Attributes:
+        lookup_us: of each neuron that a step wants, in the cache or not.
+        slot_us: of each slot that is read, at least: to check it, to make room for it and to put it there.
+    """
+
+    lookup_us: float = limited()
+    slot_us: float = limited()
+
+
+@dataclass(frozen=True)
 class Accelerator:
     """What computes hot neurons beside the CPU, densely.
 
@@ -201,6 +214,7 @@ class Hardware:
     glue: Glue = field(default_factory=lambda: Glue(0.0, 0.0, 0.0, 0.0))
     reads: Reads = field(default_factory=Reads)
     interference: Interference = field(default_factory=lambda: Interference(1.0, 1.0))
+    store: StoreCosts = field(default_factory=lambda: StoreCosts(0.0, 0.0))
     accelerator: Accelerator | None = None
     _memo: dict[tuple[str, str, str, float, bool], Line] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_pi2.errors import ArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError
 
 #: Neurons of which an accelerator computes a whole number of, or all.
 ACCELERATOR_CHUNK = 512
@@ -26,6 +26,8 @@ OFFLOAD_SETTINGS: dict[str, type] = {
     "gap_bytes": int,
     "lookahead": bool,
 }
+#: Of a step: what sums of parts are still exact to a microsecond with.
+_MOST_MS = 1e15
 #: What threads are for.
 THREAD_ROLES = ("compute", "io")
 
@@ -40,7 +42,7 @@ class Bucket:
             the layer is dense. At least the ``n_hot`` of its :class:`~torch_pi2.plan.plan.LayerPlan`.
         accelerator: by layer, those of them that an accelerator computes: a multiple of 512, or all neurons.
         resident: by layer, so many neurons, the first in plan order, never leave the cache of a store.
-        cache_bytes: of a store's neuron cache; 0 if all neurons are in memory.
+        cache_bytes: of a store's neuron cache; 0 if all neurons are in memory, or if the budget leaves none.
         ms: predicted milliseconds of a step, by part (:data:`torch_pi2.plan.cost.PARTS`); empty if nobody predicted.
     """
 
@@ -62,7 +64,8 @@ class PromptPlan:
     """How prompts are read.
 
     Attributes:
-        dense_from: by layer, from so many tokens in one call on every neuron is computed; 0: never.
+        dense_from: by layer, from so many tokens in one call on every neuron is computed; 0: never. Calls of no more
+            tokens than the largest bucket has sequences are steps, whatever it says.
         chunk_tokens: tokens of a long prompt for which layers in a store are read once.
     """
 
@@ -182,7 +185,7 @@ class _Reader:
         self._check(isinstance(made_for, dict), "made_for", "an object", made_for)
         budget = data["budget_bytes"]
         self._check(isinstance(data["buckets"], list) and bool(data["buckets"]), "buckets", "at least one", "none")
-        buckets = [self._bucket(entry, i, layers) for i, entry in enumerate(data["buckets"])]
+        buckets = [self._bucket(entry, i, layers, budget is None) for i, entry in enumerate(data["buckets"])]
         batches = [bucket.batch for bucket in buckets]
         self._check(sorted(set(batches)) == batches, "buckets", "ascending batch sizes", batches)
         self._fields(data["prompt"], "prompt", ("dense_from", "chunk_tokens"))
@@ -195,6 +198,9 @@ class _Reader:
             self._check(name in OFFLOAD_SETTINGS, "offload", f"settings of {', '.join(OFFLOAD_SETTINGS)}", name)
             kind = OFFLOAD_SETTINGS[name]
             self._check(type(value) is kind, f"offload.{name}", kind.__name__, value)
+            if kind is int:
+                self._whole(value, f"offload.{name}", 0)
+        self._offload(offload)
         self._fields(threads, "threads", ())
         for role, count in threads.items():
             self._check(role in THREAD_ROLES, "threads", " or ".join(THREAD_ROLES), role)
@@ -211,7 +217,22 @@ class _Reader:
             self._whole(data["cluster"], "cluster", 1),
         )
 
-    def _bucket(self, data: Any, index: int, layers: Sequence[tuple[str, int, int]]) -> Bucket:
+    def _offload(self, settings: dict[str, Any]) -> None:
+        """Settings of the right names and types."""
+        from torch_pi2.runtime.offload import OffloadConfig  # it imports plans
+
+        try:
+            OffloadConfig(**settings)
+        except ConfigError as error:
+            name = error.what.removeprefix("OffloadConfig.")
+            raise ArtifactError(
+                f"{self._where}, hardware.offload.{name}",
+                expected=error.expected,
+                found=error.found,
+                fix="Make the plan again (torch-pi2 plan).",
+            ) from error
+
+    def _bucket(self, data: Any, index: int, layers: Sequence[tuple[str, int, int]], in_memory: bool) -> Bucket:
         name = f"buckets[{index}]"
         self._fields(data, name, ("batch", "hot", "accelerator", "resident", "cache_bytes", "ms"))
         hot = self._counts(data["hot"], f"{name}.hot", layers)
@@ -223,13 +244,10 @@ class _Reader:
         ms = data["ms"]
         self._check(isinstance(ms, dict), f"{name}.ms", "an object", ms)
         for part, value in ms.items():
-            good = type(value) in (int, float) and math.isfinite(value) and value >= 0
+            good = type(value) in (int, float) and 0 <= value < _MOST_MS
             self._check(good, f"{name}.ms.{part}", "milliseconds, 0 or more", value)
-        return Bucket(
-            self._whole(data["batch"], f"{name}.batch", 1),
-            hot,
-            accelerator,
-            self._counts(data["resident"], f"{name}.resident", [(key, 0, most) for key, _, most in layers]),
-            self._whole(data["cache_bytes"], f"{name}.cache_bytes", 0),
-            ms,
-        )
+        resident = self._counts(data["resident"], f"{name}.resident", [(key, 0, most) for key, _, most in layers])
+        cache_bytes = self._whole(data["cache_bytes"], f"{name}.cache_bytes", 0)
+        cached = cache_bytes > 0 or not in_memory
+        self._check(cached or not any(resident), f"{name}.resident", "0 where everything is in memory", sum(resident))
+        return Bucket(self._whole(data["batch"], f"{name}.batch", 1), hot, accelerator, resident, cache_bytes, ms)

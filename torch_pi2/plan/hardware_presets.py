@@ -64,6 +64,7 @@ def _sm8650() -> Hardware:
         "glue": "assumed: 15 us a layer compiled, 150 eager",
         "reads": f"{_P}: UFS 4.0, through the device ufs-4.0 (docs/DEVICES.md: what of it is assumed)",
         "interference": "assumed: reads run on one core that does not compute, and cost the others 5 %",
+        "store": "assumed: nothing beside the drive",
         "accelerator": f"{_P}: 56 GB/s alone, 59.6 GB/s with the CPU; {_NPU_PROMPT:g} tokens/s of a 7B INT4 prompt. "
         "Memory is the phone's (Table 3: 19 GB). Assumed: 60 us to begin a call and to wait for its end, 5 us to merge",
     }
@@ -83,6 +84,7 @@ def _sm8475() -> Hardware:
         "glue": "assumed: as sm8650-ufs4.0",
         "reads": "assumed: the device ufs-3.1 (docs/DEVICES.md), half of UFS 4.0; the paper has no figures of it",
         "interference": "assumed: as sm8650-ufs4.0",
+        "store": "assumed: as sm8650-ufs4.0",
         "accelerator": slower,
     }
     return _phone("sm8475-ufs3.1", notes, 2 / 3, 11e9, find_device("ufs-3.1"), "Hexagon NPU of Snapdragon 8+ Gen 1")

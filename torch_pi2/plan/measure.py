@@ -20,6 +20,7 @@ from torch_pi2.plan.hardware import Hardware, cached_path, cores
 from torch_pi2.plan.measure_compute import CACHED, FULL, QUICK, rates, sparse_cases
 from torch_pi2.plan.measure_machine import bandwidths, cache_bytes, glue, thread_factors
 from torch_pi2.plan.measure_reads import drive, interference, reads
+from torch_pi2.plan.measure_store import store_costs
 from torch_pi2.plan.measure_weights import Weights
 
 #: Shorter than this there is a look at everything, over sizes too small for real figures.
@@ -32,13 +33,14 @@ _FILE_BYTES = 512 * _MIB
 #: Parts and their shares of the time.
 _SHARES = {
     "memory": 0.05,
-    "kernels": 0.42,
+    "kernels": 0.34,
     "kernels in cache": 0.1,
     "threads": 0.03,
     "layers": 0.2,
     "file": 0.05,
     "reads": 0.12,
     "interference": 0.03,
+    "store": 0.08,
 }
 
 
@@ -94,6 +96,7 @@ def measure(
         busy = sparse_cases(weights, "int4/int8", *grid.layers[-1], batch=1)[0].ready
         together = interference(file, of_drive, busy, part("interference")[0])
         bar("interference", _SHARES["interference"])
+        of_store = store_costs(folder, real=real, tick=part("store")[1])
     notes = {"rates": "float linear layers, matrix products and SDPA by the wall's clock, others by the operators' own"}
     if not real:
         notes |= {"glue": "assumed: compiled as eager", "name": "a look in less than 20 seconds: not for plans"}
@@ -116,6 +119,7 @@ def measure(
         glue=of_layers,
         reads=of_drive,
         interference=together,
+        store=of_store,
     )
 
 

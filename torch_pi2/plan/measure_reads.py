@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -30,8 +30,8 @@ _LARGEST = 1 << 30
 _AGREE = 0.15
 _PASSES = 6
 _TYPICAL = 8 * _KIB
-#: Of each point.
-_LEAST_S = 0.01
+#: Of each point, and how often it is measured.
+_LEAST_S, _TAKES = 0.01, 3
 
 
 class Drive:
@@ -146,27 +146,26 @@ def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
 
 
 def reads(drive: Drive, seconds: float, tick: Callable[[float], None]) -> Reads:
-    """Tables of all engines over the whole file, and of the faster one over an eighth of it, too."""
+    """Tables of all engines over the whole file, and of the faster one over an eighth of it, too.
+
+    Each figure is the median of ``_TAKES`` sweeps over all of them: a drive that others share has moments.
+    """
     points = list(product(_BLOCKS, _DEPTHS))
-    each = max(_LEAST_S, seconds / (len(points) * (len(ENGINES) + 1)))
+    each = max(_LEAST_S, seconds / (len(points) * (len(ENGINES) + 1))) / _TAKES
     table: dict[str, list[ReadRate]] = {}
     cpu = dict.fromkeys(ENGINES, 0.0)
     for engine in ENGINES:
-        for block, depth in points:
-            per_s, cpu_s = drive.rate(engine, block, drive.nbytes, depth, each)
-            tick(1 / (len(points) * (len(ENGINES) + 1)))
-            if not per_s:
-                break  # not in this build, or forbidden
+        for (block, depth), (per_s, cpu_s) in _medians(drive, engine, points, drive.nbytes, each).items():
             table.setdefault(engine, []).append(ReadRate(block, drive.nbytes, depth, per_s))
             if (block, depth) == (_TYPICAL, _DEPTHS[-1]):
                 cpu[engine] = six_digits(cpu_s * 1e6)
-    table = {engine: rows for engine, rows in table.items() if len(rows) == len(points)}
+        tick(1 / (len(ENGINES) + 1))
     # The engine of which small reads are most: what a plan reads are neurons.
     best = max(table, key=lambda engine: max(r.reads_per_s for r in table[engine] if r.block_bytes == _TYPICAL))
-    for block, depth in points:
-        per_s, _ = drive.rate(best, block, drive.nbytes // 8, depth, each)
-        tick(1 / (len(points) * (len(ENGINES) + 1)))
-        table[best].append(ReadRate(block, drive.nbytes // 8, depth, per_s))
+    part = drive.nbytes // 8
+    for (block, depth), (per_s, _) in _medians(drive, best, points, part, each).items():
+        table[best].append(ReadRate(block, part, depth, per_s))
+    tick(1 / (len(ENGINES) + 1))
     return Reads(
         engine=best,
         direct=drive.direct,
@@ -176,6 +175,20 @@ def reads(drive: Drive, seconds: float, tick: Callable[[float], None]) -> Reads:
         cpu_us_per_read=cpu[best],
         engines={engine: monotone(rows) for engine, rows in table.items()},
     )
+
+
+def _medians(
+    drive: Drive, engine: str, points: Sequence[tuple[int, int]], range_bytes: int, seconds: float
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """By block and depth, random reads a second and CPU seconds of each; nothing if there is no such engine here."""
+    takes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for _ in range(_TAKES):
+        for block, depth in points:
+            found = drive.rate(engine, block, range_bytes, depth, seconds)
+            if not found[0]:
+                return {}  # not in this build, or forbidden
+            takes.setdefault((block, depth), []).append(found)
+    return {point: sorted(found)[len(found) // 2] for point, found in takes.items()}
 
 
 def interference(drive: Drive, found: Reads, ready: Ready, seconds: float) -> Interference:
