@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_pi2.plan.plan import Plan
 from torch_pi2.plan.hardware import StoreCosts
+from torch_pi2.plan.plan import Plan
 from torch_pi2.plan.shape import LayerShape, ModelShape
 from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tiny_models import LAYERS, VOCAB, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.graph.rewrite import rewrite, sparse_layers
 from torch_pi2.plan.greedy import plan_without_data
 from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
@@ -24,6 +25,7 @@ from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.runtime import counters
 from torch_pi2.runtime.adapt import Engine, engine_of, follow
 from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN
 from torch_pi2.runtime.prompt import skips_predictor, sparse_only, takes_prompt_path
 from torch_pi2.store.shapes import SHAPES
@@ -189,7 +191,7 @@ def test_rows_follow_the_tensors_that_they_are_of(folders: dict[str, Path]) -> N
     [
         ([(2, 5), (1, 5)], ConfigError, r"by batch: expected ascending numbers of tokens, from 1, found 2, 1\."),
         ([(0, 5)], ConfigError, r"expected ascending numbers of tokens, from 1, found 0\."),
-        ([(1, 3)], ShapeError, r"by batch: expected 4 \(those that no predictor has rows for\) to 48, found 3\."),
+        ([(1, -1)], ShapeError, r"by batch: expected 0 \(those that no predictor has rows for\) to 48, found -1\."),
         ([(1, 5), (2, 49)], ShapeError, r"to 48, found 5, 49\."),
     ],
 )
@@ -198,6 +200,46 @@ def test_wrong_hot_neurons(entries: list[tuple[int, int]], error: type[Exception
     with pytest.raises(error, match=message):
         layer.by_batch = entries
     assert layer.by_batch == ()
+
+
+@pytest.mark.parametrize("name", ["lowrank int4", "signbit"])
+def test_neurons_that_no_predictor_has_rows_for_stay_hot(folders: dict[str, Path], name: str) -> None:
+    own = torch_pi2.load(folders[name]).torch_pi2.plan
+    planned = replace(own, layers=[replace(y, n_hot=100) for y in own.layers])
+    model = torch_pi2.load(folders[name], plan=planned)
+    layer = sparse_layers(model)[0]
+    assert layer.least_hot == 100
+    with pytest.raises(
+        ShapeError, match=r"by batch: expected 100 \(those that no predictor has rows for\) to \d+, found"
+    ):
+        layer.by_batch = ((1, 99),)
+    with pytest.raises(ShapeError, match=r"expected 100 to \d+ hot neurons of .*, found 99\."):
+        follow(model, plan_of(model, {1: 99}))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_exact_layer_may_have_fewer_hot_neurons_than_planned_first(folders: dict[str, Path], stored: bool) -> None:
+    own = torch_pi2.load(folders["exact"]).torch_pi2.plan
+    planned = replace(own, layers=[replace(y, n_hot=100) for y in own.layers])
+    settings: dict[str, Any] = {"budget": "1GiB"} if stored else {}
+    folder = packed(folders["exact"]) if stored else folders["exact"]
+    model = torch_pi2.load(folder, plan=planned, **settings)
+    wanted = {batch: logits(model, batch) for batch in (1, 2, 3)}
+    follow(model, plan_of(model, {1: 0, 2: 7, 4: 300}))
+    for layer in sparse_layers(model):
+        assert (layer.n_hot, layer.least_hot, layer.hot_for(1), layer.hot_for(2)) == (100, 0, 0, 7)
+        assert set(layer.predictor(0)) | set(layer.predictor(7)) == {None}
+    decoders = [Decoder(model, max_tokens=16, compiled=c, backend="eager", logits=True) for c in (False, True)]
+    for turn in range(2):
+        for batch, bits in wanted.items():
+            assert torch.equal(logits(model, batch), bits)
+        rows = []
+        for decoder in decoders:
+            decoder.prompt(IDS)
+            counters.reset()
+            rows.append((decoder.step(IDS[:, :1]), counters.read(reset=True)))
+        assert torch.equal(rows[0][0], rows[1][0])
+        assert turn == 0 or rows[0][1] == rows[1][1]  # the first one of the compiled is traced
 
 
 def with_hot(method: str, n_hot: int, threshold: float = 0.0) -> nn.Module:
@@ -219,6 +261,25 @@ def test_layers_with_a_threshold_keep_their_hot_neurons() -> None:
         sparse_layers(model)[0].by_batch = ((1, 5), (2, 48))
     follow(model, plan_of(model, {1: 0, 2: 48}))
     assert all(layer.by_batch == () and layer.hot_for(2) == 4 for layer in sparse_layers(model))
+
+
+@pytest.mark.parametrize("method", ["exact", "dense", "threshold"])
+def test_a_step_is_never_a_prompt(method: str) -> None:
+    model = with_hot(method, 4, 0.1 if method == "threshold" else 0.0)
+    wanted = {batch: logits(model, batch) for batch in (2, 4)}
+    engine = follow(model, plan_of(model, {1: 48, 4: 48}, dense_from=2))
+    for batch, bits in wanted.items():
+        assert torch.equal(logits(model, batch), bits)
+    for layer in sparse_layers(model):
+        assert layer.dense_from == 5
+        x = torch.randn(5, layer.site.hidden)
+        assert [takes_prompt_path(layer, x[:n]) for n in (4, 5)] == [False, True]
+    follow(model, plan_of(model, {1: 48, 4: 48}, dense_from=0))
+    assert all(layer.dense_from == 0 for layer in sparse_layers(model))  # never
+    engine = follow(model, plan_of(model, {1: 48, 4: 48}, dense_from=9))
+    assert all(layer.dense_from == 9 for layer in sparse_layers(model))
+    engine.close()
+    assert all(layer.dense_from is None for layer in sparse_layers(model))
 
 
 def test_a_plan_says_from_when_on_prompts_are_dense(folders: dict[str, Path]) -> None:
@@ -273,7 +334,14 @@ def test_generation_is_seen_and_its_batch_followed() -> None:
     engine.batch(2)
     assert (engine.bucket.batch, engine.stats()["switches"]) == (2, 2)
     with torch.no_grad():
-        model(IDS)  # a prompt is no step
+        model(IDS.repeat(4, 1))  # prompts, whose keys and values want their memory
+        assert engine.stats()["sequences"] == 4
+        sparse_layers(model)[0](torch.randn(3, 32))  # flattened: a step of 3
+        assert engine.stats()["sequences"] == 3
+        sparse_layers(model)[0](torch.randn(5, 32))  # more than a step has
+        sparse_layers(model)[0](torch.randn(0, 4, 32))
+        assert engine.stats()["sequences"] == 3
+        model(IDS.repeat(2, 1))
     assert engine.stats()["sequences"] == 2
     with pytest.raises(ConfigError, match=r"sequences: expected 1 or more, found 0\. A batch has at least one\."):
         engine.batch(0)
@@ -308,6 +376,79 @@ def test_another_plan_takes_over_and_restored_models_are_free() -> None:
     assert engine_of(model) is None
 
 
+def seen_by(model: nn.Module) -> list[Any]:
+    """The engines whose hooks are in ``model``."""
+    return [hook.__self__ for module in model.modules() for hook in module._forward_pre_hooks.values()]
+
+
+def test_a_copy_that_follows_another_plan_leaves_the_original_alone() -> None:
+    model = tiny("llama-relu")
+    torch_pi2.optimize(model)
+    first = follow(model, plan_of(model, {1: 4, 2: 8}))
+    twin, dense = copy.deepcopy(model), copy.deepcopy(model)
+    second = follow(twin, plan_of(twin, {1: 6, 2: 7}))
+    assert (engine_of(model), engine_of(twin)) == (first, second)
+    assert (seen_by(model), seen_by(twin)) == ([first], [second])
+    logits(twin, 2)
+    torch_pi2.restore(dense)
+    assert (engine_of(dense), seen_by(dense)) == (None, [])
+    assert (first.stats()["sequences"], second.stats()["sequences"]) == (1, 2)
+    logits(model, 2)
+    assert (first.stats()["sequences"], sparse_layers(model)[0].by_batch) == (2, ((1, 4), (2, 8)))
+    second.close()
+    assert (engine_of(model), engine_of(twin)) == (first, None)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_fails_half_way_leaves_the_model_as_it_was(store: Path, before: bool) -> None:
+    model, cache = over_store(store, 0.5)
+    first = follow(model, plan_of(model, {1: 64}, dense_from=30)) if before else None
+    was = [(layer.by_batch, layer.dense_from) for layer in sparse_layers(model)]
+    model.torch_pi2_store[0].close()
+    with pytest.raises(ArtifactError, match="closed"):
+        follow(model, plan_of(model, {1: 10}, dense_from=40, budget=1, cache={1: cache}))
+    assert [(layer.by_batch, layer.dense_from) for layer in sparse_layers(model)] == was
+    assert engine_of(model) is first
+    assert seen_by(model) == ([first] if before else [])
+    if first is not None:
+        first.batch(3)  # goes on
+        assert first.stats()["sequences"] == 3
+
+
+def test_restored_models_follow_nothing() -> None:
+    model = tiny("llama-relu")
+    torch_pi2.optimize(model)
+    wanted = logits(model, 2)
+    engine = follow(model, plan_of(model, {1: 4, 2: 8}))
+    torch_pi2.restore(model)
+    assert (engine_of(model), seen_by(model)) == (None, [])
+    engine.batch(2)
+    assert engine.stats()["sequences"] == 1
+    torch_pi2.optimize(model)
+    assert (engine_of(model), seen_by(model)) == (None, [])
+    assert all(layer.by_batch == () for layer in sparse_layers(model))
+    assert torch.equal(logits(model, 2), wanted)
+
+
+def test_rows_are_there_before_a_call_can_want_them(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = sparse_layers(torch_pi2.load(folders["lowrank int4"]))[0]
+    plain = nn.Module.__setattr__
+    steps = []
+
+    def checked(module: nn.Module, name: str, value: Any) -> None:
+        plain(module, name, value)
+        if module is layer and name in ("_by_batch", "_left"):
+            steps.append(name)
+            assert {layer.hot_for(tokens) for tokens in (1, 2)} - {layer.n_hot} <= set(layer._left)
+
+    monkeypatch.setattr(SparseFFN, "__setattr__", checked)
+    for entries in (((1, 5), (2, 70)), ((1, 90),), ()):
+        layer.by_batch = entries
+        assert set(layer._left) == {hot for _, hot in entries}
+    assert {"_by_batch", "_left"} == set(steps)
+    assert torch.equal(layer.predictor(30)[1], layer.predictor()[1][30:])  # what another thread has just replaced
+
+
 def test_decoders_say_how_many_sequences_there_are() -> None:
     model = tiny("llama-relu")
     torch_pi2.optimize(model)
@@ -324,6 +465,26 @@ def test_decoders_say_how_many_sequences_there_are() -> None:
     assert (engine.stats()["sequences"], engine.bucket.batch) == (2, 2)
 
 
+def test_prompts_say_it_before_keys_and_values_want_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama-relu")
+    torch_pi2.optimize(model)
+    engine = follow(model, plan_of(model, {1: 0, 2: 8, 4: 48}))
+    decoder = Decoder(model, max_tokens=16, batch=4, compiled=False)
+    seen: list[tuple[str, int]] = []
+    tell, give_back = engine.batch, decoder._kv.give_back
+    monkeypatch.setattr(engine, "batch", lambda n: (seen.append(("batch", n)), tell(n)))
+    monkeypatch.setattr(decoder._kv, "give_back", lambda n: (seen.append(("give back", n)), give_back(n)))
+    monkeypatch.setattr(model, "torch_pi2_store", (), raising=False)  # memory is given back over a store
+    model.model.embed_tokens.register_forward_pre_hook(lambda *_: seen.append(("read", engine.stats()["sequences"])))
+    for sequences, first in ((1, ["give back"]), (4, []), (2, ["give back"])):
+        decoder.prompt(IDS.repeat(sequences, 1))
+        assert seen[: len(first) + 2] == [(what, sequences) for what in (*first, "batch", "read")]
+        seen.clear()
+    with pytest.raises(ShapeError, match="prompt: expected"):
+        decoder.prompt(IDS.repeat(5, 1))
+    assert seen == []
+
+
 def broken(plan: HardwarePlan, **changes: Any) -> HardwarePlan:
     return replace(plan, buckets=(*plan.buckets[:-1], replace(plan.buckets[-1], **changes)))
 
@@ -337,7 +498,7 @@ def test_plans_that_cannot_be_followed() -> None:
         (dense, good, ConfigError, r"expected a model with sparse layers, .* found a model without\. Call torch_pi2"),
         (model, own, ConfigError, r"a plan with a part for hardware, found a plan without\. Plan with --hardware"),
         (model, broken(good, hot=(8,)), ShapeError, r"expected 2 layers, found hot of batch 2: 1\."),
-        (model, broken(good, hot=(8, 3)), ShapeError, r"expected 4 to 48 hot neurons of .*\.1\.mlp, found 3\."),
+        (model, broken(good, hot=(8, 49)), ShapeError, r"expected 0 to 48 hot neurons of .*\.1\.mlp, found 49\."),
         (model, broken(good, resident=(8, 49)), ShapeError, r"expected 0 to 48 resident neurons of .*, found 49\."),
         (model, replace(good, prompt=PromptPlan((0,))), ShapeError, r"expected 2 layers, found dense_from: 1\."),
     )
@@ -384,6 +545,41 @@ def test_bits_over_a_store_while_its_cache_follows(store: Path, folders: dict[st
     assert torch_pi2.stats(model)["cache_bytes"] == model.torch_pi2_store[1].cache
 
 
+def test_another_budget_keeps_to_the_plan(store: Path) -> None:
+    model, cache = over_store(store, 0.8)
+    opened, parts = model.torch_pi2_store
+    slot = parts.slot
+    planned = {1: 400 * slot, 4: 300 * slot}
+    assert planned[1] < cache
+    plan = plan_of(model, {1: 64, 4: 128}, budget=1, resident={1: 100, 4: 60}, cache=planned)
+    engine = follow(model, plan)
+    wanted = logits(model, 1)
+
+    def settled() -> tuple[int, int, tuple[int, ...]]:
+        until = time.monotonic() + 30
+        while opened.stats()["arranging"] and time.monotonic() < until:
+            time.sleep(0.005)
+        found = opened.stats()
+        assert found["resident"] <= found["slots"]
+        return found["cache_bytes"] // slot, found["fixed"], opened.resident
+
+    assert settled() == (400, 200, (100, 100))
+    for slots, expected in ((200, (200, 100, (50, 50))), (500, (400, 200, (100, 100))), (0, (0, 0, (0, 0)))):
+        made = torch_pi2.set_budget(model, parts.smallest + parts.in_slots(slots * slot))
+        assert made.cache == slots * slot
+        assert settled() == expected
+        assert torch.equal(logits(model, 1), wanted)
+    engine.batch(4)
+    torch_pi2.set_budget(model, parts.smallest + parts.in_slots(500 * slot))
+    assert settled() == (300, 120, (60, 60))
+    twin = copy.deepcopy(model)  # over the same store
+    torch_pi2.set_budget(twin, parts.smallest + parts.in_slots(150 * slot))
+    assert settled() == (150, 60, (30, 30))
+    engine.close()
+    engine.refresh(0)  # follows nothing any more
+    assert opened.stats()["cache_bytes"] == 500 * slot
+
+
 def test_a_cache_that_is_smaller_than_planned(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, cache = over_store(store, 0.5)
     plan = plan_of(model, {1: 64}, budget=1, resident={1: 100}, cache={1: 2 * cache})
@@ -401,8 +597,16 @@ def test_a_plan_for_memory_leaves_a_store_alone(store: Path) -> None:
     assert sparse_layers(model)[0].by_batch == ((1, 64), (4, 128))
 
 
-def test_guesses_are_made_with_the_hot_neurons_of_the_batch(store: Path) -> None:
+def test_guesses_are_made_with_the_hot_neurons_of_the_batch(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, stats = {}, {}
+    told: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+    announce = OffloadedFFN.announce
+
+    def recorded(layer: OffloadedFFN, batch: int = 1) -> None:
+        told[lookahead].append((layer.store_layer, batch, layer.hot_for(batch)))
+        announce(layer, batch)
+
+    monkeypatch.setattr(OffloadedFFN, "announce", recorded)
     for lookahead in (False, True):
         model, cache = over_store(store, 0.3, lookahead=lookahead, preload=False)
         neurons = sparse_layers(model)[0].site.intermediate
@@ -411,6 +615,10 @@ def test_guesses_are_made_with_the_hot_neurons_of_the_batch(store: Path) -> None
         stats[lookahead] = torch_pi2.stats(model)
     assert all(map(torch.equal, wanted[False], wanted[True]))
     assert stats[False]["guessed"] == 0 < stats[True]["used"]
+    assert told[False] == []
+    # as loaded, followed, and then for each number of sequences that changes the bucket
+    expected = ((1, 0), (1, 64), (2, 200), (4, neurons), (1, 64))
+    assert told[True] == [(layer, *now) for now in expected for layer in (0, 1)]
 
 
 def test_experts_have_no_hot_neurons_and_a_store_that_follows(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from tiny_models import VOCAB, tiny
 from torch import nn
 
@@ -13,6 +17,7 @@ from torch_pi2.errors import ConfigError, ShapeError, UnsupportedModelError
 from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.runtime.attention import packed_attention, packed_sdpa
 from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.kv import static_cache
 from torch_pi2.runtime.linear import QuantLinear
 
 PROMPT_BT = torch.randint(VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
@@ -132,6 +137,41 @@ def test_window_that_is_never_filled_is_no_window():
     assert torch.equal(decoded(decoder, PROMPT_BT), expected(model, PROMPT_BT))
     with pytest.raises(UnsupportedModelError, match="window of at least 17 tokens, found a sliding window of 16"):
         Decoder(model, max_tokens=17)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
+def test_windows_that_the_configuration_has_elsewhere(name: str) -> None:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    windows = {"sliding_window": 16} if name == "Gemma3" else {"attention_chunk_size": 16}
+    text = getattr(transformers, f"{name}TextConfig")(**sizes, **heads, **windows)
+    model = getattr(transformers, f"{name}ForCausalLM")(text).eval()
+    model.config = SimpleNamespace(get_text_config=lambda **_: text)  # as that of a model with images, too, has it
+    decoder = Decoder(model, max_tokens=16, compiled=False)
+    with pytest.raises(UnsupportedModelError, match="window of at least 17 tokens, found a sliding window of 16"):
+        static_cache(model, 17)
+    model.config = text
+    assert torch.equal(decoded(decoder, PROMPT_BT), expected(model, PROMPT_BT))
+
+
+def test_models_whose_cache_cannot_be_static() -> None:
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    t5 = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2)
+    encoder: Any = SimpleNamespace(config=t5)
+    for model, found in ((nn.Linear(2, 2), "a model without a configuration"), (encoder, "an encoder-decoder")):
+        with pytest.raises(UnsupportedModelError, match=f"expected a causal language model .* found {found}"):
+            Decoder(model, max_tokens=16)
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
+    with pytest.raises(
+        UnsupportedModelError, match="layer 0: expected keys and values of plain attention, found Linear"
+    ):
+        Decoder(mamba, max_tokens=16)
+    rwkv = transformers.RwkvForCausalLM(transformers.RwkvConfig(**small, attention_hidden_size=32)).eval()
+    decoder = Decoder(rwkv, max_tokens=16, compiled=False)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="found one that leaves it empty: what it knows of the prompt"):
+            decoder.prompt(PROMPT_BT)
+        assert decoder.length == 0
 
 
 def test_wrong_sizes():

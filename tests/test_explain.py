@@ -66,6 +66,15 @@ def test_parts_of_a_quantised_model_hang_together(store: Path) -> None:
     assert lines[-1].startswith("ffn, predicted: hot ")
 
 
+def test_a_model_with_too_few_positions() -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"))
+    model.config.max_position_embeddings = 18  # 8 + 1 + 2 * 3 tokens, and 4 that attention is measured with
+    with pytest.raises(ConfigError, match=r"explaining a plan with 15 tokens: expected at most 14: .* 18 positions"):
+        explained(model)
+    model.config.max_position_embeddings = 19
+    assert explained(model).measured_ms > 0
+
+
 def test_what_float_linears_take_is_with_the_rest() -> None:
     """The core's clock sees no layers of torch's own: they are in one row with what is left, on both sides."""
     found = explained(torch_pi2.optimize(tiny("llama-relu")))

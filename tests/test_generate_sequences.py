@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +76,41 @@ def test_one_token_each(model: nn.Module) -> None:
     short = sampled(model, 3, max_new_tokens=1, seed=40)
     assert short.sequences == [tokens[:1] for tokens in sampled(model, 3, seed=40).sequences]
     assert short.steps == 0
+    room = IDS.shape[1] + 1
+    decoder = Decoder(model, max_tokens=room, batch=3, compiled=False, logits=True)
+    assert sampled(model, 3, max_new_tokens=1, seed=40, decoder=decoder).sequences == short.sequences
+    small = Decoder(model, max_tokens=room - 1, batch=3, compiled=False, logits=True)
+    with pytest.raises(
+        ConfigError, match=rf"decoder: expected .* for 3 sequences and {room} tokens, found .* {room - 1}"
+    ):
+        sampled(model, 3, max_new_tokens=1, decoder=small)
+
+
+def test_all_end_at_once(model: nn.Module) -> None:
+    first = generate(model, IDS, max_new_tokens=3, eos_token_id=[]).sequences[0]
+    for ends in first:
+        got = generate(model, IDS, num_return_sequences=3, max_new_tokens=5, eos_token_id=ends)
+        length = first.index(ends) + 1
+        assert got.sequences == [first[:length]] * 3
+        assert got.batches == [3] * (length - 1)
+
+
+def test_a_streamer_that_raises_leaves_all_usable(model: nn.Module) -> None:
+    wanted = sampled(model, 3, seed=40)
+    decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, batch=3, compiled=False, logits=True)
+    left = iter(range(100))
+
+    def streamer(_sequence: int, _token: int) -> None:
+        if next(left) in (0, 6, 15):
+            raise KeyboardInterrupt
+
+    buckets = tuple(Bucket(b, (hot, hot), (0, 0), (0, 0)) for b, hot in ((1, 0), (2, 10), (5, 48)))
+    with follow(model, HardwarePlan({}, None, 0, 64, buckets, PromptPlan((0, 0)))) as engine:
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                sampled(model, 3, seed=40, decoder=decoder, streamer=streamer)
+            assert sampled(model, 3, seed=40, decoder=decoder).sequences == wanted.sequences
+            assert engine.stats()["sequences"] == wanted.batches[-1]
 
 
 def test_a_prompt_in_pieces_is_the_same_prompt() -> None:
@@ -85,7 +122,46 @@ def test_a_prompt_in_pieces_is_the_same_prompt() -> None:
         assert torch.allclose(one.keys, other.keys, atol=1e-4)
 
 
+@pytest.mark.parametrize(("tokens", "chunk", "pieces"), [(7, 6, [4, 3]), (10, 3, [3, 3, 2, 2]), (6, 3, [3, 3])])
+def test_no_piece_of_a_prompt_is_a_step(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tokens: int, chunk: int, pieces: list[int]
+) -> None:
+    decoder = Decoder(model, max_tokens=16, compiled=False, chunk_tokens=chunk)
+    read: list[int] = []
+    forward = decoder._forward
+
+    def counted(ids_BT: torch.Tensor) -> torch.Tensor:
+        read.append(ids_BT.shape[1])
+        return forward(ids_BT)
+
+    monkeypatch.setattr(decoder, "_forward", counted)
+    decoder.prompt(torch.arange(1, tokens + 1)[None])
+    assert read == pieces
+
+
 # --- rows of keys and values ---
+
+
+def in_memory(tensor: torch.Tensor) -> float:
+    """The share of the pages inside a contiguous tensor that are resident."""
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    pages = (tensor.data_ptr() + tensor.nbytes - first) // page
+    found = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * page), found) == 0
+    return sum(each & 1 for each in found) / pages
+
+
+def test_rows_have_memory_when_they_are_used(model: nn.Module) -> None:
+    decoder = Decoder(model, max_tokens=4096, batch=4, compiled=False)
+    token = decoder.prompt(IDS)
+    keys = decoder._kv._whole[0][0]
+    assert len(keys) == 4
+    assert in_memory(keys[1:]) < 0.05 < 0.9 < in_memory(keys[:1])
+    decoder.fork(4)
+    again = decoder.step(token.repeat(4, 1))
+    assert torch.equal(again[:1].expand(4, 1), again)
+    assert not keys[:, :, IDS.shape[1] + 1 :].any()
 
 
 def test_sequences_leave_and_the_last_take_their_rows(model: nn.Module) -> None:

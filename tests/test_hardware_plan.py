@@ -66,11 +66,17 @@ DAMAGE = [
     (("buckets", 0, "resident", 1), -1, "resident of b: expected 0 to 700, found -1"),
     (("buckets", 0, "cache_bytes"), -1, r"cache_bytes: expected a whole number, 0 or more, found -1"),
     (("buckets", 0, "ms", "hot"), float("nan"), r"ms\.hot: expected milliseconds, 0 or more, found nan"),
+    (("buckets", 0, "ms", "hot"), 10**400, r"ms\.hot: expected milliseconds, 0 or more, found 1000"),
+    (("buckets", 0, "ms", "hot"), 1e15, r"ms\.hot: expected milliseconds, 0 or more, found 1000000000000000.0"),
+    (("buckets", 0, "ms", "hot"), -1, r"ms\.hot: expected milliseconds, 0 or more, found -1"),
     (("buckets", 0, "ms"), [], r"buckets\[0\]\.ms: expected an object"),
     (("budget_bytes",), 1.5, "budget_bytes: expected a whole number, 0 or more, found 1.5"),
     (("prompt", "dense_from", 0), -1, "prompt.dense_from of a: expected 0 to"),
     (("prompt", "chunk_tokens"), 0, "chunk_tokens: expected a whole number, 1 or more"),
     (("offload", "policy"), 3, "offload.policy: expected str, found 3"),
+    (("offload", "policy"), "mru", "offload.policy: expected lru or sieve or .*found 'mru'"),
+    (("offload", "io_threads"), 0, "offload.io_threads: expected 1 or more, found 0"),
+    (("offload", "io_threads"), 10**400, "offload.io_threads: expected a whole number, 0 or more, found 1000"),
     (("offload", "speed"), 3, "offload: expected settings of policy, io_threads.*found 'speed'"),
     (("threads", "idle"), 1, "threads: expected compute or io, found 'idle'"),
     (("threads", "io"), -1, "threads.io: expected a whole number, 0 or more, found -1"),
@@ -89,6 +95,27 @@ def test_damage_is_named(path: tuple, value: object, message: str) -> None:
     with pytest.raises(errors.ArtifactError, match=message) as raised:
         HardwarePlan.from_json(data, LAYERS, "plan.json")
     assert str(raised.value).startswith("plan.json, hardware.")
+
+
+def test_nothing_is_resident_in_memory() -> None:
+    data = made().to_json() | {"budget_bytes": None}
+    assert HardwarePlan.from_json(data, LAYERS, "plan.json").buckets[0].resident == (100, 10)  # there is a cache
+    data["buckets"][1]["cache_bytes"] = 0
+    message = r"hardware\.buckets\[1\]\.resident: expected 0 where everything is in memory, found 900"
+    with pytest.raises(errors.ArtifactError, match=message):
+        HardwarePlan.from_json(data, LAYERS, "plan.json")
+    data["buckets"][1]["resident"] = [0, 0]
+    assert HardwarePlan.from_json(data, LAYERS, "plan.json").buckets[1].cache_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["threshold", "expected_active"])
+def test_numbers_beyond_any_float_are_damage(tmp_path: Path, name: str) -> None:
+    torch_pi2.optimize(tiny("llama-relu")).torch_pi2.plan.save(tmp_path)
+    data = json.loads((tmp_path / "plan.json").read_text())
+    data["layers"][0][name] = 10**400
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(errors.ArtifactError, match="OverflowError"):
+        Plan.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", list(made().to_json()))

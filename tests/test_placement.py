@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.plan.placement import Tier, least_neurons, place
+from torch_pi2.plan.placement import Tier, _fit, least_neurons, place
 
 FLASH = Tier("flash", 1.0)
 
@@ -106,6 +106,34 @@ def test_whole_groups_only() -> None:
     found = place([np.ones(40)], [10], [Tier("acc", 10.0, 399), FLASH], group=16, whole=True)
     assert found.counts[0] == (32,)  # the last 8 alone would have room, but are no whole group
     assert place([np.ones(40)], [10], [Tier("acc", 10.0, 400), FLASH], group=16, whole=True).counts[0] == (40,)
+
+
+@pytest.mark.parametrize("bundle", [1, 432, 6912, 48_384])
+@pytest.mark.parametrize("chunks", [1, 5, 31])
+def test_a_capacity_is_hard_to_the_byte(bundle, chunks) -> None:
+    frequencies = [np.linspace(1.0, 0.1, 16 * 512), np.linspace(0.9, 0.3, 16 * 512)]
+    for less, kept in ((0, chunks), (1, chunks - 1)):
+        for sync_us in (0.0, 1e-3):
+            fast = Tier("acc", 50.0, chunks * 512 * bundle - less, sync_us)
+            found = place(frequencies, [bundle, bundle], [fast, FLASH], group=512, whole=True)
+            assert sum(found.counts[0]) == 512 * kept
+            assert found.saved_us == pytest.approx(_saved(frequencies, [bundle] * 2, [fast, FLASH], found.counts[:1]))
+
+
+def test_what_is_over_a_capacity_is_taken_out() -> None:
+    layer, sizes = np.array([0, 0, 0, 1, 1]), np.array([16.0, 16, 8, 16, 16])
+    nbytes, gained = np.full(5, 10.0), np.array([9.0, 5, 1, 8, 4])
+    for capacity, least, kept in (
+        (None, (0, 0), [1, 1, 1, 1, 1]),
+        (720, (0, 0), [1, 1, 1, 1, 1]),
+        (719, (0, 0), [1, 1, 0, 1, 1]),  # the last one of a layer goes first
+        (500, (0, 0), [1, 1, 0, 1, 0]),
+        (719, (40, 32), [1, 1, 1, 0, 0]),  # too few would be left of either layer: all of the one that costs less
+        (0, (0, 0), [0, 0, 0, 0, 0]),
+    ):
+        taken = np.ones(5)
+        _fit(taken, layer, sizes, nbytes, gained, capacity, least)
+        assert taken.tolist() == kept
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from test_store import SMALL
 
 import torch_pi2
-from torch_pi2 import cli
+from torch_pi2 import cli, errors
 from torch_pi2.plan.diff import diff
 from torch_pi2.plan.plan import Plan
 from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
@@ -193,6 +193,47 @@ def test_update_plans_with_statistics_of_use(command, root, tmp_path, caplog) ->
     assert "of the hot neurons before" in text
 
 
+def test_the_same_statistics_move_nothing(command, root, tmp_path) -> None:
+    """The plan before is one for the same machine, not the folder's own, which has other hot neurons."""
+    stats = root / "model" / "pi2"
+    found = command(root / "model", *BASE, "--update", stats, "--out", tmp_path / "p", "--json").json
+    assert found["moved"]["planned"]["share"] == 0
+    assert sum(row["hot"] for row in found["moved"]["planned"]["layers"]) > 0
+    assert all(row["new"] == 0 for row in found["moved"]["planned"]["layers"])
+    text = command(root / "model", *BASE, "--update", stats, "--out", tmp_path / "p").out
+    assert "0.0% no longer are" in text or "0 % no longer are" in text or "0% no longer are" in text
+    assert "the order of neurons stays (only torch-pi2 optimize changes it)" in text
+
+
+def test_a_run_is_predicted_with_its_accesses_and_text(command, root, tmp_path, monkeypatch) -> None:
+    from torch_pi2.plan import explain
+    from torch_pi2.plan.misses import ReplayMisses
+
+    model = torch_pi2.load(root / "store", budget="1GiB")
+    with torch_pi2.record_accesses(model, tmp_path / "accesses"), torch.no_grad():
+        for i in range(20):
+            model(torch.tensor([[i % 7]]))
+    del model
+    seen: list[dict[str, Any]] = []
+
+    def compare(model: Any, plan: Plan, *rest: Any, **how: Any) -> Any:
+        assert plan.hardware is not None
+        seen.append(how | {"policy": plan.hardware.offload.get("policy")})
+        raise errors.ConfigError("enough", expected="nothing", found="more", fix="Stop.")
+
+    monkeypatch.setattr(explain, "compare", compare)
+    given = ("--hardware", PHONE, "--batches", "2", "--context", 80, "--explain", "--measure-run", "--json")
+    accesses = ("--budget", "1GiB", "--accesses", tmp_path / "accesses")
+    command(root / "store", *given, *accesses, ok=False)
+    command(root / "model", *given, ok=False)
+    with_them, without = seen
+    assert isinstance(with_them["misses"], ReplayMisses)
+    assert with_them["misses"].policy == with_them["policy"]
+    assert "misses" not in without
+    assert with_them["ids_BT"].shape == (2, 64)
+    assert torch.equal(with_them["ids_BT"], without["ids_BT"])
+
+
 def test_a_run_beside_what_is_predicted(command, root) -> None:
     found = command(
         root / "model", "--hardware", PHONE, "--batches", "1", "--explain", "--measure-run", "--eager", "--json"
@@ -201,6 +242,26 @@ def test_a_run_beside_what_is_predicted(command, root) -> None:
     assert run["measured_total_ms"] > 0
     assert run["predicted_total_ms"] > 0
     assert {row["part"] for row in run["parts"]} >= {"predictor", "ffn"}
+
+
+def test_a_floor_of_recall_needs_statistics_that_see_misses(root) -> None:
+    model = torch_pi2.load(root / "model")
+    live = ActivationStats.load(root / "live")
+    watched = ActivationStats(live.layers, live.model_hash, live.made_by | {"watched": True})
+    message = r"min_recall of 0\.5: expected statistics of torch_pi2\.profile, which see what predictors miss"
+    with pytest.raises(errors.ConfigError, match=message):
+        torch_pi2.plan_for(model, PHONE, stats=watched, context=16, batches=(1,), min_recall=0.5)
+    for stats, floor in ((watched, None), (live, 0.5)):
+        made = torch_pi2.plan_for(model, PHONE, stats=stats, context=16, batches=(1,), min_recall=floor)
+        assert made.hardware is not None
+
+
+def test_help_says_what_is_run(command, capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--measure-run beside it runs the model" in shown
+    assert "torch-pi2 optimize --hardware" in shown
 
 
 # --- a dense checkpoint ---
@@ -297,12 +358,37 @@ def test_differences_of_layers(root) -> None:
         ),
         (("{store}", *map(str, BASE), "--out", "{store}/pi2"), "a folder of its own: the store there has its plan"),
         (("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "much"), "budget bytes, or text such as"),
+        (
+            ("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "1GiB"),
+            "--budget 1GiB a model over a store .*model, which has none Pack it first: torch-pi2 pack MODEL STORE",
+        ),
+        (
+            (
+                "{store}",
+                *map(str, BASE),
+                "--out",
+                "{tmp}/p",
+                "--budget",
+                "1GiB",
+                "--clusters",
+                "1,2",
+                "--accesses",
+                "x",
+            ),
+            "--clusters with --accesses one of them: accesses are of slots as they are both",
+        ),
+        (
+            ("{bare}", *map(str, BASE), "--out", "{tmp}/p", "--update", "{live}", "--min-recall", "0.9"),
+            "min_recall of 0.9 statistics of torch_pi2.profile, which see what predictors miss .*watched",
+        ),
         (("--diff", "{tmp}/a", "{tmp}/b"), "plan.json a file nothing"),
     ],
 )
 def test_messages(command, root, tmp_path, argv, message) -> None:
     import re
 
-    names = {name: root / name for name in ("model", "store", "bare")} | {"tmp": tmp_path}
+    names = {name: root / name for name in ("model", "store", "bare")} | {"tmp": tmp_path, "live": tmp_path / "live"}
+    live = ActivationStats.load(root / "live")
+    ActivationStats(live.layers, live.model_hash, live.made_by | {"watched": True}).save(tmp_path / "live")
     found = refusal(command(*(str(a).format(**names) for a in argv), "--json", ok=False))
     assert re.search(message, found), found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,22 @@ def test_threshold_for_reaches_the_share() -> None:
     assert profile(Gated("relu"), data, [gated_site("relu")]).threshold_for("", 0.1) == 0.0
     with pytest.raises(ConfigError, match=r"share of neurons to skip: expected 0 <= share < 1, found 1.5"):
         stats.threshold_for("", 1.5)
+
+
+def test_zeros_are_those_of_tokens_that_have_scores() -> None:
+    profiled = profile(Gated("relu"), calls(4, 8, 32), [gated_site("relu")], thresholds=0.01)[""]
+    no_sample = profiled.cofire_bits[:0]
+    nothing = {name: torch.zeros_like(getattr(profiled, name)) for name in ("zeros", "abs_sum", "score_hist")}
+    watched = replace(profiled, cofire_bits=no_sample, **nothing)  # as a watch counts with a threshold above 0
+    both = ActivationStats({"": profiled.merged(watched)}, "")
+    assert both[""].tokens == 2 * profiled.tokens
+    assert both[""].sparsity == pytest.approx(profiled.sparsity)
+    share = 0.9 * profiled.sparsity
+    assert both.threshold_for("", share) == ActivationStats({"": profiled}, "").threshold_for("", share) == 0.0
+    alone = ActivationStats({"": watched}, "")
+    assert alone.threshold_for("", 0.0) == 0.0
+    with pytest.raises(ConfigError, match=r"expected statistics with scores, found counts alone"):
+        alone.threshold_for("", share)
 
 
 @pytest.mark.parametrize("name", ["llama", "drelu", "phi3", "opt", "nemotron", "llama-bias"])

@@ -290,6 +290,19 @@ def test_neurons_are_somewhere_in_every_bucket(whole: facts.Report) -> None:
     assert figures_plan._places(row, 0, stored=False) == {"accelerator": 10, "hot": 30, "cold": 60}
 
 
+def test_a_budget_that_leaves_no_cache_has_all_neurons_read(whole: facts.Report) -> None:
+    assert whole.plan is not None
+    assert whole.plan.hardware is not None
+    buckets = tuple(replace(bucket, cache_bytes=0) for bucket in whole.plan.buckets)
+    rows = tuple(replace(row, resident=(0,) * len(buckets)) for row in whole.plan.rows)
+    none = replace(whole.plan, buckets=buckets, rows=rows)
+    assert figures_plan._counts(none, "cold_read", 0) == [row.neurons - row.hot[0] for row in rows]
+    assert figures_plan._counts(none, "cold", 0) == []
+    in_memory = replace(none, hardware=replace(whole.plan.hardware, budget_bytes=None))
+    assert figures_plan._counts(in_memory, "cold", 0) == [row.neurons - row.hot[0] for row in rows]
+    assert figures_plan._counts(in_memory, "cold_read", 0) == []
+
+
 def test_times_are_per_token(whole: facts.Report, tmp_path: Path) -> None:
     bars = [trace for trace in all_plots(whole)["times"].figure["data"] if trace["type"] == "bar"]
     groups, labels = bars[0]["x"]
@@ -402,6 +415,12 @@ def test_names_in_files_are_no_code(whole: facts.Report, tmp_path: Path) -> None
     hostile = replace(whole, model=model, plan=replace(whole.plan, rows=rows, planner=bad))
     report.write(hostile, tmp_path / "r.html")
     assert "<script>alert" not in (tmp_path / "r.html").read_text()
+    # What plotly shows as text of ours may have tags, but not those of names.
+    firing = tuple(replace(layer, key="<b>") for layer in whole.firing)
+    named = replace(whole.plan, rows=tuple(replace(row, key="<b>") for row in whole.plan.rows))
+    figures = [plot.figure for plot in all_plots(replace(whole, firing=firing, plan=named)).values()]
+    assert "&lt;b&gt;" in json.dumps(figures)
+    assert "<b>" not in json.dumps(figures)
 
 
 def browsed(path: Path) -> tuple[str, list[str]]:

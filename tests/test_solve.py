@@ -19,7 +19,9 @@ from torch_pi2.plan.baselines import KINDS, fixed_plan
 from torch_pi2.plan.cost import step_cost
 from torch_pi2.plan.hardware_plan import HardwarePlan
 from torch_pi2.plan.misses import FrequencyMisses, resident_slots
+from torch_pi2.plan.prompt_cost import prompt_cost, switch_point
 from torch_pi2.plan.search import Choice, Space, hot_counts, prices, resident_counts
+from torch_pi2.plan.settings import prompt_plan
 from torch_pi2.plan.shape import ModelShape
 from torch_pi2.plan.solve import solve
 from torch_pi2.plan.task import Task
@@ -215,6 +217,44 @@ def test_an_accelerators_memory_is_shared_by_batch_sizes(stored) -> None:
         assert first <= second * 1.01
 
 
+@pytest.mark.parametrize("chunks", [1, 3, 5])
+def test_an_accelerators_memory_is_hard_to_the_byte(chunks) -> None:
+    shape = small(3, intermediate=2048, hidden=1024)
+    hardware = replace(HARDWARE, accelerator=FakeAccelerator())
+    room = 512 * chunks * shape.layers[0].bundle_bytes - 1
+    plan = checked(shape, solve(shape, hardware, batches=(1, 8), context=CONTEXT, accelerator_bytes=room))
+    assert sum(max(b.accelerator[i] for b in plan.buckets) for i in range(3)) <= 512 * (chunks - 1)
+
+
+def test_prompts_are_planned_with_the_hot_neurons_that_they_have() -> None:
+    shape = small(3, intermediate=4096, hidden=512)
+    for stored in (False, True):
+        budget = whole(shape, (1, 16)) if stored else None
+        plan = solve(shape, HARDWARE, batches=(1, 16), context=CONTEXT, budget_bytes=budget)
+        first, last = plan.buckets
+        assert first.hot != last.hot
+        assert plan.prompt == prompt_plan(shape, HARDWARE, last, stored)
+        found = [switch_point(shape, HARDWARE, i, hot=hot) for i, hot in enumerate(last.hot)]
+        assert list(plan.prompt.dense_from) == [max(at, 17) if at else 0 for at in found]
+    hot = [y.intermediate for y in shape.layers]
+    how: dict[str, Any] = {"tokens": 64, "dense": [False] * 3}
+    assert prompt_cost(shape, HARDWARE, **how) == prompt_cost(
+        shape, HARDWARE, **how, hot=[y.base_hot for y in shape.layers]
+    )
+    assert prompt_cost(shape, HARDWARE, **how, hot=hot) != prompt_cost(shape, HARDWARE, **how)
+
+
+def test_steps_are_never_prompts() -> None:
+    """Where a layer is dense from few tokens on, it still is not for as many as are decoded together."""
+    shape = small(2, active=0.9, method="exact")
+    seen = set()
+    for most in (1, 4, 64):
+        dense_from = solve(shape, HARDWARE, batches=(1, most), context=CONTEXT).prompt.dense_from
+        assert all(at == 0 or at > most for at in dense_from)
+        seen |= set(dense_from)
+    assert 65 in seen
+
+
 def test_layers_of_which_nothing_may_be_hot() -> None:
     dense = fake_layer("a", intermediate=512, method="dense", base_hot=512)
     cut = fake_layer("b", intermediate=512, method="threshold", active=0.3)
@@ -360,6 +400,36 @@ def test_more_than_the_accelerator_has() -> None:
     hardware = replace(HARDWARE, accelerator=FakeAccelerator(memory_bytes=1000))
     with pytest.raises(ConfigError, match="expected at most 1000 bytes, which fake npu has, found more"):
         solve(small(1), hardware, accelerator_bytes=1001)
+
+
+def test_more_than_the_machine_has() -> None:
+    shape, accelerator = small(2), FakeAccelerator()
+    budget = whole(shape, (1,))
+    how: dict[str, Any] = {"batches": (1,), "context": CONTEXT, "budget_bytes": budget}
+    tight = replace(HARDWARE, memory_bytes=budget, accelerator=accelerator)
+    assert solve(shape, tight, **how, accelerator_bytes=512).budget_bytes == budget  # memory of its own
+    phone = replace(tight, source="published")
+    assert solve(shape, phone, **how).budget_bytes == budget
+    with pytest.raises(
+        ConfigError, match=f"accelerator memory of 512 bytes, .* at most {budget} bytes, which fake has"
+    ):
+        solve(shape, phone, **how, accelerator_bytes=512)
+    with pytest.raises(ConfigError, match=f"budget of {budget} bytes: expected at most {budget - 1} bytes, which fake"):
+        solve(shape, replace(tight, memory_bytes=budget - 1), **how)
+    # Without a budget: what is predicted for the largest batch.
+    how |= {"budget_bytes": None, "batches": (1, 4)}
+    needs = max(
+        step_cost(
+            shape, HARDWARE, batch=b, hot=solve(shape, HARDWARE, **how).bucket(b).hot, context=CONTEXT
+        ).memory_bytes
+        for b in (1, 4)
+    )
+    assert solve(shape, replace(HARDWARE, memory_bytes=needs), **how).budget_bytes is None
+    message = f"everything in memory, for batches to 4 of {CONTEXT} tokens: expected at most {needs - 1} bytes, which"
+    with pytest.raises(ConfigError, match=message):
+        solve(shape, replace(HARDWARE, memory_bytes=needs - 1), **how)
+    with pytest.raises(ConfigError, match="everything in memory"):
+        fixed_plan(shape, replace(HARDWARE, memory_bytes=needs - 1), "all-cold", **how)
 
 
 def test_a_planner_that_nobody_knows() -> None:

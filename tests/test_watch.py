@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
 import time
@@ -380,6 +381,21 @@ def test_what_was_watched_adds_to_a_profile() -> None:
         assert torch.equal(sum_.mean_score(), a.mean_score())
         assert both.threshold_for(a.key, 0.7) == profiled.threshold_for(a.key, 0.7)  # so that it can be planned with
     torch_pi2.plan(torch_pi2.restore(model), both, config=Config(method="threshold"))
+
+
+def test_a_watch_that_is_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_POLL_S", 0.01)
+    model = planned("llama-relu")
+    dropped = watch(model, check_every=1000).start()
+    checker = next(thread for thread in threading.enumerate() if thread.name == "torch_pi2 drift")
+    time.sleep(0.05)
+    del dropped
+    gc.collect()
+    checker.join(30)
+    assert not checker.is_alive()
+    with watch(model) as watched:  # not refused: nobody watches it
+        run(model)
+    assert watched.tokens > 0
 
 
 def test_drift_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

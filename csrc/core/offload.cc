@@ -558,7 +558,9 @@ std::unique_ptr<ReadBatch> Offload::State::take(std::int64_t c) {
   chunk.spares.reserve(chunk.spares.size() + chunk.missing.size() - before);
   for (; chunk.asked < chunk.missing.size(); ++chunk.asked) {
     const std::int64_t in_file = chunk.missing[chunk.asked];
-    std::int64_t p = keeps(l, in_file) ? cache->insert(key_of(layer) + in_file, arrangement.holds(layer, in_file)) : -1;
+    // What was to stay may have been read for that meanwhile.
+    const bool keep = keeps(l, in_file) && !cache->contains(key_of(layer) + in_file);
+    std::int64_t p = keep ? cache->insert(key_of(layer) + in_file, arrangement.holds(layer, in_file)) : -1;
     if (p >= 0) {
       cache->hold(p);
     } else {

@@ -357,7 +357,7 @@ long check_preload(std::mt19937& rng) {
 // and then stays.
 long check_arranging(std::mt19937& rng) {
   const StoreFixture store = store_of(rng);
-  Work first(rng, store, 0, 1), second(rng, store, 1, 3);
+  Work first(rng, store, 0, 1), second(rng, store, 1, 3), prompt(rng, store, 1, 40);  // the last is streamed
   ThreadPool pool(2);
   const auto wait = [](Offload* offload) {
     while (offload->stats(false).arranging > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -392,7 +392,7 @@ long check_arranging(std::mt19937& rng) {
         injection().arm(kind.fault, n, kind.count, kind.error);
         PI2_CHECK(offload->arrange({kNeurons / 2, kNeurons}).empty() && offload->arrange({kNeurons, 3}).empty(),
                   "arrange");
-        for (Work* work : {&first, &second, &first}) {
+        for (Work* work : {&prompt, &first, &second, &prompt, &first}) {
           const std::string found = work->run(offload.get(), pool.parallel());
           if (found.empty())
             PI2_CHECK(work->same(), "wrong bits");
@@ -402,7 +402,7 @@ long check_arranging(std::mt19937& rng) {
             PI2_CHECK(false, "'%s'", found.c_str());
         }
         wait(offload.get());
-        for (Work* work : {&first, &second}) check_recovered(offload.get(), work, pool.parallel(), whole);
+        for (Work* work : {&first, &second, &prompt}) check_recovered(offload.get(), work, pool.parallel(), whole);
         ++cases;
       }
     }

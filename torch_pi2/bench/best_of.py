@@ -22,7 +22,7 @@ from torch import nn
 from torch_pi2.bench import machine
 from torch_pi2.bench.plan_model import Source, every_cold, find_folder
 from torch_pi2.bench.subject import Subject
-from torch_pi2.bench.timed_steps import PROMPT
+from torch_pi2.bench.timed_steps import PROMPT, watched
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.ops import load as load_library
@@ -88,7 +88,7 @@ def run(
     # for keys and values of one sequence: with more of them the plan makes the cache smaller
     room = source.budget(ffn_in_memory, context, OffloadConfig()).total if stored else None
     model = source.whole() if room is None else source.over_store(room, context, OffloadConfig())
-    stats, about = source.statistics(model, batches, _watched)
+    stats, about = source.statistics(model, batches, watched)
     planned = ModelShape.of(model, stats, every_cold(source.own, stats), compiled=compiled)
     misses = ReplayMisses(source.accesses(model, sequences), planned) if stored else None
     solved = solve(planned, profile, budget_bytes=room, batches=batches, context=context, misses=misses)
@@ -120,14 +120,6 @@ def run(
         **measured,
         **machine.describe(),
     }
-
-
-def _watched(model: Any, batches: Sequence[int], feed: Any) -> Any:
-    from torch_pi2.runtime.watch import watch
-
-    with watch(model, batch_sizes=tuple(batches)) as counted:
-        feed()
-    return counted.stats()
 
 
 def _check(sequences: int, every: int, rounds: int, ffn_in_memory: float) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch_pi2.bench import cap, machine
 from torch_pi2.bench.plan_model import Shuffled, Source, Tokens, every_cold, find_folder
 from torch_pi2.bench.subject import Subject
-from torch_pi2.bench.timed_steps import PROMPT, Round, Steps
+from torch_pi2.bench.timed_steps import PROMPT, Round, Steps, watched
 from torch_pi2.checkpoint import PI2_FOLDER
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load as load_library
@@ -213,16 +213,6 @@ def _shape(settings: _Settings, model: Any, stats: ActivationStats) -> Any:
     return ModelShape.of(model, stats, every_cold(settings.source.own, stats), compiled=settings.compiled)
 
 
-def _watched(model: Any, batches: Sequence[int], feed: Callable[[], None]) -> ActivationStats:
-    """How often neurons of ``model`` fire while ``feed`` runs it."""
-    from torch_pi2.runtime.watch import watch
-
-    with watch(model, batch_sizes=tuple(batches)) as watched:
-        feed()
-    stats: ActivationStats = watched.stats()
-    return stats
-
-
 def _follow(model: Any, plan: HardwarePlan, batch: int) -> None:
     """Let ``model`` run as ``plan`` says for ``batch`` sequences."""
     from torch_pi2.runtime.adapt import follow
@@ -236,7 +226,7 @@ def _follow(model: Any, plan: HardwarePlan, batch: int) -> None:
 def _in_memory(settings: _Settings) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows, and what they are of. One model, whose plan is switched before each round."""
     model = settings.source.whole()
-    stats, about = settings.source.statistics(model, settings.counted, _watched)
+    stats, about = settings.source.statistics(model, settings.counted, watched)
     shape = _shape(settings, model, stats)
     other = Shuffled(model, settings.seed) if "random" in settings.planners else None
     rows: list[dict[str, Any]] = []
@@ -292,7 +282,7 @@ def _over_store(settings: _Settings) -> tuple[list[dict[str, Any]], dict[str, An
 
     source, most = settings.source, max(settings.batches) * settings.context
     model = source.over_store(source.budget(settings.share, most, OffloadConfig()).total, most, OffloadConfig())
-    stats, about = source.statistics(model, settings.counted, _watched)
+    stats, about = source.statistics(model, settings.counted, watched)
     shape = _shape(settings, model, stats)
     misses = ReplayMisses(source.accesses(model, max(settings.batches)), shape)
     told = {"subject": Subject.of(model, source.folder), "statistics": about}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.runtime import timings
 from torch_pi2.runtime.attention import packed_attention
 from torch_pi2.runtime.decode import Decoder
@@ -78,3 +80,12 @@ class Steps:
         for layer in self._decoder.cache.layers:
             layer.cumulative_length.fill_(self._start)
         self._decoder.length = self._start
+
+
+def watched(model: nn.Module, batches: Sequence[int], feed: Callable[[], None]) -> ActivationStats:
+    """How often neurons of ``model`` fire while ``feed`` runs it."""
+    from torch_pi2.runtime.watch import watch
+
+    with watch(model, batch_sizes=tuple(batches)) as counted:
+        feed()
+    return counted.stats()

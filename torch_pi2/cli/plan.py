@@ -2,7 +2,8 @@
 
 MODEL is a dense checkpoint (with --stats), or a folder that torch_pi2 saved or packed, which keeps its neuron orders
 and methods. With --hardware the plan gets a part for that machine: the fastest by predicted times under the budgets
-given, for each number of sequences. --diff compares two plans and needs nothing else.
+given, for each number of sequences. --diff compares two plans and needs nothing else. A plan of a dense checkpoint is
+for looking at: torch-pi2 optimize MODEL --out DIR --hardware NAME writes a model that follows one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine and budgets (lossless but for what predictors miss)")
     add = group.add_argument
-    add("--hardware", metavar="NAME", help="measured (torch-pi2 doctor --measure), a preset, or a file")
+    add(
+        "--hardware",
+        metavar="NAME",
+        help="measured (torch-pi2 doctor --measure), a preset, or a file (checkpoints: torch-pi2 optimize --hardware)",
+    )
     add("--budget", metavar="BYTES", help="of memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
     add("--context", type=common.positive, metavar="N", help="tokens of each sequence (default: 1024)")
@@ -59,9 +64,17 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--clusters", type=_numbers, metavar="N,N", help="neurons in a slot of a store, to choose from for packing")
     add("--accesses", type=Path, metavar="FILE", help="of torch_pi2.record_accesses: choose the cache's policy by them")
     add("--planner", choices=_PLANNERS, help="optimum (default), or a simple plan to compare with")
-    add("--explain", action="store_true", default=None, help="show predicted milliseconds by part")
     add(
-        "--measure-run", action="store_true", default=None, help="with --explain: run the model at each batch size, too"
+        "--explain",
+        action="store_true",
+        default=None,
+        help="show predicted milliseconds by part; --measure-run beside it runs the model",
+    )
+    add(
+        "--measure-run",
+        action="store_true",
+        default=None,
+        help="with --explain: run the model at each batch size, and show what its parts took beside what is predicted",
     )
     add("--eager", action="store_true", help="decoding steps are not compiled")
     add("--activations", choices=("float", "int8"), help="with which MODEL is going to be loaded (default: float)")
@@ -112,6 +125,13 @@ def _check(args: argparse.Namespace) -> None:
     if args.predictors is not None and ours:
         raise ConfigError(
             "--predictors", expected="none: the folder has its own", found=str(args.predictors), fix="Leave it out."
+        )
+    if args.clusters and args.accesses is not None:
+        raise ConfigError(
+            "--clusters with --accesses",
+            expected="one of them: accesses are of slots as they are",
+            found="both",
+            fix="Choose the cluster and pack with it, then record accesses of that store.",
         )
     if args.measure_run and not args.explain:
         raise ConfigError("--measure-run", expected="--explain beside it", found="none", fix="Pass both.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
     from torch_pi2.plan.shape import ModelShape
     from torch_pi2.profile.stats import ActivationStats
 
-#: Steps that are replayed for each question: enough for hit rates, in seconds even for 7B.
-_REPLAYED = 64
-_REPLAYED_POLICIES = ("lfu", "lru", "sieve", "s3-fifo")
-
 
 # --- planning for a machine ---
 
@@ -30,36 +25,44 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     """The plan that ``args`` ask for, written to ``--out``; what is predicted, beside what simple plans would take."""
     from torch_pi2.plan.baselines import KINDS, fixed_plan
     from torch_pi2.plan.hardware import find_hardware
-    from torch_pi2.plan.solve import solve
+    from torch_pi2.plan.machine import check_recall, free, with_hardware
 
     hardware = find_hardware(args.hardware)
-    model, plan, stats, live = _subject(args)
-    from torch_pi2.plan.shape import ModelShape
+    _check_store(args)
+    before, stats, live = _statistics(args)
+    model, plan, shape = _subject(args, stats)
+    base, first, first_shape = free(plan), plan, None
+    if live is not None and before is not None:
+        from torch_pi2.plan.shape import ModelShape
 
-    base = free(plan)
-    shape = ModelShape.of(model, stats, base, compiled=not args.eager)
+        if _is_ours(args):
+            first_shape = ModelShape.of(model, before, base, compiled=not args.eager)
+        else:
+            del model
+            model, first, first_shape = _subject(args, before)  # its neurons have another order
     del model
     how = _how(args, shape)
     kind = args.planner or "optimum"
     only = {"min_recall": args.min_recall, "one_boundary": bool(args.one_boundary), "clusters": args.clusters}
-    if kind == "optimum":
-        found = solve(shape, hardware, **how, **only, progress=True)
-    else:
-        if given := [name for name, value in only.items() if value]:
-            raise ConfigError(
-                f"--{given[0].replace('_', '-')}",
-                expected="the optimum",
-                found=f"--planner {kind}, which does not look at it",
-                fix="Leave one of them out.",
-            )
-        found = fixed_plan(shape, hardware, kind, **how)
+    check_recall(shape, stats, args.min_recall)
+    if kind != "optimum" and (given := [name for name, value in only.items() if value]):
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')}",
+            expected="the optimum",
+            found=f"--planner {kind}, which does not look at it",
+            fix="Leave one of them out.",
+        )
+    found = _planned(shape, hardware, kind, how, only)
     made = with_hardware(base, found, stats if live is not None else None)
     others = {name: fixed_plan(shape, hardware, name, **how) for name in KINDS} if kind == "optimum" else {}
     result: dict[str, Any] = {"out": None, "hardware": _facts(found, hardware), "buckets": _buckets(found, others)}
     if live is not None:
         from torch_pi2.plan.drift import drift
 
-        result["moved"] = drift(plan, live).to_json() | {"planned": moved(plan, made)}
+        if first_shape is not None:
+            first = with_hardware(free(first), _planned(first_shape, hardware, kind, how, only))
+        about = {"planned": moved(first, made), "orders_stay": _is_ours(args)}
+        result["moved"] = drift(first, live).to_json() | about
     if args.out is not None:
         from torch_pi2.cli.inspect import describe
 
@@ -67,8 +70,41 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
         made.save(args.out)
         result |= {"out": str(args.out), **describe(args.out)}
     if args.measure_run:
-        result["explained"] = _measured(args, made, hardware, stats, how["batches"])
+        result["explained"] = _measured(args, made, hardware, stats, how)
     return result
+
+
+def _planned(
+    shape: ModelShape, hardware: Hardware, kind: str, how: Mapping[str, Any], only: Mapping[str, Any]
+) -> HardwarePlan:
+    """``only``: for the optimum, which alone looks at it."""
+    from torch_pi2.plan.baselines import fixed_plan
+    from torch_pi2.plan.solve import solve
+
+    if kind == "optimum":
+        return solve(shape, hardware, **how, **only, progress=True)
+    return fixed_plan(shape, hardware, kind, **how)
+
+
+def _is_ours(args: argparse.Namespace) -> bool:
+    return (Path(args.model) / "pi2").is_dir()
+
+
+def _check_store(args: argparse.Namespace) -> None:
+    """Raises ConfigError: a budget, and MODEL has no store."""
+    from torch_pi2.runtime.budget import parse_bytes
+    from torch_pi2.store.storefile import STORE_FILE
+
+    if args.budget is None:
+        return
+    parse_bytes(args.budget)  # raises
+    if not (Path(args.model) / "pi2" / STORE_FILE).is_file():
+        raise ConfigError(
+            f"--budget {args.budget}",
+            expected="a model over a store",
+            found=f"{args.model}, which has none",
+            fix="Pack it first: torch-pi2 pack MODEL STORE.",
+        )
 
 
 def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
@@ -83,48 +119,57 @@ def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
         "context": args.context or 1024,
     }
     if args.accesses is not None:
-        from torch_pi2.plan.misses import ReplayMisses
-        from torch_pi2.runtime.accesses import Accesses
+        from torch_pi2.plan.machine import replayed
 
         if args.budget is None:
             raise ConfigError(
                 "--accesses", expected="--budget beside it: a cache", found="everything in memory", fix="Pass --budget."
             )
-        accesses = Accesses.load(args.accesses)
-        how["misses"] = {
-            policy: ReplayMisses(accesses, shape, policy, passes=_REPLAYED) for policy in _REPLAYED_POLICIES
-        }
+        how["misses"] = replayed(args.accesses, shape)
     return how
 
 
-def _subject(args: argparse.Namespace) -> tuple[Any, Plan, ActivationStats, ActivationStats | None]:
-    """An optimised model, its plan, and its statistics: with those of use, which are last (None: there are none)."""
+def _statistics(args: argparse.Namespace) -> tuple[ActivationStats | None, ActivationStats, ActivationStats | None]:
+    """Statistics as they were (None: a folder of ours without), with those of use, and these alone, if any."""
+    if args.stats is None:
+        from torch_pi2.store.parts import Parts
+
+        with Parts(Path(args.model) / "pi2") as parts:
+            stats = parts.stats(parts.plan().model_hash)
+    else:
+        stats = common.load_stats(args.stats)
+    after, live = updated(stats, args.update)
+    if after is None:
+        raise ConfigError(
+            f"statistics of {args.model}",
+            expected="some: how often neurons fire decides which are hot",
+            found="none in the folder",
+            fix="Pass --stats DIR (torch-pi2 profile), or count in use (torch_pi2.watch) and pass --update DIR.",
+        )
+    return stats, after, live
+
+
+def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan, ModelShape]:
+    """An optimised model, its plan, and its shape with ``stats``, if no neuron need be hot."""
+    from torch_pi2.plan.machine import free
+    from torch_pi2.plan.shape import ModelShape
+
     folder = Path(args.model)
-    if (folder / "pi2").is_dir():
+    if _is_ours(args):
         from torch_pi2.store.parts import Parts
 
         with Parts(folder / "pi2") as parts:
             plan = parts.plan()
-            stats = common.load_stats(args.stats) if args.stats else parts.stats(plan.model_hash)
-        after, live = updated(stats, args.update)
-        if after is None:
-            raise ConfigError(
-                f"statistics of {folder}",
-                expected="some: how often neurons fire decides which are hot",
-                found="none in the folder",
-                fix="Pass --stats DIR (torch-pi2 profile), or count in use (torch_pi2.watch) and pass --update DIR.",
-            )
-        return _loaded(args, folder), plan, after, live
-    import torch_pi2
-    from torch_pi2.api import parts_of
+        model = _loaded(args, folder)
+    else:
+        import torch_pi2
+        from torch_pi2.api import parts_of
 
-    stats = common.load_stats(args.stats)
-    predictors = common.load_predictors(args.predictors, stats.model_hash)
-    after, live = updated(stats, args.update)
-    assert after is not None
-    config = common.config_of(args)
-    model = torch_pi2.optimize(common.load_dense(args), None, config, stats=after, predictors=predictors)
-    return model, parts_of(model).plan, after, live
+        predictors = common.load_predictors(args.predictors, stats.model_hash)
+        config = common.config_of(args)
+        model = torch_pi2.optimize(common.load_dense(args), None, config, stats=stats, predictors=predictors)
+        plan = parts_of(model).plan
+    return model, plan, ModelShape.of(model, stats, free(plan), compiled=not args.eager)
 
 
 def _loaded(args: argparse.Namespace, folder: Path, **how: Any) -> Any:
@@ -154,28 +199,6 @@ def updated(stats: Any, folder: Path | None) -> tuple[Any, ActivationStats | Non
     return (live if stats is None else update(stats, live)), live
 
 
-def free(plan: Plan) -> Plan:
-    """``plan`` with no neuron hot in layers where that changes no bit: of methods without a predictor but ``dense``."""
-    from torch_pi2.plan.plan import Plan
-
-    layers = [replace(layer, n_hot=0) if layer.method == "exact" else layer for layer in plan.layers]
-    return Plan(layers, plan.model_hash, dict(plan.made_by))
-
-
-def with_hardware(plan: Plan, hardware: HardwarePlan, stats: ActivationStats | None = None) -> Plan:
-    """``plan`` for a machine, of ``stats``; ``n_hot``: those of the bucket with the fewest, where it may change."""
-    from torch_pi2.plan.plan import Plan
-
-    layers = []
-    for index, layer in enumerate(plan.layers):
-        fewest = min(bucket.hot[index] for bucket in hardware.buckets)
-        layers.append(replace(layer, n_hot=fewest) if layer.method == "exact" else layer)
-    made_by = plan.made_by | {"planner": hardware.made_for["planner"]}
-    if stats is not None:
-        made_by["stats"] = stats.made_by
-    return Plan(layers, plan.model_hash, made_by, hardware)
-
-
 def _check_beside(out: Path) -> None:
     """Raises ConfigError if ``out`` has a store with a plan inside: two would contradict each other."""
     from torch_pi2.store.storefile import STORE_FILE
@@ -190,26 +213,33 @@ def _check_beside(out: Path) -> None:
 
 
 def _measured(
-    args: argparse.Namespace, plan: Plan, hardware: Hardware, stats: ActivationStats, batches: Any
+    args: argparse.Namespace, plan: Plan, hardware: Hardware, stats: ActivationStats, how: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """What runs at each batch size take beside what is predicted."""
-    from torch_pi2.plan.explain import compare
+    """What runs at each batch size take beside what is predicted. ``how``: the plan was made."""
+    from torch_pi2.bench.plan_model import _tokens  # of held-out text, as bench plan has them
+    from torch_pi2.plan.explain import compare, explained_tokens
 
     folder = Path(args.model)
-    if not (folder / "pi2").is_dir():
+    if not _is_ours(args):
         raise ConfigError(
             "--measure-run",
             expected="a folder of ours as MODEL",
             found=str(folder),
             fix="Write one first: torch-pi2 optimize MODEL --out DIR.",
         )
-    how: dict[str, Any] = {"plan": plan}
+    assert plan.hardware is not None
+    loading: dict[str, Any] = {"plan": plan}
     if args.budget is not None:
-        how |= {"budget": args.budget, "context": args.context or 1024}
+        loading |= {"budget": args.budget, "context": args.context or 1024}
+    steps = {"tokens": 16, "rounds": 3, "warm_up": 8}
+    settings: dict[str, Any] = {**steps, "compiled": not args.eager}
+    if "misses" in how:
+        settings["misses"] = how["misses"][plan.hardware.offload["policy"]]
     found = []
-    for batch in batches:
-        model = _loaded(args, folder, **how)
-        explained = compare(model, plan, hardware, stats, batch=batch, compiled=not args.eager)
+    for batch in how["batches"]:
+        model = _loaded(args, folder, **loading)
+        drawn = _tokens(model, folder, "heldout", batch, 0, args.trust_remote_code).draw(explained_tokens(**steps))
+        explained = compare(model, plan, hardware, stats, batch=batch, ids_BT=drawn, **settings)
         found.append(explained.to_json())
         del model
     return found
@@ -330,7 +360,8 @@ def _ratio(value: float | None) -> str:
 def render_moved(found: dict[str, Any]) -> str:
     planned = found.get("planned", found)
     share = f"; {common.percent(found['share'])} have drifted beyond chance" if "planned" in found else ""
-    return f"of the hot neurons before, {common.percent(planned['share'])} no longer are{share}"
+    stay = "; the order of neurons stays (only torch-pi2 optimize changes it)" if found.get("orders_stay") else ""
+    return f"of the hot neurons before, {common.percent(planned['share'])} no longer are{share}{stay}"
 
 
 def render_difference(result: dict[str, Any]) -> str:

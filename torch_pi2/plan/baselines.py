@@ -65,7 +65,7 @@ def fixed_plan(
         ms = task.cost(batch, choice, resident).ms
         buckets.append(Bucket(batch, choice.hot, choice.accelerator, resident, task.cache_bytes(batch), ms))
     made = assemble(task, buckets, kind)
-    return replace(made, prompt=prompt_plan(shape, hardware, choice.hot, task.stored))
+    return replace(made, prompt=prompt_plan(shape, hardware, buckets[-1], task.stored))
 
 
 def simple_choice(task: Task, kind: str, seed: int = 0) -> Choice:

@@ -190,8 +190,9 @@ def _reads(
     Cold neurons are missed before hot ones, which every step wants. Slots of a store that are not far from each other
     come with one read (csrc/core/read_batch.h: up to ``run_bytes``, with at most ``gap_bytes`` between two). With
     missed slots spread evenly, d of those behind the resident ones (what else is in the cache lies between them), the
-    next one is within reach with the share ``1 - (1 - d) ** (1 + gap_bytes / slot)``. What hot neurons miss lies together: one stream. The store itself needs
-    ``hardware.store.slot_us`` for each slot, which counts where the drive is faster.
+    next one is within reach with the share ``1 - (1 - d) ** (1 + gap_bytes / slot)``. What hot neurons miss lies
+    together: one stream. The store itself needs ``hardware.store.slot_us`` for each slot, which counts where the drive
+    is faster.
     """
     if missed <= 0:
         return 0.0, (0.0, 0.0)
@@ -201,18 +202,20 @@ def _reads(
     runs = (missed - cold) * slot / max(slot, config.run_bytes)
     if cold <= 0:
         return runs, (0.0, hot_ms)
-    density = cold / max(cold, layer.slots - resident / layer.cluster)
-    reach = 1 + config.gap_bytes // slot
+    elsewhere = max(cold, layer.slots - resident / layer.cluster)
+    density, reach = cold / elsewhere, 1 + config.gap_bytes // slot
     near = 1 - (1 - density) ** reach
     step = sum(k * density * (1 - density) ** (k - 1) for k in range(1, reach + 1)) / near  # slots to the next one
-    longest = max(1.0, 1 + (config.run_bytes / slot - 1) / step)  # wanted slots of a run
-    per_read = min(longest, 1 / (1 - near) if near < 1 else longest)
-    reads = cold / per_read
-    block = (per_read - 1) * step * slot + read
+    nbytes = cold * (read + near * (step - 1) * slot)
+    # Where most is missed, more misses are fewer reads, each of more. As many as there are at most are counted then:
+    # their bytes are what takes time, and less is missed in no more time.
+    peak, longest = min(density, 1 / (reach + 1)), max(config.run_bytes, read)
+    reads = max(cold * (1 - density) ** reach, nbytes / longest)
+    counted = max(peak * elsewhere * (1 - peak) ** reach, reads)
     whole = sum(y.slots * y.file_slot_bytes for y in shape.layers)
     # Of CHUNKS chunks only in_flight have reads under way.
-    depth = min(config.io_threads, max(1.0, reads * min(1.0, config.in_flight / CHUNKS)))
-    drive_us = hardware.read_us(reads, block, range_bytes=whole, depth=depth)
+    depth = min(config.io_threads, max(1.0, counted * min(1.0, config.in_flight / CHUNKS)))
+    drive_us = hardware.read_us(counted, nbytes / counted, range_bytes=whole, depth=depth)
     return reads + runs, (max(drive_us, cold * hardware.store.slot_us) / 1e3, hot_ms)
 
 

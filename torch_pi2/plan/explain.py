@@ -127,7 +127,8 @@ def compare(
         seed: of random tokens.
 
     Raises:
-        ConfigError: too few tokens, or as :func:`~torch_pi2.plan.cost.step_cost` and :class:`ModelShape` do.
+        ConfigError: too few tokens, more than the model has positions for, or as
+            :func:`~torch_pi2.plan.cost.step_cost` and :class:`ModelShape` do.
         UnsupportedModelError: as :class:`torch_pi2.Decoder` does.
     """
     load_library()
@@ -230,6 +231,14 @@ class _Run:
         from torch_pi2.bench.attention import SPARE_TOKENS
         from torch_pi2.runtime.experts import SparseExperts
 
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and tokens + SPARE_TOKENS > positions:
+            raise ConfigError(
+                f"explaining a plan with {tokens} tokens",
+                expected=f"at most {positions - SPARE_TOKENS}: the model has {positions} positions",
+                found=str(tokens),
+                fix="Ask for fewer tokens or rounds.",
+            )
         self.model, self.compiled = model, compiled
         self.context = tokens + SPARE_TOKENS
         self.decoder = Decoder(model, max_tokens=self.context, batch=batch, compiled=compiled)

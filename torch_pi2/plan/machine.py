@@ -92,7 +92,7 @@ def plan_for(
 
 
 def check_recall(shape: ModelShape, stats: ActivationStats, min_recall: float | None) -> None:
-    """Raises ConfigError: a floor of recall, and ``stats`` of a model whose predictors ran: what they miss is not there."""
+    """Raises ConfigError: a floor of recall, and ``stats`` that were watched: what predictors miss is not in them."""
     predicted = any(layer.predictor is not None for layer in shape.layers)
     if min_recall is not None and predicted and stats.made_by.get("watched"):
         raise ConfigError(

@@ -109,7 +109,9 @@ def place(
         a, y = t * per_tier, t * per_tier + n
         cost[a : a + n] = -gained[t * n : (t + 1) * n]
         if tier.capacity_bytes is not None:
-            rows.add(np.arange(a, a + n), sizes * nbytes, -np.inf, float(tier.capacity_bytes))
+            # In units that every group is some of: half of one more is room for none, and more than HiGHS' tolerance.
+            unit = max(1, int(np.gcd.reduce((sizes * nbytes).astype(np.int64))))
+            rows.add(np.arange(a, a + n), sizes * nbytes / unit, -np.inf, tier.capacity_bytes // unit + 0.5)
         for index in range(n_layers):
             own = np.flatnonzero(layer == index)
             least = least_neurons(neuron_bytes[index], tier, tiers[t + 1]) if tier.sync_us else 0
@@ -143,13 +145,19 @@ def place(
             found=str(found.message),
             fix="Give it more time, or place larger groups.",
         )
+    taken_TG = np.round(found.x).reshape(len(upper), per_tier)[:, :n]
     counts = []
-    for t in range(len(upper)):
-        taken = np.round(found.x[t * per_tier : t * per_tier + n]) * sizes
+    for t, tier in enumerate(upper):
+        least_L = [
+            (least_neurons(size, tier, tiers[t + 1]) or 0) if tier.sync_us else 0 for size in map(int, neuron_bytes)
+        ]
+        _fit(taken_TG[t], layer, sizes, nbytes, gained[t * n : (t + 1) * n], tier.capacity_bytes, least_L)
+        taken = taken_TG[t] * sizes
         counts.append(tuple(int(taken[layer == index].sum()) for index in range(n_layers)))
     rest = tuple(len(f) - sum(c[index] for c in counts) for index, f in enumerate(frequencies))
     gap = float(getattr(found, "mip_gap", 0.0) or 0.0)
-    return Placement(tuple(t.name for t in tiers), (*counts, rest), -float(cost @ np.round(found.x)), gap)
+    saved_us = float(gained @ taken_TG.reshape(-1))
+    return Placement(tuple(t.name for t in tiers), (*counts, rest), saved_us, gap)
 
 
 def choose(
@@ -220,6 +228,29 @@ def _check(tiers: Sequence[Tier]) -> None:
                 found=f"{fast.gb_per_s:g} and {slow.gb_per_s:g} GB/s",
                 fix="Change their order.",
             )
+
+
+def _fit(
+    taken_G: np.ndarray,
+    layer_G: np.ndarray,
+    sizes_G: np.ndarray,
+    nbytes_G: np.ndarray,
+    gained_G: np.ndarray,
+    capacity: int | None,
+    least_L: Sequence[int],
+) -> None:
+    """Take groups out of a tier, in place, until the rest has room: HiGHS meets constraints but for its tolerance.
+
+    Each time a layer's last one, where that costs least: what is left of it are whole groups. All of a layer of which
+    fewer than ``least_L`` neurons would be left.
+    """
+    while capacity is not None and int((taken_G * sizes_G * nbytes_G).sum()) > capacity:
+        options = []
+        for index in set(layer_G[taken_G > 0].tolist()):
+            own = np.flatnonzero((layer_G == index) & (taken_G > 0))
+            out = own[-1:] if sizes_G[own[:-1]].sum() >= max(1, least_L[index]) else own
+            options.append((float(gained_G[out].sum()), index, out))
+        taken_G[min(options, key=lambda option: option[:2])[2]] = 0
 
 
 def _groups(frequency_I: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:

@@ -197,7 +197,7 @@ def _read_plan(
     try:
         model_hash, entries, made_by = str(data["model_hash"]), list(data["layers"]), dict(data["made_by"])
         layers = [_read_layer(entry, orders) for entry in entries]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ArtifactError(
             str(where),
             expected="layers with site, method, n_hot, threshold and expected_active, and an order for each",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_pi2.plan.curve import TIMES, expert_use, layer_curve, linear_ms, sums
 from torch_pi2.plan.shape import LayerShape, ModelShape
@@ -71,6 +71,7 @@ def prompt_cost(
     *,
     tokens: int,
     dense: Sequence[bool],
+    hot: Sequence[int] | None = None,
     in_memory: bool = True,
     chunk_tokens: int = MOST_CHUNK,
 ) -> float:
@@ -82,13 +83,18 @@ def prompt_cost(
     before is computed: the longer of both counts, and the first read in full.
 
     Args:
-        dense: by layer, whether every neuron is computed.
+        dense: by layer, whether every neuron is computed. hot: by layer, those that no predictor is asked about where
+            not every neuron is (None: ``base_hot``).
     """
     pieces = [tokens] if in_memory else [chunk_tokens] * (tokens // chunk_tokens) + [tokens % chunk_tokens]
-    computing, done = [], 0
+    hot = [layer.base_hot for layer in shape.layers] if hot is None else hot
+    computing, done, nbytes = [], 0, shape.weight_bytes
     for size in filter(None, pieces):
-        for layer, whole in zip(shape.layers, dense, strict=True):
-            ffn = (dense_ms if whole else sparse_ms)(layer, hardware, size, model_bytes=shape.weight_bytes)
+        for layer, whole, first in zip(shape.layers, dense, hot, strict=True):
+            if whole:
+                ffn = dense_ms(layer, hardware, size, model_bytes=nbytes)
+            else:
+                ffn = sparse_ms(layer, hardware, size, hot=first, model_bytes=nbytes)
             computing.append(ffn + _block_ms(shape, layer, hardware, size, done))
         done += size
     head = linear_ms(hardware, shape.head_kernel, 1, shape.head_bytes, model_bytes=shape.weight_bytes)
@@ -100,16 +106,19 @@ def prompt_cost(
     return reading[0] + math.fsum(map(max, computing, following)) + head
 
 
-def best_chunk(shape: ModelShape, hardware: Hardware, dense: Sequence[bool]) -> int:
+def best_chunk(
+    shape: ModelShape, hardware: Hardware, dense: Sequence[bool], *, hot: Sequence[int] | None = None
+) -> int:
     """Tokens of a piece of a long prompt over a store: the fewest, of 64 to 512, with 97 % of the best speed.
 
     Fewer tokens need less memory for activations; with enough of them reading hides behind computing.
+
+    Args:
+        dense, hot: as :func:`prompt_cost` takes them.
     """
     sizes = (_TILE, 2 * _TILE, 4 * _TILE, MOST_CHUNK)
-    took = {
-        size: prompt_cost(shape, hardware, tokens=MOST_CHUNK, dense=dense, in_memory=False, chunk_tokens=size)
-        for size in sizes
-    }
+    how: dict[str, Any] = {"tokens": MOST_CHUNK, "dense": dense, "hot": hot, "in_memory": False}
+    took = {size: prompt_cost(shape, hardware, chunk_tokens=size, **how) for size in sizes}
     return next(size for size in sizes if took[size] <= _NEAR * min(took.values()))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.plan.hardware_plan import PromptPlan
+from torch_pi2.plan.hardware_plan import Bucket, PromptPlan
 from torch_pi2.plan.prompt_cost import MOST_CHUNK, best_chunk, switch_point
 from torch_pi2.plan.shape import ModelShape
 from torch_pi2.runtime.offload import OffloadConfig
@@ -88,12 +87,14 @@ def thread_roles(hardware: Hardware, stored: bool) -> dict[str, int]:
     return {"compute": hardware.threads - alone, "io": int(alone)}
 
 
-def prompt_plan(shape: ModelShape, hardware: Hardware, hot: Sequence[int], stored: bool) -> PromptPlan:
+def prompt_plan(shape: ModelShape, hardware: Hardware, last: Bucket, stored: bool) -> PromptPlan:
     """From how many tokens on each layer is dense, and how much of a long prompt is computed per reading of a layer.
 
     Args:
-        hot: by layer, as for one sequence.
+        last: the bucket of the largest batch, whose hot neurons prompts have, too. A layer is dense from more tokens on
+            than its batch, if at all: a decoding step is no prompt.
     """
-    dense_from = tuple(switch_point(shape, hardware, i, hot=h) for i, h in enumerate(hot))
-    chunk = best_chunk(shape, hardware, [0 < at <= MOST_CHUNK for at in dense_from]) if stored else MOST_CHUNK
-    return PromptPlan(dense_from, chunk)
+    found = [switch_point(shape, hardware, i, hot=hot) for i, hot in enumerate(last.hot)]
+    dense_from = tuple(max(at, last.batch + 1) if at else 0 for at in found)
+    dense = [0 < at <= MOST_CHUNK for at in dense_from]
+    return PromptPlan(dense_from, best_chunk(shape, hardware, dense, hot=last.hot) if stored else MOST_CHUNK)

@@ -102,7 +102,7 @@ def solve(
             best = total, task, found
     assert best is not None
     _, task, plan = best
-    prompt = prompt_plan(task.shape, hardware, plan.buckets[0].hot, task.stored)
+    prompt = prompt_plan(task.shape, hardware, plan.buckets[-1], task.stored)
     return replace(plan, prompt=prompt)
 
 

@@ -142,6 +142,34 @@ def check(task: Task) -> None:
             found="more" if theirs else f"{task.hardware.name}, which has no accelerator",
             fix="Give it less, or leave it out.",
         )
+    _check_memory(task)
+
+
+def _check_memory(task: Task) -> None:
+    """Raises ConfigError: the machine has less memory than the budget, or than everything takes."""
+    most, shape = task.hardware.memory_bytes, task.shape
+    # Published profiles are of phones, whose accelerators have no memory of their own.
+    shares = task.hardware.source == "published"
+    if task.budget_bytes is not None:
+        needed, what = task.budget_bytes, f"budget of {task.budget_bytes} bytes"
+        if shares and task.accelerator_bytes:
+            needed += task.accelerator_bytes
+            what += f" and accelerator memory of {task.accelerator_bytes} bytes, which is the same memory"
+    else:
+        budget = shape.budget(0, batch=task.batches[-1], context=task.context, config=OffloadConfig())
+        every = sum(layer.intermediate * layer.bundle_bytes for layer in shape.layers)
+        ours = every if shares else max(0, every - task.accelerator_bytes)
+        needed = budget.fixed + budget.predictors + budget.kv + ours
+        what = f"everything in memory, for batches to {task.batches[-1]} of {task.context} tokens"
+    if needed > most:
+        raise ConfigError(
+            what,
+            expected=f"at most {most} bytes, which {task.hardware.name} has",
+            found=f"{needed} bytes",
+            fix="Give it less, or plan for fewer sequences (batches) or a shorter context."
+            if task.budget_bytes is not None
+            else "Pack the model and plan it with a budget, or for fewer sequences (batches) or a shorter context.",
+        )
 
 
 def _check_numbers(task: Task) -> None:

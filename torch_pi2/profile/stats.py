@@ -80,7 +80,7 @@ class LayerStats:
         threshold: a neuron fired iff score > threshold.
         tokens: real tokens seen, of an expert those that the router gave it and ``borrowed`` ones.
         fired: ``[I]`` int64 tokens for which the neuron fired.
-        zeros: ``[I]`` int64 tokens for which its score was exactly zero.
+        zeros: ``[I]`` int64 tokens for which its score was exactly zero; with a threshold above 0, of ``scored`` ones.
         abs_sum: ``[I]`` float64 sum of scores.
         batch_sizes: 1, 2, 4, ... tokens of different sequences taken together.
         batch_groups: ``[K]`` int64 groups seen of each size; batch_fired: ``[K, I]`` int64 groups in which the
@@ -120,7 +120,7 @@ class LayerStats:
     @property
     def sparsity(self) -> float:
         """Share of scores that are exactly zero."""
-        return float(self.zeros.sum()) / max(1, self.tokens * self.intermediate)
+        return float(self.zeros.sum()) / max(1.0, self.known_zero * self.intermediate)
 
     def frequency(self, batch: int = 1) -> torch.Tensor:
         """``[I]`` float64: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
@@ -156,6 +156,11 @@ class LayerStats:
     def scored(self) -> float:
         """Tokens whose scores are in ``abs_sum`` and ``score_hist``: those that were profiled, not only watched."""
         return float(self.score_hist.sum()) / self.intermediate
+
+    @property
+    def known_zero(self) -> float:
+        """Tokens of which it is known for which neurons their score was zero: ``zeros`` is a count of these."""
+        return self.scored if self.threshold > 0 else self.tokens
 
     def mean_score(self) -> torch.Tensor:
         """``[I]`` float64 mean of |score| over all tokens that have one."""
@@ -266,7 +271,8 @@ class ActivationStats:
                 "share of neurons to skip", expected="0 <= share < 1", found=str(share), fix="0.7 means 70 % skipped."
             )
         stats = self[key]
-        if float(stats.zeros.sum()) >= share * stats.tokens * stats.intermediate:
+        known = share == 0 or stats.tokens == 0 or stats.known_zero > 0
+        if known and float(stats.zeros.sum()) >= share * stats.known_zero * stats.intermediate:
             return 0.0
         if not stats.scored:
             raise ConfigError(

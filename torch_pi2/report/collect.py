@@ -45,7 +45,7 @@ def collect(
         ArtifactError: nothing of ours is in the folder; a file is missing or damaged.
         StaleArtifactError: statistics, predictors or accesses are of other weights; ``plan`` is for another folder.
     """
-    from torch_pi2.checkpoint import planned_anew as planned_anew
+    from torch_pi2.checkpoint import planned_anew
     from torch_pi2.store.parts import Parts
 
     folder = Path(folder)

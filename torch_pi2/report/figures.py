@@ -97,7 +97,7 @@ def sparsity(rows: Sequence[Firing]) -> Plot:
         "ygap": 1,
         "hovertemplate": "%{z:.1%} of neurons fire for at least one<br>of %{x} tokens<extra>%{y}</extra>",
     }
-    ticks = [short(row.key) for row in rows]
+    ticks = [escape(short(row.key)) for row in rows]
     every = max(1, len(rows) // 16)
     figure = {
         "data": [heat],
@@ -124,7 +124,7 @@ def predictors(rows: Sequence[Row]) -> Plot:
         "mode": "markers+text" if len(cards) <= LABELS else "markers",
         "x": [card.bytes for card in cards],
         "y": [card.recall for card in cards],
-        "text": [short(row.key) for _, row in with_one],
+        "text": [escape(short(row.key)) for _, row in with_one],
         "textposition": "middle center",
         "textfont": {"color": "#ffffff", "size": 11},
         "customdata": [

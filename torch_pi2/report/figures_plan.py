@@ -71,7 +71,7 @@ def plan(planned: Planned) -> Plot:
                 "layer",
                 range=[-0.6, len(rows) - 0.4],
                 tickvals=keys[::every],
-                ticktext=[short(row.key) for row in rows][::every],
+                ticktext=[escape(short(row.key)) for row in rows][::every],
             ),
             yaxis=axis("neurons", range=[0, 1.09], tickvals=[0, 0.25, 0.5, 0.75, 1], tickformat=".0%"),
             updatemenus=_buttons(buckets, len(names), len(marks)),
@@ -88,7 +88,7 @@ def plan(planned: Planned) -> Plot:
 
 def _counts(planned: Planned, name: str, number: int) -> list[int]:
     """Neurons at a place, by row; nothing if there are none in any row."""
-    stored = planned.buckets[number].cache_bytes > 0
+    stored = planned.hardware is not None and planned.hardware.budget_bytes is not None
     found = [_places(row, number, stored).get(name, 0) for row in planned.rows]
     return found if any(found) else []
 

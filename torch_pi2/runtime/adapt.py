@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,11 +62,33 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> Engine:
         )
     _check(layers, hardware, plan if isinstance(plan, Plan) else None)
     before = engine_of(model)
+    own = before if before is not None and before._model() is model else None  # else: that of what it is a copy of
+    settings = [(layer, layer.by_batch, layer.dense_from) for layer in layers if not _is_expert(layer)]
+    with nullcontext() if own is None else own._lock:
+        try:
+            engine = Engine(model, hardware, layers)
+        except BaseException:
+            for layer, by_batch, dense_from in settings:
+                layer.by_batch, layer.dense_from = by_batch, dense_from
+            raise
+        if own is not None:
+            own._closed = True  # the layers and the store are the new one's
     if before is not None:
-        before._leave()
-    engine = Engine(model, hardware, layers)
+        _unhook(model, before)
     object.__setattr__(model, _ATTRIBUTE, engine)  # not among the modules
     return engine
+
+
+def let_go(model: nn.Module) -> None:
+    """``model``, which may be dense by now, follows no plan any more; a store is left as it is."""
+    engine = engine_of(model)
+    if engine is None:
+        return
+    if engine._model() is model:
+        engine._leave()
+    else:  # a copy has that of what it was copied from, which goes on
+        _unhook(model, engine)
+        object.__delattr__(model, _ATTRIBUTE)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -100,10 +123,11 @@ class Engine:
         self._prompts = [
             (weakref.ref(layer), plan.prompt.dense_from[i]) for i, layer in enumerate(layers) if not _is_expert(layer)
         ]
+        beyond_steps = plan.buckets[-1].batch + 1
         for ref, dense_from in self._prompts:
             found = ref()
             assert found is not None
-            found.dense_from = dense_from
+            found.dense_from = dense_from and max(dense_from, beyond_steps)
         self._store = _store_of(model, plan)
         self._places = [_place(layer) for layer in layers] if self._store else []
         if self._store:
@@ -114,7 +138,10 @@ class Engine:
         self._hook = first.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def batch(self, sequences: int) -> None:
-        """From the next step on there are so many sequences. Returns at once; reads go on in the background.
+        """From the next step on there are so many sequences. What is missing is read in the background.
+
+        Returns at once where the store's cache keeps its size, or there is none; another size waits for the layer that
+        is being computed, and takes milliseconds.
 
         Raises:
             ConfigError: less than 1. ArtifactError: the store has been closed.
@@ -135,6 +162,16 @@ class Engine:
                 self._switches, self._total_ms = self._switches + 1, self._total_ms + took
                 self._ms.append(took)
             self._sequences = sequences
+
+    def refresh(self, room: int) -> None:
+        """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` gave it other ``room``.
+
+        Raises:
+            ArtifactError: the store has been closed.
+        """
+        with self._lock:
+            if not self._closed:
+                self._switch(self.bucket, room)
 
     def stats(self) -> dict[str, Any]:
         """``sequences`` now, the batch size of their ``bucket``, ``switches`` so far, ``total_ms`` and last ``ms``."""
@@ -201,11 +238,11 @@ class Engine:
 
     # --- what is switched ---
 
-    def _switch(self, bucket: Bucket) -> None:
+    def _switch(self, bucket: Bucket, room: int | None = None) -> None:
         model = self._model()
         if self._store is None or model is None:
             return
-        cache_bytes = min(bucket.cache_bytes, self._room(model))
+        cache_bytes = min(bucket.cache_bytes, self._room(model) if room is None else room)
         self._store.arrange(self._resident(bucket, cache_bytes, model), cache_bytes)
         self._announce(bucket.batch)
 
@@ -248,15 +285,14 @@ class Engine:
             )
 
     def _see(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The first layer is called: ``x [B, 1, H]`` is a step of B sequences, ``[n, H]`` probably one of n."""
+        """The first layer is called: ``x [B, T, H]`` has B sequences, ``[n, H]`` of a small n probably a step of n."""
         if torch.compiler.is_compiling():
             return
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if x is None or x.dim() < 2:
             return
-        sequences = x.numel() // max(1, x.shape[-1])
-        stepping = x.shape[-2] == 1 if x.dim() > 2 else sequences <= self.plan.buckets[-1].batch
-        if stepping and sequences:
+        sequences = x.shape[0]
+        if sequences > 0 and (x.dim() > 2 or sequences <= self.plan.buckets[-1].batch):
             self.batch(sequences)
 
 
@@ -273,7 +309,7 @@ def _check(layers: Sequence[SparseFFN], plan: HardwarePlan, whole: Plan | None) 
                 expected, found = layer.site.key, planned.site.key
                 break
     for i, layer in enumerate(layers if not found else ()):
-        least, most = layer.n_hot if _has_own_hot(layer) else 0, layer.site.intermediate
+        least, most = layer.least_hot if _has_own_hot(layer) else 0, layer.site.intermediate
         for bucket in plan.buckets:
             if not least <= bucket.hot[i] <= most:
                 expected, found = f"{least} to {most} hot neurons of {layer.site.key}", str(bucket.hot[i])
@@ -285,6 +321,15 @@ def _check(layers: Sequence[SparseFFN], plan: HardwarePlan, whole: Plan | None) 
         raise ShapeError(
             "plan for this model", expected=expected, found=found, fix="It is for another: make the plan again."
         )
+
+
+def _unhook(model: nn.Module, engine: Engine) -> None:
+    """``engine`` sees nothing of ``model`` any more; copies have its hook under a handle of their own."""
+    for module in model.modules():  # what a stand-in gives way to has its hooks
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__self__", None) is engine:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _is_expert(layer: SparseFFN) -> bool:

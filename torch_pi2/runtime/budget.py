@@ -109,6 +109,7 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     The cache takes or loses what the budget does: everything else keeps its size. Memory of what leaves goes back to
     the system; a cache that grows is filled with the most frequent neurons, if the model was loaded so
     (``OffloadConfig.preload``). Results keep their bits. It waits for calls of other threads to end their layer.
+    A model that follows a plan (:func:`torch_pi2.follow`) goes on with it: its cache is never larger than planned.
 
     Args:
         budget: bytes, or text such as ``"2.5GiB"``; at most that with which the model was loaded.
@@ -121,6 +122,8 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
             memory, or is larger than at loading. The model is as it was.
         ArtifactError: what fills the cache cannot be read, or the store has been closed.
     """
+    from torch_pi2.runtime.adapt import engine_of
+
     store, parts = store_and_budget(model)
     made: Budget = parts.with_total(parse_bytes(budget), store.path.parent.parent)
     if made.cache > store.opened_bytes:
@@ -133,6 +136,9 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
         )
     store.resize(made.cache)
     object.__setattr__(model, "torch_pi2_store", (store, made))
+    engine = engine_of(model)
+    if engine is not None:
+        engine.refresh(made.cache)  # not the budget of the model that this may be a copy of
     if made.cache > parts.cache and store.config.preload:
         store.preload()
     if made.cache < min(made.token, made.neurons):

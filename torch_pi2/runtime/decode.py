@@ -50,15 +50,16 @@ class Decoder:
             minute more to compile (Inductor keeps both on disk).
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of what comes next, for sampling, instead
             of the most likely tokens.
-        chunk_tokens: read longer prompts in pieces of so many tokens, which bounds the memory of their activations; 0:
-            whole. Lossless but for roundings.
+        chunk_tokens: read longer prompts in equal pieces of at most so many tokens, which bounds the memory of their
+            activations; 0: whole. Without predictors lossless but for roundings; with them, layers ask their predictor
+            for pieces shorter than their ``dense_from``.
 
     Attributes:
         batch: sequences that are decoded now. length: of each, in tokens. cache: theirs, a ``StaticCache``.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be static (state-space layers), or has a sliding window shorter
-            than ``max_tokens``.
+            than ``max_tokens``; it has an encoder; or (by :meth:`prompt`) it does not use the cache.
     """
 
     def __init__(
@@ -111,10 +112,13 @@ class Decoder:
             )
         self.length = 0  # whatever happens below, what was before is gone
         self._use(batch)
+        self._tell(batch)  # after keys and values gave memory back, and before they want any
         self.cache.reset()
         with packed_attention(self.model):
-            for piece_BT in ids_BT.split(self.chunk_tokens or tokens, 1):
+            # pieces of equal length: a short one at the end might be taken for a step
+            for piece_BT in ids_BT.tensor_split(-(-tokens // (self.chunk_tokens or tokens)), 1):
                 result = self._forward(piece_BT)
+        self._kv.check_used()
         self.length = tokens
         self._use(batch)  # there are keys and values now
         return result

@@ -13,7 +13,7 @@ from torch_pi2.graph.sites import FFNSite, FFNWeights, LinearRef, check_weights
 from torch_pi2.ops import load
 from torch_pi2.ops.quantized import KINDS, check_kind
 from torch_pi2.ops.rows import row_bytes
-from torch_pi2.plan.plan import METHODS, LayerPlan
+from torch_pi2.plan.plan import METHODS, PREDICTED, LayerPlan
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
 from torch_pi2.runtime.bundles import bundle_rows, make_bundles, make_quantized_bundles
 from torch_pi2.runtime.prompt import has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
@@ -56,7 +56,8 @@ class SparseFFN(StandIn):
         weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
             the weights, and to the output on calibration tokens (relative, Frobenius norms; None if not measured).
         dense_from: from so many tokens in one call on every neuron is computed, 0: never; None: as
-            :mod:`torch_pi2.runtime.prompt` finds best.
+            :mod:`torch_pi2.runtime.prompt` finds best. Calls of no more tokens than :attr:`by_batch` knows never are
+            prompts, nor are the steps of a plan that is followed.
     """
 
     #: Whether ``bundles`` has them all.
@@ -281,16 +282,21 @@ class SparseFFN(StandIn):
         return y.to(result_dtype(x))
 
     @property
+    def least_hot(self) -> int:
+        """The fewest neurons that may be hot: those that no predictor has rows for, if one is asked at all."""
+        return self.n_hot if self.method in PREDICTED else 0
+
+    @property
     def by_batch(self) -> tuple[tuple[int, int], ...]:
         """(tokens, hot neurons), ascending by tokens; empty: ``n_hot`` always.
 
         A call of t tokens has the hot neurons of the first entry for at least t; one for more than any, those of the
-        last. No fewer than ``n_hot``; all of them: no predictor is asked. Without a predictor that changes no bits;
+        last. No fewer than ``least_hot``; all of them: no predictor is asked. Without a predictor that changes no bits;
         with one, what it would have missed. What was compiled before does not see another setting.
 
         Raises (when it is set):
             ConfigError: not ascending, or a layer with a threshold, whose hot neurons are part of what it computes.
-            ShapeError: fewer hot neurons than ``n_hot``, or more than there are.
+            ShapeError: fewer hot neurons than ``least_hot``, or more than there are.
         """
         return self._by_batch
 
@@ -305,10 +311,10 @@ class SparseFFN(StandIn):
                 found=", ".join(map(str, batches)),
                 fix="Make the plan again.",
             )
-        if hot and not self.n_hot <= min(hot) <= max(hot) <= site.intermediate:
+        if hot and not self.least_hot <= min(hot) <= max(hot) <= site.intermediate:
             raise ShapeError(
                 f"hot neurons of {site.key} by batch",
-                expected=f"{self.n_hot} (those that no predictor has rows for) to {site.intermediate}",
+                expected=f"{self.least_hot} (those that no predictor has rows for) to {site.intermediate}",
                 found=", ".join(map(str, hot)),
                 fix="The plan is for another model, or for this one planned otherwise: make it again.",
             )
@@ -319,7 +325,11 @@ class SparseFFN(StandIn):
                 found=", ".join(map(str, hot)),
                 fix="Leave layers with a threshold as they are.",
             )
-        self._by_batch, self._left = chosen, {n: self._rows_left(n) for n in set(hot) - {self.n_hot}}
+        left = {n: self._rows_left(n) for n in set(hot) - {self.n_hot}}
+        # in this order: calls of other threads find the rows of what they see in _by_batch
+        self._left = {**self._left, **left}
+        self._by_batch = chosen
+        self._left = left
 
     def hot_for(self, tokens: int) -> int:
         """Hot neurons of a call of so many tokens, see :attr:`by_batch`."""
@@ -376,7 +386,8 @@ class SparseFFN(StandIn):
         ``n_hot``: one of those in :attr:`by_batch`, after which neurons are cold.
         """
         if n_hot is not None and n_hot != self.n_hot:
-            return self._left[n_hot]
+            rows = self._left.get(n_hot)
+            return self._rows_left(n_hot) if rows is None else rows  # another thread has just set by_batch
         return tuple(getattr(self, f"predictor_{name}") for name in self._predictor_names())
 
     def _predictor_names(self) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def generate(
             chunk_tokens=following.plan.prompt.chunk_tokens if over_store and following is not None else 0,
         )
     else:
-        _check_decoder(decoder, model, num_return_sequences, tokens + max_new_tokens - 1)
+        _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
 
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids)

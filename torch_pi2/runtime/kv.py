@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.ops import load
 
 
 class KeyValues:
@@ -29,6 +30,11 @@ class KeyValues:
         self._made = static_cache(model, max_tokens)  # transformers fills in its sizes with the first prompt
         self._whole: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer, [rows, heads, max_tokens, width]
         self._caches: dict[int, Any] = {}
+
+    def check_used(self) -> None:
+        """After a prompt: raises UnsupportedModelError if the model has ignored the cache."""
+        if not all(layer.is_initialized for layer in self._made.layers):
+            raise no_causal_model(self._model, "one that leaves it empty: what it knows of the prompt is elsewhere")
 
     def cache(self, rows: int) -> Any:
         """For the first ``rows`` sequences. Until a prompt has been read there is one, and its batch decides."""
@@ -52,12 +58,14 @@ class KeyValues:
     def _settle(self) -> None:
         """Room for all rows. The cache of the first prompt stays the one for as many sequences as it had."""
         first: int = self._made.layers[0].batch_size
+        load()
         for layer in self._made.layers:
             tensors = (layer.keys, layer.values)
             if first < self.rows:
                 whole = [t.new_zeros((self.rows, *t.shape[1:])) for t in tensors]
                 for new, old in zip(whole, tensors, strict=True):
                     new[:first] = old
+                    torch.ops.pi2.give_back(new[first:])  # zeros as they are, but without memory until they are used
                 layer.keys, layer.values = whole[0][:first], whole[1][:first]
                 tensors = (whole[0], whole[1])
             self._whole.append(tensors)
@@ -92,11 +100,13 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer
 
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False):
+        raise no_causal_model(model, "a model without a configuration" if config is None else "an encoder-decoder")
     cache = StaticCache(config=config, max_cache_len=max_tokens)
     for i, layer in enumerate(cache.layers):
-        window = getattr(config, "sliding_window", None) or 0
         if type(layer) is not StaticLayer and isinstance(layer, StaticLayer) and layer.is_sliding:
+            window = layer.max_cache_len  # no more than max_tokens
             if window < max_tokens:
                 raise UnsupportedModelError(
                     f"KV cache of layer {i}",
@@ -113,3 +123,13 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
                 fix="Use model.generate.",
             )
     return cache
+
+
+def no_causal_model(model: nn.Module, found: str) -> UnsupportedModelError:
+    """To be raised where ``model`` keeps no keys and values that a :class:`KeyValues` could hold."""
+    return UnsupportedModelError(
+        type(model).__name__,
+        expected="a causal language model of transformers, whose layers use the cache that they are given",
+        found=found,
+        fix="Pass such a model, or use model.generate.",
+    )

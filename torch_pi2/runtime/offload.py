@@ -226,16 +226,16 @@ class Store:
     def arrange(self, resident: Sequence[int], cache_bytes: int | None = None) -> None:
         """From now on the first so many neurons of each layer, the most frequent, never leave the cache; others may.
 
-        Returns at once: what is missing of them is read while calls go on, after what those wait for, and is read on
-        demand if that fails. ``stats()["arranging"]`` is 0 when they are all there, ``stats()["fixed"]`` how many.
+        Returns at once where the cache keeps its size; else it waits for the layer that is being computed, and takes
+        milliseconds. What is missing is read while calls go on, after what those wait for, and on demand if that fails.
+        ``stats()["arranging"]`` is 0 when they are all there, ``stats()["fixed"]`` how many.
         Where the cache has no room for all of them, it is for the most frequent of all layers alike. The next call
         replaces this one; :meth:`preload` fills the rest of the cache, and ``hot_share`` has no meaning any more.
         Results keep their bits. Any thread may call this, at any time.
 
         Args:
             resident: neurons, for each layer of the store.
-            cache_bytes: another size of the cache, as :meth:`resize` has it: that waits until the layer that is being
-                computed is done, and takes milliseconds where neurons have to move; None: the size that it has.
+            cache_bytes: another size of the cache, as :meth:`resize` has it; None: the size that it has.
 
         Raises:
             ConfigError: numbers that it cannot have, or engine ``mmap``, which has no cache. All is as it was.

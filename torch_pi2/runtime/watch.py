@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -49,7 +50,8 @@ _POLL_S = 1.0
 class Watch:
     """Counts which neurons of a model's sparse layers fire, from :meth:`start` to :meth:`stop` or in a ``with`` block.
 
-    Started again it counts on. Of copies that share a store all calls are counted.
+    Started again it counts on. One that is dropped without ``stop`` ends, and its counts are lost. Of copies that share
+    a store all calls are counted.
 
     Args:
         model: one that torch_pi2 has rewritten or loaded, in memory or over a store. Converted (``model.to``) it is
@@ -96,6 +98,7 @@ class Watch:
         self._turn = threading.RLock()  # of whoever reads, starts or stops
         self._checker: _Checker | None = None
         self._on = False
+        weakref.finalize(self, _end, self._groups).atexit = False
 
     def start(self) -> Self:
         """Begin to count, or go on."""
@@ -225,8 +228,13 @@ class _Group:
 
     def stop(self) -> None:
         self._before = [self._counts(i, False) for i in range(len(self.layers))]
-        torch.ops.pi2.firing_stop(self._number)
-        self._number = 0
+        self.drop()
+
+    def drop(self) -> None:
+        """Stop, if that has not been done; what was counted since the start is lost."""
+        number, self._number = self._number, 0
+        if number:
+            torch.ops.pi2.firing_stop(number)
 
     def tokens(self) -> float:
         """Of a layer that is no expert, the mean; of experts together, by module."""
@@ -270,11 +278,18 @@ class _Group:
         )
 
 
+def _end(groups: Sequence[_Group]) -> None:
+    """Of a watch that is gone: the core need count for it no more."""
+    for group in groups:
+        group.drop()
+
+
 class _Checker:
-    """A thread that checks a watch every so many tokens, until it has warned."""
+    """A thread that checks a watch every so many tokens, until it has warned, or the watch is gone."""
 
     def __init__(self, watched: Watch) -> None:
-        self._watched, self._over = watched, threading.Event()
+        self._watched, self._over = weakref.ref(watched), threading.Event()
+        self._due = watched.tokens + watched.check_every
         self._thread = threading.Thread(target=self._run, name="torch_pi2 drift", daemon=True)
         self._thread.start()
 
@@ -284,18 +299,25 @@ class _Checker:
             self._thread.join()
 
     def _run(self) -> None:
-        watched = self._watched
-        due = watched.tokens + watched.check_every
         while not self._over.wait(_POLL_S):
-            if watched.tokens < due:
-                continue
-            try:
-                if watched.check().share > watched.limit:
-                    return
-            except Pi2Error as error:
-                _log.warning("drift from the plan is no longer checked: %s", error)
+            if not self._checked():
                 return
-            due = watched.tokens + watched.check_every
+
+    def _checked(self) -> bool:
+        """Whether to go on. Between two of these the thread holds no reference to the watch."""
+        watched = self._watched()
+        if watched is None:
+            return False
+        if watched.tokens < self._due:
+            return True
+        try:
+            if watched.check().share > watched.limit:
+                return False
+        except Pi2Error as error:
+            _log.warning("drift from the plan is no longer checked: %s", error)
+            return False
+        self._due = watched.tokens + watched.check_every
+        return True
 
 
 def _already() -> ConfigError:
