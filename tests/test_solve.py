@@ -122,7 +122,8 @@ def test_no_simple_plan_is_predicted_faster(shape, part, batches, stored) -> Non
         other = checked(shape, fixed_plan(shape, HARDWARE, kind, **how))
         assert other.made_for["planner"] == kind
         for mine, theirs in zip(best.buckets, other.buckets, strict=True):
-            assert mine.total_ms <= theirs.total_ms * (1 + 1e-9)
+            # in memory what is usual is preferred to what wins less than 2 %
+            assert mine.total_ms <= theirs.total_ms * (1 + 1e-9 if stored else 1.02)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -131,17 +132,21 @@ def test_in_memory_it_is_the_optimum(batch) -> None:
     plan = checked(shape, solve(shape, HARDWARE, batches=(batch,), context=CONTEXT))
     every = itertools.product(*(hot_counts(y) for y in shape.layers))
     costs = [step_cost(shape, HARDWARE, batch=batch, hot=h, context=CONTEXT).total_ms for h in every]
-    assert min(costs) <= plan.buckets[0].total_ms <= 1.01 * min(costs)
+    assert min(costs) <= plan.buckets[0].total_ms <= 1.02 * min(costs)
 
 
-def test_near_ties_go_to_fewer_hot() -> None:
+def test_near_ties_go_to_what_is_usual() -> None:
     # Gathered as fast as in runs: what fires always is the same hot or cold, but for the predictor's rows.
     level = fake_layer(intermediate=1024, hidden=4096, method="exact", active=0.5)
+    fires = np.concatenate((np.full(256, 0.41), np.full(768, 0.39)))  # of these the first plan has 256 hot
+    rare = replace(level, frequencies=((1, fires * 1e-3),), base_hot=0)
+    often = replace(level, frequencies=((1, fires),), base_hot=0)
+    slow = replace(HARDWARE, gather_gb_per_s=HARDWARE.run_gb_per_s)
+    for layer, hot in ((rare, (0,)), (often, (256,))):
+        assert solve(replace(small(1), layers=(layer,)), slow, batches=(1,), context=CONTEXT).buckets[0].hot == hot
     level = replace(level, frequencies=((1, np.ones(1024)),), base_hot=0)
     shape = replace(small(1), layers=(level,))
-    hardware = replace(HARDWARE, gather_gb_per_s=HARDWARE.run_gb_per_s)
-    assert solve(shape, hardware, batches=(1,), context=CONTEXT).buckets[0].hot == (0,)
-    # Half the speed: all of them.
+    # Gathered at half the speed, all of them.
     assert solve(shape, HARDWARE, batches=(1,), context=CONTEXT).buckets[0].hot == (1024,)
 
 
