@@ -1,6 +1,6 @@
 """``bench/results/*.json`` as a page of tables with roofline columns: ``python -m torch_pi2.bench.table FOLDER``.
 
-Each file is what ``torch-pi2 bench decode``, ``layer``, ``offload`` or ``plan`` printed with ``--json``; nothing is
+Each file is what ``torch-pi2 bench`` decode, layer, offload, plan or best-of printed with ``--json``; nothing is
 computed here but ratios of figures of one run.
 """
 
@@ -224,6 +224,38 @@ has its figures.
 """
 
 
+_BEST_KINDS = ("follows", "for 1", "for 4", "unplanned")
+_BEST = (
+    "run",
+    "sequences",
+    *_BEST_KINDS,
+    "predicted",
+    "follows / for 1",
+    "follows / for 4",
+    "a change takes, of a step",
+)
+_BEST_NOTE = """
+Tokens/s while one of four sequences ends every four steps: the plan that follows them, plans for one and for four, and
+none.
+"""
+
+
+def _best_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations"
+    rows = [*result["batches"], {"batch": "all", "predicted_tokens_per_s": None, **result["whole"]}]
+    return [
+        [
+            f"{about}, {_share(result['ffn_in_memory'])} in memory",
+            str(r["batch"]),
+            *(_number(r["tokens_per_s"].get(kind)) for kind in _BEST_KINDS),
+            _number(r["predicted_tokens_per_s"]),
+            *(_number(r["over"].get(kind), 3) for kind in ("for 1", "for 4")),
+            f"{100 * result['switch']['of_a_step']:.1f} %",
+        ]
+        for r in rows
+    ]
+
+
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of results by name (file name without ``.json``)."""
     decodes = {name: r for name, r in results.items() if r["what"] == "decode"}
@@ -231,6 +263,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     offloads = {name: r for name, r in results.items() if r["what"] == "offload"}
     plans = {name: r for name, r in results.items() if r["what"] == "plan"}
     plan_title = f"## Planned against fixed plans\n{_PLAN_NOTE.rstrip()}"
+    bests = {name: r for name, r in results.items() if r["what"] == "best-of"}
+    best_title = f"## A batch that shrinks\n{_BEST_NOTE.rstrip()}"
     offload_title = f"## Larger than memory\n{_OFFLOAD_NOTE.rstrip()}"
     parts_title = f"### Milliseconds per token\n{_PARTS_NOTE.rstrip()}"
     sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
@@ -240,6 +274,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         ("### Batches", _BATCHES, [row for n, r in decodes.items() for row in _batch_rows(n, r)]),
         (offload_title, _OFFLOAD, [row for n, r in offloads.items() for row in _offload_rows(n, r)]),
         (plan_title, _PLAN, [row for n, r in plans.items() for row in _plan_rows(n, r)]),
+        (best_title, _BEST, [row for n, r in bests.items() for row in _best_rows(n, r)]),
         ("## One feed-forward layer", _LAYERS, [row for n, r in layers.items() for row in _layer_rows(n, r)]),
         ("## Dense linears and predictors", _LINEARS, [_linear_row(n, r) for n, r in layers.items() if "linear" in r]),
     ]
@@ -263,12 +298,13 @@ def write(folder: str | Path) -> Path:
     """Read ``folder/*.json`` and write ``folder/README.md``; returns its path.
 
     Raises:
-        ArtifactError: a file is not a result of ``torch-pi2 bench decode``, ``layer``, ``offload`` or ``plan``.
+        ArtifactError: a file is not a result of ``torch-pi2 bench`` decode, layer, offload, plan or best-of.
     """
     folder = Path(folder)
     results = {}
     for path in sorted(folder.glob("*.json")):
-        results[path.stem] = read_result(path)
+        if not path.stem.startswith("qnn-"):  # of torch_pi2.bench.qnn, which are no runs
+            results[path.stem] = read_result(path)
     target = folder / "README.md"
     atomic_write(target, page(results))
     return target
@@ -281,7 +317,7 @@ def read_result(path: Path) -> dict[str, Any]:
         what = result["what"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _not_a_result(path, f"{type(error).__name__}: {error}") from error
-    if what not in ("decode", "layer", "offload", "plan"):
+    if what not in ("decode", "layer", "offload", "plan", "best-of"):
         raise _not_a_result(path, f"a result of bench {what}")
     return result
 
@@ -289,7 +325,7 @@ def read_result(path: Path) -> dict[str, Any]:
 def _not_a_result(path: Path, found: str) -> ArtifactError:
     return ArtifactError(
         str(path),
-        expected="what `torch-pi2 bench decode --json`, `bench offload --json` or `bench layer --json` printed",
+        expected="what `torch-pi2 bench` decode, layer, offload, plan or best-of printed with --json",
         found=found,
         fix="Remove the file, or run `make bench` again.",
     )

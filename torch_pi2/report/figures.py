@@ -141,11 +141,15 @@ def predictors(rows: Sequence[Row]) -> Plot:
         "<br>%{customdata[3]:.1%} of neurons predicted<extra>%{customdata[0]}</extra>",
         "showlegend": False,
     }
+    # Layers that are alike look alike: no axis is stretched over differences that mean nothing.
+    largest = max((card.bytes for card in cards), default=1)
+    recalls = [card.recall for card in cards] or [1.0]
+    shown = [max(0.0, min(recalls) - 0.03), min(1.02, max(recalls) + 0.03)]
     figure = {
         "data": [bubbles],
         "layout": layout(
-            xaxis=axis("size of the predictor", tickformat="~s", ticksuffix="B"),
-            yaxis=axis("recall: firing neurons that it finds", tickformat=".0%"),
+            xaxis=axis("size of the predictor", tickformat="~s", ticksuffix="B", range=[0, 1.15 * largest]),
+            yaxis=axis("recall: firing neurons that it finds", tickformat=".0%", range=shown),
         ),
     }
     read = (
