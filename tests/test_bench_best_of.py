@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import torch_pi2
-from torch_pi2.bench import best_of
+from torch_pi2.bench import best_of, machine
+from torch_pi2.bench.table import page as results_page
 from torch_pi2.cli.bench import render
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.rewrite import sparse_layers
@@ -79,6 +80,15 @@ def test_table(result: dict[str, Any]) -> None:
     assert "one of 3 sequences ends every 2 steps" in text
     assert "a change of plan takes" in text
     assert lines[-1].startswith("(synthetic:")
+
+
+def test_results_page(result: dict[str, Any]) -> None:
+    about = {"what": "best-of", "shape": "tiny", "weights": "int4", "activations": "int8", "ffn_in_memory": 0.5}
+    page = results_page({"run": machine.describe() | about | result})
+    assert "## A batch that shrinks" in page
+    rows = [line for line in page.splitlines() if line.startswith("| run: tiny int4")]
+    assert len(rows) == len(result["batches"]) + 1
+    assert f"| {result['whole']['tokens_per_s']['follows']:.2f} |" in rows[-1]
 
 
 @pytest.mark.parametrize(

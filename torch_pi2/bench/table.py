@@ -243,13 +243,14 @@ none.
 def _best_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations"
     rows = [*result["batches"], {"batch": "all", "predicted_tokens_per_s": None, **result["whole"]}]
+    fixed = ("for 1", f"for {result['sequences']}")
     return [
         [
             f"{about}, {_share(result['ffn_in_memory'])} in memory",
             str(r["batch"]),
-            *(_number(r["tokens_per_s"].get(kind)) for kind in _BEST_KINDS),
+            *(_number(r["tokens_per_s"][kind]) for kind in ("follows", *fixed, "unplanned")),
             _number(r["predicted_tokens_per_s"]),
-            *(_number(r["over"].get(kind), 3) for kind in ("for 1", "for 4")),
+            *(_number(r["over"][kind], 3) for kind in fixed),
             f"{100 * result['switch']['of_a_step']:.1f} %",
         ]
         for r in rows
