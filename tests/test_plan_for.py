@@ -59,7 +59,7 @@ def test_an_optimised_model_follows_the_plan_of_its_machine(tmp_path: Path) -> N
 def test_a_store_follows_the_plan_of_its_budget(tmp_path: Path) -> None:
     torch_pi2.save(optimized(), tmp_path / "m")
     torch_pi2.pack(tmp_path / "m", tmp_path / "s", cluster=1)
-    how: dict[str, Any] = {"stats": stats_of(tmp_path / "s"), "batches": (1, 2, 4), "context": 64}
+    how: dict[str, Any] = {"batches": (1, 2, 4), "context": 64}
     whole = torch_pi2.load(tmp_path / "s", budget="1GB", context=64)
     wanted = {batch: logits(whole, batch) for batch in how["batches"]}
     with pytest.raises(errors.ConfigError, match=r"expected at least \d+ bytes") as caught:
@@ -67,7 +67,9 @@ def test_a_store_follows_the_plan_of_its_budget(tmp_path: Path) -> None:
     least = int(caught.value.expected.split()[2])  # with the plan's settings
     parts = torch_pi2.stats(whole)["budget"]
     room = least + parts.in_slots(parts.neurons // 2)
-    plan = torch_pi2.plan_for(whole, PRESET, budget=room, **how)
+    plan = torch_pi2.plan_for(whole, PRESET, budget=room, **how)  # with the statistics of its folder
+    given = torch_pi2.plan_for(whole, PRESET, budget=room, stats=stats_of(tmp_path / "s"), **how)
+    assert given.to_json() == plan.to_json()
     hardware = plan.hardware
     assert hardware is not None
     assert hardware.bucket(4).cache_bytes == parts.neurons // 2 < hardware.bucket(1).cache_bytes

@@ -21,6 +21,7 @@ from torch_pi2.plan.task import BATCHES
 from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.runtime.accesses import Accesses
 from torch_pi2.runtime.budget import parse_bytes
+from torch_pi2.store.parts import Parts
 
 #: Steps of recorded accesses that are replayed for each question: enough for hit rates, in seconds even for 7B.
 _REPLAYED = 64
@@ -50,7 +51,7 @@ def plan_for(
     Args:
         model: optimised or loaded, in memory or over a store; it is left as it is.
         hardware: ``measured`` (``torch-pi2 doctor --measure``), a preset (``sm8650-ufs4.0``), a file, or a profile.
-        stats: how often neurons fire (default: those that the model was optimised or loaded with).
+        stats: how often neurons fire (default: those that the model was optimised with, or its folder has).
         budget: bytes of memory (or ``"2.5GiB"``) of a model over a store; None: everything is in memory.
         accelerator_memory: for hot neurons there.
         batches: numbers of sequences to plan for. context: tokens of each that memory has room for.
@@ -65,7 +66,7 @@ def plan_for(
             settings that make no sense, ``min_recall`` with statistics that do not see what predictors miss among them.
     """
     parts = parts_of(model)
-    found = stats or parts.stats
+    found = stats or parts.stats or _stored(model)
     if found is None:
         raise CalibrationError(
             f"planning a {type(model).__name__}",
@@ -101,6 +102,15 @@ def check_recall(shape: ModelShape, stats: ActivationStats, min_recall: float | 
             found="statistics of a model that was watched with its predictors",
             fix="Profile the dense model (torch-pi2 profile) and pass its statistics, or leave min_recall out.",
         )
+
+
+def _stored(model: nn.Module) -> ActivationStats | None:
+    """Those of the folder of a model over a store, which it was loaded without: no budget has room for them."""
+    store = getattr(model, "torch_pi2_store", (None,))[0]
+    if store is None:
+        return None
+    with Parts(store.path.parent) as parts:
+        return parts.stats(parts_of(model).plan.model_hash)
 
 
 def replayed(accesses: Accesses | str | Path, shape: ModelShape) -> Mapping[str, MissCurve]:
