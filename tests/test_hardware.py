@@ -191,6 +191,7 @@ def test_more_bytes_and_multiplications_are_never_faster(
     assert hardware.attention_us(batch=batch, kv_bytes=hot + cold) >= hardware.attention_us(batch=batch, kv_bytes=hot)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(1, 1e6), min_size=12, max_size=12),
     st.tuples(*[st.floats(0, 1e5), st.floats(512, 1e6), st.floats(1, 1e10), st.floats(1, 200)]),
