@@ -429,7 +429,8 @@ long check_replay(std::mt19937& rng, std::int64_t cluster) {
                   static_cast<long>(found.hits));
         if (policy != CachePolicy::kNone) {
           const ReplayCounts best = sum(replay_optimal(view(found), layers, again));
-          PI2_CHECK(best.hits >= counts.hits, "%s beats the optimum", options.policy.c_str());
+          // Of slots: a slot may have several neurons that are wanted, or one.
+          PI2_CHECK(best.missed <= counts.missed, "%s beats the optimum", options.policy.c_str());
         }
         ++done;
       }
