@@ -21,7 +21,7 @@ from torch import nn
 
 from torch_pi2.bench import machine
 from torch_pi2.bench.plan_model import Source, every_cold, find_folder
-from torch_pi2.bench.subject import Subject
+from torch_pi2.bench.subject import Subject, check_share
 from torch_pi2.bench.timed_steps import PROMPT, watched
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.rewrite import sparse_layers
@@ -126,10 +126,7 @@ def _check(sequences: int, every: int, rounds: int, ffn_in_memory: float) -> Non
     for name, value, least in (("sequences", sequences, 2), ("every", every, 1), ("rounds", rounds, 1)):
         if value < least:
             raise ConfigError(name, expected=f"{least} or more", found=str(value), fix="Choose a larger number.")
-    if not 0 <= ffn_in_memory <= 1:
-        raise ConfigError(
-            "ffn_in_memory", expected="0 to 1", found=f"{ffn_in_memory:g}", fix="It is a share of the neurons' bytes."
-        )
+    check_share(ffn_in_memory)
 
 
 def compared(plan: HardwarePlan, own: Plan, sequences: int) -> dict[str, HardwarePlan]:

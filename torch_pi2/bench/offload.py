@@ -20,6 +20,7 @@ import torch
 from torch_pi2.bench import cap, machine
 from torch_pi2.bench.gguf import write_gguf
 from torch_pi2.bench.peer import Peer
+from torch_pi2.bench.subject import check_share
 from torch_pi2.checkpoint import PI2_FOLDER
 from torch_pi2.errors import ConfigError
 from torch_pi2.runtime.budget import Budget, divide
@@ -230,10 +231,7 @@ def _check(
     for name, value in {"tokens": tokens, "rounds": rounds, "modes": len(modes)}.items():
         if value < 1:
             raise ConfigError(name, expected="1 or more", found=str(value), fix="Choose a larger number.")
-    if not 0 <= ffn_in_memory <= 1:
-        raise ConfigError(
-            "ffn_in_memory", expected="0 to 1", found=f"{ffn_in_memory:g}", fix="It is a share of the neurons' bytes."
-        )
+    check_share(ffn_in_memory)
     for what, names, allowed in (
         ("mode", modes, tuple(MODES)),
         ("engine", [engine], ("auto", "pread", "io_uring")),

@@ -19,7 +19,7 @@ import torch
 
 from torch_pi2.bench import cap, machine
 from torch_pi2.bench.plan_model import Shuffled, Source, Tokens, every_cold, find_folder
-from torch_pi2.bench.subject import Subject
+from torch_pi2.bench.subject import Subject, check_share
 from torch_pi2.bench.timed_steps import PROMPT, Round, Steps, watched
 from torch_pi2.checkpoint import PI2_FOLDER
 from torch_pi2.errors import ConfigError
@@ -138,10 +138,7 @@ def _check(
     for what, least, value in (("tokens", 2, tokens), *((what, 1, value) for what, value in lengths.items())):
         if value < least:
             raise ConfigError(what, expected=f"{least} or more", found=str(value), fix="Choose a larger number.")
-    if not 0 <= ffn_in_memory <= 1:
-        raise ConfigError(
-            "ffn_in_memory", expected="0 to 1", found=f"{ffn_in_memory:g}", fix="It is a share of the neurons' bytes."
-        )
+    check_share(ffn_in_memory)
     for what, names, allowed in (("memory", memory, MEMORY), ("planner", planners, PLANNERS)):
         for name in names:
             if name not in allowed:

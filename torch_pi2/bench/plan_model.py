@@ -246,7 +246,7 @@ class Source:
 
     def tokens(self, model: Any, split: str, sequences: int, seed: int) -> Tokens:
         """Of ``split`` ``train`` for what plans are made of, ``heldout`` for what is timed: never the same."""
-        return _tokens(model, self.folder, split, sequences, seed, self._trust)
+        return tokens_of(model, self.folder, split, sequences, seed, self._trust)
 
     def statistics(self, model: Any, batches: Sequence[int], watched: Watched) -> tuple[ActivationStats, str]:
         """How often neurons fire at each batch size, measured once and kept in ``WORK``; and what they are of."""
@@ -339,7 +339,11 @@ class Tokens:
         return self._draw(tokens)
 
 
-def _tokens(model: Any, folder: Path, split: str, sequences: int, seed: int, trust_remote_code: bool) -> Tokens:
+def tokens_of(model: Any, folder: Path, split: str, sequences: int, seed: int, trust_remote_code: bool) -> Tokens:
+    """What ``sequences`` of them are fed with: of a real model's text, ``split`` ``train`` or ``heldout``, else random.
+
+    folder: with the model's tokenizer, if it has one.
+    """
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(seed)
     synthetic = bool(getattr(model.config, "torch_pi2_synthetic", None))

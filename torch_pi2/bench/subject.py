@@ -83,3 +83,11 @@ def _sizes(model: nn.Module) -> str:
     )
     name, size = type(model).__name__, " x ".join(str(width) for width in widths if width)
     return f"{name}, {layers} layers of {size}" if layers and size else name
+
+
+def check_share(ffn_in_memory: float) -> None:
+    """Raises ConfigError unless it is a share of the neurons' bytes."""
+    if not 0 <= ffn_in_memory <= 1:
+        raise ConfigError(
+            "ffn_in_memory", expected="0 to 1", found=f"{ffn_in_memory:g}", fix="It is a share of the neurons' bytes."
+        )

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.runtime import timings
 from torch_pi2.runtime.attention import packed_attention
 from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.offload import store_of
 
 #: Tokens of each sequence's prompt.
 PROMPT = 8
@@ -53,7 +53,7 @@ class Steps:
         self._decoder = Decoder(model, max_tokens=self.context, batch=batch, compiled=compiled)
         self._decoder.prompt(prompt_BT)
         self._start = self._decoder.length
-        self._store: Any = getattr(model, "torch_pi2_store", (None,))[0]
+        self._store = store_of(model)
 
     def run(self, ids_BT: torch.Tensor, limit_s: float = math.inf) -> Round:
         """Feed ``ids_BT``, a token of each sequence a step; after ``limit_s`` and two steps it ends early."""

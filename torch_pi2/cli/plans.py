@@ -216,7 +216,7 @@ def _measured(
     args: argparse.Namespace, plan: Plan, hardware: Hardware, stats: ActivationStats, how: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """What runs at each batch size take beside what is predicted. ``how``: the plan was made."""
-    from torch_pi2.bench.plan_model import _tokens  # of held-out text, as bench plan has them
+    from torch_pi2.bench.plan_model import tokens_of
     from torch_pi2.plan.explain import compare, explained_tokens
 
     folder = Path(args.model)
@@ -238,7 +238,7 @@ def _measured(
     found = []
     for batch in how["batches"]:
         model = _loaded(args, folder, **loading)
-        drawn = _tokens(model, folder, "heldout", batch, 0, args.trust_remote_code).draw(explained_tokens(**steps))
+        drawn = tokens_of(model, folder, "heldout", batch, 0, args.trust_remote_code).draw(explained_tokens(**steps))
         explained = compare(model, plan, hardware, stats, batch=batch, ids_BT=drawn, **settings)
         found.append(explained.to_json())
         del model

@@ -22,6 +22,7 @@ from torch_pi2.plan.shape import ModelShape
 from torch_pi2.runtime import timings
 from torch_pi2.runtime.attention import packed_attention
 from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.offload import store_of
 
 if TYPE_CHECKING:
     from torch_pi2.plan.hardware import Hardware
@@ -243,7 +244,7 @@ class _Run:
         self.context = tokens + SPARE_TOKENS
         self.decoder = Decoder(model, max_tokens=self.context, batch=batch, compiled=compiled)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        self.store: Any = getattr(model, "torch_pi2_store", (None,))[0]
+        self.store = store_of(model)
         self.parts = [
             part for home in homes(model) for part in (home.experts() if isinstance(home, SparseExperts) else [home])
         ]

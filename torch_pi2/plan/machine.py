@@ -21,6 +21,7 @@ from torch_pi2.plan.task import BATCHES
 from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.runtime.accesses import Accesses
 from torch_pi2.runtime.budget import parse_bytes
+from torch_pi2.runtime.offload import store_of
 from torch_pi2.store.parts import Parts
 
 #: Steps of recorded accesses that are replayed for each question: enough for hit rates, in seconds even for 7B.
@@ -106,7 +107,7 @@ def check_recall(shape: ModelShape, stats: ActivationStats, min_recall: float | 
 
 def _stored(model: nn.Module) -> ActivationStats | None:
     """Those of the folder of a model over a store, which it was loaded without: no budget has room for them."""
-    store = getattr(model, "torch_pi2_store", (None,))[0]
+    store = store_of(model)
     if store is None:
         return None
     with Parts(store.path.parent) as parts:

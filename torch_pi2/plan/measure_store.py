@@ -15,6 +15,7 @@ import torch
 from torch_pi2.plan.hardware import StoreCosts
 from torch_pi2.plan.measure_fit import six_digits
 from torch_pi2.runtime import timings
+from torch_pi2.runtime.offload import store_of
 
 #: Of the model that is made for it: four layers of a 1B model, 113 MB of neurons.
 _SHAPE = {
@@ -80,7 +81,7 @@ def _step(model: Any, batch: int) -> tuple[float, float, float]:
     ids_BT = torch.stack([stream.draw(steps + 1) for stream in streams])
     decoder = Decoder(model, max_tokens=steps + 2, batch=batch, compiled=False)
     decoder.prompt(ids_BT[:, :1])
-    store: Any = getattr(model, "torch_pi2_store", (None,))[0]
+    store = store_of(model)
     took = []
     with packed_attention(model):
         for i, ids_B1 in enumerate(ids_BT[:, 1:].split(1, dim=1)):

@@ -319,6 +319,12 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     }
 
 
+def store_of(model: nn.Module) -> Store | None:
+    """That over which a model was loaded; None: it is in memory."""
+    parts = getattr(model, "torch_pi2_store", None)
+    return parts[0] if parts else None
+
+
 def store_and_budget(model: nn.Module) -> tuple[Store, Any]:
     """Of a model that was loaded with a budget. Raises ConfigError: it has no store."""
     parts = getattr(model, "torch_pi2_store", None)
