@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install runner demo phone test test-python test-cpp test-qnn test-arm runner-arm sanitize fuzz lint format bench bench-kernels clean
+.PHONY: install runner demo phone test test-python test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -31,7 +31,7 @@ $(VENV)/.executorch: $(VENV)/.torch
 # Editable: Python changes need nothing; a change of C++ runs this again and compiles what changed.
 $(VENV)/.installed: $(VENV)/.executorch $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev]'
-	@touch $@
+	@$(BIN)/python -m pip list --disable-pip-version-check --format=freeze >$@
 
 demo: install
 	$(BIN)/python examples/demo.py --out demo-out
@@ -44,16 +44,27 @@ phone: install runner
 
 test: test-cpp test-python
 
+# Tests that need what `make install` does not bring are skipped, and named with their reasons; their ids go to build/skipped.
 # Two workers, and OpenMP threads that sleep while they wait: spinning, they would take each other's cores.
 PYTEST_WORKERS ?= 2
 test-python: install runner
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --skipped-to build/skipped
 
-test-cpp: install
+# Those again, for who has installed what they need since.
+test-skipped: install runner
+	@test ! -s build/skipped || { $(BIN)/python -m pytest @build/skipped; code=$$?; test $$code -eq 5 || exit $$code; }
+
+test-cpp: install runner
 	@mkdir -p build
 	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
 	$(BIN)/cmake --build build/tests
 	$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/runner/cmake --output-on-failure --no-tests=error
+
+# The k-th call fails, for every k: hours. Prints operation, kind, calls of it, and of those that failed how many were
+# refused by name and made good.
+faults: install runner
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m faults tests/test_fault_matrix.py
 
 # Qualcomm's compiler and emulator, some 3 minutes. Installs the extra: proprietary libraries, see docs/QNN.md.
 test-qnn: install
@@ -100,11 +111,12 @@ runner-arm:
 	$(BIN)/cmake --install build/runner-arm/cmake --prefix build/runner-arm/pi2 >>build/runner-arm.log
 
 # The C++ tests once more under the address, undefined-behaviour and thread sanitizers. -O1 takes half of -O2's time to compile.
-# Then the runner's sampler, and its tokenizer with random changes of a tokenizer.json.
+# The backend too, in programs of ExecuTorch's own library, which was built without.
+# Then the runner's sampler, its seeds, and its tokenizer with random changes of a tokenizer.json.
 sanitize: install
 	@mkdir -p build
 	@for kind in address,undefined thread; do \
-	  $(BIN)/cmake -S . -B build/sanitize-$${kind%%,*} -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_BUILD_EXECUTORCH=OFF -DPI2_SANITIZE=$$kind \
+	  $(BIN)/cmake -S . -B build/sanitize-$${kind%%,*} -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_BUILD_EXECUTORCH=ON -DPI2_SANITIZE=$$kind \
 	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g1' >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }; \
 	  $(BIN)/cmake --build build/sanitize-$${kind%%,*} || exit 1; \
 	  $(BIN)/ctest --test-dir build/sanitize-$${kind%%,*} -j 2 --output-on-failure --no-tests=error || exit 1; \
@@ -112,26 +124,34 @@ sanitize: install
 	$(BIN)/python export/runner/dependencies.py build/deps
 	$(BIN)/cmake -S export/runner -B build/sanitize-runner -G Ninja -DPI2_DEPENDENCIES=$(abspath build/deps) \
 	  -DPI2_SANITIZE=address,undefined >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }
-	$(BIN)/cmake --build build/sanitize-runner --target pi2_parts_test
-	build/sanitize-runner/pi2_parts_test sampler
+	$(BIN)/cmake --build build/sanitize-runner
+	$(BIN)/ctest --test-dir build/sanitize-runner --output-on-failure --no-tests=error
 	cp export/runner/tests/tokenizer.json build/sanitize-runner/
 	build/sanitize-runner/pi2_parts_test tokenizer build/sanitize-runner/tokenizer.json 3000
 
-# Random superblocks and stores against the core's parser, and random delegate blobs against the backend's (libFuzzer,
-# with the address and undefined-behaviour sanitizers), each for FUZZ_SECONDS.
-# What it finds on its way stays in build/fuzz/corpus for the next time; an input that fails is build/fuzz/crash-*.
+# Random inputs against whatever reads files, each target for FUZZ_SECONDS (libFuzzer with the address and
+# undefined-behaviour sanitizers over csrc/fuzz/fuzz_*.cc and export/runner/fuzz/fuzz_*.cc; tests/hostile.py over what Python reads):
+# tests/fuzz/run.py says how a target is added. FUZZ='--only store --runs 1000000'.
+# What it finds on its way stays in build/fuzz/corpus for the next time; an input that fails is build/fuzz/NAME-crash-*.
 FUZZ_SECONDS ?= 60
+FUZZ_CMAKE := -G Ninja -DPI2_BUILD_FUZZ=ON -DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo
 fuzz: install
 	@command -v clang++ >/dev/null || { echo "make fuzz needs clang++: apt-get install clang" >&2; exit 1; }
-	@mkdir -p build/fuzz/corpus build/fuzz/seeds build/fuzz/blob-corpus build/fuzz/blob-seeds
-	$(BIN)/cmake -S . -B build/fuzz -G Ninja -DPI2_BUILD_FUZZ=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
-	$(BIN)/cmake --build build/fuzz --target fuzz_superblock make_seeds fuzz_blob make_blob_seeds
-	build/fuzz/make_seeds build/fuzz/seeds
-	build/fuzz/make_blob_seeds build/fuzz/blob-seeds
-	build/fuzz/fuzz_superblock -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -print_final_stats=1 -verbosity=0 \
-	  -artifact_prefix=build/fuzz/ build/fuzz/corpus build/fuzz/seeds
-	build/fuzz/fuzz_blob -max_total_time=$(FUZZ_SECONDS) -max_len=520 -print_final_stats=1 -verbosity=0 \
-	  -artifact_prefix=build/fuzz/blob- build/fuzz/blob-corpus build/fuzz/blob-seeds
+	@mkdir -p build/fuzz
+	$(BIN)/cmake -S . -B build/fuzz/core $(FUZZ_CMAKE) -DPI2_BUILD_TORCH=OFF -DPI2_BUILD_EXECUTORCH=OFF >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
+	$(BIN)/cmake --build build/fuzz/core --target fuzzers
+	$(BIN)/python export/runner/dependencies.py build/deps
+	$(BIN)/cmake -S export/runner -B build/fuzz/runner $(FUZZ_CMAKE) -DPI2_DEPENDENCIES=$(abspath build/deps) >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
+	$(BIN)/cmake --build build/fuzz/runner --target fuzzers
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(FUZZ) build/fuzz/core build/fuzz/runner
+
+# Writes the seeds that are sound stores and blobs, for a change of their formats.
+fuzz-seeds: install
+	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
+	$(BIN)/cmake --build build/tests --target make_store_seeds make_blob_seeds
+	@mkdir -p csrc/fuzz/seeds/store csrc/fuzz/seeds/blob
+	build/tests/make_store_seeds csrc/fuzz/seeds/store
+	build/tests/make_blob_seeds csrc/fuzz/seeds/blob
 
 lint: install
 	$(BIN)/ruff check .

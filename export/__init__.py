@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.export.failures import named_failures
 from torch_pi2.graph.rewrite import homes, is_optimized
 from torch_pi2.runtime.lazy import LazyDown
 
@@ -70,18 +71,11 @@ def program(
     if lazy:
         raise _dense_in_program(model, len(layers), len(layers) - len(lazy), f" (not {', '.join(lazy[:3])})")
     model.eval()
-    with torch.no_grad():
-        try:
-            exported = torch.export.export(
-                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-            )
-        except Exception as error:  # torch.export raises many types; each carries its own explanation
-            raise UnsupportedModelError(
-                f"torch.export of {type(model).__name__}",
-                expected="a model that torch.export can trace",
-                found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-                fix="Export its dense form first to see whether torch_pi2 is the cause.",
-            ) from error
+    what = f"torch.export of {type(model).__name__}"
+    with torch.no_grad(), named_failures(what, "a model that torch.export can trace"):
+        exported = torch.export.export(
+            model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+        )
     # a layer that is called twice gives two operators, so more of them are fine
     operators = ("pi2.sparse_ffn", "pi2.experts_ffn")
     found = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)

@@ -18,15 +18,19 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from torch_pi2.api import Optimized, parts_of
+from torch_pi2.arguments import checked
 from torch_pi2.config import Config
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError
 from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.chat import write_chat
+from torch_pi2.export.check import check_traced
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import Lanes, check_lanes, decoder_methods
+from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.failures import named_failures
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.linears import LINEARS, linears_of, prepare_rest
 from torch_pi2.export.manifest import (
+    CONTEXT_METHOD,
     MANIFEST_FILE,
     PROGRAM_FILE,
     STORE_FILE,
@@ -50,6 +54,9 @@ if TYPE_CHECKING:
     from torch_pi2.export.lower import Method
 
 
+#: What was traced, by the names of methods; and what sees that it is right.
+Programs = Mapping[str, torch.export.ExportedProgram]
+Check = Callable[[Programs], None]
 #: Precision, outliers and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
 _NPU_DEFAULTS = ("w4a16", 64, True)
 
@@ -79,6 +86,7 @@ class _Request:
         return self.soc is not None or self.hot is not None
 
 
+@checked
 def export(
     model: nn.Module,
     folder: str | Path,
@@ -124,8 +132,9 @@ def export(
         progress: progress bars on standard error (terminals only).
 
     Raises:
-        ConfigError: a dense model, or a setting that makes no sense. UnsupportedModelError: experts, a sliding window,
-            or something that torch or ExecuTorch cannot export; the message has the reason. LibraryMissingError:
+        ConfigError: a dense model, a setting that makes no sense, or more ``max_tokens`` than what is traced is right
+            for (the message has the most). UnsupportedModelError: experts, a sliding window, or something that torch,
+            transformers or ExecuTorch cannot export; the message has the reason. LibraryMissingError:
             executorch is not installed, or for ``qnn`` Qualcomm's libraries are not. ArtifactError: the folder holds
             other files, or cannot be written. CalibrationError: see ``calibration``.
     """
@@ -164,17 +173,24 @@ def export(
         name = stack.enter_context(registered(layers))
         _save_small(model, tokenizer, staging)
         facts = write_store(staging / STORE_FILE, layers, parts.plan, progress=progress)
-        private = delegated_copy(model, layers, name)
         rest = linears_of(model, request.linears)
-        prepare_rest(private, request.linears)
         chunks: dict[str, list[int]] = {}
-        if decoder:
-            methods, chunks = _decoder(model, private, layers, parts, request, staging, tokenizer, calibration)
-        else:
-            methods = _module(private, args, kwargs, dynamic_shapes)
+        check: Check = lambda _: None  # noqa: E731
+        with named_failures(f"export of {type(model).__name__}", "a model that torch can copy and run with a cache"):
+            private = delegated_copy(model, layers, name)
+            prepare_rest(private, request.linears)
+            if decoder:
+                methods, chunks, check = _decoder(
+                    model, private, layers, parts, request, rest, staging, tokenizer, calibration
+                )
+            else:
+                methods = _module(private, args, kwargs, dynamic_shapes)
         preload_from = [min(of_layer) * CHUNK for of_layer in zip(*chunks.values())] or [0] * len(layers)
         blob = partial(_blob, facts, layers, preload_from)
-        planned = _write_program(staging / PROGRAM_FILE, methods, name, blob, type(model).__name__, progress)
+        constants = {CONTEXT_METHOD: request.max_tokens} if decoder else {}
+        planned = _write_program(
+            staging / PROGRAM_FILE, methods, check, constants, name, blob, type(model).__name__, progress
+        )
         files = describe_files(staging)
         manifest = _manifest(
             model, layers, parts, request, facts, staging, files, chunks, rest, planned, decoder, tokenizer
@@ -257,11 +273,12 @@ def _decoder(
     layers: Sequence[SparseFFN],
     parts: Optimized,
     request: _Request,
+    rest: str,
     staging: Path,
     tokenizer: Any,
     calibration: Any,
-) -> tuple[dict[str, Method], dict[str, list[int]]]:
-    """Methods of a Hugging Face decoder, and chunks of each layer by method."""
+) -> tuple[dict[str, Method], dict[str, list[int]], Check]:
+    """Methods of a Hugging Face decoder, chunks of each layer by method, and what has to be seen of traced methods."""
     from torch.export import Dim
 
     from torch_pi2.export.lower import Method
@@ -278,7 +295,6 @@ def _decoder(
     if "prefill" in prepare:
         prepare["prefill"]()
     lanes = Lanes(private, max(request.batches), request.max_tokens)
-    check_lanes(lanes)
     longest = min(request.max_prompt, request.max_tokens - 1)
     length = Dim.DYNAMIC(min=1, max=longest)
     example = min(8, longest)
@@ -293,7 +309,15 @@ def _decoder(
         else:
             step = torch.zeros((int(name.removeprefix("decode_b")), 1), dtype=torch.int64)
             methods[name] = Method(module, (step, step.clone()), prepare=prepare.get(name))
-    return methods, chunks
+
+    def check(programs: Programs) -> None:
+        prepare.get("prefill", lambda: None)()
+        rough = any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in layers)
+        smooth = rest == "float32" and not rough
+        # hot parts may be compiled, and have neurons that predictors leave out
+        check_traced(lanes, programs, max_prompt=longest, smooth=smooth, decode=not request.splits)
+
+    return methods, chunks, check
 
 
 def _split(
@@ -383,17 +407,21 @@ def _blob(
 def _write_program(
     path: Path,
     methods: Mapping[str, Method],
+    check: Check,
+    constants: Mapping[str, int],
     name: str,
     blob: Callable[[int, int, int, int], bytes],
     model: str,
     progress: bool,
 ) -> tuple[int, int]:
-    """Trace, lower and write ``methods``; bytes of ExecuTorch's memory for them, and of XNNPACK's."""
+    """Trace, ``check``, lower and write ``methods``; bytes of ExecuTorch's memory for them, and of XNNPACK's."""
     from torch_pi2.export.lower import lower, trace
     from torch_pi2.export.partitioner import blobs
 
     with blobs(name, blob):
-        program = lower(trace(methods, model, progress=progress), model, progress=progress)
+        programs = trace(methods, model, progress=progress)
+        check(programs)
+        program = lower(programs, model, constants=constants, progress=progress)
     atomic_write(path, program.data)
     return program.arena_bytes, program.workspace_bytes
 

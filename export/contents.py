@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.errors import ArtifactError, LibraryMissingError
+from torch_pi2.extras import how_to_install
 
 #: Bytes of the head of a file that has an extended header, as ExecuTorch's C++ reads them.
 _HEAD = 64
@@ -31,7 +32,7 @@ def describe_program(path: str | Path) -> dict[str, Any]:
         from executorch.exir._serialize import _program as reader
     except ImportError as error:
         raise LibraryMissingError(
-            "executorch", expected="it, to read a .pte", found=str(error), fix="pip install 'torch-pi2[export]'"
+            "executorch", expected="it, to read a .pte", found=str(error), fix=how_to_install("export")
         ) from error
     path = Path(path)
     try:

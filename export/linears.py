@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import ConfigError, LibraryMissingError
+from torch_pi2.extras import how_to_install
+from torch_pi2.runtime.absent import AbsentParameter
 from torch_pi2.runtime.linear import QuantLinear
 
 #: What ``export(linears=...)`` may be.
@@ -60,7 +62,7 @@ def prepare_rest(model: nn.Module, linears: str) -> None:
                 parent._modules[name] = FloatEmbedding(child)
     kept = {id(m.weight) for m in model.modules() if isinstance(m, FloatEmbedding)}
     for parameter in model.parameters():
-        if id(parameter) not in kept and parameter.is_floating_point():
+        if id(parameter) not in kept and parameter.is_floating_point() and not isinstance(parameter, AbsentParameter):
             parameter.data = parameter.data.float()  # in place, so that tied ones stay tied
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -78,7 +80,7 @@ def _quantize(model: nn.Module, linears: str) -> None:
             from torchao.quantization.granularity import PerAxis, PerGroup
     except ImportError as error:
         raise LibraryMissingError(
-            "torchao", expected="it, to quantise linear layers", found=str(error), fix="pip install 'torch-pi2[export]'"
+            "torchao", expected="it, to quantise linear layers", found=str(error), fix=how_to_install("export")
         ) from error
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import Pi2Error, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.export.failures import named_failures
 from torch_pi2.export.memory import workspace_bytes
 from torch_pi2.export.partitioner import BACKEND, Pi2Partitioner, role_of
 
@@ -53,24 +54,15 @@ def trace(
     for key, method in tqdm(methods.items(), "trace", disable=not show, delay=2):
         if method.prepare is not None:
             method.prepare()
-        with torch.no_grad(), _quiet():
-            try:
-                programs[key] = torch.export.export(
-                    method.module,
-                    method.args,
-                    dict(method.kwargs or {}),
-                    dynamic_shapes=method.dynamic_shapes,
-                    strict=False,
-                )
-            except Pi2Error:
-                raise
-            except Exception as error:  # torch.export raises many types; each carries its own explanation
-                raise UnsupportedModelError(
-                    f"torch.export of {name}, method {key}",
-                    expected="a model that torch.export can trace",
-                    found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-                    fix="Export its dense form first to see whether torch_pi2 is the cause.",
-                ) from error
+        what = f"torch.export of {name}, method {key}"
+        with torch.no_grad(), _quiet(), named_failures(what, "a model that torch.export can trace"):
+            programs[key] = torch.export.export(
+                method.module,
+                method.args,
+                dict(method.kwargs or {}),
+                dynamic_shapes=method.dynamic_shapes,
+                strict=False,
+            )
     return programs
 
 
@@ -83,8 +75,16 @@ class Program:
     workspace_bytes: int
 
 
-def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str, *, progress: bool = False) -> Program:
+def lower(
+    programs: Mapping[str, torch.export.ExportedProgram],
+    name: str,
+    *,
+    constants: Mapping[str, int] | None = None,
+    progress: bool = False,
+) -> Program:
     """The ``.pte`` of ``programs``, whose delegate operators become blobs of :func:`~.partitioner.blobs`.
+
+    ``constants``: methods that return a number.
 
     Raises:
         UnsupportedModelError: ExecuTorch cannot lower it; or a delegate operator was left over.
@@ -93,31 +93,23 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram], name: str, *, pr
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
     from executorch.exir.passes import MemoryPlanningPass
 
+    rest = XnnpackPartitioner()
     calls = {key: sum(role_of(n) is not None for n in p.graph.nodes) for key, p in programs.items()}
-    with _quiet(), _counted(progress):
-        try:
-            edge = to_edge_transform_and_lower(
-                dict(programs),
-                partitioner={key: [Pi2Partitioner(XnnpackPartitioner())] for key in programs},
-                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+    with _quiet(), _counted(progress), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
+        edge = to_edge_transform_and_lower(
+            dict(programs),
+            partitioner={key: [Pi2Partitioner(rest) if count else rest] for key, count in calls.items()},
+            constant_methods=dict(constants or {}),
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        )
+        _check_delegated(edge, calls, name)
+        workspace = workspace_bytes(edge)
+        program = edge.to_executorch(
+            ExecutorchBackendConfig(
+                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
+                run_reinplace_pass=True,
             )
-            _check_delegated(edge, calls, name)
-            workspace = workspace_bytes(edge)
-            program = edge.to_executorch(
-                ExecutorchBackendConfig(
-                    memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, share_mutable_buffers=True),
-                    run_reinplace_pass=True,
-                )
-            )
-        except Pi2Error:
-            raise
-        except Exception as error:  # ExecuTorch raises many types of its own
-            raise UnsupportedModelError(
-                f"lowering {name} for ExecuTorch",
-                expected="operators that ExecuTorch has",
-                found=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-                fix="Lower its dense form with ExecuTorch first to see whether torch_pi2 is the cause.",
-            ) from error
+        )
     arenas = zip_longest(*(p.non_const_buffer_sizes for p in program.executorch_program.execution_plan), fillvalue=0)
     return Program(program.buffer, sum(map(max, arenas)), workspace)
 

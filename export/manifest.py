@@ -1,24 +1,27 @@
-"""``manifest.json`` of a bundle: what it is, what it was made by and from, and every file with its size and hash."""
+"""``manifest.json`` of a bundle: what it is, what it was made by and from, and size and checksums of every file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.runtime.files import atomic_write, parse_json, read_text
+from torch_pi2.store.crc32c import continue_crc32c
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "torch_pi2.bundle"
-VERSION = 2
+VERSION = 3
 #: The two files that every bundle has: the program of ExecuTorch, and the neurons.
 PROGRAM_FILE = "model.pte"
 STORE_FILE = "model.pi2"
+#: A method of a decoder's program that says how many tokens the KV cache has; ExecuTorch's name for it.
+CONTEXT_METHOD = "get_max_context_len"
 KINDS = ("decoder", "module")
 METHOD_KINDS = ("prefill", "decode", "fork", "forward")
 #: Of the store's neurons.
@@ -28,28 +31,42 @@ CHUNK_NEURONS = 512
 
 _NOTHING = object()
 _HEX = re.compile(r"[0-9a-f]{64}")
+_CRC = re.compile(r"[0-9a-f]{8}")
+#: Bytes that are read and checked at a time.
+_PIECE = 1 << 20
+#: The first line of the file: the checksum of all bytes behind it.
+_FIRST_LINE = re.compile(rb'\{"crc32c": "([0-9a-f]{8})",\n')
 _TARGET = re.compile(r"xnnpack|qnn:[A-Za-z0-9]+")
 _DECODE = re.compile(r"decode_b([1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes and SHA-256, 64 hexadecimal digits, of a file."""
+    """Size in bytes of a file, its CRC32C (8 hexadecimal digits), which loading compares, and its SHA-256 (64)."""
 
     bytes: int
+    crc32c: str
     sha256: str
 
     @classmethod
     def of(cls, path: Path, progress: Any = None) -> FileEntry:
         """Of the file at ``path``; ``progress`` has ``update(bytes)``. Raises OSError."""
-        digest, count = hashlib.sha256(), 0
-        with path.open("rb") as file:
-            while piece := file.read(1 << 22):
-                digest.update(piece)
-                count += len(piece)
-                if progress is not None:
-                    progress.update(len(piece))
-        return cls(count, digest.hexdigest())
+        digest = hashlib.sha256()
+        count, crc = _read(path, progress, digest.update)
+        return cls(count, crc, digest.hexdigest())
+
+
+def _read(path: Path, progress: Any = None, also: Callable[[bytes], object] = len) -> tuple[int, str]:
+    """Size and CRC32C of a file, whose pieces ``also`` gets. Raises OSError."""
+    count, crc = 0, 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            also(piece)
+            crc = continue_crc32c(crc, piece)
+            count += len(piece)
+            if progress is not None:
+                progress.update(len(piece))
+    return count, f"{crc:08x}"
 
 
 @dataclass(frozen=True)
@@ -197,11 +214,14 @@ class Manifest:
 
     def save(self, folder: str | Path) -> None:
         """Write ``folder``/manifest.json, whole or not at all. Raises ArtifactError: it cannot be written."""
-        atomic_write(Path(folder) / MANIFEST_FILE, json.dumps(self.to_json(), indent=1) + "\n")
+        atomic_write(Path(folder) / MANIFEST_FILE, sealed(self.to_json()))
 
     @classmethod
-    def load(cls, folder: str | Path) -> Manifest:
-        """That of a bundle. Raises ArtifactError: there is none, of another version, or as :meth:`from_json`."""
+    def load(cls, folder: str | Path, verify: bool = True) -> Manifest:
+        """That of a bundle; ``verify=False``: its own checksum may be wrong, as after an edit by hand.
+
+        Raises ArtifactError: there is none, of another version, damaged, or as :meth:`from_json`.
+        """
         path = Path(folder) / MANIFEST_FILE
         if not path.is_file():
             raise ArtifactError(
@@ -210,14 +230,24 @@ class Manifest:
                 found="none in it" if Path(folder).is_dir() else "no such folder",
                 fix="Make one: torch-pi2 export MODEL --out BUNDLE.",
             )
-        return cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION), str(path))
+        made = cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION), str(path))
+        if verify:
+            _check_seal(path.read_bytes(), path)
+        return made
 
-    def verify(self, folder: str | Path, full: bool = False, progress: bool = False, store: Path | None = None) -> int:
+    def verify(
+        self,
+        folder: str | Path,
+        what: Literal["sizes", "loaded", "all"] = "sizes",
+        progress: bool = False,
+        store: Path | None = None,
+    ) -> int:
         """Compare the files of a bundle with what is said of them here: all are there, with their sizes, and no other.
 
         Args:
-            full: also compare their hashes, which reads all of them. progress: show a bar while it does.
-            store: where model.pi2 is, if not in ``folder``.
+            what: "loaded": also compare CRC32C of all files but model.pi2, whose parts have checksums of their own that
+                are compared when they are read. "all": also compare CRC32C and SHA-256 of every file.
+            progress: show a bar while files are read. store: where model.pi2 is, if not in ``folder``.
 
         Returns:
             Bytes that were read.
@@ -240,15 +270,36 @@ class Manifest:
                 found="another",
                 fix="Move it out of the bundle, or export again.",
             )
-        if not full:
+        if what == "sizes":
             return 0
         from tqdm import tqdm
 
-        total = sum(entry.bytes for entry in self.files.values())
+        read = {name: e for name, e in self.files.items() if what == "all" or name != STORE_FILE}
+        total = sum(entry.bytes for entry in read.values())
         with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=not progress, leave=False) as bar:
-            for name, entry in self.files.items():
-                _check_hash(paths[name], entry, bar)
+            for name, entry in read.items():
+                _check_bytes(paths[name], entry, bar, hashes=what == "all")
         return total
+
+
+def sealed(data: Mapping[str, Any]) -> str:
+    """The text of ``manifest.json``: its first line has the CRC32C of all that follows."""
+    rest = json.dumps({name: value for name, value in data.items() if name != "crc32c"}, indent=1)[2:] + "\n"
+    return f'{{"crc32c": "{continue_crc32c(0, rest.encode()):08x}",\n{rest}'
+
+
+def _check_seal(text: bytes, path: Path) -> None:
+    """Raises ArtifactError unless the text is as :func:`sealed` wrote it."""
+    first = _FIRST_LINE.match(text)
+    found = f"{continue_crc32c(0, text[first.end() :]):08x}" if first else "none"
+    if first and found == first.group(1).decode():
+        return
+    raise ArtifactError(
+        str(path),
+        expected="its CRC32C of all that follows in the first line" + (f", {first.group(1).decode()}" if first else ""),
+        found=f"{found}: it was changed or damaged",
+        fix="Copy the bundle again, export again, or pass --no-verify (verify=False) if the change is meant.",
+    )
 
 
 def describe_files(folder: str | Path) -> dict[str, FileEntry]:
@@ -273,18 +324,23 @@ def _check_size(path: Path, entry: FileEntry) -> None:
     )
 
 
-def _check_hash(path: Path, entry: FileEntry, bar: Any) -> None:
+def _check_bytes(path: Path, entry: FileEntry, bar: Any, hashes: bool) -> None:
+    """Raises ArtifactError unless the file at ``path`` has the checksum of ``entry`` (``hashes``: and the SHA-256)."""
     try:
-        found = FileEntry.of(path, bar)
+        found = FileEntry.of(path, bar) if hashes else FileEntry(*_read(path, bar), entry.sha256)
     except OSError as error:
         raise _unreadable(path, error) from error
     if found != entry:
         raise ArtifactError(
             str(path),
-            expected=f"SHA-256 {entry.sha256[:12]}..., as {MANIFEST_FILE} says",
-            found=f"{found.sha256[:12]}...: it was changed or damaged",
+            expected=f"{_sums(entry, hashes)}, as {MANIFEST_FILE} says",
+            found=f"{_sums(found, hashes)}: it was changed or damaged",
             fix="Copy the bundle again, or export again.",
         )
+
+
+def _sums(entry: FileEntry, hashes: bool) -> str:
+    return f"CRC32C {entry.crc32c}" + (f" and SHA-256 {entry.sha256[:12]}..." if hashes else "")
 
 
 def _unreadable(path: Path, error: OSError) -> ArtifactError:
@@ -347,7 +403,7 @@ def _whole(value: object) -> bool:
 
 
 def _file(fields: _Fields) -> FileEntry:
-    return FileEntry(fields.number("bytes"), fields.text("sha256"))
+    return FileEntry(fields.number("bytes"), fields.text("crc32c"), fields.text("sha256"))
 
 
 def _method(fields: _Fields) -> Method:
@@ -368,6 +424,7 @@ def _check(m: Manifest) -> None:
     for name, entry in m.files.items():
         plain = name not in ("", ".", "..", MANIFEST_FILE) and not set(name) & set("/\\\0")
         require(plain, "files", "names of files without folders", name)
+        require(_CRC.fullmatch(entry.crc32c) is not None, f"files.{name}.crc32c", "8 hex digits", entry.crc32c)
         require(_HEX.fullmatch(entry.sha256) is not None, f"files.{name}.sha256", "64 hex digits", entry.sha256)
     for name, size, what in ((PROGRAM_FILE, m.pte_bytes, "pte"), (STORE_FILE, m.store_bytes, "store")):
         require(name in m.files, "files", f"an entry of {name}", ", ".join(m.files) or "none")

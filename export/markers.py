@@ -80,7 +80,7 @@ def _layer(model: str, layer: int) -> SparseFFN:
 
 
 def _whole(x: torch.Tensor, model: str, layer: int, queue: int) -> torch.Tensor:
-    y: torch.Tensor = _layer(model, layer)(x)
+    y = _layer(model, layer).whole(x)
     return y.contiguous()
 
 

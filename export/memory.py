@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.runtime.budget import engine_bytes
+from torch_pi2.runtime.budget import engine_bytes, scratch_bytes
 from torch_pi2.runtime.offload import OffloadConfig
 from torch_pi2.store.superblock import LayerEntry
 
@@ -19,8 +19,6 @@ from torch_pi2.store.superblock import LayerEntry
 _PROCESS_BYTES = 20 << 20
 #: Times a tokenizer's file: while it is read, before anything else is loaded, and from then on (measured: 6 and 2.6).
 _TOKENIZER_READ, _TOKENIZER_KEPT = 8, 4
-#: As csrc/include/pi2/ffn.h and predict.h have them.
-_PROMPT_TOKENS, _PROMPT_NEURONS, _TOKEN_TILE, _MASK_BYTES, _CHUNKS = 512, 512, 64, 1 << 23, 16
 
 
 def fixed_bytes(
@@ -44,17 +42,8 @@ def fixed_bytes(
         tokenizer: of its file.
     """
     program = pte + (copies - 1) * packed + planned + workspace
-    engine = predictors + sum(engine_bytes(entries, OffloadConfig())) + max(_scratch_bytes(e, tokens) for e in entries)
+    engine = predictors + sum(engine_bytes(entries, OffloadConfig())) + max(scratch_bytes(e, tokens) for e in entries)
     return _PROCESS_BYTES + max(_TOKENIZER_KEPT * tokenizer + program + engine, _TOKENIZER_READ * tokenizer)
-
-
-def _scratch_bytes(entry: LayerEntry, tokens: int) -> int:
-    """Of a layer's call (core/sparse_ffn.cc, core/prompt.cc, core/predicted_ffn.cc): inputs, sums, ids and marks."""
-    tokens = min(tokens, _PROMPT_TOKENS)
-    tile = min(tokens, _TOKEN_TILE)
-    sums = max(_CHUNKS * tile * entry.hidden, (tokens + _PROMPT_NEURONS) * entry.hidden + tile * _PROMPT_NEURONS)
-    ids = (tokens // tile + 2) * entry.neurons
-    return 4 * (2 * tokens * entry.hidden + sums) + 8 * ids + min(_MASK_BYTES, tokens * entry.neurons)
 
 
 def workspace_bytes(edge: Any) -> int:

@@ -35,12 +35,15 @@ def blobs(name: str, make: Callable[[int, int, int, int], bytes]) -> Iterator[No
 
 def role_of(node: torch.fx.Node) -> int | None:
     """Role in the blob of a node that is a delegate operator; None of any other."""
-    if node.op != "call_function":
-        return None
+    return ROLES.get(_operator(node))
+
+
+def _operator(node: torch.fx.Node) -> str:
+    """Name of the operator that a node calls, such as "aten.relu", in ATen and in ExecuTorch's dialect; or ""."""
     target = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "_op", None)
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    return ROLES.get(target._schema.name.replace("::", "."))
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return ""
+    return str(target._schema.name.replace("::", "."))
 
 
 @final
@@ -70,6 +73,8 @@ class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
 class Pi2Partitioner(Partitioner):
     """Takes delegate operators, each by itself, and leaves everything else to another partitioner.
 
+    It is for :func:`torch_pi2.export` alone, which writes the store first; elsewhere it would take nothing.
+
     Args:
         rest: of the rest. It is a part of this one because each partitioner in a list decomposes the whole program
             first: with another list of operators to preserve, what the other one knows (quantised linears) would be
@@ -81,10 +86,17 @@ class Pi2Partitioner(Partitioner):
         self._rest = rest
         self._spec = DelegationSpec(BACKEND, [])
 
+    def transform_for_pre_decomposition(
+        self, exported_program: torch.export.ExportedProgram
+    ) -> torch.export.ExportedProgram:
+        _refuse_others(exported_program)
+        return exported_program
+
     def ops_to_not_decompose(self, ep: torch.export.ExportedProgram) -> Any:
         return ([], None) if self._rest is None else self._rest.ops_to_not_decompose(ep)
 
     def partition(self, exported_program: torch.export.ExportedProgram) -> PartitionResult:
+        _refuse_others(exported_program)
         tags: dict[str, DelegationSpec] = {}
         if self._rest is not None:
             found = self._rest.partition(exported_program)
@@ -94,3 +106,17 @@ class Pi2Partitioner(Partitioner):
                 node.meta["delegation_tag"] = f"pi2_{i}"
                 tags[f"pi2_{i}"] = self._spec
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
+
+
+def _refuse_others(program: torch.export.ExportedProgram) -> None:
+    """Raises ConfigError for a program of which nothing would be ours."""
+    if any(role_of(node) is not None for node in program.graph.nodes):
+        return
+    ours = next((name for name in map(_operator, program.graph.nodes) if name.startswith("pi2.")), None)
+    raise ConfigError(
+        "Pi2Partitioner",
+        expected="a program that torch_pi2.export(model, folder) lowers, whose feed-forward layers are in a store",
+        found="another program, with " + (f"operators such as {ours}" if ours else "no operator of ours"),
+        fix="Call torch_pi2.export(model, folder): it lowers the rest with XNNPACK, too. Or leave Pi2Partitioner out: "
+        "all feed-forward layers are then lowered as any other part of the model, with weights in the .pte.",
+    )

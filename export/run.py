@@ -26,7 +26,7 @@ from torch_pi2.errors import (
     StaleArtifactError,
     VersionError,
 )
-from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
+from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
 from torch_pi2.runtime import executorch as backend
 from torch_pi2.runtime.budget import parse_bytes
@@ -89,7 +89,7 @@ class Bundle:
     One thread at a time: the methods share one KV cache. Settings below are lossless: same bits whatever they are.
 
     Args:
-        folder: written by ``torch_pi2.export``; every file must be there with its size (``verify``: and its hash).
+        folder: written by ``torch_pi2.export``; every file must be there with its size.
         budget: bytes for all of it, or text such as "2.5GiB"; what ``manifest.memory.fixed_bytes`` leaves is for the
             neuron cache. Python and PyTorch themselves come on top. None: everything fits.
         store: the neuron store, or its folder, if it is not in ``folder`` (but on a faster disk, for instance).
@@ -97,6 +97,8 @@ class Bundle:
         io_threads, engine, policy, direct, preload: as in :class:`torch_pi2.OffloadConfig`.
         trace: a file that gets what threads did, for Perfetto, when the bundle is closed.
         tokenizer: instead of that of the folder.
+        verify: what is compared with its checksum before it is used. None: every file but the store, whose parts are
+            compared when they are read. True: all of the store too. False: nothing but sizes, and those parts.
 
     Attributes:
         manifest: of the bundle. store: path of the neuron store. load_seconds: that loading methods took so far.
@@ -121,13 +123,15 @@ class Bundle:
         direct: bool | None = None,
         preload: bool | None = None,
         tokenizer: Any = None,
-        verify: bool = False,
+        verify: bool | None = None,
     ) -> None:
         self.folder = Path(folder)
-        self.manifest = Manifest.load(self.folder)
+        self.manifest = Manifest.load(self.folder, verify is not False)
         place = Path(self.folder if store is None else store).absolute()
         self.store = place / STORE_FILE if place.is_dir() else place
-        self.manifest.verify(self.folder, full=verify, store=self.store)
+        self.manifest.verify(
+            self.folder, "loaded" if verify is None else "all" if verify else "sizes", store=self.store
+        )
         self._options: dict[str, str | int | bool | None] = {
             "store_path": str(self.store),
             "cache_bytes_kib": None if budget is None else _cache_kib(self.manifest, self.folder, parse_bytes(budget)),
@@ -149,11 +153,12 @@ class Bundle:
             from torch_pi2.export.qnn import sdk
 
             sdk.load(sdk.find())
-        from executorch.runtime import Runtime
+        from executorch.runtime import Runtime, Verification
 
         path = self.folder / PROGRAM_FILE
         try:
-            self._program: Any = Runtime.get().load_program(path)
+            self._program: Any = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
+            _check_program(self._program, self.manifest, path)
         except RuntimeError as error:
             raise _refused(str(path), "a program of ExecuTorch", error) from error
         # The first method opens the store: what is wrong with it is said now.
@@ -517,6 +522,34 @@ def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
         )
     kib: int = min(cache, manifest.store_bytes) // 1024
     return kib
+
+
+def _check_program(program: Any, manifest: Manifest, path: Path) -> None:
+    """Raises ArtifactError unless the sizes that the manifest says are those of the program."""
+
+    def require(what: str, expected: object, found: object) -> None:
+        if found != expected:
+            raise ArtifactError(
+                f"{path}, {what}",
+                expected=f"{expected}, as {manifest.where} says",
+                found=str(found),
+                fix="The program counts: copy the bundle again, or export again.",
+            )
+
+    missing = {*manifest.methods} - program.method_names
+    if manifest.kind == "module":
+        require("methods", "forward", "forward" if not missing else ", ".join(sorted(program.method_names)))
+        return
+    missing |= {CONTEXT_METHOD} - program.method_names
+    require("methods that it lacks", "none", ", ".join(sorted(missing)) or "none")
+    require("max_tokens", manifest.max_tokens, program.load_method(CONTEXT_METHOD).execute([])[0])
+    for name, method in manifest.methods.items():
+        about = program.metadata(name)
+        sizes = (method.batch, method.max_tokens) if method.kind != "fork" else (manifest.lanes,)
+        require(f"input of {name}", sizes, tuple(about.input_tensor_meta(0).sizes()))
+        if method.kind != "fork":
+            logits = (method.batch, 1, manifest.model.vocab)
+            require(f"logits of {name}", logits, tuple(about.output_tensor_meta(0).sizes()))
 
 
 def _check_executorch(manifest: Manifest, folder: Path) -> None:

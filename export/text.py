@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
+from torch_pi2.export.chat import render_messages
+from torch_pi2.extras import how_to_install
 
 #: Tokens of the prompt that an answer is decoded after: what a token looks like depends on the one before.
 _CONTEXT = 8
@@ -31,7 +33,7 @@ def load_tokenizer(folder: Path) -> Any:
             "transformers",
             expected="it, for text",
             found=str(error),
-            fix="pip install 'torch-pi2[hf]', or pass token ids.",
+            fix=f"{how_to_install('hf')}, or pass token ids.",
         ) from error
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns of model types that it does not know, which tokenizers do not need
@@ -84,15 +86,15 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
             found="none in tokenizer_config.json",
             fix="Pass the prompt as text, or export with a tokenizer that has one.",
         )
-    from jinja2 import TemplateError
-
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    except (TemplateError, KeyError, TypeError) as error:
+        return render_messages(tokenizer, messages)
+    except ConfigError:
+        raise
+    except Exception as error:  # a template raises what it likes: it is a program
         raise ConfigError(
             "chat",
             expected="messages that the tokenizer's template takes: a role and a content each",
-            found=str(error),
+            found=str(error) or type(error).__name__,
             fix="Correct them.",
         ) from error
 

@@ -167,15 +167,19 @@ def call(blob: bytes, x: torch.Tensor, shapes: Any = None) -> nn.Module:
     return LoweredBackendModule(program, "Pi2Backend", blob, [])
 
 
-def write_pte(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...], Any]]) -> Path:
-    """A ``.pte`` of methods: module, example, dynamic shapes."""
+def write_pte(
+    path: Path,
+    methods: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...], Any]],
+    constants: Mapping[str, int] | None = None,
+) -> Path:
+    """A ``.pte`` of methods: module, example, dynamic shapes; and of methods that return a number."""
     from executorch.exir import to_edge
 
     programs = {
         name: torch.export.export(module, example, dynamic_shapes=shapes)
         for name, (module, example, shapes) in methods.items()
     }
-    path.write_bytes(to_edge(programs).to_executorch().buffer)
+    path.write_bytes(to_edge(programs, constant_methods=dict(constants or {})).to_executorch().buffer)
     return path
 
 

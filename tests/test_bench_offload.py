@@ -12,6 +12,7 @@ import pytest
 
 import torch_pi2
 from torch_pi2.bench import cap, offload, table
+from torch_pi2.bench.peer import PeerError
 from torch_pi2.cli import main
 from torch_pi2.cli.bench import render
 from torch_pi2.errors import ConfigError
@@ -91,6 +92,29 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
     assert "## Larger than memory" in page
     assert "50 % of neurons, pipeline (traced) |" in page
     assert ("run: llama.cpp" in page) == peer
+
+
+def test_a_mode_that_fails_is_named_and_the_others_are_kept(folder, monkeypatch, caplog):
+    """By the kernel, where it can cap memory; else because its process finds no model."""
+    measure = offload._mode
+
+    def measured(settings, path, cap_bytes, *rest):
+        if settings["offload"]["pipeline"]:
+            return measure(settings, path, cap_bytes, *rest)
+        return measure({**settings, "folder": settings["folder"] + "-gone"}, path, cap_bytes and 30 << 20, *rest)
+
+    monkeypatch.setattr(offload, "_mode", measured)
+    how = {"tokens": 2, "rounds": 1, "compiled": False}
+    r = offload.run(folder, modes=("cache", "pipeline"), **how)
+    assert list(r["modes"]) == ["pipeline"]
+    assert list(r["failed"]) == ["cache"]
+    reason = "found its end by signal 9, as the system ends" if has_groups() else "expected a loaded model, found"
+    assert reason in r["failed"]["cache"]
+    assert "mode cache: " in caplog.text
+    assert r["against"] == {}
+    assert "cache failed: torch_pi2.bench.peer_offload: expected" in render(r)
+    with pytest.raises(PeerError, match=r"peer_offload: expected an? .*, found"):
+        offload.run(folder, modes=("cache",), **how)
 
 
 def test_the_steps_are_what_they_are_called():

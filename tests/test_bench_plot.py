@@ -108,5 +108,5 @@ def test_results_that_do_not_belong_together(tmp_path):
 
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(LibraryMissingError, match=r"expected an installed matplotlib, .*torch-pi2\[bench]"):
+    with pytest.raises(LibraryMissingError, match=r"expected an installed matplotlib, .*pip install .*'matplotlib>="):
         plot.draw(write(tmp_path, *SWEEP), tmp_path / "out.svg")

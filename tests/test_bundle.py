@@ -22,7 +22,7 @@ from torch_pi2.errors import (
     VersionError,
 )
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.manifest import Manifest, Method, Model, describe_files
+from torch_pi2.export.manifest import FileEntry, Manifest, Method, Model, describe_files
 from torch_pi2.export.run import Bundle, problem_of
 from torch_pi2.export.text import Detokenizer
 
@@ -280,13 +280,122 @@ def test_a_damaged_bundle_is_refused_by_name(copied: Path) -> None:
     ):
         Bundle(copied)
     (copied / "model.pte").write_bytes(b"x" * len(whole))
-    with pytest.raises(ArtifactError, match=r"model\.pte: expected a program of ExecuTorch, found "):
+    with pytest.raises(ArtifactError, match=r"model\.pte: expected CRC32C \w{8}, as .*: it was changed or damaged"):
         Bundle(copied)
-    with pytest.raises(ArtifactError, match=r"model\.pte: expected SHA-256"):
+    with pytest.raises(ArtifactError, match=r"model\.pte: expected CRC32C \w{8} and SHA-256"):
         Bundle(copied, verify=True)
+    with pytest.raises(ArtifactError, match=r"model\.pte: expected a program of ExecuTorch, found "):
+        Bundle(copied, verify=False)
     (copied / "model.pte").write_bytes(whole)
     (copied / "model.pi2").unlink()
     with pytest.raises(ArtifactError, match=r"model\.pi2: expected 4096 bytes.*found no such file"):
+        Bundle(copied)
+
+
+def changes(path: Path, count: int) -> Iterator[int]:
+    """Change one bit of the file, at ``count`` places all over it, one after the other; where it is."""
+    whole = path.read_bytes()
+    for at in sorted({i * (len(whole) - 1) // (count - 1) for i in range(count)}):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        yield at
+    path.write_bytes(whole)
+
+
+def test_one_changed_bit_of_any_file_is_refused_by_name(copied: Path) -> None:
+    """But of the store: its parts are compared when they are read."""
+    names = {*Manifest.load(copied).files, "manifest.json"} - {"model.pi2"}
+    assert {"model.pte", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
+    for name in names:
+        for at in changes(copied / name, 60):
+            with pytest.raises(ArtifactError) as refused:
+                Bundle(copied)
+            assert refused.value.what.startswith(str(copied / name)), (name, at)
+    with Bundle(copied) as opened:
+        assert opened.generate([5, 6, 7], 3).sequences[0].ids == eager([5, 6, 7], 3)[1]
+
+
+def test_one_changed_bit_of_the_store_is_refused_or_never_read(module: Path, layer: pte.Layer, tmp_path: Path) -> None:
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    folder = Path(shutil.copytree(module, tmp_path / "bundle"))
+    refused = []
+    for _ in changes(folder / "model.pi2", 200):
+        try:
+            with Bundle(folder) as opened:
+                assert torch.equal(opened(x), layer(x))
+        except Pi2Error as error:
+            refused.append(str(error))
+    assert len(refused) > 100  # the others are padding
+    assert all(str(folder / "model.pi2") in message for message in refused)
+    next(changes(folder / "model.pi2", 200))
+    with pytest.raises(ArtifactError, match=r"model\.pi2: expected CRC32C"):
+        Bundle(folder, verify=True)
+
+
+def test_verification_can_be_left_out(copied: Path) -> None:
+    place = copied / "generation_config.json"
+    place.write_text('{"a": 1}')
+    edit(copied, lambda d: d["files"].update(vars_of(place)))
+    place.write_text('{"a": 2}')
+    with pytest.raises(ArtifactError, match=r"generation_config\.json: expected CRC32C"):
+        Bundle(copied)
+    with Bundle(copied, verify=False) as opened:
+        assert opened.generate([5, 6, 7], 3).sequences[0].ids == eager([5, 6, 7], 3)[1]
+
+
+def vars_of(path: Path) -> dict[str, Any]:
+    return {path.name: vars(FileEntry.of(path))}
+
+
+def larger(manifest: dict[str, Any]) -> None:
+    manifest["lanes"] = 8
+    manifest["methods"]["decode_b8"] = {**manifest["methods"]["decode_b4"], "batch": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda d: d.update(max_tokens=ROOM + 8),
+            rf"max_tokens: expected {ROOM + 8}, as .*manifest.json says, found {ROOM}\.",
+        ),
+        (
+            lambda d: d.update(max_tokens=ROOM - 8),
+            rf"max_tokens: expected {ROOM - 8}, as .* found {ROOM}\. The program",
+        ),
+        (
+            lambda d: d["methods"]["prefill"].update(max_tokens=PROMPT + 1),
+            rf"input of prefill: expected \(1, {PROMPT + 1}\), as .* found \(1, {PROMPT}\)",
+        ),
+        (
+            lambda d: d["model"].update(vocab=VOCAB + 1),
+            rf"logits of prefill: expected \(1, 1, {VOCAB + 1}\), as .* found",
+        ),
+        (larger, r"methods that it lacks: expected none, as .* found decode_b8"),
+        (
+            lambda d: [d["methods"].pop("decode_b4"), d.update(lanes=2)],
+            rf"input of fork: expected \(2,\), as .* found \({LANES},\)",
+        ),
+    ],
+)
+def test_what_the_program_says_of_itself_counts(copied: Path, change: Any, message: str) -> None:
+    edit(copied, change)
+    with pytest.raises(ArtifactError, match=r"model\.pte, " + message):
+        Bundle(copied)
+
+
+def test_a_program_that_does_not_say_its_room_is_refused(copied: Path) -> None:
+    """As if of another tool."""
+    pte.one_call(copied / "model.pte", bytes(8), torch.zeros(1, 4))
+    edit(
+        copied,
+        lambda d: [
+            d["files"].update(vars_of(copied / "model.pte")),
+            d["bytes"].update(pte=(copied / "model.pte").stat().st_size),
+        ],
+    )
+    with pytest.raises(
+        ArtifactError, match=r"methods that it lacks: expected none, .* decode_b1, .*get_max_context_len"
+    ):
         Bundle(copied)
 
 
@@ -317,7 +426,7 @@ def test_budgets_and_options(folder: Path, caplog: pytest.LogCaptureFixture) -> 
 
 def test_what_a_program_consists_of(folder: Path, tmp_path: Path) -> None:
     found = describe_program(folder / "model.pte")
-    assert set(found["methods"]) == {"prefill", "decode_b1", "decode_b2", "decode_b4", "fork"}
+    assert set(found["methods"]) == {"prefill", "decode_b1", "decode_b2", "decode_b4", "fork", "get_max_context_len"}
     assert found["methods"]["decode_b1"]["delegates"]["XnnpackBackend"] > 1
     assert found["methods"]["decode_b2"]["delegates"] == {}
     assert found["methods"]["decode_b2"]["operators"]["aten::index_put.out"] == 2
@@ -437,14 +546,15 @@ def test_a_trace_is_written_when_it_is_closed(module: Path, tmp_path: Path) -> N
 
 
 def test_a_trace_that_cannot_be_written_is_said(module: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    trace.mkdir()
-    opened = Bundle(module, trace=trace)
-    message = rf"trace {trace}: expected a file that can be written, found .* Give option trace another one"
-    with pytest.raises(ConfigError, match=message):
+    message = "trace {}: expected a file that can be written, found .* Give option trace another one"
+    with pytest.raises(ConfigError, match=message.format(tmp_path)):
+        Bundle(module, trace=tmp_path)
+    full = Path("/dev/full")
+    opened = Bundle(module, trace=full)
+    with pytest.raises(ConfigError, match=message.format(full)):
         opened.close()
     opened.close()  # it is closed
-    with pytest.raises(KeyError), Bundle(module, trace=trace):
+    with pytest.raises(KeyError), Bundle(module, trace=full):
         raise KeyError  # what went wrong first is what is said
 
 

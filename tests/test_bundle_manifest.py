@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.export.manifest import Manifest, Method, Model, describe_files
+from torch_pi2.export.manifest import Manifest, Method, Model, describe_files, sealed
 
 HASH = "0123456789abcdef" * 4
+SUMS = {"crc32c": "01234567", "sha256": HASH}
 
 
 def decoder(folder: Path) -> Manifest:
@@ -58,14 +59,15 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path = folder / "manifest.json"
     data = json.loads(path.read_text())
     edit(data)
-    path.write_text(json.dumps(data))
+    path.write_text(sealed(data))
 
 
 def test_written_and_read(folder: Path) -> None:
     found = Manifest.load(folder)
     assert found == decoder(folder)
     assert found.batches == (1, 2)
-    assert found.verify(folder, full=True) == 6000
+    assert found.verify(folder, "all") == 6000
+    assert found.verify(folder, "loaded") == 1000  # not the store
     assert found.verify(folder) == 0  # sizes alone
 
 
@@ -90,12 +92,12 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
         methods["fork"] = {"kind": "fork", "batch": max(batches), "max_tokens": 1, "hot_chunks": []}
     return {
         "format": "torch_pi2.bundle",
-        "version": 2,
+        "version": 3,
         "kind": "module" if module else "decoder",
         "target": draw(st.sampled_from(["xnnpack", "qnn:SM8750"])),
         "made_by": draw(st.dictionaries(names, names, max_size=3)),
-        "files": {"model.pte": {"bytes": pte, "sha256": HASH}, "model.pi2": {"bytes": store, "sha256": HASH}}
-        | draw(st.dictionaries(names, st.fixed_dictionaries({"bytes": sizes, "sha256": st.just(HASH)}), max_size=2)),
+        "files": {"model.pte": {"bytes": pte, **SUMS}, "model.pi2": {"bytes": store, **SUMS}}
+        | draw(st.dictionaries(names, sizes.map(lambda n: {"bytes": n, **SUMS}), max_size=2)),
         "model": {
             "class": draw(names),
             "model_type": draw(st.none() | names),
@@ -164,10 +166,11 @@ def test_every_field_is_required_and_of_its_type(tmp_path: Path) -> None:
 #: An edit of the file, and what the message has to say.
 CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "version": (
-        lambda d: d.update(version=3),
-        r"manifest\.json: expected torch_pi2\.bundle version 2, found .* version 3",
+        lambda d: d.update(version=4),
+        r"manifest\.json: expected torch_pi2\.bundle version 3, found .* version 4",
     ),
-    "format": (lambda d: d.update(format="other"), r"expected torch_pi2\.bundle version 2, found other version 2"),
+    "without checksums": (lambda d: d.update(version=2), r"torch_pi2\.bundle version 3, found .* version 2"),
+    "format": (lambda d: d.update(format="other"), r"expected torch_pi2\.bundle version 3, found other version 3"),
     "kind": (lambda d: d.update(kind="model"), r"kind: expected decoder or module, found 'model'"),
     "target": (lambda d: d.update(target="qnn"), r"target: expected xnnpack or qnn:SOC"),
     "folder": (
@@ -176,6 +179,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "itself": (lambda d: d["files"].update({"manifest.json": d["files"]["model.pte"]}), r"without folders"),
     "sha256": (lambda d: d["files"]["model.pte"].update(sha256="AB"), r"files\.model\.pte\.sha256: expected 64 hex"),
+    "crc32c": (lambda d: d["files"]["model.pi2"].update(crc32c="ABCDEF01"), r"pi2\.crc32c: expected 8 hex digits"),
     "no program": (lambda d: d["files"].pop("model.pte"), r"files: expected an entry of model\.pte, found 'model\.pi2"),
     "no store": (lambda d: d["files"].pop("model.pi2"), r"files: expected an entry of model\.pi2"),
     "pte bytes": (lambda d: d["bytes"].update(pte=1), r"bytes\.pte: expected 1000, the size of model\.pte, found 1"),
@@ -239,6 +243,29 @@ def test_what_is_no_manifest_is_refused(folder: Path, tmp_path: Path) -> None:
         Manifest.load(tmp_path / "nowhere")
 
 
+def test_every_changed_byte_of_the_manifest_is_refused(folder: Path) -> None:
+    path = folder / "manifest.json"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 7)]) + whole[at + 1 :])
+        with pytest.raises(ArtifactError, match=r"manifest\.json"):
+            Manifest.load(folder)
+
+
+def test_an_edit_by_hand_is_refused_unless_it_is_meant(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"bos": 1', '"bos": 2'))
+    message = (
+        r"manifest\.json: expected its CRC32C of all that follows in the first line, \w{8}, found \w{8}: it was ch"
+    )
+    with pytest.raises(ArtifactError, match=message + r".*pass --no-verify \(verify=False\) if the change is meant"):
+        Manifest.load(folder)
+    assert Manifest.load(folder, verify=False).bos == 2
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    with pytest.raises(ArtifactError, match="in the first line, found none: it was changed or damaged"):
+        Manifest.load(folder)
+
+
 def test_a_field_of_later_is_passed_over(folder: Path) -> None:
     change(folder, lambda d: d.update(colour="red"))
     assert Manifest.load(folder) == decoder(folder)
@@ -247,7 +274,7 @@ def test_a_field_of_later_is_passed_over(folder: Path) -> None:
 def test_files_are_compared(folder: Path) -> None:
     manifest = Manifest.load(folder)
     (folder / ".hidden").write_text("what a file manager leaves")
-    manifest.verify(folder, full=True)
+    manifest.verify(folder, "all")
     (folder / "notes.txt").write_text("x")
     with pytest.raises(ArtifactError, match=r"notes\.txt: expected only the files that manifest\.json names"):
         manifest.verify(folder)
@@ -264,9 +291,14 @@ def test_files_are_compared(folder: Path) -> None:
     program.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     manifest.verify(folder)  # the size is right
     with pytest.raises(
-        ArtifactError, match=r"model\.pte: expected SHA-256 [0-9a-f]{12}\.\.\., .*: it was changed or dam"
+        ArtifactError,
+        match=r"pte: expected CRC32C [0-9a-f]{8} and SHA-256 [0-9a-f]{12}\.\.\., .*: it was changed or dam",
     ):
-        manifest.verify(folder, full=True)
+        manifest.verify(folder, "all")
+    with pytest.raises(
+        ArtifactError, match=r"pte: expected CRC32C [0-9a-f]{8}, as manifest\.json says, found [^,]*: it was changed"
+    ):
+        manifest.verify(folder, "loaded")
     program.unlink()
     with pytest.raises(ArtifactError, match=r"model\.pte: expected 1000 bytes.*found no such file"):
         manifest.verify(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tomllib
@@ -21,6 +20,7 @@ from torch_pi2.cli import doctor
 from torch_pi2.errors import LibraryMissingError
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.run import Bundle
+from torch_pi2.extras import how_to_install
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +120,7 @@ def test_inspect_shows_what_is_in_a_bundle(command: Any, folder: Path, tmp_path:
     assert found["parts"]["program: XnnpackBackend"] > 0
     shown = command("inspect", folder).out
     for text in (
-        "bundle version 2: decoder for xnnpack",
+        "bundle version 3: decoder for xnnpack",
         "TinyDecoder (tiny), 1 FFNs of hidden size 16 in float32",
         "program: weights of delegates",
         "configuration and tokenizer",
@@ -136,7 +136,13 @@ def test_inspect_shows_what_is_in_a_bundle(command: Any, folder: Path, tmp_path:
     data[10] ^= 1
     (damaged / "tokenizer.json").write_bytes(data)
     command("inspect", damaged)
-    assert "tokenizer.json: expected SHA-256" in command("inspect", damaged, "--verify", code=2).err
+    assert "tokenizer.json: expected CRC32C" in command("inspect", damaged, "--verify", code=2).err
+    assert "tokenizer.json: expected CRC32C" in command("run", damaged, "--ids", "1", code=2).err
+    assert "tokenizer.json: expected CRC32C" in command("run", damaged, "--ids", "1", "--verify", code=2).err
+    (damaged / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (damaged / "chat_template.jinja").write_text(" " * (folder / "chat_template.jinja").stat().st_size)
+    assert "chat_template.jinja: expected CRC32C" in command("run", damaged, "--ids", "1", code=2).err
+    command("run", damaged, "--ids", "1", "--no-verify")
 
 
 def test_inspect_without_executorch_says_what_is_not_known(
@@ -174,7 +180,7 @@ def test_doctor_says_what_a_target_needs(command: Any, monkeypatch: pytest.Monke
         "what": "package executorch",
         "expected": "1.5.1 or later, below 1.5.2",
         "found": "1.4.0",
-        "fix": "pip install 'torch-pi2[export,hf]'",
+        "fix": how_to_install("export", "hf"),
     }
     shown = command("doctor", "--target", "xnnpack", code=1).out
     assert "xnnpack: cannot be exported for yet:\n  package executorch: expected 1.5.1" in shown
@@ -227,4 +233,4 @@ def test_export_passes_on_what_is_asked(
     assert (given["hot"], given["linears"], given["calibration"]) == ({1: 3, 2: 4}, "float32", None)
     assert f"{out}: decoder for xnnpack, methods prefill, decode_b1" in ran.out
     found = command("export", "m", "--out", tmp_path / "two", "--json").json
-    assert found["manifest"] == json.loads((folder / "manifest.json").read_text())
+    assert found["manifest"] == Manifest.load(folder).to_json()

@@ -433,11 +433,12 @@ def test_executorch_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) 
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.4.0" if name == "executorch" else version(name))
     with pytest.raises(
-        VersionError, match=r"ExecuTorch: expected executorch 1\.5\.1, found 1\.4\.0\. .*torch-pi2\[export\]"
+        VersionError,
+        match=r"ExecuTorch: expected executorch 1\.5\.1, found 1\.4\.0\. .*install executorch==1\.5\.1",
     ):
         backend.load_library()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(LibraryMissingError, match=r"found no such package\. .*pip install torch-pi2\[export\]"):
+    with pytest.raises(LibraryMissingError, match=r"found no such package\. .*pip install executorch==1\.5\.1 "):
         backend.load_library()
     monkeypatch.undo()
     monkeypatch.setattr(backend, "_library", None)

@@ -143,8 +143,9 @@ def test_dense_layers_and_shared_experts_are_found_beside_them() -> None:
 
 def test_unknown_forms_are_refused_by_name(tmp_path: Path) -> None:
     model = build("GptOss", num_local_experts=4, head_dim=16)
-    text = r"GptOssExperts \(experts stacked in one 3-D tensor; parameters down_proj, down_proj_bias, gate_up_proj"
-    with pytest.raises(NoFFNFoundError, match=f"not supported yet: {text}"):
+    text = "GptOssExperts: experts of an unknown form; parameters down_proj, down_proj_bias, gate_up_proj"
+    named = r"model\.layers\.0\.mlp\.experts, model\.layers\.1\.mlp\.experts"
+    with pytest.raises(NoFFNFoundError, match=rf"not supported yet: {named} \({text}"):
         find_sites(model)
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match=rf"quantize\(.*expected experts with gate_up_proj.* found {text}"):
@@ -161,7 +162,8 @@ def test_what_only_looks_alike_stays_as_it_is(change: str, caplog: pytest.LogCap
     else:
         experts.act_fn = nn.Softplus()
     assert [site.key for site in find_sites(model)] == ["model.layers.0.mlp", "model.layers.1.mlp.shared_expert"]
-    assert "experts of an unknown form: Qwen2MoeExperts" in caplog.text
+    left = "left dense: model.layers.1.mlp.experts (Qwen2MoeExperts: experts of an unknown form; "
+    assert left + ("parameters " if change == "another parameter" else "activation ") in caplog.text
 
 
 def test_transposed_parameters_are_another_form(mixtral: nn.Module) -> None:
@@ -182,7 +184,9 @@ def test_float_experts_compute_what_transformers_does_and_come_back(name: str) -
     assert isinstance(model.model.layers[1].mlp.experts, SparseExperts)
     found = logits(model)
     assert 0 < off(found, wanted) < 1e-5
-    assert model.model.layers[1].mlp.experts.gate_up_proj.is_meta  # its memory is in the bundles
+    assert (
+        model.model.layers[1].mlp.experts.gate_up_proj.untyped_storage().nbytes() == 4
+    )  # its memory is in the bundles
     again = copy.deepcopy(model)
     after = model.state_dict()
     assert after.keys() == before.keys()
@@ -354,7 +358,7 @@ def test_experts_are_never_float_when_a_folder_is_loaded(quantised: tuple[nn.Mod
     assert experts.gate_up_proj.is_meta
     assert experts.down_proj.is_meta
     loaded: Any = torch_pi2.load(quantised[1]).model.layers[0].mlp.experts
-    assert loaded.original.gate_up_proj.numel() == 0
+    assert loaded.original.gate_up_proj.untyped_storage().nbytes() == 4
 
 
 def test_a_float_model_can_be_saved_and_loaded(mixtral: nn.Module, sites: list[FFNSite], tmp_path: Path) -> None:
@@ -425,7 +429,9 @@ def test_synthetic_experts_have_the_same_bits_over_a_store(
     model = torch_pi2.load(folders[kind] / "plain", activations=activations)
     wanted = logits(model)
     assert wanted.isfinite().all()
-    for budget in (400_000, 600_000, "1GiB"):
+    whole = torch_pi2.load(folders[kind] / "store", budget="1GiB", activations=activations, context=16)
+    least = torch_pi2.stats(whole)["budget"].smallest
+    for budget in (least, least + 200_000, "1GiB"):
         stored = torch_pi2.load(folders[kind] / "store", budget=budget, activations=activations, context=16)
         assert torch.equal(logits(stored), wanted), budget
     statistics = torch_pi2.stats(stored)
@@ -438,7 +444,7 @@ def test_synthetic_experts_have_the_same_bits_over_a_store(
 
 
 def test_the_decoder_says_what_generate_says(folders: dict[str, Path]) -> None:
-    stored = torch_pi2.load(folders["mixtral"] / "store", budget=600_000, context=24)
+    stored = torch_pi2.load(folders["mixtral"] / "store", budget="12MiB", context=24)
     answer = torch_pi2.load(folders["mixtral"] / "plain").generate(IDS, max_new_tokens=6, do_sample=False)[:, 12:]
     decoder = Decoder(stored, max_tokens=24, batch=2)
     tokens = [decoder.prompt(IDS)]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torch_pi2
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import program
 from torch_pi2.runtime.prompt import sparse_only
 
@@ -70,3 +70,41 @@ def test_ffns_that_would_come_out_dense_are_refused() -> None:
     torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
     with pytest.raises(UnsupportedModelError, match=r"all 2 sparse FFNs.*only 0 \(not blocks\.0, blocks\.1\)"):
         program(model, (x,))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export_itself_refuses_what_would_come_out_dense(strict: bool) -> None:
+    model = Two().eval()
+    x = torch.randn(2, 24)
+    torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
+    # a strict export has an error of its own for one that is raised
+    message = "raise UnsupportedModelError" if strict else r"blocks\.0: .*it would come out dense\. .*restore"
+    with pytest.raises(Exception, match=message):
+        torch.export.export(model, (x,), strict=strict)
+    restored = torch_pi2.restore(model)
+    assert torch.export.export(restored, (x,), strict=strict)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("sparse", "found"), [(True, r"such as pi2\.sparse_ffn\."), (False, "with no operator of")])
+def test_our_partitioner_says_when_nothing_would_be_ours(order: int, sparse: bool, found: str) -> None:
+    """In ExecuTorch's own ways of lowering, in any order of partitioners."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
+
+    from torch_pi2.export.partitioner import Pi2Partitioner
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
+    if sparse:
+        torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
+    exported = torch.export.export(model, (torch.randn(2, 24),))
+    config = EdgeCompileConfig(_check_ir_validity=False)
+    message = (
+        rf"Pi2Partitioner: expected a program that torch_pi2\.export\(model, folder\) lowers.*{found}.*Call torch_pi2"
+    )
+    with pytest.raises(ConfigError, match=message):
+        to_edge_transform_and_lower(
+            exported, partitioner=[Pi2Partitioner(), XnnpackPartitioner()][::order], compile_config=config
+        )
+    with pytest.raises(ConfigError, match=message):
+        to_edge(exported, compile_config=config).to_backend(Pi2Partitioner())

@@ -16,8 +16,9 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, UnsupportedModelError
+from torch_pi2.export.check import check_traced
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import Lanes, check_lanes, decoder_methods
+from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.hot import HotChunks, chunks_per_batch, hot_chunks
 from torch_pi2.export.linears import prepare_rest
 from torch_pi2.export.lower import Method, lower, trace
@@ -153,7 +154,7 @@ def test_accelerator_and_delegate_share_the_neurons(split: tuple[nn.Module, Path
     calls = {
         n: m["delegates"].get("Pi2Backend", 0) for n, m in describe_program(split[1] / "model.pte")["methods"].items()
     }
-    assert calls == {"prefill": 1, "decode_b1": 2, "decode_b2": 2, "fork": 0}
+    assert calls == {"prefill": 1, "decode_b1": 2, "decode_b2": 2, "fork": 0, "get_max_context_len": 0}
     with Bundle(split[1]) as bundle:
         bundle.generate(PROMPT, 5)
         found = bundle.stats()
@@ -222,27 +223,51 @@ def test_a_model_over_a_store_is_exported_from_it(tmp_path: Path) -> None:
         assert reader.verify() > one.bundle_bytes > 0
 
 
+#: Rotary embeddings that are others in longer sequences: from 65 tokens on, and (not in a bundle) beyond all positions.
+LONG: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 8.0, 16.0]},
+    },
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+}
+
+
+def architecture(name: str) -> nn.Module:
+    if name in LONG:
+        torch.manual_seed(0)
+        built = _hf("Phi3" if name == "longrope" else "Llama", **LONG[name], max_position_embeddings=128)
+        return randomise(built, std=0.3).eval()
+    return tiny(name)
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-bias", "mistral", "qwen2", "qwen3", "gemma", "phi3", "opt", "nemotron"]
+    "name",
+    ["llama", "llama-bias", "mistral", "qwen2", "qwen3", "gemma", "phi3", "opt", "nemotron", "falcon", *LONG],
 )
 def test_architectures_compute_the_same_in_lanes(name: str) -> None:
-    """Before lowering: prefill in another lane, then a token, against the model's own cache; and it can be traced."""
-    model = torch_pi2.optimize(tiny(name), config=torch_pi2.Config(method="exact"))
+    """Before lowering: prefill in another lane, then a token, against the model's own cache; and traced, at the end."""
+    model = torch_pi2.optimize(architecture(name), config=torch_pi2.Config(method="exact"))
     layers = exported_layers(model)
     ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(1))
     with registered(layers) as key, torch.no_grad():
-        lanes = Lanes(delegated_copy(model, layers, key), 2, 24)
-        check_lanes(lanes)
+        lanes = Lanes(delegated_copy(model, layers, key), 2, 64)
         methods = decoder_methods(lanes, (2,))
         positions = torch.arange(9)[None]
         for lane in (0, 1):
             found = methods["prefill"](ids[:, :8], positions[:, :8], torch.tensor([lane]))
         torch.testing.assert_close(found[:, -1], model(ids[:, :8]).logits[:, -1], rtol=1e-4, atol=1e-4)
-        step = methods["decode_b2"](ids[:, 8:].repeat(2, 1), torch.full((2, 1), 8))
+        token, place = ids[:, 8:].repeat(2, 1), torch.full((2, 1), 8)
+        step = methods["decode_b2"](token, place)
         torch.testing.assert_close(step[1, -1], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
-        length = torch.export.Dim.DYNAMIC(min=1, max=23)
-        example = (ids[:, :8], positions[:, :8], torch.tensor([0]))
-        traced = trace({"prefill": Method(methods["prefill"], example, None, ({1: length}, {1: length}, None))}, name)
+        length = torch.export.Dim.DYNAMIC(min=1, max=20)
+        prompt = (ids[:, :8], positions[:, :8], torch.tensor([0]))
+        given = {"prefill": Method(methods["prefill"], prompt, None, ({1: length}, {1: length}, None))}
+        if decode := name in ("llama", "longrope"):
+            given["decode_b2"] = Method(methods["decode_b2"], (token, place))
+        traced = trace(given, name)
+        check_traced(lanes, traced, max_prompt=20, smooth=True, decode=decode)
+        assert not any(rows.any() for rows in (lanes.key_0, lanes.value_0))  # nothing is left of it
     targets = [str(node.target) for node in traced["prefill"].graph.nodes]
     assert sum(target.startswith("pi2.delegate_ffn") for target in targets) == len(layers)
 
@@ -336,6 +361,25 @@ def gpt_neo() -> nn.Module:
     return exact(randomise(GPTNeoForCausalLM(config).eval()))
 
 
+class OverTokens(nn.Module):
+    """Every token has something of all others: nothing that keys and values can hold."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True) / 2
+
+
+def not_causal() -> nn.Module:
+    model = one_layer()
+    model.model.norm = OverTokens()
+    return exact(model)
+
+
+def bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return exact(randomise(BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)).eval()))
+
+
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -346,16 +390,20 @@ def t5() -> nn.Module:
 def refusals() -> list[Any]:
     x = torch.randn(80, 24)
     mlp = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24)))
-    few = {"max_tokens": 48}
+    few = {"max_tokens": 48, "batches": (1,)}
+    many = {"max_tokens": 100, "batches": (1,)}
+    long = (
+        "at most 64: Phi3ForCausalLM computes its attention otherwise in longer .* found 100. Export with max_tokens=64"
+    )
     window = "a sliding window of 16 tokens, fewer than 48"
     return [
         pytest.param(one_layer, {}, ConfigError, "found a dense model", id="dense"),
         pytest.param(optimized, {"target": "tpu"}, ConfigError, "'xnnpack', or 'qnn:'", id="target"),
         pytest.param(optimized, {"linears": "int3"}, ConfigError, r"linears=.*float32, int8, int4", id="linears"),
         pytest.param(optimized, {"batches": ()}, ConfigError, "batch sizes of 1 or more", id="batches"),
-        pytest.param(optimized, {"batches": 2}, ConfigError, "batch sizes of 1 or more", id="batch"),
+        pytest.param(optimized, {"batches": 2}, ConfigError, r"export\(batches\): expected a Seq", id="batch"),
         pytest.param(optimized, {"max_tokens": 2}, ConfigError, "3 or more, found 2", id="tokens"),
-        pytest.param(optimized, {"max_tokens": "48"}, ConfigError, "a whole number, 3 or more, found '48'", id="text"),
+        pytest.param(optimized, {"max_tokens": "48"}, ConfigError, r"export\(max_tokens\): .*, found '48'", id="text"),
         pytest.param(optimized, {"hot": {8: 1}}, ConfigError, "chunks for sizes of batches alone", id="hot"),
         pytest.param(optimized, {"precision": "fp16"}, ConfigError, "where target is not an NPU's", id="precision"),
         pytest.param(optimized, {"dynamic_shapes": {}}, ConfigError, "the example inputs that", id="shapes"),
@@ -365,6 +413,11 @@ def refusals() -> list[Any]:
         pytest.param(lambda: torch_pi2.optimize(mlp, [(x,)]), {}, ConfigError, "example inputs", id="args"),
         pytest.param(lambda: exact(_hf("Mistral", sliding_window=16)), few, UnsupportedModelError, window, id="window"),
         pytest.param(gpt_neo, few, UnsupportedModelError, "its attention is of another kind", id="local"),
+        pytest.param(lambda: exact(architecture("longrope")), many, ConfigError, long, id="longrope"),
+        pytest.param(not_causal, few, UnsupportedModelError, "its attention is of another kind", id="not causal"),
+        pytest.param(lambda: exact(tiny("opt")), many, ConfigError, "at most 64, the positions", id="table"),
+        pytest.param(lambda: exact(tiny("falcon-bias")), few, UnsupportedModelError, r"found .* \(ALiBi\)", id="alibi"),
+        pytest.param(bloom, few, UnsupportedModelError, r"found attention with linear biases \(ALiBi\)", id="bloom"),
         pytest.param(t5, few, UnsupportedModelError, "an encoder and a decoder", id="encoder"),
     ]
 
@@ -394,7 +447,7 @@ def test_experts_are_refused_by_name(tmp_path: Path) -> None:
 def test_manifest_of_a_bundle_is_that_of_its_files(split: tuple[nn.Module, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(split[1], tmp_path / "b"))
     manifest = Manifest.load(folder)
-    manifest.verify(folder, full=True)
+    manifest.verify(folder, "all")
     assert manifest.token_bytes == NEURONS * 3 * HIDDEN * 4  # no predictor: every neuron's slot is wanted
     assert manifest.ffn_bytes == NEURONS * 3 * HIDDEN * 4
     assert json.loads((folder / "config.json").read_text())["model_type"] == "drelu_llama"

@@ -109,11 +109,23 @@ def test_files_that_cannot_be_synced_are_not_put_in_place(earlier: Path, monkeyp
     assert content(earlier.parent) == {"m/old": "old"}
 
 
-def test_what_a_killed_process_left_is_in_nobodys_way(earlier: Path) -> None:
-    for end in ("tmp", "old"):
-        left = earlier.parent / f".m.{os.getpid()}.{end}"
+def test_what_a_killed_process_left_is_removed(earlier: Path) -> None:
+    for end in ("partial", "old"):
+        left = earlier.parent / f".m.{end}"
         left.mkdir()
         (left / "part").write_text("x")
+    (earlier.parent / ".m.lock").touch()
     with replacing_folder(earlier) as staging:
+        assert os.listdir(staging) == []
         (staging / "new").write_text("new")
     assert content(earlier.parent) == {"m/new": "new"}
+    assert os.listdir(earlier.parent) == ["m"]
+
+
+def test_killed_between_the_two_renames_the_earlier_folder_comes_back(earlier: Path) -> None:
+    earlier.rename(earlier.parent / ".m.old")
+    (earlier.parent / ".m.partial").mkdir()
+    with pytest.raises(ConfigError), replacing_folder(earlier):
+        raise ConfigError("x", expected="y", found="z", fix="w")
+    assert content(earlier.parent) == {"m/old": "old"}
+    assert os.listdir(earlier.parent) == ["m"]

@@ -126,7 +126,7 @@ def test_interleaved_gate_and_up_is_refused_by_name():
 
 @pytest.mark.parametrize("name", ["tanh", "mish", "sigmoid"])
 def test_unknown_activation_is_named(name):
-    with pytest.raises(UnsupportedModelError, match=rf"before z \(after {name}\)"):
+    with pytest.raises(UnsupportedModelError, match=rf"another formula, of {name}\).*use the model as it is"):
         find_sites(MLP(getattr(torch, name, None) or getattr(F, name)), (X_BTH,))
 
 
@@ -134,7 +134,9 @@ def test_not_strict_leaves_unknown_ones_out(caplog):
     model = nn.Sequential(MLP(F.relu), MLP(torch.tanh))
     (site,) = find_sites(model, (X_BTH,), strict=False)
     assert site.key == "0"
-    assert "1.z (after tanh)" in caplog.text
+    assert "left dense: 1 (another formula, of tanh)" in caplog.text
+    with pytest.raises(UnsupportedModelError, match=r"1 \(another formula, of tanh\).*strict=False"):
+        find_sites(model, (X_BTH,))
 
 
 @pytest.mark.parametrize(
@@ -359,5 +361,6 @@ def test_whether_the_owner_itself_runs():
     site = find_sites(tiny("llama"))[1]
     assert site.owner_runs
     assert FFNSite.from_json(site.to_json()).owner_runs
+    assert FFNSite.from_json({**site.to_json(), "drops": "inside"}).drops == "inside"
     old = {k: v for k, v in site.to_json().items() if k != "owner_runs"}
     assert FFNSite.from_json(old) == site

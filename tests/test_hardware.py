@@ -259,17 +259,17 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "list": (lambda d: d.update(memory={}), "where, memory: expected a list, found {}"),
     "map": (lambda d: d.update(machine=[]), "where, machine: expected an object, found []"),
     "truth": (lambda d: d["reads"].update(warm=1), "where, reads, warm: expected true or false, found 1"),
-    "whole": (lambda d: d.update(cores=1.5), "where, cores: expected a whole number of at least 1 and at most 1e+15"),
+    "whole": (lambda d: d.update(cores=1.5), "where, cores: expected a whole number, 1 or more"),
     "bool": (lambda d: d.update(cores=True), "where, cores: expected a whole number"),
-    "zero": (lambda d: d.update(threads=0), "where, threads: expected a whole number of at least 1"),
-    "negative": (lambda d: d["glue"].update(eager_us=-1), "where, glue, eager_us: expected a number of at least 0"),
-    "nan": (lambda d: d["glue"].update(eager_us=float("nan")), "where, glue, eager_us: expected a number of at least"),
-    "huge": (lambda d: d["glue"].update(eager_us=1e300), "where, glue, eager_us: expected a number of at least 0 and"),
+    "zero": (lambda d: d.update(threads=0), "where, threads: expected a whole number, 1 or more"),
+    "negative": (lambda d: d["glue"].update(eager_us=-1), "where, glue, eager_us: expected a number, 0 or more"),
+    "nan": (lambda d: d["glue"].update(eager_us=float("nan")), "where, glue, eager_us: expected a number, 0 or more"),
+    "huge": (lambda d: d["glue"].update(eager_us=1e300), "where, glue, eager_us: expected a number, 0 or more"),
     "factor": (
         lambda d: d["interference"].update(read_while_computing=0.9),
-        "where, interference, read_while_computing: expected a number of at least 1",
+        "where, interference, read_while_computing: expected a number, 1 or more",
     ),
-    "null": (lambda d: d.update(rates=None), "where, rates: expected an object, found none"),
+    "null": (lambda d: d.update(rates=None), "where, rates: expected an object, found None"),
     "kernel": (
         lambda d: d["rates"]["kernels"].update({"int3/int8": d["rates"]["kernels"]["int4/int8"]}),
         "where, rates, kernels: expected names of int4/int8, int4/float",
@@ -290,7 +290,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "line": (
         lambda d: _sparse(d)[0].update(call_us=-3),
-        "where, rates, kernels, int4/int8, sparse, 0, call_us: expected a number of at least 0",
+        "where, rates, kernels, int4/int8, sparse, 0, call_us: expected a number, 0 or more",
     ),
     "threads": (
         lambda d: d["thread_factors"].reverse(),
@@ -311,10 +311,10 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: _rows(d)[-1].update(reads_per_s=1e9),
         "reads, engines, io_uring: expected a larger, wider or deeper read that takes no less time, found '65536",
     ),
-    "no reads": (lambda d: _rows(d)[0].update(reads_per_s=0), "reads_per_s: expected a number above 0"),
+    "no reads": (lambda d: _rows(d)[0].update(reads_per_s=0), "reads_per_s: expected a number, above 0"),
     "accelerator": (
         lambda d: d["accelerator"].update(gmacs_per_s=0),
-        "where, accelerator, gmacs_per_s: expected a number above 0",
+        "where, accelerator, gmacs_per_s: expected a number, above 0",
     ),
 }
 

@@ -53,33 +53,45 @@ def test_buckets() -> None:
 
 #: Path to a field, what is put there, and what the message says.
 DAMAGE = [
-    (("buckets",), [], "buckets: expected at least one, found 'none'"),
+    (("buckets",), [], r"buckets: expected a list of 1 or more, found \[\]"),
     (("buckets", 1, "batch"), 1, r"buckets: expected ascending batch sizes, found \[1, 1\]"),
-    (("buckets", 0, "batch"), 0, r"buckets\[0\]\.batch: expected a whole number, 1 or more, found 0"),
-    (("buckets", 0, "hot", 0), 63, r"buckets\[0\]\.hot of a: expected 64 to 1024, found 63"),
+    (("buckets", 0, "batch"), 0, r"buckets, 0, batch: expected a whole number, 1 or more, found 0"),
+    (("buckets", 0, "hot", 0), 63, r"buckets, 0, hot of a: expected 64 to 1024, found 63"),
     (("buckets", 0, "hot", 1), 701, r"hot of b: expected 0 to 700, found 701"),
-    (("buckets", 0, "hot"), [64], "expected 2 numbers, one a layer, found '1'"),
-    (("buckets", 0, "hot"), None, r"buckets\[0\]\.hot: expected a list, found None"),
+    (("buckets", 0, "hot"), [64], "expected 2 numbers, one a layer, found 1"),
+    (("buckets", 0, "hot"), None, r"buckets, 0, hot: expected a list, found None"),
     (("buckets", 0, "hot", 0), True, "hot of a: expected 64 to 1024, found True"),
     (("buckets", 1, "accelerator", 1), 513, "accelerator of b: expected 0 to 512, found 513"),
     (("buckets", 1, "accelerator", 0), 100, "accelerator of a: expected a multiple of 512, or 1024, found 100"),
     (("buckets", 0, "resident", 1), -1, "resident of b: expected 0 to 700, found -1"),
     (("buckets", 0, "cache_bytes"), -1, r"cache_bytes: expected a whole number, 0 or more, found -1"),
-    (("buckets", 0, "ms", "hot"), float("nan"), r"ms\.hot: expected milliseconds, 0 or more, found nan"),
-    (("buckets", 0, "ms", "hot"), 10**400, r"ms\.hot: expected milliseconds, 0 or more, found 1000"),
-    (("buckets", 0, "ms", "hot"), 1e15, r"ms\.hot: expected milliseconds, 0 or more, found 1000000000000000.0"),
-    (("buckets", 0, "ms", "hot"), -1, r"ms\.hot: expected milliseconds, 0 or more, found -1"),
-    (("buckets", 0, "ms"), [], r"buckets\[0\]\.ms: expected an object"),
+    (("buckets", 0, "ms", "hot"), float("nan"), r"ms, hot: expected a number, 0 or more, found nan"),
+    (
+        ("buckets", 0, "ms", "hot"),
+        10**400,
+        r"ms, hot: expected a number, .* found a number of 1329 bits",
+    ),
+    (
+        ("buckets", 0, "ms", "hot"),
+        1e15,
+        r"ms, hot: expected a number, 0 or more, found 2e",
+    ),
+    (("buckets", 0, "ms", "hot"), -1, r"ms, hot: expected a number, 0 or more, found -1"),
+    (("buckets", 0, "ms"), [], r"buckets, 0, ms: expected an object"),
     (("budget_bytes",), 1.5, "budget_bytes: expected a whole number, 0 or more, found 1.5"),
-    (("prompt", "dense_from", 0), -1, "prompt.dense_from of a: expected 0 to"),
+    (("prompt", "dense_from", 0), -1, "prompt, dense_from of a: expected 0 to"),
     (("prompt", "chunk_tokens"), 0, "chunk_tokens: expected a whole number, 1 or more"),
-    (("offload", "policy"), 3, "offload.policy: expected str, found 3"),
-    (("offload", "policy"), "mru", "offload.policy: expected lru or sieve or .*found 'mru'"),
-    (("offload", "io_threads"), 0, "offload.io_threads: expected 1 or more, found 0"),
-    (("offload", "io_threads"), 10**400, "offload.io_threads: expected a whole number, 0 or more, found 1000"),
-    (("offload", "speed"), 3, "offload: expected settings of policy, io_threads.*found 'speed'"),
-    (("threads", "idle"), 1, "threads: expected compute or io, found 'idle'"),
-    (("threads", "io"), -1, "threads.io: expected a whole number, 0 or more, found -1"),
+    (("offload", "policy"), 3, "offload, policy: expected text, found 3"),
+    (("offload", "policy"), "mru", "offload, policy: expected lru or sieve or .*found 'mru'"),
+    (("offload", "io_threads"), 0, "offload, io_threads: expected 1 or more, found 0"),
+    (
+        ("offload", "io_threads"),
+        10**400,
+        "offload, io_threads: expected a whole .*found a number of 1329 bits",
+    ),
+    (("offload", "speed"), 3, "offload: expected no other fields than policy, io_threads.*found 'speed'"),
+    (("threads", "idle"), 1, "threads: expected no other fields than compute, io, found 'idle'"),
+    (("threads", "io"), -1, "threads, io: expected a whole number, 0 or more, found -1"),
     (("cluster",), 0, "cluster: expected a whole number, 1 or more, found 0"),
     (("made_for",), "here", "made_for: expected an object, found 'here'"),
 ]
@@ -94,14 +106,14 @@ def test_damage_is_named(path: tuple, value: object, message: str) -> None:
     place[path[-1]] = value
     with pytest.raises(errors.ArtifactError, match=message) as raised:
         HardwarePlan.from_json(data, LAYERS, "plan.json")
-    assert str(raised.value).startswith("plan.json, hardware.")
+    assert str(raised.value).startswith("plan.json, hardware, ")
 
 
 def test_nothing_is_resident_in_memory() -> None:
     data = made().to_json() | {"budget_bytes": None}
     assert HardwarePlan.from_json(data, LAYERS, "plan.json").buckets[0].resident == (100, 10)  # there is a cache
     data["buckets"][1]["cache_bytes"] = 0
-    message = r"hardware\.buckets\[1\]\.resident: expected 0 where everything is in memory, found 900"
+    message = r"hardware, buckets, 1, resident: expected 0 where everything is in memory, found 900"
     with pytest.raises(errors.ArtifactError, match=message):
         HardwarePlan.from_json(data, LAYERS, "plan.json")
     data["buckets"][1]["resident"] = [0, 0]
@@ -114,7 +126,9 @@ def test_numbers_beyond_any_float_are_damage(tmp_path: Path, name: str) -> None:
     data = json.loads((tmp_path / "plan.json").read_text())
     data["layers"][0][name] = 10**400
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    with pytest.raises(errors.ArtifactError, match="OverflowError"):
+    with pytest.raises(
+        errors.ArtifactError, match=rf"layers, 0, {name}: expected a number, .*found a number of \d+ bits"
+    ):
         Plan.load(tmp_path)
 
 
@@ -122,7 +136,7 @@ def test_numbers_beyond_any_float_are_damage(tmp_path: Path, name: str) -> None:
 def test_missing_fields_are_named(name: str) -> None:
     data = made().to_json()
     del data[name]
-    with pytest.raises(errors.ArtifactError, match=f"no {name}"):
+    with pytest.raises(errors.ArtifactError, match=f"expected a field {name}, found none"):
         HardwarePlan.from_json(data, LAYERS, "plan.json")
 
 
@@ -172,7 +186,7 @@ def test_in_a_plan(tmp_path: Path) -> None:
     assert read.to_json() == plan.to_json()
     text = (tmp_path / "plan.json").read_text()
     (tmp_path / "plan.json").write_text(text.replace('"cluster": 4', '"cluster": 0'))
-    with pytest.raises(errors.ArtifactError, match=r"plan\.json, hardware\.cluster"):
+    with pytest.raises(errors.ArtifactError, match=r"plan\.json, hardware, cluster"):
         Plan.load(tmp_path)
 
 

@@ -34,9 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def smallest(folder: Path) -> int:
-    with pytest.raises(ConfigError, match="expected at least") as caught:
-        torch_pi2.load(folder, budget=0)
-    return int(caught.value.expected.split()[2]) << 20
+    return int(torch_pi2.stats(torch_pi2.load(folder, budget="1GiB"))["budget"].smallest)
 
 
 def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
@@ -186,7 +184,7 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
         layer._compute(torch.zeros(1, layer.site.hidden), torch.ones(1, 1, dtype=torch.bool), 0, 0.0)
     with pytest.raises(ConfigError, match="expected a budget with it, found none"):
         torch_pi2.load(folder, offload=OffloadConfig())
-    with pytest.raises(ConfigError, match="context: expected 0 or more tokens, found -1"):
+    with pytest.raises(ConfigError, match=r"load\(context=\.\.\.\): expected a whole number, 1 or more, .*found -1"):
         torch_pi2.load(folder, budget="1GiB", context=-1)
     with pytest.raises(ConfigError, match="expected a model over a neuron store, found one in memory"):
         torch_pi2.stats(nn.Linear(2, 2))
@@ -257,7 +255,7 @@ def test_long_prompts_have_the_bits_of_models_in_memory(folders: tuple[Path, Pat
             assert torch.equal(logits(model, ids), wanted)
         stats = torch_pi2.stats(model)
         # the next layer is read meanwhile, where most of a layer is wanted
-        assert stats["used"] > 0.2 * (stats["wanted"] - stats["hits"])
+        assert stats["used"] > 0.15 * (stats["wanted"] - stats["hits"])
         assert (stats["cache_bytes"] == 0) == (stats["hits"] == 0)
 
 
@@ -360,7 +358,7 @@ with torch.no_grad():
     small(torch.arange(64)[None])
 del small
 before = rss()
-model = torch_pi2.load(sys.argv[2], budget=sys.argv[3])
+model = torch_pi2.load(sys.argv[2], budget=sys.argv[3], context=64)
 with torch.no_grad():
     for _ in range(3):
         model(torch.arange(64)[None])
@@ -382,5 +380,4 @@ def test_memory_stays_within_the_budget(folders: tuple[Path, Path], tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # Beyond the budget: the activations of 64 tokens and the allocator's slack.
-    assert int(done.stdout.split()[-1]) < budget + (24 << 20)
+    assert int(done.stdout.split()[-1]) <= budget  # its peaks: test_budget_memory.py

@@ -68,7 +68,7 @@ def test_missing_libraries_are_named_with_their_licence() -> None:
     with pytest.raises(LibraryMissingError, match=r"onnxruntime-qnn 2\.5\.0.*QNN_SDK_ROOT.*found neither") as raised:
         qnn.check(qnn.Settings("SM8650"))
     assert "Qualcomm AI Stack License" in str(raised.value)
-    assert "pip install 'torch-pi2[qnn]'" in str(raised.value)
+    assert "pip install executorch==1.5.1 onnxruntime-qnn==" in str(raised.value)
     assert [type(p) for p in qnn.problems("SM8650")] == [LibraryMissingError]
 
 

@@ -20,9 +20,10 @@ from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.runtime.accesses import Accesses
 from torch_pi2.runtime.budget import Budget
-from torch_pi2.runtime.files import atomic_folder_files, read_tensors
+from torch_pi2.runtime.files import atomic_folder_files
 from torch_pi2.runtime.offload import POLICIES, OffloadConfig
 from torch_pi2.runtime.replay import OPTIMAL, as_run, lru_curve, replay, slots_of
+from torch_pi2.store.tensorfile import read_tensors
 
 IDS = torch.arange(1, 25).reshape(2, 12)
 CLOSED = r"model\.pi2: expected .* an open store, found a store that has been closed"
@@ -221,18 +222,18 @@ def _set(tensor: torch.Tensor, value: int) -> torch.Tensor:
 DAMAGE: dict[str, tuple[Callable[..., Any], str]] = {
     "version": (_with(version="2"), "expected torch_pi2.accesses version 1, found torch_pi2.accesses version 2"),
     "format": (_with(format="pt"), "found pt version 1"),
-    "no JSON": (_with(stored="["), "damage (JSONDecodeError"),
-    "no layers": (_with(stored="[]"), "no layers"),
-    "sizes": (_with(stored='[["a", 8, 0, 512]]'), "3 sizes of 1 or more"),
-    "fields": (_with(stored='[["a", 8]]'), "3 sizes of 1 or more"),
-    "place": (_with(place_bytes="-5"), "1 sizes of 1 or more"),
-    "policy": (_run(policy=3), "run.policy is 3"),
-    "hot share": (_run(hot_share=1.5), "hot_share is over 1"),
-    "slots": (_run(slots=-1), "run.slots is -1"),
-    "resident": (_run(resident=[1, 2, 3, 10**6]), "run.resident is [1, 2, 3, 1000000]"),
-    "resident of fewer": (_run(resident=[1]), "run.resident is [1]"),
-    "missing": (_with(run="{}"), "damage (KeyError"),
-    "tensor": (lambda tensors, meta: ({"layers": tensors["layers"]}, meta), "damage (KeyError: 'streamed')"),
+    "no JSON": (_with(stored="["), "a, stored: expected JSON, found damage"),
+    "no layers": (_with(stored="[]"), "stored: expected a list of 1 or more, found []"),
+    "sizes": (_with(stored='[["a", 8, 0, 512]]'), "stored, 0, 2: expected a whole number, 1 or more"),
+    "fields": (_with(stored='[["a", 8]]'), "stored, 0: expected a list of 4"),
+    "place": (_with(place_bytes="-5"), "place_bytes: expected a whole number, 1 or more"),
+    "policy": (_run(policy=3), "run, policy: expected text, found 3"),
+    "hot share": (_run(hot_share=1.5), "run, hot_share: expected a number, 0 or more, at most 1, found 1.5"),
+    "slots": (_run(slots=-1), "run, slots: expected a whole number, 0 or more, found -1"),
+    "resident": (_run(resident=[1, 2, 3, 10**6]), "run, resident, 3: expected a whole number"),
+    "resident of fewer": (_run(resident=[1]), "run, resident: expected a list of 4, found [1]"),
+    "missing": (_with(run="{}"), "run: expected a field policy, found none"),
+    "tensor": (lambda tensors, meta: ({"layers": tensors["layers"]}, meta), "damage (no tensor streamed)"),
     "dtype": (_tensor("layers", lambda t: t.long()), "layers: torch.int64"),
     "shape": (_tensor("wanted", lambda t: t[None]), "2 dimensions"),
     "layer": (_tensor("layers", lambda t: _set(t, 99)), "call 0: expected layer 0 to 3, found 99"),

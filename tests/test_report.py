@@ -474,7 +474,7 @@ def test_a_browser_draws_every_plot(whole: facts.Report, tmp_path: Path) -> None
     ("text", "found"),
     [
         (None, "found nothing"),
-        ('{"traceEvents": [', r"found damage \(JSONDecodeError"),
+        ('{"traceEvents": [', r"found damage \(Expecting value"),
         ("[]", r"found damage \(TypeError"),
         ('{"otherData": {"lost_events": 0}, "traceEvents": []}', "none of its spans is of a stage"),
         ('{"otherData": {"lost_events": 0}, "traceEvents": [{"ph": "X", "name": "ffn", "ts": 1}]}', "KeyError: 'dur'"),
@@ -488,7 +488,7 @@ def test_a_browser_draws_every_plot(whole: facts.Report, tmp_path: Path) -> None
             "}]}",
             r"KeyError: \(1, 0\)",
         ),
-        (b"\xff\xfe", "UnicodeDecodeError"),
+        (b"\xff\xfe", "invalid start byte"),
     ],
 )
 def test_damaged_traces_are_refused(tmp_path: Path, text: str | bytes | None, found: str) -> None:
@@ -540,7 +540,7 @@ def test_another_plan_for_the_folder(made: Made, tmp_path: Path) -> None:
 def test_other_files_that_are_damaged(made: Made, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made.saved, tmp_path / "m"))
     (folder / "config.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"config\.json: expected a model's configuration in JSON, found damage"):
+    with pytest.raises(ArtifactError, match=r"config\.json: expected a model's configuration, found damage"):
         report.collect(folder)
     with pytest.raises(ArtifactError, match=r"nowhere: expected a model folder.*found no such folder"):
         report.collect(tmp_path / "nowhere")
@@ -568,7 +568,9 @@ def test_plotly_is_missing(made: Made, tmp_path: Path, monkeypatch: pytest.Monke
     for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(LibraryMissingError, match=r"plotly: expected an installed plotly.*'torch-pi2\[report\]'") as e:
+    with pytest.raises(
+        LibraryMissingError, match=r"plotly: expected an installed plotly.*pip install 'plotly>=6'"
+    ) as e:
         report.write(found, tmp_path / "r.html")
     assert isinstance(e.value, Pi2Error)
     assert list(tmp_path.iterdir()) == []

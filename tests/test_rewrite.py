@@ -186,11 +186,12 @@ def test_dense_memory_is_given_back():
     model = plain(*[FunctionalBlock() for _ in range(2)])
     parameters = [model[0].banana.weight, model[0].banana.bias, model[1].cherry.weight]
     rewrite(model, make_plan(model, (X_BTH,)))
-    assert [p.numel() for p in parameters] == [0, 0, 0]
+    assert [p.untyped_storage().nbytes() for p in parameters] == [4, 4, 4]
     gc.collect()
-    assert len(list(model.parameters())) == 4  # the norms
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) == 4 * 4 * HIDDEN  # the norms
     restore(model)
-    assert [p.numel() for p in parameters] == [HIDDEN * INTERMEDIATE, INTERMEDIATE, HIDDEN * INTERMEDIATE]
+    sizes = [4 * HIDDEN * INTERMEDIATE, 4 * INTERMEDIATE, 4 * HIDDEN * INTERMEDIATE]
+    assert [p.untyped_storage().nbytes() for p in parameters] == sizes
 
 
 @torch.no_grad()
@@ -310,7 +311,7 @@ def test_attributes_of_the_original_can_be_read():
     model = plain(FunctionalBlock())
     rewrite(model, make_plan(model, (X_BTH,)))
     weight = model[0].banana.weight
-    assert (weight.shape, weight.dtype, weight.is_meta) == ((INTERMEDIATE, HIDDEN), torch.float32, True)
+    assert (weight.shape, weight.dtype, weight.device.type) == ((INTERMEDIATE, HIDDEN), torch.float32, "cpu")
     assert model[0].cherry.weight.shape == (HIDDEN, INTERMEDIATE)
     assert model[0].banana.bias.shape == (INTERMEDIATE,)
     assert model[0].banana.in_features == HIDDEN

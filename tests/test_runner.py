@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 import torch_pi2
 from torch_pi2.export.chat import around_messages, write_chat
-from torch_pi2.export.manifest import Manifest, describe_files
+from torch_pi2.export.manifest import Manifest, describe_files, sealed
 from torch_pi2.export.run import Bundle
 from torch_pi2.export.text import chat_text
 
@@ -113,8 +114,7 @@ def test_top_p_and_temperature_near_zero_are_greedy(bundle: Path) -> None:
 
 def test_answer_ends_at_eos(copy: Path) -> None:
     ids = run(copy, "--prompt", PROMPTS[0], "--max-new-tokens", 12)["sequences"][0]["ids"]
-    manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "eos": [EOS, ids[4]]}))
+    change(copy, eos=[EOS, ids[4]])
     found = run(copy, "--prompt", PROMPTS[0], "--max-new-tokens", 12)["sequences"][0]
     assert found["ids"] == ids[: ids.index(ids[4]) + 1]
     assert found["ended"] == "eos"
@@ -235,9 +235,9 @@ def write_sizes(folder: Path) -> str:
     before = (folder / "manifest.json").read_text()
     described = json.loads(before)
     files = describe_files(folder)
-    described["files"] = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in files.items()}
+    described["files"] = {name: dict(vars(entry)) for name, entry in files.items()}
     described["bytes"]["store"] = files["model.pi2"].bytes
-    (folder / "manifest.json").write_text(json.dumps(described))
+    (folder / "manifest.json").write_text(sealed(described))
     return before
 
 
@@ -271,7 +271,7 @@ def test_templates_that_are_and_that_are_not_described() -> None:
 
 def change(folder: Path, **fields: Any) -> None:
     path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    path.write_text(sealed({**json.loads(path.read_text()), **fields}))
 
 
 def test_damaged_bundles_are_refused_by_name(copy: Path) -> None:
@@ -282,9 +282,15 @@ def test_damaged_bundles_are_refused_by_name(copy: Path) -> None:
     expected = f"{pte}: expected {len(whole)} bytes, as manifest.json says, found {len(whole) - 1} bytes: it is cut. "
     assert refused(copy, "--prompt", "d").startswith(expected)
     pte.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    assert f"{pte}: expected SHA-256 " in refused(copy, "--prompt", "d", "--verify")
+    for verify in ((), ("--verify",)):
+        message = refused(copy, "--prompt", "d", *verify)
+        assert re.match(
+            rf"{pte}: expected CRC32C \w{{8}}, as manifest.json says, found CRC32C \w{{8}}: it was changed", message
+        )
     pte.write_bytes(b"\0" * len(whole))
-    assert f"{pte}: expected a program of ExecuTorch, found ExecuTorch's error 0x" in refused(copy, "--prompt", "d")
+    assert f"{pte}: expected a program of ExecuTorch, found ExecuTorch's error 0x" in refused(
+        copy, "--prompt", "d", "--no-verify"
+    )
     pte.unlink()
     assert f"{pte}: expected {len(whole)} bytes, as manifest.json says, found no such file" in refused(
         copy, "--prompt", "d"
@@ -298,7 +304,7 @@ def test_damaged_bundles_are_refused_by_name(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 1}, "expected format torch_pi2.bundle, version 2, found torch_pi2.bundle, version 1. "),
+        ({"version": 1}, "expected format torch_pi2.bundle, version 3, found torch_pi2.bundle, version 1. "),
         ({"kind": "module"}, "expected decoder, found module. "),
         ({"lanes": 8}, "methods: expected prefill, decode_bN up to as many sequences as there are lanes, and fork"),
         ({"max_tokens": "many"}, 'max_tokens: expected a whole number, 0 to 2^53, found "many". '),
@@ -331,7 +337,10 @@ def test_manifests_that_it_cannot_run_are_refused(copy: Path, fields: dict[str, 
             "policy of Pi2Backend: expected lru, sieve, s3-fifo, lfu, static or none, found 'new'. ",
         ),
         (["--prompt", "d", "--backend", "/no.so"], "--backend: expected a library that can be loaded, found /no.so"),
-        (["--prompt", "d", "--logits", "/no/such"], "/no/such: expected a file that can be written, found an error. "),
+        (
+            ["--prompt", "d", "--logits", "/no/such"],
+            "/no/such: expected a file that can be written, found No such ",
+        ),
         (["--prompt"], "--prompt: expected a value behind it, found none. "),
         (["another", "--prompt", "d"], "arguments: expected one bundle, found "),
     ],

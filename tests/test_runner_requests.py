@@ -15,9 +15,10 @@ import pytest
 import test_runner
 import torch
 from test_runner import PROMPTS, ROOT, TOKENIZERS, call, change, refused, run
-from tiny_bundle import LANES, PROMPT, ROOM, VOCAB, shared_bundle, write_manifest
+from tiny_bundle import LANES, PROMPT, ROOM, VOCAB, shared_bundle, shared_folder, write_manifest
 from transformers import PreTrainedTokenizerFast
 
+from torch_pi2.export.manifest import CONTEXT_METHOD
 from torch_pi2.export.text import Detokenizer
 
 
@@ -68,7 +69,11 @@ class Kept(torch.nn.Module):
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four lanes, and a layer whose predictor wants other neurons for other tokens."""
-    folder = tmp_path_factory.mktemp("predicted")
+    return shared_folder(tmp_path_factory, "predicted", make_predicted)
+
+
+def make_predicted(folder: Path) -> None:
+    folder.mkdir()
     layer = pte.layer(neurons=400, n_hot=16, kind="lowrank", cut=0.2)
     blob = pte.Store(folder / "model.pi2", [layer]).blob().pack()
     one = torch.zeros(1, dtype=torch.int64)
@@ -80,9 +85,8 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     methods: dict[str, Any] = {f"decode_b{batch}": (Embedded(blob, batch), ids(batch), None) for batch in (1, 2, 4)}
     methods["prefill"] = (Embedded(blob, 1), (*ids(1, 4), one), ({1: length}, {1: length}, (None,)))
     methods["fork"] = (Kept(), (torch.zeros(4, dtype=torch.int64),), None)
-    pte.write_pte(folder / "model.pte", methods)
+    pte.write_pte(folder / "model.pte", methods, {CONTEXT_METHOD: ROOM})
     write_manifest(folder)
-    return folder
 
 
 def test_what_cannot_be_finished_leaves_nothing_behind(bundle: Path, tmp_path: Path) -> None:
@@ -93,9 +97,9 @@ def test_what_cannot_be_finished_leaves_nothing_behind(bundle: Path, tmp_path: P
 def test_methods_are_loaded_before_the_first_token(copy: Path) -> None:
     program = copy / "model.pte"
     program.write_bytes(program.read_bytes().replace(b"decode_b1", b"decode_x1"))
-    result = call(copy, "--prompt", PROMPTS[0])
-    assert b"model.pte, decode_b1: expected a method that ExecuTorch loads, found " in result.stderr
-    assert result.stdout.decode() == PROMPTS[0]  # nothing of an answer
+    result = call(copy, "--prompt", PROMPTS[0], "--no-verify")
+    assert b"model.pte, method decode_b1: expected there, as manifest.json says, found none. " in result.stderr
+    assert result.stdout == b""
 
 
 def test_lanes_that_are_not_in_use_want_no_neurons(predicted: Path) -> None:

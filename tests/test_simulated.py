@@ -143,7 +143,7 @@ def changed(path: list[Any], value: Any) -> Description:
         (["random", 1, "block_bytes"], 8192, "random: expected a row for every combination .* found none for block_b"),
         (["random", 1, "core"], "big", "device, random, 1: expected no other fields than block_bytes, range_bytes"),
         (["sequential", 0], 7, "device, sequential, 0: expected an object, found 7"),
-        (["cores"], "big", "device, cores: expected a list of 0 or more, found 'big'"),
+        (["cores"], "big", "device, cores: expected a list, found 'big'"),
         (["cores", 1, "name"], "big", "device, cores, 1: expected another name, found big"),
         (["cores", 2, "mb_per_s"], 2000, "cores, 2: expected a core no faster than the first, found little"),
     ],
@@ -167,7 +167,7 @@ def test_devices_are_found_by_preset_file_and_core(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected none \(the device has no cores\), found no name"):
         find_device("nvme@")
     path.write_text("{")
-    with pytest.raises(ArtifactError, match=r"a@b.json: expected JSON, found JSONDecodeError"):
+    with pytest.raises(ArtifactError, match=r"a@b.json: expected JSON, found damage"):
         find_device(path)
     path.write_text("[]")
     with pytest.raises(ArtifactError, match=r"a@b.json: expected an object, found \[\]"):

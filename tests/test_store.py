@@ -30,9 +30,9 @@ from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.predict import save_predictors
 from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.files import resumable_folder
+from torch_pi2.runtime.files import replacing_folder
 from torch_pi2.store import pack as packing
-from torch_pi2.store.crc32c import crc32c, crc32c_by_table, has_operator
+from torch_pi2.store.crc32c import continue_crc32c, crc32c, crc32c_by_table, has_operator
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.sparse import load_sparse
 from torch_pi2.store.storefile import PADDING, StoreReader, open_weights, part_of, tensor_check
@@ -124,6 +124,17 @@ def test_both_ways_to_checksums_agree(shape: tuple[int, int]) -> None:
     assert (found.dtype, found.shape) == (torch.int64, shape[:1])
     assert has_operator()  # else crc32c would be compared with itself
     assert torch.equal(crc32c(rows), found)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (9,), (4, 5), (5, 3, 1), (1, 1, 1, 1, 1, 4), (4096, 2, 4096, 3)])
+def test_checksums_go_on_from_piece_to_piece(sizes: tuple[int, ...]) -> None:
+    whole = (b"123456789" * 911)[: sum(sizes)]
+    crc = start = 0
+    for size in sizes:
+        crc, start = continue_crc32c(crc, whole[start : start + size]), start + size
+    assert crc == int(
+        crc32c_by_table(torch.frombuffer(bytearray(whole) or bytearray(1), dtype=torch.uint8)[None, : len(whole)])[0]
+    )
 
 
 def test_superblock_to_the_byte(toys: Path) -> None:
@@ -444,7 +455,7 @@ def test_bundles_of_float_checkpoints_are_not_made_twice(
 ) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
     stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights=weights)
-    assert sorted(os.listdir(tmp_path)) == [".out.bundles", ".out.partial", "float"]
+    assert sorted(os.listdir(tmp_path)) == [".out.partial", "float"]
     with monkeypatch.context() as patch:
         patch.setattr(packing, maker, None)
         assert pack(tmp_path / "float", tmp_path / "out", weights=weights).resumed_layers == 1
@@ -463,7 +474,7 @@ def test_bundles_are_made_anew_for_another_plan(
 ) -> None:
     source = torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "float")
     stopped(KeyboardInterrupt(), monkeypatch, source, tmp_path / "out", weights="float")
-    marker = tmp_path / ".out.bundles" / "pi2" / "source.json"
+    marker = tmp_path / ".out.partial" / "bundles" / "pi2" / "source.json"
     before = marker.read_text()
     assert before == packing._source_marker(source, "float")
     for name in ("pi2/plan.json", "pi2/plan.safetensors", "config.json", "model.safetensors"):
@@ -533,10 +544,10 @@ def test_one_at_a_time(toys: Path, tmp_path: Path) -> None:
         pass
 
     def both() -> None:
-        with resumable_folder(tmp_path / "out") as staging:
+        with replacing_folder(tmp_path / "out", keep=True) as staging:
             (staging / "mine").write_text("x")
             with pytest.raises(
-                ArtifactError, match=r"no other process that writes it, found one that has \.out\.partial"
+                ArtifactError, match=r"no other process that writes it, found one that has locked \.out\.lock"
             ):
                 pack(toys / "in", tmp_path / "out")
             assert (staging / "mine").read_text() == "x"
@@ -703,14 +714,17 @@ def _superblock_last(d: Damaged) -> None:
 
 
 ON_OPENING: dict[str, tuple[Callable[[Damaged], Any], str]] = {
-    "no layers": (lambda d: d.meta.pop("layers"), r"KeyError: 'layers'"),
-    "layers not JSON": (lambda d: d.meta.update(layers="["), "JSONDecodeError"),
-    "layers of another kind": (lambda d: d.meta.update(layers="{}"), "layers and checks are a dict and a dict"),
-    "checks of another kind": (lambda d: d.meta.update(checks="3"), "layers and checks are a list and a int"),
-    "layers that are numbers": (lambda d: d.meta.update(layers="[0, 1]"), "layers are not those of sites"),
-    "a layer twice": (lambda d: d.meta.update(layers='["layers.0"]' * 2), "JSONDecodeError"),
-    "another layer": (lambda d: d.meta.update(layers='["layers.0", "x"]'), "layers are not those of sites"),
-    "deep layers": (lambda d: d.meta.update(layers="[" * 100_000), "RecursionError"),
+    "no layers": (lambda d: d.meta.pop("layers"), r"f, layers: expected JSON, found damage"),
+    "layers not JSON": (lambda d: d.meta.update(layers="["), "f, layers: expected JSON, found damage"),
+    "layers of another kind": (lambda d: d.meta.update(layers="{}"), r"layers: expected a list, found \{\}"),
+    "checks of another kind": (lambda d: d.meta.update(checks="3"), "checks: expected an object, found 3"),
+    "layers that are numbers": (lambda d: d.meta.update(layers="[0, 1]"), "layers, 0: expected text, found 0"),
+    "a layer twice": (lambda d: d.meta.update(layers='["layers.0"]' * 2), "f, layers: expected JSON, found damage"),
+    "another layer": (lambda d: d.meta.update(layers='["layers.0", "x"]'), "layers: expected the keys of sites"),
+    "deep layers": (
+        lambda d: d.meta.update(layers="[" * 100_000),
+        "found damage .lists or objects more than 64",
+    ),
     "an unknown tensor": (lambda d: d.rename("norm", "x"), r"not those of layers and checks, e\.g\. norm"),
     "padding by another name": (lambda d: d.rename("pi2.padding.0", "pi2.paddinx.0"), r"e\.g\. pi2\.paddinx\.0"),
     "no checksums of a layer": (lambda d: d.rename("layers.1.checks", "pi2.padding.7"), r"e\.g\. layers\.1\.checks"),
@@ -771,9 +785,9 @@ def test_damage_that_is_seen_on_opening(toys: Path, tmp_path: Path, kind: str) -
     damaged = Damaged(store_of(toys / "out"))
     change(damaged)
     damaged.write(tmp_path / "f")
-    with pytest.raises(ArtifactError, match=r"expected a whole safetensors file, found damage \(") as error:
+    with pytest.raises(ArtifactError, match=message) as error:
         StoreReader(tmp_path / "f")
-    assert error.match(message)
+    assert str(error.value).startswith(str(tmp_path / "f"))
 
 
 def test_taken_apart_and_put_together_it_is_whole(toys: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from test_eval import byte_tokenizer
 from torch import nn
 
-from torch_pi2.export.manifest import Manifest, Method, Model, describe_files
+from torch_pi2.export.manifest import CONTEXT_METHOD, Manifest, Method, Model, describe_files
 
 VOCAB, WIDTH, ROOM, PROMPT, LANES = 300, 16, 40, 8, 4
 EOS = 0
@@ -105,6 +106,7 @@ def write_program(path: Path, batches: tuple[int, ...] = (1, 2, 4)) -> None:
     edge = to_edge_transform_and_lower(
         programs,
         partitioner={name: [linears] if name == "decode_b1" else [] for name in programs},
+        constant_methods={CONTEXT_METHOD: ROOM},
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
     )
     config = ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=True))
@@ -124,15 +126,20 @@ def make_bundle(folder: Path) -> None:
 
 def shared_bundle(factory: pytest.TempPathFactory) -> Path:
     """The bundle, made once for all workers of a test run; to read. Change a copy."""
+    return shared_folder(factory, "tiny-bundle", make_bundle)
+
+
+def shared_folder(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """What ``make`` writes into a folder that is not there yet, made once for all workers of a test run."""
     base = factory.getbasetemp()
     base = base.parent if base.name.startswith("popen-") else base  # of pytest-xdist's workers
-    with (base / "tiny-bundle.lock").open("w") as lock:
+    with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = base / "tiny-bundle"
+        done, new = base / name, base / f"{name}.new"
         if not done.exists():
-            shutil.rmtree(base / "tiny-bundle.new", ignore_errors=True)
-            make_bundle(base / "tiny-bundle.new")
-            (base / "tiny-bundle.new").rename(done)
+            shutil.rmtree(new, ignore_errors=True)
+            make(new)
+            new.rename(done)
     return done
 
 

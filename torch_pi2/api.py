@@ -9,6 +9,7 @@ Each has a CLI verb of the same name.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,16 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.arguments import checked
 from torch_pi2.config import Config
 from torch_pi2.errors import CalibrationError, ConfigError, DtypeError
-from torch_pi2.graph import find_sites
+from torch_pi2.graph.find import Found, search
 from torch_pi2.graph.rewrite import abandon, rewrite, sparse_layers
 from torch_pi2.graph.rewrite import restore as restore_modules
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.plan.greedy import greedy_plan, hot_cut, plan_without_data
-from torch_pi2.plan.plan import PREDICTED, Plan, weights_hash
+from torch_pi2.plan.plan import PREDICTED, Plan, lossy_methods, weights_hash
 from torch_pi2.predict.signbit_fit import fit_signbit
 from torch_pi2.predict.size import AnyPredictor, FittedPredictors, causal_lm_loss, cold_neurons
 from torch_pi2.predict.size import fit as fit_predictors
@@ -36,7 +38,7 @@ from torch_pi2.profile.samples import bytes_per_token, samples_bytes
 from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.quant.inputs import InputStats, gather_inputs
 from torch_pi2.quant.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
-from torch_pi2.runtime.modes import evaluating
+from torch_pi2.runtime.modes import evaluating, fresh_settings
 
 _log = logging.getLogger("torch_pi2")
 
@@ -51,12 +53,34 @@ class Optimized:
     """What an optimised model was made with; attached to it as ``model.torch_pi2``.
 
     ``quantization``: name of a linear layer or key of an FFN -> what quantising did to it; empty for float weights.
+    ``weights``: "float", or the kind of the quantised ones.
     """
 
     plan: Plan
     predictors: FittedPredictors
     stats: ActivationStats | None
     quantization: dict[str, LayerError] = field(default_factory=dict)
+    weights: str = "float"
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Layers that look feed-forward and stay dense: name -> reason."""
+        return dict(self.plan.made_by.get("left", {}))
+
+    @property
+    def lossy(self) -> bool:
+        """Whether other numbers come out than those of the dense model with the weights it was made from."""
+        return self.weights != "float" or bool(lossy_methods(self.plan))
+
+    @property
+    def loss_change(self) -> float | None:
+        """How much larger the loss was than that of the dense model on held-out calibration data, 0.01: 1 %.
+
+        0 if nothing is lossy; None: not measured, as of thresholds and of quantised weights.
+        """
+        if not self.lossy:
+            return 0.0
+        return None if self.weights != "float" else self.plan.made_by.get("loss_change")
 
 
 def _calibration(data: Any, tokenizer: Any, config: Config) -> list[Batch]:
@@ -75,7 +99,12 @@ def _calibration(data: Any, tokenizer: Any, config: Config) -> list[Batch]:
 
 
 def _sites(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
-    """FFN sites of ``model``, captured on an example of its inputs.
+    """FFN sites of ``model``: see :func:`_search`."""
+    return _search(model, data).sites
+
+
+def _search(model: nn.Module, data: list[Batch] | None) -> Found:
+    """FFN sites of ``model``, captured on an example of its inputs, and what is left dense.
 
     Raises:
         DtypeError: the model does not run, and its matrices are of several dtypes.
@@ -94,16 +123,19 @@ def _sites(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
         ) from error
 
 
-def _find(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
-    if data and data[0].input_ids is None:
-        return find_sites(model, data[0].args, data[0].kwargs)
+def _find(model: nn.Module, data: list[Batch] | None) -> Found:
+    if data and (data[0].input_ids is None or data[0].kwargs):  # it needs more than ids
+        args, kwargs = data[0].arguments(model)
+        return search(model, args, kwargs)
     if data and not hasattr(model, "config"):
         ids = data[0].input_ids
         assert ids is not None
-        return find_sites(model, (ids[:2, :8],))
-    return find_sites(model)
+        return search(model, (ids[:2, :8],))
+    return search(model)
 
 
+@checked
+@fresh_settings()
 def profile(
     model: nn.Module, data: Any, *, tokenizer: Any = None, config: Config | None = None, progress: bool = False
 ) -> ActivationStats:
@@ -163,13 +195,15 @@ def _warn_of_few(stats: ActivationStats) -> None:
         )
 
 
-def _sites_of_stats(model: nn.Module, data: list[Batch] | None, stats: ActivationStats) -> list[FFNSite]:
-    sites = _sites(model, data)
-    for site in sites:
+def _search_of_stats(model: nn.Module, data: list[Batch] | None, stats: ActivationStats) -> Found:
+    found = _search(model, data)
+    for site in found.sites:
         stats[site.key]  # raises, with the key, if the profile is of another model
-    return sites
+    return found
 
 
+@checked
+@fresh_settings()
 def fit(
     model: nn.Module,
     data: Any,
@@ -192,7 +226,7 @@ def fit(
     """
     config = config or Config()
     kept = _calibration(data, tokenizer, config)
-    return _fit(model, kept, _sites_of_stats(model, kept, stats), stats, config, progress)
+    return _fit(model, kept, _search_of_stats(model, kept, stats).sites, stats, config, progress)
 
 
 def _fit(
@@ -246,6 +280,8 @@ def _fit(
     )
 
 
+@checked
+@fresh_settings()
 def plan(
     model: nn.Module,
     stats: ActivationStats,
@@ -265,23 +301,30 @@ def plan(
         ConfigError: ``lowrank`` without predictors.
     """
     data = None if example is None else list(islice(batches(example), 1))
-    sites = _sites_of_stats(model, data, stats)
-    return _plan(model, sites, stats, predictors, config or Config()).bind(model)
+    found = _search_of_stats(model, data, stats)
+    return _plan(model, found, stats, predictors, config or Config()).bind(model)
 
 
 def _plan(
     model: nn.Module,
-    sites: list[FFNSite],
+    found: Found,
     stats: ActivationStats,
     predictors: Mapping[str, AnyPredictor] | None,
     config: Config,
 ) -> Plan:
     if isinstance(predictors, FittedPredictors):
         predictors.check_hash(stats.model_hash)
-    weight_bytes = model.get_parameter(sites[0].up.weight).element_size()
-    return greedy_plan(sites, stats, predictors, config, weight_bytes)
+    weight_bytes = model.get_parameter(found.sites[0].up.weight).element_size()
+    made = greedy_plan(found.sites, stats, predictors, config, weight_bytes)
+    made.made_by["left"] = found.left
+    report = getattr(predictors, "report", None)
+    if report is not None and lossy_methods(made).keys() <= set(PREDICTED):
+        made.made_by["loss_change"] = report.change
+    return made
 
 
+@checked
+@fresh_settings()
 def optimize(
     model: nn.Module,
     calibration: Any = None,
@@ -301,6 +344,9 @@ def optimize(
     models. With it: profile, fit (for ``auto`` and ``lowrank``), plan, rewrite. Each expert of a mixture has its own
     threshold and, if asked for by ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained``
     and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit, unless weights are quantised.
+    What an optimised model no longer has (weights of its FFNs as parameters, modules within them) raises by name
+    whoever reads, changes or calls it (:mod:`torch_pi2.runtime.absent`); hooks are kept or refused by name
+    (:mod:`torch_pi2.runtime.hooks`).
 
     Args:
         model: any ``nn.Module`` on the CPU with feed-forward layers of a known form.
@@ -324,10 +370,10 @@ def optimize(
     if calibration is None and stats is None:
         return _optimize_without_data(model, config, progress)
     data = None if calibration is None else _calibration(calibration, tokenizer, config)
-    sites = _sites(model, data)
+    found = _search(model, data)
     if stats is None:
         assert data is not None
-        stats = _profile(model, data, sites, config, progress)
+        stats = _profile(model, data, found.sites, config, progress)
     if predictors is None and (config.method in PREDICTED or (config.method == "auto" and _can_fit(model, data))):
         if data is None:
             raise CalibrationError(
@@ -336,9 +382,9 @@ def optimize(
                 found="neither",
                 fix="Pass calibration=..., or predictors=torch_pi2.fit(...).",
             )
-        predictors = _fit(model, data, sites, stats, config, progress)
+        predictors = _fit(model, data, found.sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
-    made = _plan(model, sites, stats, fitted, config)
+    made = _plan(model, found, stats, fitted, config)
     _apply(model, Optimized(made, fitted, stats), progress, config, data)
     if hardware is not None:
         from torch_pi2.plan.machine import plan_for
@@ -346,7 +392,28 @@ def optimize(
 
         parts_of(model).plan = plan_for(model, hardware, progress=progress)
         follow(model, parts_of(model).plan)
+    _say_lossy(parts_of(model), config, progress)
     return model
+
+
+def _say_lossy(parts: Optimized, config: Config, progress: bool) -> None:
+    """One line on what is lossy: a warning where it was chosen for the user, else with the progress."""
+    methods = lossy_methods(parts.plan)
+    if not methods:
+        return
+    change = parts.loss_change
+    line = "lossy: {} ({})".format(
+        ", ".join(f"{count} of {len(parts.plan.layers)} layers {method}" for method, count in methods.items()),
+        "what that does to the loss was not measured" if change is None else f"loss {change:+.2%} on held-out data",
+    )
+    if config.method == "auto":
+        _log.warning("method 'auto' chose what is %s; Config(method='exact') is lossless", line)
+    elif progress and sys.stderr.isatty():
+        from tqdm import tqdm
+
+        tqdm.write(line, file=sys.stderr)
+    else:
+        _log.info(line)
 
 
 def _machine(hardware: Any, has_data: bool) -> Any:
@@ -377,7 +444,8 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 
 
 def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> nn.Module:
-    sites = _sites(model, None)
+    found = _search(model, None)
+    sites = found.sites
     smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
     if config.method in ("threshold", *PREDICTED) or (smooth and config.method == "auto"):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
@@ -388,6 +456,7 @@ def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> 
             fix="Pass calibration=text or ids (torch_pi2.profile.text.stdlib_text('train') needs no download).",
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
+    made.made_by["left"] = found.left
     return _apply(model, Optimized(made, FittedPredictors(), None), progress, config)
 
 
@@ -403,6 +472,7 @@ def _apply(
         rewrite(model, parts.plan, parts.predictors, progress=progress)
     else:
         _apply_quantised(model, parts, progress, config, data)
+        parts.weights = config.weights
     # A plain attribute: nn.Module would refuse nothing here, but state_dict and parameters() must not see it.
     object.__setattr__(model, "torch_pi2", parts)
     return model
@@ -451,6 +521,8 @@ def parts_of(model: nn.Module) -> Optimized:
     return parts
 
 
+@checked
+@fresh_settings()
 def restore(model: nn.Module) -> nn.Module:
     """Give the original modules and weights back, bit for bit; returns ``model``. A dense model is left alone.
 

@@ -8,7 +8,6 @@ with quantised weights has them in ``pi2/weights.safetensors``, and only its con
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +17,20 @@ import torch
 from torch import nn
 
 from torch_pi2.api import Optimized, _apply, parts_of
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.extras import how_to_install
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.rewrite import homes
 from torch_pi2.plan.plan import Plan, weights_hash
 from torch_pi2.predict.size import FittedPredictors, save_predictors
 from torch_pi2.runtime.adapt import follow
 from torch_pi2.runtime.budget import parse_bytes
+from torch_pi2.runtime.fields import Field, argument
 from torch_pi2.runtime.files import replacing_folder
+from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.runtime.reading import parse, read_bytes
 from torch_pi2.store.dense import load_dense as quantized_as_dense
 from torch_pi2.store.offloaded import load_offloaded
 from torch_pi2.store.parts import Parts
@@ -37,6 +41,8 @@ PI2_FOLDER = "pi2"
 _WEIGHTS = "model.safetensors"
 
 
+@checked
+@fresh_settings()
 def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     """Write an optimised ``model`` to ``folder``; an earlier result there is replaced only when all is written.
 
@@ -132,6 +138,8 @@ def check_replaceable(folder: Path) -> None:
         )
 
 
+@checked
+@fresh_settings()
 def load(
     folder: str | Path,
     *,
@@ -157,12 +165,17 @@ def load(
         dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. Of a
             quantised folder or a store: that of what is float in it but neurons, and of the hidden states.
         activations: with quantised weights ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
-        budget: bytes (or ``"2.5GiB"``) for weights, cache and keys and values, for a folder with a store
-            (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the bits do not depend on it.
-            Not in it: Python and PyTorch themselves, and the activations of a forward pass. None: all in memory.
+        budget: bytes (or ``"2.5GiB"``) for weights, cache, keys and values, and the activations of a forward pass, for
+            a folder with a store (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the bits do
+            not depend on it. Activations are of ``context`` tokens, 1,024 at most: :class:`torch_pi2.Decoder` and
+            :func:`torch_pi2.generate` read longer prompts in pieces, and other calls for more tokens are a warning.
+            Not in it: Python and PyTorch themselves, what a call returns (logits of all tokens, without
+            ``logits_to_keep=1``), and what of compiling a step the neuron cache cannot make room for (a warning says
+            how much). What is freed goes back to the system from then on, for all of the process (glibc's
+            ``mallopt``). None: all in memory.
         offload: how neurons are read and kept; with ``budget`` only. Default: as the plan says, if it has a part for
             hardware.
-        context: tokens whose keys and values the budget is to have room for.
+        context: tokens whose keys and values, and activations, the budget is to have room for.
         strict_budget: refuse a budget whose cache holds less than one token wants, instead of a warning: nearly
             everything would come from flash each time. Both name the budget from which on it would not.
         plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
@@ -175,6 +188,7 @@ def load(
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
+    argument(context, "load(context=...)").whole(1, 1 << 31)
     if (offload is not None or strict_budget) and budget is None:
         raise ConfigError(
             f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
@@ -198,10 +212,12 @@ def load(
             room, config = parse_bytes(budget), offload or _offload_of(made)
             offloaded = load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
             # Predictors would be in memory twice: the layers have theirs.
-            object.__setattr__(offloaded, "torch_pi2", Optimized(made, FittedPredictors(), None))
+            object.__setattr__(
+                offloaded, "torch_pi2", Optimized(made, FittedPredictors(), None, weights=weights_of(offloaded))
+            )
             return _following(offloaded)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
-        object.__setattr__(quantized, "torch_pi2", Optimized(made, predictors, stats))
+        object.__setattr__(quantized, "torch_pi2", Optimized(made, predictors, stats, weights=weights_of(quantized)))
         return _following(quantized)
     _check_float(folder, activations, budget)
     if model is None:
@@ -307,16 +323,10 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint. Raises ArtifactError if it is missing or damaged."""
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__}")
-    except (OSError, ValueError) as error:
-        reason = "nothing" if isinstance(error, FileNotFoundError) else f"damage ({error})"
-        raise ArtifactError(
-            str(path), expected="a model's configuration", found=reason, fix="Check the folder's name."
-        ) from error
+    path, expected, fix = folder / "config.json", "a model's configuration", "Check the folder's name."
+    found = parse(read_bytes(path, expected, fix), path, expected=expected, fix=fix, unique=False)
+    if not isinstance(found, dict):
+        Field(found, str(path), fix).wrong(expected)
     return found
 
 
@@ -340,6 +350,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None) -> nn.Module:
     from safetensors import SafetensorError
 
+    read_config(folder)  # transformers says less of a damaged one
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
@@ -347,7 +358,7 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             f"loading {folder}",
             expected="the package transformers, or a model to load into",
             found="neither",
-            fix="pip install 'torch-pi2[hf]', or pass model=...",
+            fix=f"{how_to_install('hf')}, or pass model=...",
         ) from error
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
+from torch_pi2.graph.left import left_dense
 from torch_pi2.graph.match import Match, Projection, match_ffns
 from torch_pi2.graph.merge import merge_linears
 from torch_pi2.graph.rewrite import predictor_tensors
@@ -29,11 +31,16 @@ from torch_pi2.ops import load
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.runtime.offload import open_stores, unreadable
 
 _log = logging.getLogger("torch_pi2")
 
 _OPTIONS = ("plan", "predictors")
+#: Numbers of a parameter that are compared before each call: a few microseconds.
+_SAMPLE = 32
+#: Version, address and sample of a parameter.
+_Stamp = tuple[int, int, tuple[float, ...]]
 
 
 def backend(
@@ -49,9 +56,10 @@ def backend(
     graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
 
     The bundles are made once per set of weights and shared by all graphs that use it; if a parameter is
-    changed in place or loaded anew, they are refreshed at the next call. Changes that PyTorch does not count are
-    not seen: ``p.data.mul_(2)``, and any in place of parameters made under ``torch.inference_mode()``; call
-    ``torch._dynamo.reset()`` and compile again after them, with new parameters (``model.load_state_dict(...,
+    changed in place or loaded anew, they are refreshed at the next call. Changes that PyTorch does not count
+    (``p.data.mul_(2)``, and any in place of parameters made under ``torch.inference_mode()``) are seen by a sample of
+    each parameter: those of all its numbers, as when PEFT merges or unmerges an adapter, but not those of a few rows.
+    After such, ``torch._dynamo.reset()`` and compile again, with new parameters (``model.load_state_dict(...,
     assign=True)``). The dense weights stay in memory: they belong to the model (``torch_pi2.optimize`` gives them
     back).
 
@@ -84,7 +92,9 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | Non
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    patches = list_mode_options(mode) if mode else None
+    patches = list_mode_options(mode) if mode else {}
+    if shutil.which("openssl") is None:  # a command with which torch would name the headers that it keeps compiled
+        patches = {**patches, "cpp_cache_precompile_headers": False}
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
 
 
@@ -98,7 +108,7 @@ def _explaining(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..
     def run(*args: Any) -> Any:
         try:
             return compiled(*args)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             paths = {str(open_stores[n].path) for n in numbers if n in open_stores}
             explained = unreadable(error, " or ".join(sorted(paths)) or "the neuron store")
             if explained is None:
@@ -166,7 +176,7 @@ class _Packed:
 
     ffn: SparseFFN
     names: tuple[str, ...]
-    stamps: list[tuple[int, int]]
+    stamps: list[_Stamp]
     made_from: tuple[Any, ...]
     parameters: list[weakref.ref[torch.Tensor]]
 
@@ -182,8 +192,17 @@ class _Packed:
             self.stamps = stamps
 
 
-def _stamp(parameter: torch.Tensor) -> tuple[int, int]:
-    return (0 if parameter.is_inference() else parameter._version, parameter.data_ptr())
+def _stamp(parameter: torch.Tensor) -> _Stamp:
+    version = 0 if parameter.is_inference() else parameter._version
+    return version, parameter.data_ptr(), tuple(_sample(parameter.detach()).tolist())
+
+
+def _sample(values: torch.Tensor) -> torch.Tensor:
+    """Some numbers of a parameter, in rows and columns far from each other."""
+    count = min(_SAMPLE, values.numel())
+    if not values.is_contiguous():
+        return values[torch.unravel_index(torch.linspace(0, values.numel() - 1, count).long(), values.shape)]
+    return values.as_strided((count,), (max(1, values.numel() // max(1, count) - 1),), values.storage_offset())
 
 
 #: down weight -> (identity of all parameters and of the layer's plan) -> bundles; gone when the model is.
@@ -229,6 +248,7 @@ def _weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node,
     return found
 
 
+@fresh_settings()
 def _make_sparse(
     gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None, predictors: Mapping[str, Any]
 ) -> list[_Sparse]:
@@ -237,8 +257,14 @@ def _make_sparse(
     matches, seen = match_ffns(gm, tensors)
     if not matches and not seen.unknown and not _has_our_ops(gm):
         _warn_once("a graph without feed-forward layers is left to Inductor")
-    for down, computed in seen.unknown:
-        _warn_once(f"{_name(down.weight)} stays dense: activation not known (after {computed})")
+    for projections, computed in seen.unknown:
+        _warn_once(f"{_name(projections[-1].weight)} stays dense: another formula, of {computed}")
+    for projections, reason in seen.left:
+        _warn_once(f"{_name(projections[-1].weight)} stays dense: {reason}")
+    taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
+    # Of a model that optimize() has rewritten, it has said what is left.
+    for loose in [] if _has_our_ops(gm) else left_dense(gm, _weights(gm, example_inputs), taken):
+        _warn_once(f"{_name(loose.parameters[-1])} stays dense: {loose.reason}")
     position = {node: index for index, node in enumerate(placeholders)}
     chosen = [(match, _planned_layer(match, plan)) for match in matches]
     if plan is not None:

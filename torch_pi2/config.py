@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_pi2.arguments import check_fields
 from torch_pi2.errors import ConfigError
 
 #: ``auto`` picks per layer the cheapest of what the others offer.
@@ -58,6 +59,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checks = (
             ("method", self.method in METHODS, ", ".join(METHODS)),
             ("hot_frequency", 0 < self.hot_frequency <= 1.01, "more than 0, at most 1 (1.01: none hot)"),

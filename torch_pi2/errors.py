@@ -56,6 +56,13 @@ class ArtifactError(Pi2Error):
     """A file of ours is missing, truncated, of another version, or cannot be written."""
 
 
+class OutOfMemoryError(Pi2Error, MemoryError):
+    """There is no memory for a call over a neuron store, or for opening one; the store is sound, and the next may work.
+
+    Where an operator has no memory and no store, it is Python's own ``MemoryError``.
+    """
+
+
 class LibraryMissingError(Pi2Error, ImportError):
     """The C++ library was not built or cannot be loaded."""
 

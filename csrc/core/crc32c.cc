@@ -27,8 +27,8 @@ struct Table {
 constexpr Table kTable;
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) std::uint32_t by_instruction(const char* p, std::size_t bytes) {
-  std::uint64_t crc = 0xffffffffu;
+__attribute__((target("sse4.2"))) std::uint32_t by_instruction(const char* p, std::size_t bytes, std::uint32_t before) {
+  std::uint64_t crc = static_cast<std::uint32_t>(~before);
   for (; bytes >= 8; p += 8, bytes -= 8) {
     std::uint64_t word;
     std::memcpy(&word, p, 8);
@@ -41,8 +41,8 @@ __attribute__((target("sse4.2"))) std::uint32_t by_instruction(const char* p, st
 
 bool has_instruction() { return __builtin_cpu_supports("sse4.2") != 0; }
 #elif defined(__aarch64__) && defined(__linux__)
-__attribute__((target("+crc"))) std::uint32_t by_instruction(const char* p, std::size_t bytes) {
-  std::uint32_t crc = 0xffffffffu;
+__attribute__((target("+crc"))) std::uint32_t by_instruction(const char* p, std::size_t bytes, std::uint32_t before) {
+  std::uint32_t crc = ~before;
   for (; bytes >= 8; p += 8, bytes -= 8) {
     std::uint64_t word;
     std::memcpy(&word, p, 8);
@@ -54,23 +54,26 @@ __attribute__((target("+crc"))) std::uint32_t by_instruction(const char* p, std:
 
 bool has_instruction() { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
 #else
-std::uint32_t by_instruction(const char* p, std::size_t bytes) { return crc32c_by_table(p, bytes); }
+std::uint32_t by_instruction(const char* p, std::size_t bytes, std::uint32_t before) {
+  return crc32c_by_table(p, bytes, before);
+}
 
 bool has_instruction() { return false; }
 #endif
 
 }  // namespace
 
-std::uint32_t crc32c_by_table(const void* data, std::size_t bytes) {
+std::uint32_t crc32c_by_table(const void* data, std::size_t bytes, std::uint32_t before) {
   const auto* p = static_cast<const unsigned char*>(data);
-  std::uint32_t crc = 0xffffffffu;
+  std::uint32_t crc = ~before;
   for (; bytes > 0; ++p, --bytes) crc = (crc >> 8) ^ kTable.of[(crc ^ *p) & 0xff];
   return ~crc;
 }
 
-std::uint32_t crc32c(const void* data, std::size_t bytes) {
+std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t before) {
   static const bool instruction = has_instruction();
-  return instruction ? by_instruction(static_cast<const char*>(data), bytes) : crc32c_by_table(data, bytes);
+  return instruction ? by_instruction(static_cast<const char*>(data), bytes, before)
+                     : crc32c_by_table(data, bytes, before);
 }
 
 }  // namespace pi2

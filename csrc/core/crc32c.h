@@ -6,9 +6,10 @@
 
 namespace pi2 {
 
-std::uint32_t crc32c(const void* data, std::size_t bytes);
+// `before`: the checksum of the bytes that come before, if these are not the first.
+std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t before = 0);
 
 // The same by table: where there is no instruction, and the reference of the other.
-std::uint32_t crc32c_by_table(const void* data, std::size_t bytes);
+std::uint32_t crc32c_by_table(const void* data, std::size_t bytes, std::uint32_t before = 0);
 
 }  // namespace pi2

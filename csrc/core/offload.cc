@@ -46,7 +46,27 @@ constexpr std::int64_t kPieceBytes = 4 << 20;      // of preload()
 constexpr std::int64_t kArrangingBytes = 1 << 20;  // that may be on the way for arrange() while no call waits for reads
 constexpr std::int64_t kArrangedAtOnce = 512;      // slots that are looked at for it before calls may go on
 constexpr char kForked[] = "the store was opened in another process (fork): open it again in this one";
+constexpr char kShorter[] = "the file has become shorter since it was opened";
 constexpr char kMapped[] = "engine: expected pread or io_uring, found mmap, whose memory is the system's";
+
+// What is wrong with a read, or with a call: kept without memory, of which threads that read may have none. Whoever
+// waits puts it into words.
+struct Wrong {
+  const char* why = nullptr;  // null: nothing is
+  int error = 0;              // errno, instead of `why`
+  std::int64_t layer = -1, neuron = -1, bytes = 0, offset = 0;
+
+  explicit operator bool() const { return why != nullptr || error != 0; }
+
+  std::string words() const {
+    if (!*this || layer < 0) return why == nullptr ? "" : why;
+    return "layer " + std::to_string(layer) + ", neuron " + std::to_string(neuron) +
+           (bytes > 0 ? ", " + std::to_string(bytes) + " bytes" : "") + " at " + std::to_string(offset) + ": " +
+           (error != 0 ? std::strerror(error) : why);
+  }
+};
+
+constexpr Wrong kNoMemory{"no memory"};
 
 // Of the call under way. A slot of the file is in one chunk only: clusters divide chunks.
 struct Chunk {
@@ -107,7 +127,7 @@ struct Offload::State final : BundleSource {
   const std::function<void()>* then = nullptr;
   Clock::time_point io_since;
   std::atomic<bool> broken{false};
-  std::string problem;
+  Wrong problem;
   OffloadStats sums;
   std::int64_t evictions_before = 0;
   std::unique_ptr<AccessLog> log;  // null: nobody asked for one
@@ -165,7 +185,7 @@ struct Offload::State final : BundleSource {
   std::string set_up(const std::string& path);
   std::string make_places(std::int64_t keys, CachePolicy policy);
   std::string preload();
-  std::string load_first(std::vector<std::int64_t> made);
+  Wrong load_first(std::vector<std::int64_t> made);
   std::unique_lock<std::mutex> take_turn();
   std::string refused_size(std::int64_t cache_bytes) const;
   std::int64_t slots_for(std::int64_t cache_bytes) const;
@@ -204,13 +224,13 @@ struct Offload::State final : BundleSource {
   std::unique_ptr<ReadBatch> take_ahead();
   std::unique_ptr<ReadBatch> take(std::int64_t c);
   bool submit(std::unique_ptr<ReadBatch> batch);
-  void fail(const std::string& why);
-  void arrived(const ReadResult* results, std::int64_t count);
-  void over(const ReadRun& run, const std::string& wrong);
+  void fail(const Wrong& why) noexcept;
+  void arrived(const ReadResult* results, std::int64_t count) noexcept;
+  void over(const ReadRun& run, const Wrong& wrong) noexcept;
   bool missed(std::int64_t c, std::int64_t in_file);
   void empty_again(std::int64_t l, const Wanted& wanted);
-  std::string check(const ReadRun& run, const ReadResult& result) const;
-  std::string check_bundles(std::int64_t l, std::int64_t in_file, const char* data) const;
+  Wrong check(const ReadRun& run, const ReadResult& result) const noexcept;
+  Wrong check_bundles(std::int64_t l, std::int64_t in_file, const char* data) const noexcept;
 };
 
 std::string Offload::State::set_up(const std::string& path) {
@@ -269,14 +289,14 @@ std::string Offload::State::set_up(const std::string& path) {
                         static_cast<State*>(self)->arrived(results, count);
                       },
                       this};
-  const auto reading = [this](ReadDone done) {
-    return options.engine == "io_uring" ? uring_engine(file.descriptor(), options.io_threads, done)
+  const auto reading = [this, &wrong](ReadDone done) {
+    return options.engine == "io_uring" ? uring_engine(file.descriptor(), options.io_threads, done, &wrong)
                                         : pread_engine(file.descriptor(), options.io_threads, done);
   };
   device.set_range(file.file_bytes());
   engine = options.device.empty() ? reading(told) : simulated_engine(device, reading, told, &late);
   if (engine == nullptr && options.engine == "pread") return "engine: no thread could be started for reading";
-  if (engine == nullptr) return "engine: io_uring is not available here (or not in this build); use pread";
+  if (engine == nullptr) return "engine: io_uring is not available here: " + wrong;
   return "";
 }
 
@@ -361,14 +381,14 @@ void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, 
     tell();
     read_ahead(&lock);
     wake_arranger();
-  } catch (const std::bad_alloc&) {
+  } catch (...) {  // a worker's thread: nobody would catch it
     const std::lock_guard<std::mutex> lock(mutex);
-    fail("no memory");
+    fail(kNoMemory);
   }
   if (then == nullptr || broken) return;
   try {
     (*then)();
-  } catch (const std::bad_alloc&) {  // a guess less
+  } catch (...) {  // a guess less
   }
 }
 
@@ -530,7 +550,7 @@ void Offload::State::ask(std::unique_lock<std::mutex>* lock) {
       }
       // Others may hold every spare when a guess for the one that is to be next has failed.
       const bool stuck = stream ? !chunks[static_cast<std::size_t>(given)].there() : ready.empty();
-      if (under_way == 0 && given == finished && stuck) fail("no room for what has to be read again");
+      if (under_way == 0 && given == finished && stuck) fail({"no room for what has to be read again"});
       return;
     }
     lock->unlock();
@@ -606,11 +626,11 @@ bool Offload::State::submit(std::unique_ptr<ReadBatch> batch) {
   try {
     const TraceSpan span(Stage::kSubmit, batch->layer, n);
     engine->submit(batch->reads.data(), n);
-  } catch (const std::bad_alloc&) {
+  } catch (...) {
     const std::lock_guard<std::mutex> lock(mutex);
     for (std::int64_t i = 0; i < n; ++i) ended_reading(*batch);
     batch->asked_for = true;  // a call that waits for a guess of it fails, too: nobody would ask again
-    for (const ReadRun& run : batch->runs) over(run, "no memory");
+    for (const ReadRun& run : batch->runs) over(run, kNoMemory);
     tell();
     wake_arranger();
     return false;
@@ -624,45 +644,43 @@ bool Offload::State::submit(std::unique_ptr<ReadBatch> batch) {
 }
 
 // With the lock.
-void Offload::State::fail(const std::string& why) {
+void Offload::State::fail(const Wrong& why) noexcept {
   if (!broken) problem = why;
   untold = true;
   broken.store(true, std::memory_order_release);
   tell();
 }
 
-std::string Offload::State::check_bundles(std::int64_t l, std::int64_t in_file, const char* data) const {
-  const StoreLayer& layer_about = about(l);
-  const std::int64_t first = in_file * layer_about.cluster;
-  for (std::int64_t id = first; id < std::min(first + layer_about.cluster, layer_about.neurons); ++id)
-    if (crc32c(data + (id - first) * layer_about.bundle_bytes(),
-               static_cast<std::size_t>(layer_about.bundle_bytes())) != file.checks(l)[id])
-      return "layer " + std::to_string(l) + ", neuron " + std::to_string(id) + " at " +
-             std::to_string(layer_about.slots + in_file * layer_about.slot_bytes) + ": its checksum does not match";
-  return "";
+Wrong Offload::State::check_bundles(std::int64_t l, std::int64_t in_file, const char* data) const noexcept {
+  const StoreLayer& its = about(l);
+  const std::int64_t first = in_file * its.cluster;
+  for (std::int64_t id = first; id < std::min(first + its.cluster, its.neurons); ++id)
+    if (crc32c(data + (id - first) * its.bundle_bytes(), static_cast<std::size_t>(its.bundle_bytes())) !=
+        file.checks(l)[id])
+      return {"its checksum does not match", 0, l, id, 0, its.slots + in_file * its.slot_bytes};
+  return {};
 }
 
 // Without the lock: nobody looks at these places before they are said to be there.
-std::string Offload::State::check(const ReadRun& run, const ReadResult& result) const {
+Wrong Offload::State::check(const ReadRun& run, const ReadResult& result) const noexcept {
   const ReadBatch& batch = *run.batch;
   trace_async(Stage::kRead, batch.asked_ns, batch.layer, batch.chunk);
   const TraceSpan span(Stage::kVerify, batch.layer, batch.chunk);
   const Wanted* wanted = batch.wanted.data() + run.first;
   if (result.error != 0)
-    return "layer " + std::to_string(batch.layer) + ", neuron " +
-           std::to_string(wanted->in_file * about(batch.layer).cluster) + ", " + std::to_string(result.read.bytes) +
-           " bytes at " + std::to_string(result.read.offset) + ": " + std::strerror(result.error);
-  if (!options.verify) return "";
+    return {nullptr,           result.error,      batch.layer, wanted->in_file * about(batch.layer).cluster,
+            result.read.bytes, result.read.offset};
+  if (!options.verify) return {};
   for (std::int64_t k = 0; k < run.count; ++k) {
-    const std::string wrong = check_bundles(batch.layer, wanted[k].in_file, place(wanted[k].place));
-    if (!wrong.empty()) return wrong;
+    const Wrong wrong = check_bundles(batch.layer, wanted[k].in_file, place(wanted[k].place));
+    if (wrong) return wrong;
   }
-  return "";
+  return {};
 }
 
-// On an I/O thread.
-void Offload::State::arrived(const ReadResult* results, std::int64_t count) {
-  std::string wrong[64];
+// On an I/O thread, where nobody would catch anything: what needs memory fails the call that waits.
+void Offload::State::arrived(const ReadResult* results, std::int64_t count) noexcept {
+  Wrong wrong[64];
   for (std::int64_t first = 0; first < count; first += 64) {
     const std::int64_t n = std::min<std::int64_t>(64, count - first);
     for (std::int64_t i = 0; i < n; ++i)
@@ -684,8 +702,8 @@ void Offload::State::arrived(const ReadResult* results, std::int64_t count) {
     if (waiting.empty() || !begun) continue;  // begin() asks
     try {
       ask(&lock);  // for guesses that failed
-    } catch (const std::bad_alloc&) {
-      fail("no memory");
+    } catch (...) {
+      fail(kNoMemory);
     }
   }
 }
@@ -704,16 +722,16 @@ void Offload::State::empty_again(std::int64_t l, const Wanted& wanted) {
 }
 
 // With the lock: the places of a read are there, or empty if something is wrong.
-void Offload::State::over(const ReadRun& run, const std::string& wrong) {
+void Offload::State::over(const ReadRun& run, const Wrong& wrong) noexcept {
   const Wanted* wanted = run.batch->wanted.data() + run.first;
   if (run.batch->arranging) arranging -= run.count;
-  untold = untold || (run.batch->arranging && !wrong.empty());
+  untold = untold || (run.batch->arranging && wrong);
   for (std::int64_t k = 0; k < run.count; ++k) {
     const auto p = static_cast<std::size_t>(wanted[k].place);
     loading[p] = 0;
     if (wanted[k].place < cache->slots()) cache->let_go(wanted[k].place);
     const std::int16_t c = waiter[p];
-    if (!wrong.empty()) empty_again(run.batch->layer, wanted[k]);
+    if (wrong) empty_again(run.batch->layer, wanted[k]);
     if (dropped[p]) {
       dropped[p] = 0;
       free_spares.push_back(wanted[k].place);
@@ -723,15 +741,20 @@ void Offload::State::over(const ReadRun& run, const std::string& wrong) {
     waiter[p] = -1;
     Chunk& chunk = chunks[static_cast<std::size_t>(c)];
     --chunk.on_the_way;
-    if (!wrong.empty() && !run.batch->asked_for && wanted[k].place >= most_slots) {  // it is read again elsewhere
+    if (wrong && !run.batch->asked_for && wanted[k].place >= most_slots) {  // it is read again elsewhere
       chunk.spares.erase(std::find(chunk.spares.begin(), chunk.spares.end(), wanted[k].place));
       free_spares.push_back(wanted[k].place);
       const auto kept = std::find_if(chunk.to_keep.begin(), chunk.to_keep.end(),
                                      [&](const Wanted& w) { return w.place == wanted[k].place; });
       if (kept != chunk.to_keep.end()) chunk.to_keep.erase(kept);
     }
-    if (!wrong.empty() && (run.batch->asked_for || broken || !missed(c, wanted[k].in_file))) fail(wrong);
-    if (chunk.there()) ready.push_back(c);
+    if (wrong && (run.batch->asked_for || broken || !missed(c, wanted[k].in_file))) fail(wrong);
+    if (!chunk.there()) continue;
+    try {
+      ready.push_back(c);
+    } catch (...) {
+      fail(kNoMemory);
+    }
   }
 }
 
@@ -744,7 +767,7 @@ bool Offload::State::missed(std::int64_t c, std::int64_t in_file) {
     // In order: chunks of a stream come in theirs, and of others the first is the one that always gets on.
     const auto at = std::lower_bound(waiting.begin(), waiting.end(), c);
     if (at == waiting.end() || *at != c) waiting.insert(at, c);
-  } catch (const std::bad_alloc&) {
+  } catch (...) {
     return false;
   }
   return true;
@@ -801,8 +824,8 @@ void Offload::State::done(std::int64_t c) {
     ask(&lock);
     read_ahead(&lock);
     wake_arranger();
-  } catch (const std::bad_alloc&) {
-    fail("no memory");
+  } catch (...) {
+    fail(kNoMemory);
   }
 }
 
@@ -813,6 +836,8 @@ std::unique_lock<std::mutex> Offload::State::take_turn() {
 
 std::string Offload::State::call(std::int64_t l, const std::function<void(BundleSource*)>& compute, int threads) {
   if (getpid() != process) return kForked;
+  // Of what is mapped the system would say so by a signal: as it does if that happens during this call.
+  if (mapped != nullptr && file.is_shorter()) return kShorter;
   const std::unique_lock<std::mutex> one = take_turn();
   const Clock::time_point start = Clock::now();
   {
@@ -820,7 +845,7 @@ std::string Offload::State::call(std::int64_t l, const std::function<void(Bundle
     calling = true;
     layer = l;
     broken = false;
-    problem.clear();
+    problem = {};
     chunks.clear();
     given = finished = total = 0;
   }
@@ -836,7 +861,7 @@ std::string Offload::State::call(std::int64_t l, const std::function<void(Bundle
   clean_up(&lock);
   ++sums.calls;
   sums.busy_ns += since(start) * threads;
-  return broken ? problem : "";
+  return broken ? problem.words() : "";
 }
 
 // With the lock, at the end of a call: no read of it is under way any more, and nothing remembers its chunks.
@@ -925,12 +950,12 @@ std::string Offload::State::preload() {
     untold = true;
   };
   try {
-    const std::string wrong = load_first(made);
-    if (!wrong.empty()) forget();
-    preloaded = preloaded || wrong.empty();
+    const Wrong wrong = load_first(made);
+    if (wrong) forget();
+    preloaded = preloaded || !wrong;
     if (!resident.empty()) settled = false;
     wake_arranger();
-    return wrong;
+    return wrong.words();
   } catch (...) {
     forget();
     throw;
@@ -938,13 +963,13 @@ std::string Offload::State::preload() {
 }
 
 // With the lock: reads the bundles of keys that the cache has made room for, in large pieces.
-std::string Offload::State::load_first(std::vector<std::int64_t> made) {
+Wrong Offload::State::load_first(std::vector<std::int64_t> made) {
   std::sort(made.begin(), made.end());
   for (const std::int64_t key : made) guess[static_cast<std::size_t>(cache->slot_of(key))] = 0;
   std::int64_t largest = 0;
   for (const StoreLayer& l : file.layers()) largest = std::max(largest, l.slot_bytes);
   Arena piece;
-  if (!piece.allocate(std::max(kPieceBytes, largest), false)) return "no memory";
+  if (!piece.allocate(std::max(kPieceBytes, largest), false)) return kNoMemory;
   auto next = made.begin();
   for (std::size_t k = 0; k < file.layers().size(); ++k) {
     const StoreLayer& l = file.layers()[k];
@@ -954,21 +979,19 @@ std::string Offload::State::load_first(std::vector<std::int64_t> made) {
       const auto end = std::lower_bound(next, made.end(), std::min(*next + step, first_key[k + 1]));
       const std::int64_t n = *(end - 1) - *next + 1, offset = l.slots + first * l.slot_bytes;
       const int error = read_fully(file.descriptor(), piece.data(), n * l.slot_bytes, offset);
-      if (error != 0)
-        return "layer " + std::to_string(k) + ", neuron " + std::to_string(first * l.cluster) + ", " +
-               std::to_string(n * l.slot_bytes) + " bytes at " + std::to_string(offset) + ": " + std::strerror(error);
+      const auto layer_number = static_cast<std::int64_t>(k);
+      if (error != 0) return {nullptr, error, layer_number, first * l.cluster, n * l.slot_bytes, offset};
       for (; next != end; ++next) {
         const std::int64_t in_file = *next - first_key[k];
         const char* slot = piece.data() + (in_file - first) * l.slot_bytes;
-        const std::string wrong =
-            options.verify ? check_bundles(static_cast<std::int64_t>(k), in_file, slot) : std::string();
-        if (!wrong.empty()) return wrong;
+        const Wrong wrong = options.verify ? check_bundles(layer_number, in_file, slot) : Wrong();
+        if (wrong) return wrong;
         // Not a use: the order is that of insertion.
         std::memcpy(place(cache->slot_of(*next)), slot, static_cast<std::size_t>(l.cluster * l.bundle_bytes()));
       }
     }
   }
-  return "";
+  return {};
 }
 
 // With the lock.
@@ -1210,7 +1233,7 @@ std::unique_ptr<ReadBatch> Offload::State::bring(const Arrangement::Piece& piece
     arrangement.done(piece, in_file);
     if (batch == nullptr || batch->wanted.empty()) return nullptr;
     batch->plan(l, read_bytes(l), options.run_bytes, options.gap_bytes, [this](std::int32_t p) { return place(p); });
-  } catch (const std::bad_alloc&) {  // they are asked for when they are wanted
+  } catch (...) {  // they are asked for when they are wanted
     if (batch == nullptr) arrangement.done(piece, piece.last);
     if (batch != nullptr)
       for (const Wanted& w : batch->wanted) empty_again(piece.layer, w);
@@ -1240,7 +1263,7 @@ void Offload::State::settle() {
       if (stays[key] == 0) cache->erase(static_cast<std::int64_t>(key));
     std::reverse(keys.begin(), keys.end());
     cache->renew(keys);
-  } catch (const std::bad_alloc&) {
+  } catch (...) {
     untold = true;
   }
 }

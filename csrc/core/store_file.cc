@@ -159,6 +159,11 @@ StoreFile::~StoreFile() {
   if (direct_ >= 0) close(direct_);
 }
 
+bool StoreFile::is_shorter() const {
+  struct stat about;
+  return fstat(plain_, &about) != 0 || about.st_size < file_bytes_;
+}
+
 std::string StoreFile::open(const std::string& path, bool direct) {
   plain_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (plain_ < 0) return problem("cannot be opened", errno);

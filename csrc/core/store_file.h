@@ -51,6 +51,8 @@ class StoreFile {
   // What offsets, lengths and addresses of reads are to be multiples of: 1 if they are not direct.
   std::int64_t unit() const { return direct_ >= 0 ? unit_ : 1; }
   std::int64_t file_bytes() const { return file_bytes_; }
+  // Than it was when it was opened.
+  bool is_shorter() const;
 
  private:
   bool direct_works(const void* known, std::int64_t start, std::int64_t unit) const;

@@ -4,8 +4,10 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace pi2 {
@@ -34,6 +36,8 @@ struct ThreadPool::State {
   std::atomic<std::int64_t> next{0};
   std::atomic<bool> open{false};
   std::atomic<int> inside{0};
+  std::atomic<bool> thrown{false};
+  std::exception_ptr first_thrown;  // by a body, on whatever thread: written by the one that set `thrown`
 
   std::atomic<std::uint64_t> jobs{0};  // begun so far: what workers wait for to change
   std::atomic<bool> stop{false};
@@ -46,8 +50,13 @@ struct ThreadPool::State {
   void work() {
     inside_a_body = true;
     for (std::int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < n;
-         i = next.fetch_add(1, std::memory_order_relaxed))
-      body(context, i);
+         i = next.fetch_add(1, std::memory_order_relaxed)) {
+      try {
+        body(context, i);
+      } catch (...) {
+        if (!thrown.exchange(true)) first_thrown = std::current_exception();
+      }
+    }
     inside_a_body = false;
   }
 
@@ -89,7 +98,11 @@ struct ThreadPool::State {
 };
 
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
-  for (int i = 1; i < threads; ++i) state_->workers.emplace_back([state = state_.get()] { state->loop(); });
+  state_->workers.reserve(static_cast<std::size_t>(std::max(1, threads)));
+  try {
+    for (int i = 1; i < threads; ++i) state_->workers.emplace_back([state = state_.get()] { state->loop(); });
+  } catch (const std::exception&) {  // a limit on threads, or no memory for one more: those that there are do
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -117,6 +130,7 @@ void ThreadPool::run(std::int64_t n, ParallelFor::Body body, void* context) {
   // Closed first, then a look at who is inside; a worker does the reverse: one of the two sees the other.
   s.open.store(false);
   while (s.inside.load() != 0) std::this_thread::yield();
+  if (s.thrown.exchange(false)) std::rethrow_exception(std::exchange(s.first_thrown, nullptr));
 }
 
 ParallelFor ThreadPool::parallel() {

@@ -1,12 +1,16 @@
 // Any bytes as a delegate blob: what is taken must make sense to whoever computes with it. The first byte says whether
-// size and checksum are made right before, which a mutation would hardly ever do.
+// size and checksum are made right before, which a mutation would hardly ever do, and whether it is made the blob of a
+// store, whose layer is loaded and computed; or that the bytes are options of the backend.
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
+#include <map>
+#include <sstream>
 
-#include "bindings/executorch/blob.h"
+#include "bindings/executorch/layer.h"
 #include "fuzz/input.h"
 #include "pi2/predict.h"
+#include "tests/executorch/blob_fixture.h"
 
 namespace {
 
@@ -43,13 +47,75 @@ void check(const Blob& b) {
   if (b.tensors[kBiasUp].bytes > 0) must(b.tensors[kBiasUp].bytes >= static_cast<std::uint64_t>(2 * b.neurons), "bias");
 }
 
+// Small stores; blobs are made theirs.
+struct Stores {
+  std::mt19937 rng{1};
+  pi2_test::StoreFixture floats{rng, 2, 40, 2, 96, pi2::DType::kBF16}, quantised{rng, 2, 40, 3, 96, pi2::DType::kQ4};
+};
+
+// Tensors behind the bundles of a store have any bytes: their checksums are made right.
+void bind(std::vector<std::uint8_t>* bytes, const pi2_test::StoreFixture& store) {
+  const Blob own = pi2_test::blob_of(store, 0);
+  pi2_fuzz::put(bytes, 24, own.store_bytes, 8);
+  pi2_fuzz::put(bytes, 32, own.header_checksum, 4);
+  std::memcpy(bytes->data() + 40, own.model_hash.data(), own.model_hash.size());
+  std::memset(bytes->data() + 384, 0, 128);
+  std::memcpy(bytes->data() + 384, own.store.data(), own.store.size());
+  for (std::size_t i = 0; i < kTensorNames; ++i) {
+    std::uint64_t offset = 0, size = 0;
+    std::memcpy(&offset, bytes->data() + 128 + 24 * i, 8);
+    std::memcpy(&size, bytes->data() + 136 + 24 * i, 8);
+    if (offset > store.file.size() || size > store.file.size() - offset) continue;
+    pi2_fuzz::put(bytes, 144 + 24 * i, pi2::crc32c(store.file.data() + offset, size), 4);
+  }
+}
+
+// Opens the store that the blob is of, loads the layer and computes one token, unless one of them is refused.
+void load(const Blob& blob) {
+  Settings settings;
+  settings.store_path = "/tmp";
+  settings.engine = "pread";
+  settings.io_threads = 1;
+  Problem wrong;
+  static std::map<std::string, std::shared_ptr<Store>> open;  // so that they are opened once
+  const std::shared_ptr<Store> store = Store::open(blob, settings, &wrong);
+  if (wrong || blob.role == Role::kCollect) return;
+  open[store->path()] = store;
+  const std::shared_ptr<Layer> layer = Layer::load(store, blob, &wrong);
+  if (wrong) return;
+  std::vector<float> x(static_cast<std::size_t>(blob.hidden), 0.5f), y(x.size());
+  wrong = layer->compute(x.data(), y.data(), pi2::DType::kF32, 1, pi2::serial());
+  must(!wrong || !wrong.text.empty(), "no reason");
+}
+
+// "key=value" pairs, a line each: refused by name, or within bounds.
+void set(const std::uint8_t* data, std::size_t size) {
+  Settings settings;
+  std::istringstream lines(std::string(reinterpret_cast<const char*>(data), size));
+  for (std::string line; std::getline(lines, line);) {
+    const std::size_t equals = line.find('=');
+    if (equals == std::string::npos) continue;
+    (void)change(&settings, line.substr(0, equals), line.substr(equals + 1));
+  }
+  must(settings.threads >= 0 && settings.threads <= 1024 && settings.io_threads > 0 && settings.io_threads <= 1024 &&
+           settings.cache_bytes >= -1,
+       "settings");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
+  if ((data[0] & pi2_fuzz::kOptions) != 0) {
+    set(data + 1, size - 1);
+    return 0;
+  }
+  static const auto* const stores = new Stores();
   std::vector<std::uint8_t> bytes(data + 1, data + size);
-  if ((data[0] & pi2_fuzz::kSealed) != 0) {
+  const bool loaded = (data[0] & pi2_fuzz::kLoaded) != 0;
+  if (loaded || (data[0] & pi2_fuzz::kSealed) != 0) {
     bytes.resize(kBlobBytes);
+    if (loaded) bind(&bytes, (data[0] & pi2_fuzz::kQuantised) != 0 ? stores->quantised : stores->floats);
     std::memcpy(bytes.data(), "PI2BLOB", 8);
     pi2_fuzz::put(&bytes, 8, 1, 4);
     pi2_fuzz::put(&bytes, 12, 0, 4);
@@ -58,6 +124,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   Blob blob;
   const Problem wrong = parse_blob(bytes.data(), bytes.size(), &blob);
-  if (!wrong) check(blob);
+  if (wrong) return 0;
+  check(blob);
+  if (loaded) load(blob);
   return 0;
 }

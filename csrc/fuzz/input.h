@@ -1,4 +1,4 @@
-// Inputs of fuzz_superblock: a byte that says how the rest is meant, 8 bytes each for where the superblock begins and
+// Inputs of fuzz_store: a byte that says how the rest is meant, 8 bytes each for where the superblock begins and
 // for the size of the file, then bytes: a superblock, or with kFile what the file begins with.
 #pragma once
 
@@ -13,6 +13,7 @@ namespace pi2_fuzz {
 
 constexpr std::uint8_t kSealed = 1;  // the bytes are a superblock, whose size and checksum are made right before
 constexpr std::uint8_t kFile = 2;    // a file is opened; else only the parser is called
+constexpr std::uint8_t kOptions = 4, kLoaded = 8, kQuantised = 16;  // of fuzz_blob
 constexpr std::size_t kPrefix = 17;
 constexpr std::int64_t kMostFile = 1 << 20;
 

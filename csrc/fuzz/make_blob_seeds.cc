@@ -1,5 +1,5 @@
-// Inputs from which fuzz_blob begins: sound blobs of every kind of predictor, as they are and to be sealed again. Takes
-// a folder.
+// The inputs from which fuzz_blob begins, csrc/fuzz/seeds/blob: sound blobs of every kind of predictor, as they are, to
+// be sealed again and to be loaded, and options. Takes a folder.
 #include <cstdio>
 
 #include "fuzz/input.h"
@@ -10,19 +10,19 @@ namespace {
 
 using namespace pi2::et;
 
-Blob sound(PredictorForm form, bool quantized) {
+Blob sound(PredictorForm form, bool quantized, bool loaded) {
   Blob b;
   b.store_bytes = 1 << 20;
   b.hidden = 96;
-  b.neurons = 300;
+  b.neurons = loaded ? 40 : 300;
   b.rows = quantized ? 3 : 2;
   b.w_dtype = quantized ? pi2::DType::kQ4 : pi2::DType::kBF16;
-  b.n_hot = 100;
+  b.n_hot = loaded ? 10 : 100;
   b.predictor = form;
-  b.role = quantized ? Role::kSubmit : Role::kWhole;
-  b.first = !quantized ? 0 : form == PredictorForm::kSignbit ? 128 : 64;
-  b.preload_from = quantized ? 0 : 64;
-  b.queue = quantized ? 1 : 0;
+  b.role = quantized && !loaded ? Role::kSubmit : Role::kWhole;
+  b.first = !quantized || loaded ? 0 : form == PredictorForm::kSignbit ? 128 : 64;
+  b.preload_from = quantized ? 0 : loaded ? 5 : 64;
+  b.queue = b.role == Role::kSubmit ? 1 : 0;
   b.store = "model.pi2";
   const bool lowrank = form != PredictorForm::kNone && form != PredictorForm::kSignbit;
   const bool scaled = form == PredictorForm::kLowrank;
@@ -30,7 +30,8 @@ Blob sound(PredictorForm form, bool quantized) {
                            : form == PredictorForm::kLowrankInt4 ? pi2::DType::kQ4
                                                                  : pi2::DType::kQ8;
   const auto place = [&](TensorName name, std::int64_t bytes) {
-    b.tensors[name] = {static_cast<std::uint64_t>(4096 * (name + 1)), static_cast<std::uint64_t>(bytes), 0};
+    const int step = loaded ? 64 : 4096;  // within the store of fuzz_blob
+    b.tensors[name] = {static_cast<std::uint64_t>(step * (name + 1)), static_cast<std::uint64_t>(bytes), 0};
   };
   place(kBiasUp, b.neurons * (quantized ? 4 : 2));
   if (form == PredictorForm::kSignbit) place(kA, b.cold() * pi2::sign_bytes(b.hidden));
@@ -44,23 +45,35 @@ Blob sound(PredictorForm form, bool quantized) {
   return b;
 }
 
+int save(const std::string& folder, const std::string& name, std::uint8_t how, const std::vector<char>& bytes) {
+  std::FILE* out = std::fopen((folder + "/" + name).c_str(), "wb");
+  return out == nullptr || std::fputc(how, out) == EOF ||
+         std::fwrite(bytes.data(), 1, bytes.size(), out) != bytes.size() || std::fclose(out) != 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
-  for (int seed = 0; seed < 20; ++seed) {
-    const std::vector<char> bytes = pi2_test::written(sound(static_cast<PredictorForm>(seed % 5), seed < 10));
-    Blob found;
-    const Problem wrong = parse_blob(bytes.data(), bytes.size(), &found);
-    if (wrong) {  // what is refused is no beginning
-      std::fprintf(stderr, "%s\n", wrong.text.c_str());
-      return 1;
+  using namespace pi2_fuzz;
+  for (const int how : {0, int{kSealed}, int{kLoaded}}) {
+    for (int form = 0; form < 10; ++form) {
+      const bool quantized = form < 5;
+      const std::vector<char> bytes =
+          pi2_test::written(sound(static_cast<PredictorForm>(form % 5), quantized, how == kLoaded));
+      Blob found;
+      const Problem wrong = parse_blob(bytes.data(), bytes.size(), &found);
+      if (wrong) {  // what is refused is no beginning
+        std::fprintf(stderr, "%s\n", wrong.text.c_str());
+        return 1;
+      }
+      const int quantised = how == kLoaded && quantized ? kQuantised : 0;
+      const std::string name = "blob-" + std::to_string(how) + "-" + std::to_string(form);
+      if (save(argv[1], name, static_cast<std::uint8_t>(how | quantised), bytes) != 0) return 1;
     }
-    const std::string path = std::string(argv[1]) + "/sound-" + std::to_string(seed);
-    std::FILE* out = std::fopen(path.c_str(), "wb");
-    if (out == nullptr || std::fputc(seed / 5 % 2, out) == EOF ||
-        std::fwrite(bytes.data(), 1, bytes.size(), out) != bytes.size() || std::fclose(out) != 0)
-      return 1;
   }
-  return 0;
+  const std::string options =
+      "store_path=/tmp\ncache_bytes_kib=64\nthreads=2\nio_threads=8\nengine=pread\npolicy=lru\n"
+      "direct=false\npreload=1\ntrace=-\n";
+  return save(argv[1], "options", kOptions, {options.begin(), options.end()});
 }

@@ -1,8 +1,8 @@
 // Blocking reads on threads of our own (design D9): they sleep in the kernel, so that more of them than cores pay.
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -16,9 +16,10 @@ namespace {
 class PreadPool final : public ReadEngine {
  public:
   PreadPool(int descriptor, int threads, ReadDone done) : descriptor_(descriptor), done_(done) {
+    threads_.reserve(static_cast<std::size_t>(threads));
     try {
       for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
-    } catch (const std::system_error&) {  // a limit on threads: those that there are do
+    } catch (const std::exception&) {  // a limit on threads, or no memory for one more: those that there are do
     }
   }
 

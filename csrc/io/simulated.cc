@@ -75,12 +75,12 @@ class Simulated final : public ReadEngine {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       due_.reserve(under_way_ + n);  // so that telling of a read needs no memory
-      under_way_ += n;
       const double now = std::chrono::duration<double>(Clock::now() - start_).count();
       for (std::unique_ptr<Pending>& p : pending) {
         const double end = model_.finish(now, p->result.read.offset, p->result.read.bytes);
         p->due = start_ + std::chrono::nanoseconds(static_cast<std::int64_t>(std::ceil(end * 1e9)));
       }
+      under_way_ += n;
     }
     try {
       inner_->submit(inner.data(), count);

@@ -1,9 +1,9 @@
 // io_uring: many reads at the device and one system call for all of them; one thread reaps.
 #include "pi2/read_engine.h"
 
-#if defined(PI2_HAVE_URING)
-#include <liburing.h>
+#include "io/kernel_ring.h"
 
+#if defined(PI2_HAVE_URING)
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -25,24 +25,19 @@ class Uring final : public ReadEngine {
  public:
   Uring(int descriptor, ReadDone done) : descriptor_(descriptor), done_(done) {}
 
-  bool start(int depth) {
-    if (io_uring_queue_init(static_cast<unsigned>(depth), &ring_, 0) != 0) return false;
-    io_uring_probe* probe = io_uring_get_probe_ring(&ring_);  // kernels before 5.6 have no plain reads, nor probes
-    const bool reads = probe != nullptr && io_uring_opcode_supported(probe, IORING_OP_READ) != 0;
-    io_uring_free_probe(probe);
-    if (!reads) {
-      io_uring_queue_exit(&ring_);
-      return false;
-    }
+  // "" or why there is none.
+  std::string start(int depth) {
+    std::string wrong = ring_.open(static_cast<unsigned>(depth));
+    if (!wrong.empty()) return wrong;
     slots_.resize(static_cast<std::size_t>(depth));
     for (int i = depth - 1; i >= 0; --i) free_.push_back(i);
+    plain_.reserve(slots_.size());
     try {
       reaper_ = std::thread([this] { reap(); });
     } catch (const std::system_error&) {
-      io_uring_queue_exit(&ring_);
-      return false;
+      return "no thread could be started";
     }
-    return true;
+    return "";
   }
 
   ~Uring() override {
@@ -53,7 +48,6 @@ class Uring final : public ReadEngine {
     }
     some_.notify_all();
     reaper_.join();
-    io_uring_queue_exit(&ring_);
   }
 
   void submit(const Read* reads, std::int64_t count) override {
@@ -66,29 +60,31 @@ class Uring final : public ReadEngine {
   const char* name() const override { return "io_uring"; }
 
  private:
-  // Hands waiting reads to the kernel while there are slots; with the lock.
-  void push() {
+  // Hands waiting reads to the kernel while there are slots; with the lock. Returns 0, or the errno of a kernel that
+  // takes none for now.
+  int push() {
     while (!queue_.empty() && !free_.empty()) {
-      io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-      if (entry == nullptr) break;
       const int slot = free_.back();
       free_.pop_back();
       const Read& read = slots_[static_cast<std::size_t>(slot)] = queue_.front();
       queue_.pop_front();
-      const auto offset = static_cast<unsigned long long>(read.offset);
-      if (read.n_parts > 0)
-        io_uring_prep_readv(entry, descriptor_, read.parts, static_cast<unsigned>(read.n_parts), offset);
-      else
-        io_uring_prep_read(entry, descriptor_, read.into, static_cast<unsigned>(read.bytes), offset);
-      io_uring_sqe_set_data64(entry, static_cast<unsigned long long>(slot));
+      io_uring_sqe* entry = ring_.next();
+      entry->opcode = read.n_parts > 0 ? IORING_OP_READV : IORING_OP_READ;
+      entry->fd = descriptor_;
+      entry->off = static_cast<std::uint64_t>(read.offset);
+      entry->addr =
+          read.n_parts > 0 ? reinterpret_cast<std::uintptr_t>(read.parts) : reinterpret_cast<std::uintptr_t>(read.into);
+      entry->len = static_cast<std::uint32_t>(read.n_parts > 0 ? read.n_parts : read.bytes);
+      entry->user_data = static_cast<std::uint64_t>(slot);
       ++under_way_;
     }
     // The kernel may take fewer than it was given, or none for now (no memory): the reaper tries again.
-    while (io_uring_sq_ready(&ring_) > 0) {
-      const int taken = io_uring_submit(&ring_);
+    while (ring_.waiting() > 0) {
+      const int taken = ring_.submit();
       if (taken == -EINTR) continue;
-      if (taken <= 0) break;
+      if (taken <= 0) return -taken;
     }
+    return 0;
   }
 
   void reap() {
@@ -97,40 +93,51 @@ class Uring final : public ReadEngine {
       bool nothing_taken = false;
       {
         std::unique_lock<std::mutex> lock(mutex_);
-        some_.wait(lock, [this] { return over_ || under_way_ > 0; });
-        if (under_way_ == 0) return;
-        nothing_taken = static_cast<int>(io_uring_sq_ready(&ring_)) == under_way_;
+        some_.wait(lock, [this] { return over_ || under_way_ > 0 || !queue_.empty(); });
+        if (under_way_ == 0 && queue_.empty()) return;
+        nothing_taken = static_cast<int>(ring_.waiting()) == under_way_;
       }
-      io_uring_cqe* entry = nullptr;
-      if (nothing_taken || io_uring_wait_cqe(&ring_, &entry) != 0 || entry == nullptr) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        const std::lock_guard<std::mutex> lock(mutex_);
-        push();
+      io_uring_cqe entries[kMostAtOnce];
+      // All that are there: one lock, and one call for whoever asked, for many of them.
+      const bool asked = !nothing_taken && ring_.wait() == 0;
+      const unsigned n = nothing_taken ? 0 : ring_.take(entries, kMostAtOnce);
+      if (n == 0) {
+        if (!asked) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        again();
         continue;
       }
-      // All that are there: one lock, and one call for whoever asked, for many of them.
-      io_uring_cqe* entries[kMostAtOnce];
-      const unsigned n = io_uring_peek_batch_cqe(&ring_, entries, kMostAtOnce);
-      std::size_t slots[kMostAtOnce];
-      int results[kMostAtOnce];
-      for (unsigned i = 0; i < n; ++i) {
-        slots[i] = static_cast<std::size_t>(io_uring_cqe_get_data64(entries[i]));
-        results[i] = entries[i]->res;
-      }
-      io_uring_cq_advance(&ring_, n);
       ReadResult over[kMostAtOnce];
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         for (unsigned i = 0; i < n; ++i) {
-          over[i].read = slots_[slots[i]];
-          free_.push_back(static_cast<int>(slots[i]));
+          const auto slot = static_cast<std::size_t>(entries[i].user_data);
+          over[i].read = slots_[slot];
+          free_.push_back(static_cast<int>(slot));
         }
         under_way_ -= static_cast<int>(n);
         push();
       }
-      for (unsigned i = 0; i < n; ++i) over[i].error = outcome(over[i].read, results[i]);
+      for (unsigned i = 0; i < n; ++i) over[i].error = outcome(over[i].read, entries[i].res);
       done_.call(done_.context, over, n);
     }
+  }
+
+  // Offers again what the kernel did not take. What it will not take any more (a sandbox that closed behind us) is read
+  // the plain way.
+  void again() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const int error = push();
+      if (error == 0 || error == EAGAIN || error == EBUSY || error == ENOMEM) return;
+      plain_.clear();
+      ring_.withdraw([this](std::uint64_t slot) {
+        plain_.push_back({slots_[static_cast<std::size_t>(slot)], 0});
+        free_.push_back(static_cast<int>(slot));
+      });
+      under_way_ -= static_cast<int>(plain_.size());
+    }
+    for (ReadResult& result : plain_) result.error = read_fully(descriptor_, result.read);
+    done_.call(done_.context, plain_.data(), static_cast<std::int64_t>(plain_.size()));
   }
 
   // The errno of a read of which the kernel says `result`. Short reads and interruptions are finished the plain way.
@@ -142,12 +149,13 @@ class Uring final : public ReadEngine {
 
   int descriptor_;
   ReadDone done_;
-  io_uring ring_{};
+  KernelRing ring_;
   std::mutex mutex_;
   std::condition_variable some_;
   std::deque<Read> queue_;
   std::vector<Read> slots_;
   std::vector<int> free_;
+  std::vector<ReadResult> plain_;  // of the reaper, with its memory: there is none to be asked for there
   int under_way_ = 0;
   bool over_ = false;
   std::thread reaper_;
@@ -155,10 +163,12 @@ class Uring final : public ReadEngine {
 
 }  // namespace
 
-std::unique_ptr<ReadEngine> uring_engine(int descriptor, int depth, ReadDone done) {
+std::unique_ptr<ReadEngine> uring_engine(int descriptor, int depth, ReadDone done, std::string* why) {
   auto engine = std::make_unique<Uring>(descriptor, done);
-  if (!engine->start(depth < 1 ? 1 : depth)) return nullptr;
-  return engine;
+  const std::string wrong = engine->start(depth < 1 ? 1 : depth);
+  if (wrong.empty()) return engine;
+  if (why != nullptr) *why = wrong;
+  return nullptr;
 }
 
 }  // namespace pi2
@@ -166,7 +176,10 @@ std::unique_ptr<ReadEngine> uring_engine(int descriptor, int depth, ReadDone don
 
 namespace pi2 {
 
-std::unique_ptr<ReadEngine> uring_engine(int, int, ReadDone) { return nullptr; }
+std::unique_ptr<ReadEngine> uring_engine(int, int, ReadDone, std::string* why) {
+  if (why != nullptr) *why = "this build has none (Android, not Linux, or kernel headers before Linux 5.6)";
+  return nullptr;
+}
 
 }  // namespace pi2
 #endif

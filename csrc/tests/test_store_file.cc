@@ -17,6 +17,9 @@ long check_crc() {
   for (std::size_t n = 0; n < 70; ++n, ++cases)
     PI2_CHECK(crc32c(data.data() + n % 5, n) == crc32c_by_table(data.data() + n % 5, n), "%zu bytes", n);
   PI2_CHECK(crc32c(data.data(), 4100) == crc32c_by_table(data.data(), 4100), "4100 bytes");
+  for (std::size_t n : {0, 1, 9, 4096, 4100})  // in two pieces, by both ways
+    for (const auto one : {crc32c, crc32c_by_table})
+      PI2_CHECK(one(data.data() + n, 4100 - n, one(data.data(), n, 0)) == crc32c(data.data(), 4100), "%zu bytes", n);
   return cases + 1;
 }
 

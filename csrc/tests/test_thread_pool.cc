@@ -3,6 +3,8 @@
 #include <chrono>
 #include <cstdint>
 #include <ctime>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -53,6 +55,39 @@ long many_jobs() {
   }
   PI2_CHECK(marks.all(5020), "found %d", marks.count[0].load());
   return 1;
+}
+
+// What a body throws on any thread reaches whoever called, and the next job is done.
+long bodies_that_throw() {
+  long cases = 0;
+  for (const int threads : {1, 2, 5}) {
+    ThreadPool pool(threads);
+    for (const std::int64_t which : {0, 1, 50, 99}) {
+      struct Job {
+        Marks marks{100};
+        std::int64_t which;
+      } job{Marks(100), which};
+      std::string found;
+      try {
+        pool.run(
+            100,
+            [](void* self, std::int64_t i) {
+              Job& its = *static_cast<Job*>(self);
+              if (i == its.which) throw std::runtime_error("index " + std::to_string(i));
+              Marks::mark(&its.marks, i);
+            },
+            &job);
+      } catch (const std::runtime_error& error) {
+        found = error.what();
+      }
+      PI2_CHECK(found == "index " + std::to_string(which), "%d threads: '%s'", threads, found.c_str());
+      Marks after(100);
+      pool.run(100, &Marks::mark, &after);
+      PI2_CHECK(after.all(1), "the next job");
+      ++cases;
+    }
+  }
+  return cases;
 }
 
 long nested_calls() {
@@ -189,7 +224,7 @@ long idle_costs_nothing() {
 }  // namespace
 
 int main() {
-  const long cases = every_index_once() + many_jobs() + nested_calls() + nested_pools() + several_callers() +
-                     threads_take_part() + idle_costs_nothing();
+  const long cases = every_index_once() + many_jobs() + bodies_that_throw() + nested_calls() + nested_pools() +
+                     several_callers() + threads_take_part() + idle_costs_nothing();
   return finish("test_thread_pool", cases);
 }

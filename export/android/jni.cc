@@ -40,8 +40,10 @@ Result guarded(JNIEnv* env, Result otherwise, const Body& body) {
     return body();
   } catch (const std::exception& error) {
     if (!env->ExceptionCheck()) env->ThrowNew(env->FindClass("java/lang/IllegalStateException"), error.what());
-    return otherwise;
+  } catch (...) {
+    if (!env->ExceptionCheck()) env->ThrowNew(env->FindClass("java/lang/IllegalStateException"), "unknown error");
   }
+  return otherwise;
 }
 
 }  // namespace
@@ -49,12 +51,13 @@ Result guarded(JNIEnv* env, Result otherwise, const Body& body) {
 extern "C" {
 
 JNIEXPORT jlong JNICALL Java_org_torchpi2_Bundle_open(JNIEnv* env, jclass, jbyteArray folder, jlong budget,
-                                                      jint threads) {
+                                                      jint threads, jboolean verify) {
   return guarded<jlong>(env, 0, [&] {
     auto open = std::make_unique<Open>();
     open->options.bundle = bytes_of(env, folder);
     open->options.budget = budget;
     open->options.threads = threads;
+    if (verify == JNI_FALSE) open->options.verify = pi2::runner::Verify::kSizes;
     open->session = std::make_unique<Session>(open->options);
     return reinterpret_cast<jlong>(open.release());
   });

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
 from torch_pi2.export.qnn.settings import SOCS
+from torch_pi2.extras import how_to_install
 from torch_pi2.runtime.executorch import EXECUTORCH
 
 #: Versions of onnxruntime-qnn that ExecuTorch's adaptor works with. 2.3, 2.4, 2.6 and 2.7 do not: the field
@@ -27,10 +28,12 @@ PACKAGE_VERSIONS = {"2.5.0": "2.49.40"}
 BROKEN_RELEASES = ("2.47.", "2.48.", "2.50.", "2.51.")
 
 LICENCE = "Qualcomm AI Stack License"
-INSTALL = (
-    f"pip install 'torch-pi2[qnn]' gets them; they are proprietary, and installing them accepts the {LICENCE} "
-    "(docs/QNN.md)"
-)
+
+
+def how_to_get_them() -> str:
+    how = how_to_install("qnn")
+    return f"{how} gets them; they are proprietary, and installing them accepts the {LICENCE} (docs/QNN.md)"
+
 
 _HOST = Path("lib/x86_64-linux-clang")
 #: In the order in which they are loaded.
@@ -60,7 +63,7 @@ def find() -> Libraries:
                 "Qualcomm's libraries (QNN)",
                 expected=f"{' and '.join(_NAMES)} in {folder}, as QNN_SDK_ROOT says",
                 found="no such files",
-                fix=f"Correct QNN_SDK_ROOT, or unset it: {INSTALL}.",
+                fix=f"Correct QNN_SDK_ROOT, or unset it: {how_to_get_them()}.",
             )
         return Libraries(folder, "QNN_SDK_ROOT")
     return _packaged()
@@ -74,7 +77,7 @@ def _packaged() -> Libraries:
             "Qualcomm's libraries (QNN)",
             expected=f"{PACKAGE} {' or '.join(PACKAGE_VERSIONS)}, or an SDK named by QNN_SDK_ROOT",
             found="neither",
-            fix=f"{INSTALL}.",
+            fix=f"{how_to_get_them()}.",
         ) from error
     if distribution.version not in PACKAGE_VERSIONS:
         raise VersionError(
@@ -123,7 +126,7 @@ def check_executorch() -> None:
         found = importlib.metadata.version("executorch")
     except importlib.metadata.PackageNotFoundError as error:
         raise LibraryMissingError(
-            "ExecuTorch", expected=f"executorch {EXECUTORCH}", found="none", fix="pip install 'torch-pi2[export]'."
+            "ExecuTorch", expected=f"executorch {EXECUTORCH}", found="none", fix=f"{how_to_install('export')}."
         ) from error
     if found.partition("+")[0] != EXECUTORCH:
         raise VersionError(

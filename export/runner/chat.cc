@@ -26,16 +26,10 @@ std::vector<std::string> parts(const Fields& fields, const char* name, std::size
 
 }  // namespace
 
-std::string chat_text(const std::filesystem::path& folder, const std::string& user, const std::string& system) {
-  const std::filesystem::path file = folder / "chat.json";
-  if (!std::filesystem::is_regular_file(file)) {
-    throw Problem(file.string(), "the chat template of the bundle", "no such file",
-                  "Pass the prompt without --chat, or export with a tokenizer that has a chat template.");
-  }
-  const Json json = read_json(file);
-  const Fields fields(json, file.string());
+std::string chat_text(const Json& json, const std::string& where, const std::string& user, const std::string& system) {
+  const Fields fields(json, where);
   if (fields.text("format") != "torch_pi2.chat" || fields.number("version") != 1) {
-    throw Problem(file.string(), "format torch_pi2.chat, version 1",
+    throw Problem(where, "format torch_pi2.chat, version 1",
                   fields.text("format") + ", version " + std::to_string(fields.number("version")),
                   "Use the runner of the torch_pi2 that wrote it, or export it again.");
   }

@@ -1,13 +1,15 @@
 // A question as the model's chat template writes it.
 #pragma once
 
-#include <filesystem>
 #include <string>
+
+#include "fields.h"
 
 namespace pi2::runner {
 
 // With chat.json of the bundle, which the exporter has made with the template (export/chat.py); no template language is
-// needed here. `system` may be empty. Throws Problem: there is none, or the template takes no system message.
-std::string chat_text(const std::filesystem::path& folder, const std::string& user, const std::string& system);
+// needed here. `where` begins messages, `system` may be empty. Throws Problem: the template takes no system message, or
+// the file is damaged.
+std::string chat_text(const Json& json, const std::string& where, const std::string& user, const std::string& system);
 
 }  // namespace pi2::runner

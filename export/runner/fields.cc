@@ -1,8 +1,9 @@
 #include "fields.h"
 
 #include <algorithm>
-#include <fstream>
 #include <utility>
+
+#include "files.h"
 
 namespace pi2::runner {
 namespace {
@@ -12,23 +13,49 @@ constexpr const char* kFix = "Copy the bundle again, or export it again with thi
 // All numbers of JSON that every program reads as they are written: 64 bits would wrap, sums of some would overflow.
 constexpr std::int64_t kMost = std::int64_t{1} << 53;
 
+constexpr int kDeepest = 64;
+
+// No deeper than kDeepest. Of text that is no JSON any answer will do: the parser refuses it.
+bool is_shallow(std::string_view text) {
+  int depth = 0;
+  bool quoted = false;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (quoted) {
+      if (c == '\\') ++i;
+      if (c == '"') quoted = false;
+    } else if (c == '"') {
+      quoted = true;
+    } else if (c == '[' || c == '{') {
+      if (++depth > kDeepest) return false;
+    } else if (c == ']' || c == '}') {
+      --depth;
+    }
+  }
+  return true;
+}
+
 bool is_whole(const Json& value) { return value.is_number_unsigned() && value.get<std::uint64_t>() <= kMost; }
 
 }  // namespace
 
-Json read_json(const std::filesystem::path& file) {
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream) throw Problem(file.string(), "a file that can be read", "none", kFix);
+Json parse_json(std::string_view text, const std::string& where) {
+  if (!is_shallow(text)) {
+    throw Problem(where, "JSON of at most " + std::to_string(kDeepest) + " levels", "more", kFix);
+  }
   try {
-    return Json::parse(stream);
+    return Json::parse(text);
   } catch (const Json::exception& error) {
-    throw Problem(file.string(), "JSON", error.what(), kFix);
+    throw Problem(where, "JSON", error.what(), kFix);
   }
 }
 
+Json read_json(const std::filesystem::path& file, std::int64_t most) {
+  return parse_json(read_file(file, most), file.string());
+}
+
 std::string shown(const Json& value) {
-  std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
-  return text.size() <= 80 ? text : text.substr(0, 77) + "...";
+  return printable(value.dump(-1, ' ', false, Json::error_handler_t::replace), 80);
 }
 
 Fields::Fields(const Json& data, std::string where) : data_(&data), where_(std::move(where)) {

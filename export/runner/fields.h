@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "problem.h"
@@ -13,8 +14,13 @@ namespace pi2::runner {
 
 using Json = nlohmann::json;
 
-// The whole file. Throws Problem: it cannot be read, or it is no JSON.
-Json read_json(const std::filesystem::path& file);
+// Of manifest.json and chat.json, which have a few thousand: JSON in memory takes up to 22 times its text.
+constexpr std::int64_t kMostSmall = 1 << 20;
+
+// `where` begins messages. Throws Problem: it is no JSON, or nested too deeply for what walks through it by recursion.
+Json parse_json(std::string_view text, const std::string& where);
+// The whole file. Throws Problem: it cannot be read, has more than `most` bytes, or as parse_json.
+Json read_json(const std::filesystem::path& file, std::int64_t most);
 
 // One JSON object; `where` begins what messages say of it.
 class Fields {

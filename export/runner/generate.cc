@@ -57,6 +57,10 @@ class Generation {
     std::optional<TextStream> text;
   };
 
+  void check_stopped() const {
+    if (request_.stopped && request_.stopped()) throw Problem("interrupted");
+  }
+
   bool ended(std::size_t i) const { return !result_.answers[i].ended.empty(); }
   bool all_ended() const {
     return std::all_of(result_.answers.begin(), result_.answers.end(),
@@ -68,6 +72,7 @@ class Generation {
     const std::vector<std::int64_t>& ids = request_.prompt;
     const float* logits = nullptr;
     for (std::int64_t at = 0; at < std::ssize(ids); at += manifest_.prompt_tokens) {
+      check_stopped();
       logits = program_.prefill(ids.data() + at, std::min(manifest_.prompt_tokens, std::ssize(ids) - at), at);
     }
     return logits;
@@ -90,6 +95,7 @@ class Generation {
 
   // One more token for each that has not ended.
   void step() {
+    check_stopped();
     std::vector<std::size_t> going;
     for (std::size_t i = 0; i < sequences_.size(); ++i) {
       if (!ended(i)) going.push_back(i);

@@ -21,6 +21,7 @@ struct Request {
   double temperature = 0, top_p = 1;
   std::uint64_t seed = 0;
   int sequences = 1;
+  std::function<bool()> stopped;  // asked before each token; none: nobody stops it
 };
 
 // Throws Problem, which names the number that makes no sense.
@@ -45,7 +46,7 @@ using Stream = std::function<void(int, const std::string&)>;
 
 // The prompt is read once and copied to all sequences. They end at their own times; fewer are decoded together (by the
 // method of a smaller batch) once the last of them have ended, or all but one have. `tokenizer` may be null: no text.
-// Throws Problem: no room for the prompt, or what ExecuTorch and the engine say.
+// Throws Problem: no room for the prompt, it was stopped, or what ExecuTorch and the engine say.
 Generated generate(Program& program, const Manifest& manifest, const Tokenizer* tokenizer, const Request& request,
                    const Stream& stream, LogitsFile* logits);
 

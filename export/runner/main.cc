@@ -1,9 +1,17 @@
 // pi2_runner: generates text with a bundle of torch_pi2.export. See options.cc for what it takes.
 #include <executorch/runtime/platform/platform.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
-#include <optional>
+#include <cstdlib>
+#include <exception>
+#include <iterator>
+#include <new>
 
+#include "output.h"
 #include "session.h"
 
 namespace pi2::runner {
@@ -16,59 +24,131 @@ void log(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*
   std::fprintf(stderr, "ExecuTorch: %s (%s:%zu)\n", text, file, line);
 }
 
+std::atomic<int> interrupted = 0;  // the signal
+
+// While an answer is made Ctrl-C ends it behind the next token, so that files that are written are finished or removed;
+// a second one ends the program at once, as one does before.
+class Interruptible {
+ public:
+  Interruptible() {
+    struct sigaction action = {};
+    action.sa_handler = [](int signal) { interrupted = signal; };
+    action.sa_flags = SA_RESETHAND | SA_RESTART;
+    for (std::size_t i = 0; i < std::size(kSignals); ++i) {
+      sigaction(kSignals[i], nullptr, &before_[i]);
+      if (before_[i].sa_handler == SIG_DFL) sigaction(kSignals[i], &action, nullptr);  // not what nohup ignores
+    }
+  }
+  ~Interruptible() {
+    for (std::size_t i = 0; i < std::size(kSignals); ++i) sigaction(kSignals[i], &before_[i], nullptr);
+  }
+  Interruptible(const Interruptible&) = delete;
+  Interruptible& operator=(const Interruptible&) = delete;
+
+ private:
+  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
+  struct sigaction before_[std::size(kSignals)];
+};
+
+// Text goes elsewhere if standard output is a file of numbers.
+void say(const Options& o, const std::string& text) {
+  const bool taken = o.trace == "-" || o.etdump == "-" || o.logits == "-";
+  if (!taken) return print(text);
+  std::fputs(text.c_str(), stderr);
+}
+
 Run answer(const Options& o, bool& has_text) {
   Session session(o);
   has_text = session.has_tokenizer();
   const bool streams = !o.json && o.request.sequences == 1;
-  if (streams && !o.chat) std::fputs(o.prompt.c_str(), stdout);
-  const auto show = [](int, const std::string& text) {
-    std::fputs(text.c_str(), stdout);
-    std::fflush(stdout);
-  };
+  if (streams && !o.chat) say(o, o.prompt);
+  const auto show = [&](int, const std::string& text) { say(o, text); };
+  const Interruptible while_it_answers;
   Run run = session.generate(o, streams ? Stream(show) : Stream());
   session.close();  // what it writes then (the trace) is there before this program says that all went well
   return run;
 }
 
+std::string answers(const Run& run, bool has_text) {
+  const bool several = run.options.request.sequences > 1;
+  std::string text;
+  int number = 0;
+  for (const Answer& answer : run.generated.answers) {
+    if (several) text += "[" + std::to_string(number++) + "] ";
+    if (!has_text) {
+      text += "ids:";
+      for (const std::int64_t id : answer.ids) text += " " + std::to_string(id);
+    } else if (several) {
+      text += answer.text;
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+// Without the first three files those that are opened would get their numbers, and what is printed. Read-only: printing
+// fails.
+void open_standard_files() {
+  for (int fd = 0; fd < 3; ++fd) {
+    if (fcntl(fd, F_GETFD) == -1 && open("/dev/null", O_RDONLY) != fd) std::abort();
+  }
+}
+
 int main(int argc, char** argv) {
-  const Options o = parse_options(argc, argv);
+  Options o = parse_options(argc, argv);
   if (o.help) {
-    std::fputs(kUsage, stdout);
+    print(kUsage);
     return 0;
   }
+  o.request.stopped = [] { return interrupted != 0; };
   executorch::runtime::register_pal(executorch::runtime::PalImpl::create(log, __FILE__));
   bool has_text = false;
   const Run run = answer(o, has_text);
   if (o.json) {
-    std::puts(report(run).dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
+    say(o, report(run).dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
     return 0;
   }
-  const bool several = o.request.sequences > 1;
-  int number = 0;
-  for (const Answer& answer : run.generated.answers) {
-    if (several) std::printf("[%d] ", number++);
-    if (!has_text) {
-      std::fputs("ids:", stdout);
-      for (const std::int64_t id : answer.ids) std::printf(" %lld", static_cast<long long>(id));
-    } else if (several) {
-      std::fputs(answer.text.c_str(), stdout);
-    }
-    std::putchar('\n');
-  }
-  std::fflush(stdout);
+  say(o, answers(run, has_text));
   std::fprintf(stderr, "%s\n", summary(run).c_str());
   return 0;
+}
+
+// Needs none itself.
+void say_no_memory() {
+  constexpr char kText[] =
+      "pi2_runner: memory: expected enough for the bundle and the answers, found none. Give it more, or a smaller "
+      "--budget.\n";
+  (void)!write(STDERR_FILENO, kText, sizeof(kText) - 1);
+}
+
+// Where nothing can be thrown any more, as in destructors of JSON values, which ask for memory: what ends it is said.
+[[noreturn]] void last_words() {
+  try {
+    if (std::current_exception() != nullptr) std::rethrow_exception(std::current_exception());
+  } catch (const std::bad_alloc&) {
+    say_no_memory();
+    _exit(2);
+  } catch (...) {
+  }
+  std::abort();
 }
 
 }  // namespace
 }  // namespace pi2::runner
 
 int main(int argc, char** argv) {
+  pi2::runner::open_standard_files();
+  signal(SIGPIPE, SIG_IGN);  // it is an error of writing, which is said
+  std::set_terminate(pi2::runner::last_words);
   try {
     return pi2::runner::main(argc, argv);
+  } catch (const std::bad_alloc&) {
+    pi2::runner::say_no_memory();
   } catch (const std::exception& error) {
     std::fflush(stdout);
     std::fprintf(stderr, "pi2_runner: %s\n", error.what());
-    return 2;
   }
+  // Whoever started it sees what ended it.
+  if (pi2::runner::interrupted != 0) raise(pi2::runner::interrupted);
+  return 2;
 }

@@ -1,52 +1,55 @@
 #include "manifest.h"
 
 #include <algorithm>
-#include <system_error>
+#include <cctype>
+#include <cstdio>
+#include <limits>
 
+#include "core/crc32c.h"
 #include "fields.h"
-#include "sha256.h"
 
 namespace pi2::runner {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr const char* kCopy = "Copy the bundle again, or export it again.";
 
-void check_file(const fs::path& file, const Fields& entry, bool hashes) {
-  const std::int64_t expected = entry.number("bytes");
-  std::error_code error;
-  const bool exists = fs::is_regular_file(file, error);
-  const auto found = exists ? static_cast<std::int64_t>(fs::file_size(file, error)) : 0;
-  if (!exists || error || found != expected) {
-    throw Problem(
-        file.string(), std::to_string(expected) + " bytes, as manifest.json says",
-        !exists || error ? "no such file" : std::to_string(found) + " bytes" + (found < expected ? ": it is cut" : ""),
-        kCopy);
-  }
-  if (!hashes) return;
-  const std::string& wanted = entry.text("sha256");
-  if (const std::string hash = sha256_of(file); hash != wanted) {
-    throw Problem(file.string(), "SHA-256 " + wanted.substr(0, 12) + "..., as manifest.json says",
-                  hash.substr(0, 12) + "...: it was changed or damaged", kCopy);
-  }
+// 8 hexadecimal digits, lower case.
+bool is_checksum(std::string_view text) {
+  return text.size() == 8 && text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
+std::uint32_t checksum_of(const std::string& text) { return static_cast<std::uint32_t>(std::stoul(text, nullptr, 16)); }
+
+// The first line is {"crc32c": "0123abcd", of all bytes behind its end.
+void check_itself(std::string_view text, const std::string& where) {
+  constexpr std::string_view kBefore = "{\"crc32c\": \"", kBehind = "\",\n";
+  constexpr std::size_t kDigits = 8, kLine = kBefore.size() + kDigits + kBehind.size();
+  const std::string_view digits = text.substr(0, kLine).substr(std::min(text.size(), kBefore.size()), kDigits);
+  const bool there =
+      text.starts_with(kBefore) && is_checksum(digits) && text.substr(kBefore.size() + kDigits).starts_with(kBehind);
+  char found[9] = "none";
+  if (there) std::snprintf(found, sizeof found, "%08x", crc32c(text.data() + kLine, text.size() - kLine));
+  if (found == digits) return;
+  throw Problem(
+      where, "its CRC32C of all that follows in the first line" + (there ? ", " + std::string(digits) : std::string()),
+      std::string(found) + ": it was changed or damaged",
+      "Copy the bundle again, export again, or pass --no-verify if the change is meant.");
+}
+
+std::int64_t at_most(const Fields& fields, const char* name, std::int64_t most) {
+  const std::int64_t value = fields.number(name);
+  if (value <= most) return value;
+  throw Problem(fields.where() + ", " + name, "at most " + std::to_string(most), std::to_string(value), kCopy);
 }
 
 // As an int.
-int count(const Fields& fields, const char* name) {
-  constexpr int kMost = 1 << 20;
-  const std::int64_t value = fields.number(name);
-  if (value > kMost) {
-    throw Problem(fields.where() + ", " + name, "at most " + std::to_string(kMost), std::to_string(value), kCopy);
-  }
-  return static_cast<int>(value);
-}
+int count(const Fields& fields, const char* name) { return static_cast<int>(at_most(fields, name, 1 << 20)); }
 
 // Programs of one version of ExecuTorch run with no other.
-void check_version(const std::string& made, const fs::path& file) {
+void check_version(const std::string& made, const std::string& where) {
   if (made.empty() || made.substr(0, made.find('+')) == PI2_EXECUTORCH_VERSION) return;
-  throw Problem(file.string() + ", made_by", "executorch " PI2_EXECUTORCH_VERSION ", as this runner is built with",
-                made, "Export the bundle again with that version, or use the runner of the torch_pi2 that made it.");
+  throw Problem(where + ", made_by", "executorch " PI2_EXECUTORCH_VERSION ", as this runner is built with", made,
+                "Export the bundle again with that version, or use the runner of the torch_pi2 that made it.");
 }
 
 void read_methods(const Fields& methods, const std::string& where, Manifest& m) {
@@ -71,53 +74,64 @@ void read_methods(const Fields& methods, const std::string& where, Manifest& m) 
   }
 }
 
+FileEntry read_entry(const Fields& fields) {
+  const std::string& checksum = fields.text("crc32c");
+  if (!is_checksum(checksum)) {
+    throw Problem(fields.where() + ", crc32c", "8 hexadecimal digits", checksum, kCopy);
+  }
+  return {fields.number("bytes"), checksum_of(checksum), fields.text("sha256")};
+}
+
+// Names of files of the folder itself.
+void check_name(const std::string& name, const std::string& where) {
+  const bool strange = std::any_of(name.begin(), name.end(),
+                                   [](unsigned char c) { return c == '/' || c == '\\' || std::iscntrl(c) != 0; });
+  if (name.empty() || name == "." || name == ".." || name == "manifest.json" || strange) {
+    throw Problem(where, "names of files without folders", name, kCopy);
+  }
+}
+
+void read_files(const Fields& files, Manifest& m) {
+  for (const char* name : {"model.pte", "model.pi2"}) files.sub(name);
+  for (const auto& [name, entry] : files.data().items()) {
+    check_name(name, files.where());
+    m.files[name] = read_entry(Fields(entry, files.where() + ", " + name));
+  }
+  m.store_bytes = m.files["model.pi2"].bytes;
+}
+
 }  // namespace
 
-Manifest open_bundle(const fs::path& folder, const fs::path& store, bool hashes) {
-  const fs::path file = folder / "manifest.json";
-  if (!fs::is_regular_file(file)) {
-    throw Problem(folder.string(), "a bundle: a folder with manifest.json",
-                  fs::is_directory(folder) ? "none in it" : "no such folder",
-                  "Make one: torch-pi2 export MODEL --out BUNDLE.");
-  }
-  const Json json = read_json(file);
-  const Fields fields(json, file.string());
+Manifest read_manifest(std::string_view text, const std::string& where, Verify verify) {
+  const Json json = parse_json(text, where);
+  const Fields fields(json, where);
   const std::string& format = fields.text("format");
   const std::int64_t version = fields.number("version");
-  if (format != "torch_pi2.bundle" || version != 2) {
-    throw Problem(file.string(), "format torch_pi2.bundle, version 2", format + ", version " + std::to_string(version),
+  if (format != "torch_pi2.bundle" || version != 3) {
+    throw Problem(where, "format torch_pi2.bundle, version 3", format + ", version " + std::to_string(version),
                   "Use the runner of the torch_pi2 that wrote it, or export it again.");
   }
+  if (verify != Verify::kSizes) check_itself(text, where);
   if (fields.text("kind") != "decoder") {
-    throw Problem(file.string() + ", kind", "decoder", fields.text("kind"),
+    throw Problem(where + ", kind", "decoder", fields.text("kind"),
                   "This runner generates text; call other modules with torch_pi2 or ExecuTorch's Module.");
   }
   Manifest m;
   m.target = fields.text("target");
   const Fields made_by = fields.sub("made_by"), model = fields.sub("model"), memory = fields.sub("memory");
   if (made_by.has("executorch")) m.executorch = made_by.text("executorch");
-  check_version(m.executorch, file);
+  check_version(m.executorch, where);
   m.model = model.text("class");
   m.linears = model.text("linears");
-  m.vocab = model.number("vocab");
+  m.vocab = at_most(model, "vocab", std::numeric_limits<std::int32_t>::max());
   m.max_tokens = fields.number("max_tokens");
   m.lanes = count(fields, "lanes");
   m.eos = fields.numbers("eos");
-  m.ffn_bytes = fields.sub("bytes").number("ffn");
-  m.store_bytes = fields.sub("bytes").number("store");
+  read_files(fields.sub("files"), m);
+  m.ffn_bytes = at_most(fields.sub("bytes"), "ffn", m.store_bytes);
   m.fixed_bytes = memory.number("fixed_bytes");
   m.token_bytes = memory.number("token_bytes");
-  read_methods(fields.sub("methods"), file.string(), m);
-  const Fields files = fields.sub("files");
-  for (const char* name : {"model.pte", "model.pi2"}) files.sub(name);
-  for (const auto& [name, entry] : files.data().items()) {
-    if (name.empty() || name == "." || name == ".." || name.find('/') != std::string::npos) {
-      throw Problem(files.where(), "names of files without folders", name, kCopy);
-    }
-    const bool elsewhere = name == "model.pi2" && !store.empty();
-    const fs::path where = !elsewhere ? folder / name : fs::is_directory(store) ? store / name : store;
-    check_file(where, Fields(entry, files.where() + ", " + name), hashes);
-  }
+  read_methods(fields.sub("methods"), where, m);
   return m;
 }
 

@@ -3,10 +3,18 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace pi2::runner {
+
+struct FileEntry {
+  std::int64_t bytes = 0;
+  std::uint32_t crc32c = 0;
+  std::string sha256;
+};
 
 struct Manifest {
   std::string target, model;
@@ -20,10 +28,17 @@ struct Manifest {
   std::vector<std::int64_t> eos;
   std::int64_t ffn_bytes = 0, store_bytes = 0;    // neurons of the store; all of it
   std::int64_t fixed_bytes = 0, token_bytes = 0;  // memory without the neuron cache; neurons that a token wants
+  std::map<std::string, FileEntry> files;         // by names without folders
 };
 
-// Reads it and compares the files of the folder with it: their sizes, with `hashes` also their SHA-256; `store`, if not
-// empty, is looked at instead of the folder's model.pi2. Throws Problem, which names the file.
-Manifest open_bundle(const std::filesystem::path& folder, const std::filesystem::path& store, bool hashes);
+// How much of what is loaded is compared with the manifest before.
+enum class Verify {
+  kSizes,
+  kChecksums,  // and CRC32C of the manifest and of all files but the store, whose parts have checksums of their own
+  kHashes,     // and SHA-256 of all files
+};
+
+// Of the bytes of the file; `where` begins messages. Throws Problem, which names the field.
+Manifest read_manifest(std::string_view text, const std::string& where, Verify verify);
 
 }  // namespace pi2::runner

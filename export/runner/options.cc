@@ -79,14 +79,17 @@ Generates text with a bundle that torch_pi2.export wrote.
   --engine NAME            reading: auto, pread or io_uring
   --policy NAME            of the neuron cache: lfu, lru, sieve, s3-fifo, static or none
   --backend LIBRARY        load it first (ExecuTorch's QNN backend, for a bundle of such a target); may be repeated
-  --verify                 compare all files with their hashes first
+  --verify                 compare the SHA-256 of all files first; without, the CRC32C of all but the neurons, which
+                           are compared when they are read
+  --no-verify              compare sizes alone: what is damaged may answer something else, or end the program
 
   --json                   one JSON object instead of text
   --trace FILE             what threads did, for Perfetto
   --etdump FILE            events of every operator, for ExecuTorch's Inspector
   --logits FILE            float32 [tokens, answers, vocabulary], for NumPy
+                           One FILE may be -, standard output; text then goes to standard error.
 
-Errors: one line on standard error, exit code 2.
+Errors: one line on standard error, exit code 2. Ctrl-C ends it behind the next token, a second one at once.
 )";
 
 std::int64_t parse_bytes(const std::string& text) {
@@ -108,7 +111,7 @@ std::int64_t parse_bytes(const std::string& text) {
 Options parse_options(int argc, char** argv) {
   Options o;
   o.request.max_new_tokens = 64;
-  bool prompt = false, ids = false, system = false;
+  bool prompt = false, ids = false, system = false, hashes = false, sizes = false;
   using Take = std::function<void(const std::string&)>;
   const auto text = [](std::string& to) { return Take([&to](const std::string& v) { to = v; }); };
   const std::map<std::string, Take> with_value = {
@@ -139,8 +142,8 @@ Options parse_options(int argc, char** argv) {
       {"--etdump", text(o.etdump)},
       {"--logits", text(o.logits)},
   };
-  const std::map<std::string, bool*> flags = {
-      {"--chat", &o.chat}, {"--json", &o.json}, {"--verify", &o.verify}, {"--help", &o.help}, {"-h", &o.help}};
+  const std::map<std::string, bool*> flags = {{"--chat", &o.chat},     {"--json", &o.json}, {"--verify", &hashes},
+                                              {"--no-verify", &sizes}, {"--help", &o.help}, {"-h", &o.help}};
   for (int i = 1; i < argc; ++i) {
     std::string name = argv[i];
     if (const auto flag = flags.find(name); flag != flags.end()) {
@@ -164,9 +167,14 @@ Options parse_options(int argc, char** argv) {
     take->second(value);
   }
   if (o.help) return o;
+  if (hashes && sizes) throw Problem("arguments", "--verify or --no-verify", "both", kFix);
+  if (hashes || sizes) o.verify = hashes ? Verify::kHashes : Verify::kSizes;
   if (o.bundle.empty()) throw Problem("arguments", "a bundle", "none", kFix);
   if (prompt == ids) throw Problem("arguments", "--prompt or --ids", prompt ? "both" : "neither", kFix);
   check(o.request, std::numeric_limits<int>::max());  // before anything is loaded
+  if ((o.trace == "-") + (o.etdump == "-") + (o.logits == "-") > 1) {
+    throw Problem("arguments", "one file on standard output", "several", kFix);
+  }
   if (o.chat && !prompt) throw Problem("--chat", "--prompt beside it", "--ids", kFix);
   if (system && !o.chat) throw Problem("--system", "--chat beside it", "none", kFix);
   return o;

@@ -18,7 +18,8 @@ struct Options {
   int threads = 0;           // 0: ExecuTorch's choice
   std::string io_threads, engine, policy, store, trace, etdump, logits;
   std::vector<std::string> backends;  // libraries to load before the program
-  bool json = false, verify = false, help = false;
+  Verify verify = Verify::kChecksums;
+  bool json = false, help = false;
 };
 
 extern const char* const kUsage;

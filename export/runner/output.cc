@@ -1,60 +1,54 @@
 #include "output.h"
 
+#include <unistd.h>
+
 #include <bit>
-#include <string>
+#include <cerrno>
+#include <cstring>
+#include <vector>
 
 #include "problem.h"
 
 namespace pi2::runner {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr std::size_t kHeader = 128;  // of an .npy file, with room for any number of steps
 
-fs::path partial_of(const fs::path& file) { return fs::path(file).concat(".part"); }
-
-[[noreturn]] void refuse(const fs::path& file) {
-  throw Problem(file.string(), "a file that can be written", "an error", "Check the folder and the room on its disk.");
-}
-
-void finish(std::ofstream& stream, const fs::path& partial, const fs::path& file) {
-  stream.close();
-  std::error_code error;
-  if (stream) fs::rename(partial, file, error);
-  if (!stream || error) {
-    fs::remove(partial, error);
-    refuse(file);
-  }
+void check_written(const std::string& file, const std::string& wrong) {
+  if (wrong.empty()) return;
+  throw Problem(file == "-" ? "standard output" : file, "a file that can be written", wrong,
+                "Check the folder, the room on its disk, and who reads it.");
 }
 
 }  // namespace
 
-void write_file(const fs::path& file, std::string_view bytes) {
-  const fs::path partial = partial_of(file);
-  std::ofstream stream(partial, std::ios::binary | std::ios::trunc);
-  stream.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  finish(stream, partial, file);
+void write_file(const std::string& file, std::string_view bytes) {
+  OutputFile out;
+  check_written(file, out.open(file));
+  check_written(file, out.write(bytes.data(), std::ssize(bytes)));
+  check_written(file, out.close());
+}
+
+void print(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    check_written("-", std::strerror(errno));
+  }
 }
 
 static_assert(std::endian::native == std::endian::little);
 
-LogitsFile::LogitsFile(const fs::path& file, std::int64_t sequences, std::int64_t vocab)
-    : file_(file),
-      partial_(partial_of(file)),
-      stream_(partial_, std::ios::binary | std::ios::trunc),
-      sequences_(sequences),
-      vocab_(vocab) {
-  if (!stream_) refuse(file_);
-  stream_ << header();
+LogitsFile::LogitsFile(const std::string& file, std::int64_t sequences, std::int64_t vocab)
+    : file_(file), sequences_(sequences), vocab_(vocab) {
+  check(out_.open(file_));
+  if (out_.seekable()) {
+    check(out_.write(header().data(), kHeader));
+  } else {
+    aside_.reset(std::tmpfile());
+    if (aside_ == nullptr) check(std::string("no temporary file: ") + std::strerror(errno));
+  }
 }
 
-LogitsFile::~LogitsFile() {
-  if (!stream_.is_open()) return;
-  stream_.close();
-  std::error_code error;
-  fs::remove(partial_, error);
-}
+void LogitsFile::check(const std::string& wrong) const { check_written(file_, wrong); }
 
 std::string LogitsFile::header() const {
   std::string text("\x93NUMPY\x01\x00\x76\x00", 10);
@@ -65,14 +59,25 @@ std::string LogitsFile::header() const {
 }
 
 void LogitsFile::add(const float* logits) {
-  stream_.write(reinterpret_cast<const char*>(logits), static_cast<std::streamsize>(vocab_ * sizeof(float)));
   ++rows_;
+  if (aside_ == nullptr) return check(out_.write(logits, vocab_ * static_cast<std::int64_t>(sizeof(float))));
+  const auto count = static_cast<std::size_t>(vocab_);
+  if (std::fwrite(logits, sizeof(float), count, aside_.get()) != count) check(std::strerror(errno));
 }
 
 void LogitsFile::close() {
-  stream_.seekp(0);
-  stream_ << header();
-  finish(stream_, partial_, file_);
+  if (aside_ == nullptr) {
+    check(out_.write_first(header().data(), kHeader));
+  } else {
+    check(out_.write(header().data(), kHeader));
+    std::vector<char> piece(1 << 20);
+    std::rewind(aside_.get());
+    while (const std::size_t bytes = std::fread(piece.data(), 1, piece.size(), aside_.get())) {
+      check(out_.write(piece.data(), static_cast<std::int64_t>(bytes)));
+    }
+    if (std::ferror(aside_.get()) != 0) check(std::strerror(errno));
+  }
+  check(out_.close());
 }
 
 }  // namespace pi2::runner

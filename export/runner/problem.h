@@ -6,11 +6,15 @@
 
 namespace pi2::runner {
 
+// Any bytes of a file as a part of one line: without what a terminal takes for commands, at most `most` bytes.
+std::string printable(const std::string& text, std::size_t most);
+
 class Problem : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;  // a line that somebody else has written
   Problem(const std::string& what, const std::string& expected, const std::string& found, const std::string& fix)
-      : std::runtime_error(what + ": expected " + expected + ", found " + found + ". " + fix) {}
+      : std::runtime_error(printable(what, 4096) + ": expected " + expected + ", found " + printable(found, 160) +
+                           ". " + fix) {}
 };
 
 }  // namespace pi2::runner

@@ -34,6 +34,9 @@ using executorch::extension::Module;
 using executorch::extension::TensorPtr;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
+using executorch::runtime::Result;
+using executorch::runtime::TensorInfo;
+using Verification = executorch::runtime::Program::Verification;
 
 // What our backend says, or else ExecuTorch's code.
 [[noreturn]] void failed(const std::string& what, const char* expected, Error error) {
@@ -43,6 +46,17 @@ using executorch::runtime::EValue;
   throw Problem(what, expected,
                 std::string("ExecuTorch's error ") + code + " (" + executorch::runtime::to_string(error) + ")",
                 "Its log above says more; --verify finds damage.");
+}
+
+std::string shape_of(const std::vector<std::int64_t>& sizes) {
+  std::string text;
+  for (const std::int64_t size : sizes) text += (text.empty() ? "[" : ", ") + std::to_string(size);
+  return text + "]";
+}
+
+std::string shape_of(const Result<TensorInfo>& info) {
+  if (!info.ok()) return "no tensor";
+  return shape_of(std::vector<std::int64_t>(info->sizes().begin(), info->sizes().end()));
 }
 
 }  // namespace
@@ -66,7 +80,9 @@ Json take_engine_stats() {
   for (std::int64_t bytes = pi2_et_stats(nullptr, 0, 0); bytes > static_cast<std::int64_t>(text.size());) {
     text.resize(static_cast<std::size_t>(bytes) + 64);
     bytes = pi2_et_stats(text.data(), static_cast<std::int64_t>(text.size()), 1);
+    if (bytes < 0) text.clear();
   }
+  if (text.empty()) throw_engine_error();
   const Json all = Json::parse(text.c_str());
   return all.at("stores").empty() ? Json::object() : all.at("stores")[0];
 }
@@ -91,6 +107,8 @@ struct Program::State {
   std::set<std::string> loaded;
   std::vector<EValue> outputs;
 
+  void check(const Manifest& manifest);
+
   const EValue& run(const std::string& method, const std::vector<EValue>& inputs) {
     pi2_et_clear_error();
     auto found = module->execute(method, inputs);
@@ -113,6 +131,31 @@ struct Program::State {
                   "The program is of another bundle: copy it again, or export it again.");
   }
 };
+
+// What the manifest says is what the program has: it counts.
+void Program::State::check(const Manifest& manifest) {
+  const auto names = module->method_names();
+  if (!names.ok()) failed(file, "a program of ExecuTorch", names.error());
+  const auto require = [&](const std::string& what, const std::string& expected, const std::string& found) {
+    if (found == expected) return;
+    throw Problem(file + ", " + what, expected + ", as manifest.json says", found,
+                  "The program counts: copy the bundle again, or export again.");
+  };
+  const auto check = [&](const std::string& method, const std::vector<std::int64_t>& ids, std::int64_t rows) {
+    require("method " + method, "there", names->contains(method) ? "there" : "none");
+    const auto about = module->method_meta(method);
+    if (!about.ok()) failed(file + ", " + method, "a method that ExecuTorch describes", about.error());
+    require("input of " + method, shape_of(ids), shape_of(about->input_tensor_meta(0)));
+    if (rows > 0) require("logits of " + method, shape_of({rows, 1, vocab}), shape_of(about->output_tensor_meta(0)));
+  };
+  constexpr const char* kContext = "get_max_context_len";
+  require(std::string("method ") + kContext, "there", names->contains(kContext) ? "there" : "none");
+  const EValue& room = run(kContext, {});
+  require("max_tokens", std::to_string(manifest.max_tokens), room.isInt() ? std::to_string(room.toInt()) : "no number");
+  check("prefill", {1, manifest.prompt_tokens}, 1);
+  for (const int batch : manifest.batches) check("decode_b" + std::to_string(batch), {batch, 1}, batch);
+  if (manifest.lanes > 1) check("fork", {manifest.lanes}, 0);
+}
 
 Program::Program(const std::filesystem::path& file, const Manifest& manifest, bool dump) : state_(new State) {
   state_->file = file.string();
@@ -139,9 +182,10 @@ Program::Program(const std::filesystem::path& file, const Manifest& manifest, bo
   state_->module = std::make_unique<Module>(state_->file, Module::LoadMode::Mmap, std::move(recorder), nullptr, nullptr,
                                             /*share_memory_arenas=*/true);
   pi2_et_clear_error();
-  if (const Error error = state_->module->load(); error != Error::Ok) {
+  if (const Error error = state_->module->load(Verification::InternalConsistency); error != Error::Ok) {
     failed(state_->file, "a program of ExecuTorch", error);
   }
+  state_->check(manifest);
 }
 
 Program::~Program() = default;
@@ -182,12 +226,12 @@ void Program::fork(std::vector<std::int64_t> lanes) {
   state_->run("fork", {lanes_L});
 }
 
-void Program::write_dump(const std::filesystem::path& file) {
+void Program::write_dump(const std::string& file) {
 #ifdef PI2_HAVE_ETDUMP
   const executorch::etdump::ETDumpResult result =
       static_cast<executorch::etdump::ETDumpGen*>(state_->dump)->get_etdump_data();
+  const std::unique_ptr<void, void (*)(void*)> held(result.buf, std::free);
   write_file(file, std::string_view(static_cast<const char*>(result.buf), result.size));
-  std::free(result.buf);
 #else
   write_file(file, "");
 #endif

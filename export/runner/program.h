@@ -43,7 +43,7 @@ class Program {
   void fork(std::vector<std::int64_t> lanes);
 
   // An ETDump of all that was run, for ExecuTorch's Inspector. Throws Problem.
-  void write_dump(const std::filesystem::path& file);
+  void write_dump(const std::string& file);
 
  private:
   struct State;

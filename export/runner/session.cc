@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "bundle.h"
 #include "chat.h"
 
 namespace pi2::runner {
@@ -50,16 +51,26 @@ std::int64_t set_engine(const Options& o, const Manifest& manifest) {
   set_engine_option("io_threads", o.io_threads);
   set_engine_option("engine", o.engine);
   set_engine_option("policy", o.policy);
-  set_engine_option("trace", o.trace.empty() ? "" : fs::absolute(o.trace).string());
+  set_engine_option("trace", o.trace.empty() || o.trace == "-" ? o.trace : fs::absolute(o.trace).string());
   return cache_bytes;
 }
 
-std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenizer, std::int64_t vocab) {
+// The prompt as the model's chat template writes it.
+std::string chat(const Options& o, const Manifest& manifest) {
+  const fs::path file = fs::path(o.bundle) / "chat.json";
+  if (!manifest.files.contains("chat.json")) {  // what it does not name was not compared
+    throw Problem(file.string(), "the chat template of the bundle", "no such file",
+                  "Pass the prompt without --chat, or export with a tokenizer that has a chat template.");
+  }
+  return chat_text(read_json(file, kMostSmall), file.string(), o.prompt, o.system);
+}
+
+std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenizer, const Manifest& manifest) {
   std::vector<std::int64_t> ids = o.request.prompt;
   if (ids.empty() && tokenizer != nullptr) {
-    ids =
-        o.chat ? tokenizer->encode(chat_text(o.bundle, o.prompt, o.system), false) : tokenizer->encode(o.prompt, true);
+    ids = o.chat ? tokenizer->encode(chat(o, manifest), false) : tokenizer->encode(o.prompt, true);
   }
+  const std::int64_t vocab = manifest.vocab;
   const auto wrong = std::find_if(ids.begin(), ids.end(), [&](std::int64_t id) { return id < 0 || id >= vocab; });
   if (ids.empty() || wrong != ids.end()) {
     throw Problem("prompt", "tokens of one sequence below " + std::to_string(vocab),
@@ -90,8 +101,14 @@ Session::Session(const Options& o) {
   static const int by_default = threads();
   if (const int wanted = o.threads > 0 ? o.threads : by_default; wanted != threads()) set_threads(wanted);
   cache_bytes_ = set_engine(o, manifest_);
-  const fs::path file = fs::path(o.bundle) / "tokenizer.json";
-  if (o.request.prompt.empty() || fs::exists(file)) tokenizer_.emplace(file);
+  // What the manifest does not name was not compared.
+  const auto has = [&](const char* name) { return manifest_.files.contains(name); };
+  if (has("tokenizer.json")) {
+    tokenizer_.emplace(fs::path(o.bundle) / "tokenizer.json");
+  } else if (o.request.prompt.empty()) {
+    throw Problem((fs::path(o.bundle) / "manifest.json").string() + ", files", "tokenizer.json, for text", "none",
+                  "Pass token ids with --ids, or export with a tokenizer.");
+  }
   trim_heap();
   program_ = std::make_unique<Program>(fs::path(o.bundle) / "model.pte", manifest_, !o.etdump.empty());
   share_weights(manifest_.linears == "float32");
@@ -106,7 +123,7 @@ Run Session::generate(const Options& o, const Stream& stream) {
   load_decoding(o.request.sequences);
   load_seconds_ += since(started);
   Run run{o, manifest_, {}, 0, cache_bytes_, load_seconds_, threads(), {}};
-  run.options.request.prompt = prompt_ids(o, tokenizer, manifest_.vocab);
+  run.options.request.prompt = prompt_ids(o, tokenizer, manifest_);
   run.prompt_tokens = std::ssize(run.options.request.prompt);
   std::optional<LogitsFile> logits;
   if (!o.logits.empty()) logits.emplace(o.logits, o.request.sequences, manifest_.vocab);

@@ -4,10 +4,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <vector>
-
-#include "problem.h"
+#include <string>
+#include <string_view>
 
 namespace pi2::runner {
 namespace {
@@ -90,29 +88,25 @@ class Sha256 {
 
 }  // namespace
 
-std::string sha256_of(const std::filesystem::path& file) {
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream) throw Problem(file.string(), "a file that can be read", "none", "Check its permissions.");
+std::string sha256_of(const RegularFile& file) {
   Sha256 sha;
-  std::vector<unsigned char> buffer(1 << 20);
   std::uint64_t total = 0;
-  for (;;) {
-    stream.read(reinterpret_cast<char*>(buffer.data()), static_cast<std::streamsize>(buffer.size()));
-    const auto count = static_cast<std::size_t>(stream.gcount());
-    if (stream.bad()) throw Problem(file.string(), "a file that can be read", "an error", "Copy the bundle again.");
-    total += count;
+  std::string rest;  // of less than a block
+  file.read([&](std::string_view piece) {
+    total += piece.size();
+    rest += piece;
     std::size_t at = 0;
-    for (; at + 64 <= count; at += 64) sha.block(buffer.data() + at);
-    if (count == buffer.size()) continue;
-    // The last: one bit, zeros, and the length in bits.
-    unsigned char tail[128] = {};
-    const std::size_t rest = count - at, bytes = rest < 56 ? 64 : 128;
-    std::memcpy(tail, buffer.data() + at, rest);
-    tail[rest] = 0x80;
-    for (int i = 0; i < 8; ++i) tail[bytes - 1 - i] = static_cast<unsigned char>(total * 8 >> 8 * i);
-    for (std::size_t done = 0; done < bytes; done += 64) sha.block(tail + done);
-    return sha.hex();
-  }
+    for (; at + 64 <= rest.size(); at += 64) sha.block(reinterpret_cast<const unsigned char*>(rest.data()) + at);
+    rest.erase(0, at);
+  });
+  // The last: one bit, zeros, and the length in bits.
+  unsigned char tail[128] = {};
+  const std::size_t bytes = rest.size() < 56 ? 64 : 128;
+  std::memcpy(tail, rest.data(), rest.size());
+  tail[rest.size()] = 0x80;
+  for (int i = 0; i < 8; ++i) tail[bytes - 1 - i] = static_cast<unsigned char>(total * 8 >> 8 * i);
+  for (std::size_t done = 0; done < bytes; done += 64) sha.block(tail + done);
+  return sha.hex();
 }
 
 }  // namespace pi2::runner

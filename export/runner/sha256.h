@@ -1,12 +1,13 @@
 // SHA-256 (FIPS 180-4).
 #pragma once
 
-#include <filesystem>
 #include <string>
+
+#include "files.h"
 
 namespace pi2::runner {
 
 // Of a file, 64 hexadecimal digits. Throws Problem: it cannot be read.
-std::string sha256_of(const std::filesystem::path& file);
+std::string sha256_of(const RegularFile& file);
 
 }  // namespace pi2::runner

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, UnsupportedModelError
+from torch_pi2.extras import how_to_install
 
 #: Hugging Face model types and llama.cpp's name for the same computation.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}
@@ -75,7 +76,7 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
         import gguf
     except ImportError as error:
         raise LibraryMissingError(
-            "gguf", expected="an installed gguf", found=str(error), fix="pip install 'torch-pi2[bench]'"
+            "gguf", expected="an installed gguf", found=str(error), fix=how_to_install("bench")
         ) from error
     if config.model_type not in _ARCHITECTURES:
         raise UnsupportedModelError(

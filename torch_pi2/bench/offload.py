@@ -7,6 +7,7 @@ last tokens without a pipeline, as "LLM in a flash" (arXiv 2312.11514) has it.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 
 from torch_pi2.bench import cap, machine
 from torch_pi2.bench.gguf import write_gguf
-from torch_pi2.bench.peer import Peer
+from torch_pi2.bench.peer import Peer, PeerError
 from torch_pi2.bench.subject import check_share
 from torch_pi2.checkpoint import PI2_FOLDER
 from torch_pi2.errors import ConfigError
@@ -31,6 +32,8 @@ from torch_pi2.store.firing import TOPIC_TOKENS
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
+
+_log = logging.getLogger("torch_pi2")
 
 PEERS = ("llama.cpp",)
 STREAMS = {
@@ -46,9 +49,7 @@ FIRING: dict[str, dict[str, Any]] = {
 }
 #: For recording a trace, and for writing it.
 TRACE_BYTES = 1 << 29
-#: On top of a cap for a mixture of experts, whose step takes Inductor more memory to compile.
-EXPERTS_HEADROOM = 1 << 29
-#: On top of a cap where prompts are timed: their activations, logits and scratch memory.
+#: On top of a cap where prompts are timed: for llama.cpp, and what a budget does not count.
 PROMPT_HEADROOM = 1 << 29
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
@@ -120,14 +121,16 @@ def run(
         where the system reads), ``ffn_ms`` a token, ``cache_bytes``, ``peak_rss_bytes``, ``trace`` (what was recorded,
         or None) and ``capped``; with ``prompt`` its ``prompt_tokens_per_s`` and ``prompt_io_critical_share``. Where
         groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the budget of a mode with a cache,
-        what a process takes before it loads a model, and ``headroom_bytes`` where prompts are timed, or for compiling
-        mixtures of experts.
+        what a process takes before it loads a model (``base_rss_bytes``), what compiling takes beside a budget
+        (``compiling_bytes``: measured without a cap, in a process whose compiled code is on disk as that of the modes
+        is), and ``headroom_bytes`` where prompts are timed.
+        ``failed``: names of modes (and peers) that ended or could not load, and why. The others have their figures.
         ``against``: tokens/s of ``pipeline`` over those of other modes.
         ``peers``, machine and versions.
 
     Raises:
         ConfigError: a setting makes no sense, or no store in ``folder``. CapError: llama.cpp is asked for where memory
-            cannot be capped. Pi2Error: what making, loading and running a model raise.
+            cannot be capped. PeerError: no mode could be measured. Pi2Error: what making a model raises.
     """
     modes, peers = list(dict.fromkeys(modes)), list(dict.fromkeys(peers))
     if device is not None:
@@ -154,23 +157,39 @@ def run(
     rooms = _Rooms(folder, settings["context"])
     base = _base_rss(settings["threads"])
     budget_bytes = rooms.budget(MODES["pipeline"].config(engine, device), ffn_in_memory)
-    headroom = (EXPERTS_HEADROOM if rooms.has_experts else 0) + (PROMPT_HEADROOM if prompt else 0)
-    cap_bytes = budget_bytes + base + headroom if capped else None
+    headroom = PROMPT_HEADROOM if prompt else 0
+    compiling = 0
+    if compiled:
+        config = MODES["pipeline"].config(engine, device)
+        compiling = _compiling_bytes(settings, rooms.budget(config, 0.0), config, base)
+    cap_bytes = budget_bytes + base + compiling + headroom if capped else None
     path = folder / PI2_FOLDER / STORE_FILE
     warmed = cap.warm(path)
     measured: dict[str, dict[str, Any]] = {}
     about: dict[str, Any] = {}
+    failed: dict[str, PeerError] = {}
     for name in modes:
         config = MODES[name].config(engine, device)
         room = rooms.budget(config, ffn_in_memory if MODES[name].cached else 0.0)
         how = {**settings, "budget": room, "offload": asdict(config)}
         how["trace"] = str(trace) if trace is not None and name == "pipeline" else None
-        about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds, prompt)
+        try:
+            about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds, prompt)
+        except PeerError as error:
+            failed[name] = error
+            _log.error("mode %s: %s", name, error)
+    if not measured:
+        raise next(iter(failed.values()))
     against_peers = {}
     if "llama.cpp" in peers:
         assert cap_bytes is not None
         gguf = write_gguf(folder.parent / f"{about['subject']['stem']}.q4_0.gguf", rooms.hf, seed=seed)
-        against_peers["llama.cpp"] = _llama(gguf, settings["threads"], cap_bytes, prompt)
+        try:
+            against_peers["llama.cpp"] = _llama(gguf, settings["threads"], cap_bytes, prompt)
+        except PeerError as error:
+            failed["llama.cpp"] = error
+            _log.error("llama.cpp: %s", error)
+    if "llama.cpp" in against_peers:
         for key, ratio in (("tokens_per_s", "ratio"), ("prompt_tokens_per_s", "prompt_ratio")):
             ours, theirs = measured.get("pipeline", {}).get(key), against_peers["llama.cpp"].get(key)
             if ours and theirs:
@@ -189,6 +208,7 @@ def run(
         "token_bytes": rooms.token,
         "budget_bytes": budget_bytes,
         "base_rss_bytes": base,
+        "compiling_bytes": compiling,
         "headroom_bytes": headroom,
         "cap_bytes": cap_bytes,
         "threads": settings["threads"],
@@ -200,6 +220,7 @@ def run(
         "file": f"warmed by one sequential {warmed} read, then evicted from the page cache before each mode",
         "order": "modes one after another, each in a process of its own",
         "modes": measured,
+        "failed": {name: str(error) for name, error in failed.items()},
         "against": _against(measured),
         "peers": against_peers,
         **machine.describe(),
@@ -295,7 +316,6 @@ class _Rooms:
         with Parts(folder / PI2_FOLDER) as parts:
             self._plan = parts.plan()
             self._predictors = parts.predictors(self._plan.model_hash)
-        self.has_experts = any(layer.site.experts is not None for layer in self._plan.layers)
         self.hf = model_config(folder)
         whole = self._divided(OffloadConfig())
         self.neurons, self.token = whole.neurons, whole.token
@@ -326,6 +346,19 @@ def _base_rss(threads: int) -> int:
     peer = Peer("torch_pi2.bench.peer_offload", {"threads": threads})
     peer.close()
     return int(peer.about["base_rss_bytes"])
+
+
+def _compiling_bytes(settings: Mapping[str, Any], budget: int, config: OffloadConfig, base: int) -> int:
+    """What compiling a step takes beside ``budget``: of a second process, after one that left compiled code on disk."""
+    how = {**settings, "budget": budget, "offload": asdict(config), "trace": None}
+    most = 0
+    for _ in range(2):
+        peer = Peer("torch_pi2.bench.peer_offload", how)
+        try:
+            most = peer.round(_PROMPT, 1)["peak_rss_bytes"]
+        finally:
+            peer.close()
+    return max(0, most - base - budget)
 
 
 def _mode(

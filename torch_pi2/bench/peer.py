@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from torch_pi2.errors import LibraryMissingError, Pi2Error
+from torch_pi2.extras import how_to_install
 
 Round = Callable[[int, int], dict[str, Any]]
 Load = Callable[[Mapping[str, Any]], tuple[dict[str, Any], Round]]
@@ -68,8 +70,8 @@ class Peer:
             raise PeerError(
                 self._module,
                 expected="an answer",
-                found=f"its end with exit code {self._process.wait()}",
-                fix="Its last words are above, on standard error; is there enough memory for both engines?",
+                found=_ended(self._process.wait()),
+                fix="Its last words are above, on standard error; is there enough memory for it?",
             )
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
@@ -77,7 +79,7 @@ class Peer:
                 answer["missing"],
                 expected="an installed package",
                 found=answer["error"],
-                fix="pip install 'torch-pi2[bench]'",
+                fix=how_to_install("bench"),
             )
         if "error" in answer:
             raise PeerError(
@@ -96,6 +98,12 @@ class Peer:
             self._process.wait()
         if self._process.stdout:
             self._process.stdout.close()
+
+
+def _ended(code: int) -> str:
+    if code != -signal.SIGKILL:
+        return f"its end with exit code {code}"
+    return "its end by signal 9, as the system ends what takes more memory than there is or a cap allows"
 
 
 def serve(load: Load) -> None:

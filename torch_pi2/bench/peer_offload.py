@@ -27,6 +27,9 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     if settings.get("cap"):
         cap.join(settings["cap"])
     import torch
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # a pool of compilers would be under the cap as well
     import torch._inductor.compile_fx
     from transformers import AutoModelForCausalLM  # noqa: F401 imported by what loads a model: counts as overhead
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch_pi2.bench.offload import MODES
 from torch_pi2.bench.table import read_result
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
+from torch_pi2.extras import how_to_install
 from torch_pi2.runtime.files import atomic_write
 
 #: What results in one drawing have in common.
@@ -121,7 +122,7 @@ def _svg(results: Sequence[Mapping[str, Any]]) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise LibraryMissingError(
-            "matplotlib", expected="an installed matplotlib", found=str(error), fix="pip install 'torch-pi2[bench]'"
+            "matplotlib", expected="an installed matplotlib", found=str(error), fix=how_to_install("bench")
         ) from error
     first, text = results[0], io.StringIO()
     # text stays text, and the same results make the same file

@@ -2,7 +2,8 @@
 
 ``run`` returns a JSON-able dict; ``--json`` prints it as the only thing on standard output, otherwise
 ``render`` makes text of it. Everything else (progress, logs, what libraries print) goes to standard error.
-Exit codes: 0 done, 1 ``doctor`` found something wrong, 2 a mistake of the user's (a ``Pi2Error``), 130 interrupted.
+Exit codes: 0 done, 1 ``doctor`` found something wrong, 2 a mistake of the user's (a ``Pi2Error``) or standard output
+that cannot be written, 130 interrupted, 141 whoever read standard output has closed it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.errors import ConfigError, Pi2Error
 
 #: verb -> one line of help, in the order in which they are used.
@@ -45,6 +47,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         raise ConfigError("command line", expected="valid arguments", found=message, fix=f"See `{self.prog} --help`.")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Help and versions, which argparse lets go unwritten."""
+        if file is sys.stderr:
+            super()._print_message(message, file)
+        else:
+            emit(sys.stdout, message)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,19 +96,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        result, text, as_json = _run(argv)
-        print(json.dumps(result) if as_json else text, flush=True)
-    except Pi2Error as error:
-        print(f"torch-pi2: {error}", file=sys.stderr)
-        if "--json" in argv:
-            parts = {name: getattr(error, name) for name in ("what", "expected", "found", "fix")}
-            print(json.dumps({"error": {"type": type(error).__name__, **parts}}))
-        return 2
+        try:
+            return _told(*_run(argv))
+        except Pi2Error as error:
+            return _refused(error, "--json" in argv)
     except KeyboardInterrupt:
         print("torch-pi2: interrupted; nothing was left half-written", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader (head, less) has gone; keep Python from complaining again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except MemoryError:
+        print("torch-pi2: memory: expected what the command takes, found none left", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (head, less) has gone
+        return 141
+    except OutputError as error:
+        print(f"torch-pi2: {error}", file=sys.stderr)
+        return 2
+    finally:
+        _drop_what_cannot_be_written()
+
+
+def _told(result: dict[str, Any], text: str, as_json: bool) -> int:
+    emit(sys.stdout, (json.dumps(result) if as_json else text) + "\n")
     return 0 if result.get("ok", True) else 1
+
+
+def _refused(error: Pi2Error, as_json: bool) -> int:
+    if isinstance(error, OutputError):
+        raise error
+    print(f"torch-pi2: {error}", file=sys.stderr)
+    if as_json:
+        parts = {name: getattr(error, name) for name in ("what", "expected", "found", "fix")}
+        emit(sys.stdout, json.dumps({"error": {"type": type(error).__name__, **parts}}) + "\n")
+    return 2
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Python would try again when it closes standard output, and print a trace."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

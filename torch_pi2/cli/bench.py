@@ -472,6 +472,7 @@ def _render_offload(result: dict[str, Any]) -> str:
     if result["simulated"]:
         late = common.percent(max(m["late_share"] for m in result["modes"].values()))
         lines.insert(1, f"simulated device {result['simulated']}; at most {late} of reads took longer here than there")
+    lines += [f"{name} failed: {why}" for name, why in result["failed"].items()]
     if result["against"]:
         lines.append("pipeline is " + ", ".join(f"{r:.2f} times {name}" for name, r in result["against"].items()))
     if result["prompt"]:

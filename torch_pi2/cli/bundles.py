@@ -28,7 +28,7 @@ def describe_bundle(folder: Path, verify: bool) -> dict[str, Any]:
     from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
 
     manifest = Manifest.load(folder)
-    read = manifest.verify(folder, full=verify, progress=True)
+    read = manifest.verify(folder, "all" if verify else "sizes", progress=True)
     unknown = None
     try:
         program = describe_program(folder / PROGRAM_FILE)

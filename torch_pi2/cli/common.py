@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.config import ACTIVATIONS, METHODS, QUANTIZATIONS, WEIGHTS, Config
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
+from torch_pi2.extras import how_to_install
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +148,7 @@ def _loading(what: str) -> Iterator[None]:
             "transformers",
             expected="an installed transformers",
             found=str(error),
-            fix="pip install 'torch-pi2[hf]'",
+            fix=how_to_install("hf"),
         ) from error
     logging.disable_progress_bar()
     try:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
+from torch_pi2.extras import how_to_install
 
 EXAMPLE = "torch-pi2 doctor --target qnn:SM8650"
 
@@ -132,7 +133,7 @@ def _packages() -> list[Pi2Error]:
         fits = version is not None and least <= _numbers(version) < below
         if not fits:
             expected = f"{'.'.join(map(str, least))} or later, below {'.'.join(map(str, below))}"
-            fix = "pip install 'torch-pi2[export,hf]'"
+            fix = how_to_install("export", "hf")
             kind = LibraryMissingError if version is None else VersionError
             found.append(kind(f"package {name}", expected=expected, found=version or "none", fix=fix))
     return found
@@ -204,7 +205,7 @@ def _extras() -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for extra, names in wanted.items():
         missing = [name for name in names if _version(name) is None]
-        result[extra] = {"missing": missing, "install": f"pip install 'torch-pi2[{extra}]'" if missing else None}
+        result[extra] = {"missing": missing, "install": how_to_install(extra) if missing else None}
     return result
 
 

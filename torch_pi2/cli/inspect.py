@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,14 +58,14 @@ def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
     if folder.is_file():
         return _describe_file(folder, verify)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
-    if verify and not (inner / STORE_FILE).is_file():
+    if verify and not os.path.lexists(inner / STORE_FILE):
         raise ConfigError(
             "--verify",
             expected=f"a neuron store pi2/{STORE_FILE} in {folder}",
             found="none",
             fix="Leave it out: other files have no checksums. torch-pi2 pack makes stores.",
         )
-    has_store = (inner / STORE_FILE).is_file()
+    has_store = os.path.lexists(inner / STORE_FILE)
     with Parts(inner) as parts:
         present = [name for name in ("stats", "predictors", "plan") if parts.has(name)]
         if not present:

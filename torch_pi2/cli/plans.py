@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def _check_store(args: argparse.Namespace) -> None:
     if args.budget is None:
         return
     parse_bytes(args.budget)  # raises
-    if not (Path(args.model) / "pi2" / STORE_FILE).is_file():
+    if not os.path.lexists(Path(args.model) / "pi2" / STORE_FILE):
         raise ConfigError(
             f"--budget {args.budget}",
             expected="a model over a store",
@@ -178,7 +179,7 @@ def _loaded(args: argparse.Namespace, folder: Path, **how: Any) -> Any:
     from torch_pi2.runtime.offload import OffloadConfig
     from torch_pi2.store.storefile import STORE_FILE
 
-    if (folder / "pi2" / STORE_FILE).is_file() and not how:
+    if os.path.lexists(folder / "pi2" / STORE_FILE) and not how:
         from torch_pi2.cli.inspect import describe
 
         budget = describe(folder)["budget"] or {}
@@ -203,7 +204,7 @@ def _check_beside(out: Path) -> None:
     """Raises ConfigError if ``out`` has a store with a plan inside: two would contradict each other."""
     from torch_pi2.store.storefile import STORE_FILE
 
-    if (out / STORE_FILE).is_file():
+    if os.path.lexists(out / STORE_FILE):
         raise ConfigError(
             f"--out {out}",
             expected="a folder of its own: the store there has its plan inside",

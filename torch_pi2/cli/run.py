@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.cli.output import emit
 
 EXAMPLE = "torch-pi2 run bundle --prompt 'def main(' --max-new-tokens 64 --budget 2GiB"
 
@@ -39,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", metavar="NAME", help="reading: auto, pread or io_uring")
     add("--policy", metavar="NAME", help="of the neuron cache: lfu, lru, sieve, s3-fifo, static or none")
     add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
-    add("--verify", action="store_true", help="compare all files with their hashes first")
+    add(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        help="read all of the store too and compare every file's hash first; --no-verify: compare only sizes (default: "
+        "the checksums of what is loaded)",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -120,8 +126,7 @@ class _Stream:
         self._file, self._before = file, prompt
 
     def __call__(self, _sequence: int, _token: int, text: str) -> None:
-        self._file.write(self._before + text)
-        self._file.flush()
+        emit(self._file, self._before + text)
         self._before = ""
 
 

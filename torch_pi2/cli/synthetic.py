@@ -6,13 +6,13 @@ For measuring speed: nothing it says means anything, and it is labelled syntheti
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.runtime.reading import parse
 
 EXAMPLE = "torch-pi2 synthetic m7b --shape mistral-7b --active 0.1 --weights int4"
 
@@ -48,9 +48,9 @@ def _shape(text: str) -> str | dict[str, Any]:
     if not text.lstrip().startswith("{"):
         return text
     try:
-        values: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise ConfigError("--shape", expected="a name, or JSON", found=str(error), fix="Correct it.") from error
+        values: dict[str, Any] = parse(text, "--shape")
+    except ArtifactError as error:
+        raise ConfigError("--shape", expected="a name, or JSON", found=error.found, fix="Correct it.") from error
     return values
 
 

@@ -2,23 +2,31 @@
 
 The elementwise region between an FFN's projections is run on probe values in float64 and compared with every
 hypothesis ``act(up)``, ``act(gate) * up`` and ``act(gate) * act(up)`` for every name in ``ops.ACTIVATIONS``. So
-``x * sigmoid(x)``, ``F.silu``, ``nn.SiLU`` and a hand-written copy are all ``silu``.
+``x * sigmoid(x)``, ``F.silu``, ``nn.SiLU`` and a hand-written copy are all ``silu``; with a clamp at 50 they are not:
+probes have all magnitudes, and values around every number that the region compares with.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from torch_pi2.graph.reach import MAGNITUDES, Reach
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.runtime.modes import fresh_settings
 
 #: Maps one probe per source projection (``[..., N]`` float64) to the region's result (``[..., I]``).
 Region = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 #: gelu and gelu_tanh differ by up to 5e-4; constants written with six digits by up to 1e-6.
 _TOLERANCE = 2e-5
+#: At least so many values of all magnitudes are probed, and so many around the numbers that a region compares with.
+_MANY = 2048
+#: Where to probe around such a number, relative to it.
+_AROUND = (-2.0, -1.001, -1.0, -0.999, -0.5, 0.5, 0.999, 1.0, 1.0005, 1.001, 2.0)
 
 
 @dataclass(frozen=True)
@@ -50,28 +58,21 @@ def identify(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: in
         The formula, ``"linear"`` for regions without any nonlinearity (LoRA and the like are no FFNs), or
         ``"unknown"``.
     """
-    probes = [_probe(shape, seed) for seed, shape in enumerate(shapes)]
-    streams = _streams(probes, intermediate)
-    if streams is None:
+    tried = _try(region, shapes, intermediate)
+    if tried is None:
         return "unknown"
-    found = _run(region, probes, intermediate)
-    if found is None:
-        return "unknown"
-    flat = [stream.reshape(-1, intermediate) for stream in streams]
-    for formula in _hypotheses(len(flat)):
-        if _close(found, apply_formula(formula, flat)):
+    for formula in _hypotheses(len(tried[0].streams)):
+        if all(one.is_(formula) for one in tried):
             return "linear" if formula.activation == "identity" else formula
-    return "linear" if _is_multilinear(region, probes, intermediate) else "unknown"
+    return "linear" if _is_multilinear(region, tried, intermediate) else "unknown"
 
 
 def computes(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int, formula: Formula) -> bool:
     """Whether ``region`` is ``formula`` (same arguments as :func:`identify`)."""
-    probes = [_probe(shape, seed) for seed, shape in enumerate(shapes)]
-    streams = _streams(probes, intermediate)
-    found = _run(region, probes, intermediate)
-    if streams is None or found is None or len(streams) != (1 if formula.gate is None else 2):
+    tried = _try(region, shapes, intermediate)
+    if tried is None or len(tried[0].streams) != (1 if formula.gate is None else 2):
         return False
-    return _close(found, apply_formula(formula, [stream.reshape(-1, intermediate) for stream in streams]))
+    return all(one.is_(formula) for one in tried)
 
 
 def apply_formula(formula: Formula, streams: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -88,6 +89,48 @@ def _hypotheses(n_streams: int) -> list[Formula]:
         return [Formula(name, False, None, 0) for name in ACTIVATIONS]
     roles = [(0, 1), (1, 0)]
     return [Formula(name, on_up, gate, up) for on_up in (False, True) for gate, up in roles for name in ACTIVATIONS]
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Probes of a region, their streams ``[T, I]``, and what the region made of them."""
+
+    probes: list[torch.Tensor]
+    streams: list[torch.Tensor]
+    found: torch.Tensor
+
+    def is_(self, formula: Formula) -> bool:
+        return _close(self.found, apply_formula(formula, self.streams), self.streams)
+
+
+def _try(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int) -> list[_Tried] | None:
+    """The region run on probes that reach all that it does; None if that cannot be."""
+    elements = torch.Size(shapes[0]).numel() if shapes else 0
+    if not elements:
+        return None
+    rounds = min(16, -(-_MANY // elements))
+    tried: list[_Tried] = []
+    reach = Reach()
+
+    def add(probes: list[torch.Tensor]) -> bool:
+        streams = _streams(probes, intermediate)
+        with reach:
+            found = _run(region, probes, intermediate)
+        if streams is not None and found is not None:
+            tried.append(_Tried(probes, [stream.reshape(-1, intermediate) for stream in streams], found))
+        return streams is not None and found is not None
+
+    with fresh_settings(), torch.random.fork_rng(devices=[]):
+        for spread in (False, *[True] * rounds):
+            if not add(
+                [_spread(shape, len(tried), i) if spread else _probe(shape, i) for i, shape in enumerate(shapes)]
+            ):
+                return None
+        constants = sorted(reach.constants)
+        for _ in range(rounds if constants else 0):
+            if not add([_around(constants, shape, len(tried), i) for i, shape in enumerate(shapes)]):
+                return None
+    return None if reach.missed() else tried
 
 
 def _streams(probes: Sequence[torch.Tensor], intermediate: int) -> list[torch.Tensor] | None:
@@ -109,6 +152,28 @@ def _probe(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return values
 
 
+def _generator(*seeds: int) -> torch.Generator:
+    return torch.Generator().manual_seed(9176 + sum(seed * 1000**i for i, seed in enumerate(seeds)))
+
+
+def _spread(shape: tuple[int, ...], number: int, stream: int) -> torch.Tensor:
+    """Values of all magnitudes and both signs."""
+    generator = _generator(stream, number)
+    least, most = math.log10(MAGNITUDES[0]), math.log10(MAGNITUDES[-1])
+    exponents = torch.rand(shape, generator=generator, dtype=torch.float64) * (most - least) + least
+    signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return signs * 10**exponents
+
+
+def _around(constants: Sequence[float], shape: tuple[int, ...], number: int, stream: int) -> torch.Tensor:
+    """Values near ``constants`` on all sides, and some of all magnitudes among them."""
+    generator = _generator(stream, number)
+    near = torch.tensor([c * a for c in constants for a in _AROUND], dtype=torch.float64)
+    chosen = near[torch.randint(0, len(near), shape, generator=generator)]
+    other = torch.rand(shape, generator=generator, dtype=torch.float64) < 0.2
+    return torch.where(other, _spread(shape, number, stream), chosen)
+
+
 def _run(region: Region, probes: Sequence[torch.Tensor], intermediate: int) -> torch.Tensor | None:
     """The region's result as ``[T, I]`` float64; None if it fails on probes or has another shape."""
     tokens = probes[0].numel() // probes[0].shape[-1]
@@ -122,12 +187,17 @@ def _run(region: Region, probes: Sequence[torch.Tensor], intermediate: int) -> t
     return out.reshape(-1, intermediate).double() if out.numel() == tokens * intermediate else None
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool(((found - wanted).abs() <= _TOLERANCE * (1 + wanted.abs())).all())
+def _close(found: torch.Tensor, wanted: torch.Tensor, streams: Sequence[torch.Tensor] = ()) -> bool:
+    """Relative to each value; near zeros of the formula, to the streams, as long as these are small."""
+    floor = torch.ones_like(wanted)
+    for stream in streams:
+        floor = floor * stream.abs()
+    return bool(((found - wanted).abs() <= _TOLERANCE * (floor.clamp(max=1) + wanted.abs()) + 1e-12).all())
 
 
-def _is_multilinear(region: Region, probes: Sequence[torch.Tensor], intermediate: int) -> bool:
+def _is_multilinear(region: Region, tried: Sequence[_Tried], intermediate: int) -> bool:
     """Affine in each stream with the others fixed: sums, scalings and products of streams."""
+    probes, other = tried[0].probes, tried[1].probes
     columns = (
         [(0, slice(0, intermediate)), (0, slice(intermediate, None))]
         if probes[0].shape[-1] == 2 * intermediate
@@ -140,8 +210,7 @@ def _is_multilinear(region: Region, probes: Sequence[torch.Tensor], intermediate
         return _run(region, changed, intermediate)
 
     for index, part in columns:
-        first = probes[index][..., part]
-        second = _probe(tuple(first.shape), 5 + index)
+        first, second = probes[index][..., part], other[index][..., part]
         results = [at(index, part, v) for v in (first, second, first + second, torch.zeros_like(first))]
         if any(r is None for r in results):
             return False

@@ -126,7 +126,7 @@ class ActiveNeurons(torch.Tensor):
 def _become(target: ActiveNeurons, dense: torch.Tensor) -> None:
     """In-place result of an operation we have no sparse form for: every neuron is now known."""
     target.values = dense.reshape(-1, target.neurons)
-    target.index = torch.arange(target.neurons, device=dense.device)
+    target.index = torch.arange(target.neurons, dtype=torch.int64, device=dense.device)
     target.mask = torch.ones_like(target.values, dtype=torch.bool)
 
 
@@ -188,7 +188,7 @@ def _multiply(func: Any, x: Any, y: Any) -> Any:
 def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     """Only reshapes that leave the neuron dimension whole and last."""
     x: ActiveNeurons = args[0]
-    shape = tuple(func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs).shape)
+    shape = tuple(func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args[1:], **kwargs).shape)
     whole = len(shape) >= 1 and shape[-1] == x.neurons
     if not whole or (func is aten.unsqueeze.default and args[1] in (-1, x.dim())):
         return None
@@ -204,7 +204,7 @@ def _pieces(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     dim = given.get("dim", 0)
     if dim not in (-1, x.dim() - 1):
         return None
-    numbers = torch.arange(x.neurons)
+    numbers = torch.arange(x.neurons, dtype=torch.int64, device=x.index.device)
     pieces = func(numbers, *[0 if n == "dim" else v for n, v in zip(names[1:], args[1:])], **{**kwargs, **_dim(kwargs)})
     single = isinstance(pieces, torch.Tensor)
     out = []

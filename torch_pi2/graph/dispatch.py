@@ -20,12 +20,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.active import ActiveNeurons
 from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member
 from torch_pi2.graph.routed import masked
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.runtime.hooks import has_hooks
+from torch_pi2.runtime.modes import fresh_settings
 
 aten = torch.ops.aten
 
@@ -92,7 +95,7 @@ class PredictedMaskMode(TorchDispatchMode):
         self._predictors = predictors
         self._hot: dict[str, torch.Tensor] = {}
         for s in every:
-            self._hot[s.key] = torch.ones(s.intermediate, dtype=torch.bool)
+            self._hot[s.key] = torch.ones(s.intermediate, dtype=torch.bool, device="cpu")
             self._hot[s.key][slice(None) if cold is None else cold[s.key]] = False
         self._keep: dict[str, torch.Tensor] = {}
         self._cold_pairs = 0
@@ -174,6 +177,20 @@ class _Call:
     fires_TI: torch.Tensor | None = None
 
 
+def _refuse_hooks(model: nn.Module, site: FFNSite) -> None:
+    firsts = [ref.weight.rpartition(".")[0] for ref in (site.gate, site.up) if ref is not None]
+    down = site.down.weight.rpartition(".")[0]
+    between = [(name, False, True) for name in firsts] + [(name, True, True) for name in site.inner]
+    for name, pre, post in [*between, (down, True, False)]:
+        if has_hooks(model.get_submodule(name), pre=pre, post=post):
+            raise ConfigError(
+                f"NeuronClusterMode at {site.key}",
+                expected="nothing between its matmuls that could change what fires",
+                found=f"a hook on {name}",
+                fix="Remove it meanwhile, or plan this layer as 'dense'.",
+            )
+
+
 class NeuronClusterMode(TorchDispatchMode):
     """Runs an unmodified eager model sparsely inside ``with``.
 
@@ -192,12 +209,16 @@ class NeuronClusterMode(TorchDispatchMode):
 
     Raises:
         ConfigError: the plan is not bound, or a layer's predictor is missing.
-        GradientError: (inside) a gradient would be needed through a sparse matmul.
+        GradientError: (inside) a gradient would be needed through a sparse matmul. ConfigError: (on entering) hooks
+            between the matmuls of a layer: what fires is decided before them.
     """
 
+    @checked
+    @fresh_settings()
     def __init__(self, plan: Any, predictors: Mapping[str, Scorer] | None = None) -> None:
         super().__init__()
         predictors = predictors or {}
+        self._plan = plan
         self._params: dict[str, torch.Tensor] = plan.parameters()
         self._layers: dict[str, _Layer] = {}
         for layer in plan.layers:
@@ -233,6 +254,9 @@ class NeuronClusterMode(TorchDispatchMode):
 
     def __enter__(self) -> NeuronClusterMode:
         self._calls.clear()  # a call that an exception cut short
+        model = self._plan.model()
+        for layer in self._layers.values() if model is not None else ():
+            _refuse_hooks(model, layer.site)
         super().__enter__()
         return self
 
@@ -275,7 +299,7 @@ class NeuronClusterMode(TorchDispatchMode):
     def _wanted(self, layer: _Layer, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` bool: hot, or predicted (without a predictor: all)."""
         if layer.predictor is None:
-            return torch.ones(len(x_TH), len(layer.hot_I), dtype=torch.bool)
+            return x_TH.new_ones((len(x_TH), len(layer.hot_I)), dtype=torch.bool)
         return (layer.predictor.scores(x_TH) >= layer.predictor.threshold) | layer.hot_I
 
     def _first(self, func: Any, args: Any, kwargs: Any, hit: Matmul) -> Any:
@@ -324,7 +348,7 @@ class NeuronClusterMode(TorchDispatchMode):
             h, index = hit.x, hit.x.index
             h_TA = torch.where(h.mask & keep_TI[:, index], h.values, 0)
         else:  # something in between needed the whole tensor
-            index = torch.arange(site.intermediate)
+            index = torch.arange(site.intermediate, dtype=torch.int64, device=hit.x.device)
             h_TA = torch.where(keep_TI, hit.x.reshape(-1, site.intermediate), 0)
         some = torch.nonzero((h_TA != 0).any(0)).flatten()
         h_TA, index = h_TA[:, some], index[some]

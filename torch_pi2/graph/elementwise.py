@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 _ACTIVATIONS = """relu relu6 silu swish gelu sigmoid tanh erf erfc softplus mish hardswish hardsigmoid hardtanh
     leaky_relu elu celu selu prelu threshold logsigmoid softsign tanhshrink softshrink hardshrink rrelu dropout
     native_dropout alpha_dropout glu swiglu geglu reglu"""
 _ARITHMETIC = """add sub rsub mul multiply div divide true_divide truediv neg negative pow square sqrt rsqrt exp expm1
     exp2 log log1p abs absolute sign reciprocal clamp clip clamp_min clamp_max minimum maximum addcmul addcdiv lerp
     heaviside where gt ge lt le eq ne greater less greater_equal less_equal logical_and logical_not masked_fill
-    zeros_like ones_like full_like fmax fmin positive pos"""
-#: Casts are ignored when a region is recognised: they change precision, not the formula.
+    zeros_like ones_like full_like fmax fmin positive pos logical_or logical_xor and or xor invert bitwise_and
+    bitwise_or bitwise_xor bitwise_not nan_to_num isnan isinf isfinite isposinf isneginf round floor ceil
+    trunc fix frac"""
+#: Casts between these are ignored when a region is recognised: they change precision, not the formula.
+_FLOATS = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 CASTS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
 _COPIES = "contiguous clone detach"
 #: These carry literal sizes, so a region with one of them is probed at its real shape.
@@ -49,3 +54,10 @@ def is_in_place(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return (name in {"relu", "silu", "relu6", "mish", "hardswish"} and len(args) == 2 and args[1] is True) or (
         name == "dropout" and len(args) == 4 and args[3] is True
     )
+
+
+def uncast(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """What stands for ``result``, a cast of ``x``, where a region is recognised; casts that round to numbers count."""
+    if result.dtype not in _FLOATS:
+        return result
+    return x if x.dtype in _FLOATS else result.double()

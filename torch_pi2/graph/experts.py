@@ -8,11 +8,12 @@ what these say is seen on random input before one is replaced (:mod:`torch_pi2.g
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +21,18 @@ from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import Formula, identify
+from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.runtime.absent import Holder
+from torch_pi2.runtime.modes import fresh_settings
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+_ABOUT_EXPERTS = re.compile("expert|moe|top_k|router|routing", re.IGNORECASE)
 #: Tokens to probe with, and experts per token.
 _PROBE_TOKENS, _PROBE_CHOICES = 24, 2
+#: Sizes to try the code of experts with, and how many of them.
+_SMALL_H, _SMALL_I, _SMALL_EXPERTS = 16, 24, 4
 
 
 @dataclass(frozen=True)
@@ -40,15 +47,22 @@ class ExpertsForm:
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Whether ``module`` has two parameters of as many matrices, and is no convolution."""
+    """Whether ``module`` has a parameter of several matrices, and is called something with experts or chooses some.
+
+    Heads of attention and block-diagonal gates have such parameters, too.
+    """
     own = dict(module.named_parameters(recurse=False))
-    counts = Counter(p.shape[0] for p in own.values() if p.dim() == 3)
-    many = any(n > 1 and times > 1 for n, times in counts.items())
-    return (many or set(own) == {_GATE_UP, _DOWN}) and "conv" not in type(module).__name__.lower()
+    several = any(p.dim() == 3 and p.shape[0] > 1 for p in own.values())
+    names = (type(module).__name__, *own, *inspect.signature(type(module).forward).parameters)
+    return set(own) == {_GATE_UP, _DOWN} or (several and any(_ABOUT_EXPERTS.search(name) for name in names))
 
 
-def experts_form(module: nn.Module) -> ExpertsForm | str:
-    """The form of ``module``, for which :func:`looks_like_experts` holds; or why it has none that is known."""
+def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> ExpertsForm | str:
+    """The form of ``module``, for which :func:`looks_like_experts` holds; or why it has none that is known.
+
+    Args:
+        tried: what trying the code of others with the same settings has shown; what is found is added.
+    """
     own = dict(module.named_parameters(recurse=False))
     if set(own) != {_GATE_UP, _DOWN}:
         return f"parameters {', '.join(sorted(own))}"
@@ -66,7 +80,20 @@ def experts_form(module: nn.Module) -> ExpertsForm | str:
     formula = _formula(module)
     if formula is None:
         return f"activation {getattr(module, 'act_fn', None)!r}"
-    return ExpertsForm(experts, intermediate, hidden, formula.activation, formula.on_up)
+    form = ExpertsForm(experts, intermediate, hidden, formula.activation, formula.on_up)
+    tried, settings = {} if tried is None else tried, (form, _settings(module))
+    if settings not in tried:
+        tried[settings] = _more_than(module, form)
+    return tried[settings] or form
+
+
+def _settings(module: nn.Module) -> Any:
+    """All that may make the code of ``module`` do something else than that of another one."""
+    plain = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules", "training")}
+    simple = [
+        (k, v if isinstance(v, int | float | str | None) else id(v)) for k, v in plain.items() if v not in ({}, set())
+    ]
+    return type(module), tuple(simple), repr(module)
 
 
 def _formula(module: nn.Module) -> Formula | None:
@@ -78,50 +105,91 @@ def _formula(module: nn.Module) -> Formula | None:
     return found if isinstance(found, Formula) and found.gate == 0 else None
 
 
-def find_experts(model: nn.Module) -> dict[str, ExpertsForm]:
-    """Name -> form of the modules of experts whose form is known, in the order of registration."""
-    found: dict[str, ExpertsForm] = {}
-    for name, module in model.named_modules():
-        form = experts_form(module) if name and looks_like_experts(module) else ""
-        if isinstance(form, ExpertsForm):
-            found[name] = form
-    return found
+def _more_than(module: nn.Module, form: ExpertsForm) -> str:
+    """What the forward of ``module`` does beside ``form``; empty if nothing, or if it cannot be tried like this.
+
+    Its code runs with small weights of ours, on tokens of all magnitudes, in both modes.
+    """
+    small = copy.copy(module)
+    small._parameters = {}
+    generator = torch.Generator().manual_seed(form.experts)
+    for name, shape in ((_GATE_UP, (2 * _SMALL_I, _SMALL_H)), (_DOWN, (_SMALL_H, _SMALL_I))):
+        weight = torch.randn((form.experts, *shape), generator=generator, dtype=torch.float32) / shape[1] ** 0.5
+        small._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    sites = expert_sites("", replace(form, intermediate=_SMALL_I, hidden=_SMALL_H), "")
+    tried = sites[:_SMALL_EXPERTS]
+    with fresh_settings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        (x_TH, index_TK, routing_TK), wanted_TH = probe_experts(small, tried)
+        reach = Reach()
+        for training in (False, True):
+            small.training = training
+            try:
+                with reach:
+                    found_TH = type(module).forward(small, x_TH.clone(), index_TK, routing_TK)
+            except Exception:  # its code knows the real sizes: it is tried with the real weights when it is replaced
+                return ""
+            if not same_tokens(found_TH, wanted_TH):
+                beside = reach.missed() or ", ".join(f"{c:g}" for c in sorted(reach.constants)[:3])
+                what = "in training mode" if training else f"(compares with {beside})" if beside else ""
+                return f"a forward that computes something else as well {what}".rstrip()
+    missed = reach.missed()
+    return f"a forward that computes something else as well ({missed})" if missed else ""
 
 
-def unknown_experts(model: nn.Module) -> list[str]:
-    """The classes of modules that look like experts and whose form is not known, with the reason."""
-    found: dict[str, None] = {}
-    for module in model.modules():
-        form = experts_form(module) if looks_like_experts(module) else ""
-        if form and isinstance(form, str):
-            found[f"{type(module).__name__} (experts stacked in one 3-D tensor; {form})"] = None
-    return list(found)
+def all_experts(model: nn.Module) -> dict[str, ExpertsForm | str]:
+    """Name -> form of the modules of experts, or why it is not known, in the order of registration."""
+    tried: dict[Any, str] = {}
+    return {
+        name: experts_form(module, tried)
+        for name, module in model.named_modules()
+        if looks_like_experts(module) and not isinstance(module, Holder)
+    }
+
+
+def known_experts(forms: Mapping[str, ExpertsForm | str]) -> dict[str, ExpertsForm]:
+    """Those of :func:`all_experts` whose form is known."""
+    return {name: form for name, form in forms.items() if name and isinstance(form, ExpertsForm)}
+
+
+def unknown_experts(model: nn.Module, forms: Mapping[str, ExpertsForm | str]) -> dict[str, str]:
+    """Name -> reason of the others."""
+    return {
+        name: f"{type(model.get_submodule(name)).__name__}: experts of an unknown form; {form}"
+        for name, form in forms.items()
+        if isinstance(form, str)
+    }
+
+
+def _whole(module: nn.Module) -> bool:
+    """Whether it holds more than one matmul of each expert, so that no code but its own computes them."""
+    return sum(p.dim() == 3 for p in module.parameters(recurse=False)) > 1
 
 
 def check_known_experts(what: str, model: nn.Module) -> None:
     """Raises UnsupportedModelError, by name, if a module of experts in ``model`` has no form that is known."""
-    unknown = unknown_experts(model)
+    forms = {name: form for name, form in all_experts(model).items() if _whole(model.get_submodule(name))}
+    unknown = unknown_experts(model, forms)
     if unknown:
         raise UnsupportedModelError(
             what,
             expected=f"experts with {_GATE_UP} [experts, 2 I, H], {_DOWN} [experts, H, I] and a known activation",
-            found="; ".join(unknown),
+            found="; ".join(dict.fromkeys(unknown.values())),
             fix="Such experts are not supported yet; keep the float weights.",
         )
 
 
 def expert_sites(name: str, form: ExpertsForm, owner_class: str, layer: int = 0) -> list[FFNSite]:
     """The sites of the module of experts ``name``, numbered from ``layer`` on."""
-    n = form.intermediate
+    n, prefix = form.intermediate, f"{name}." if name else ""
     return [
         FFNSite(
             key=f"{name}.{expert}",
             layer=layer + expert,
             activation=form.activation,
             activation_on_up=form.on_up,
-            gate=LinearRef(f"{name}.{_GATE_UP}", rows=(0, n), expert=expert),
-            up=LinearRef(f"{name}.{_GATE_UP}", rows=(n, 2 * n), expert=expert),
-            down=LinearRef(f"{name}.{_DOWN}", expert=expert),
+            gate=LinearRef(f"{prefix}{_GATE_UP}", rows=(0, n), expert=expert),
+            up=LinearRef(f"{prefix}{_GATE_UP}", rows=(n, 2 * n), expert=expert),
+            down=LinearRef(f"{prefix}{_DOWN}", expert=expert),
             hidden=form.hidden,
             intermediate=n,
             owner=f"{name}.{expert}",
@@ -139,10 +207,10 @@ class _Passed(nn.Module):
 
 
 @contextmanager
-def without_experts(model: nn.Module) -> Iterator[None]:
-    """The modules of experts whose form is known pass their input on: their own code is no graph, and needs values."""
+def without_experts(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Modules of experts of a known form pass their input on: their own code is no graph, and needs values."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    known = {id(model.get_submodule(name)) for name in find_experts(model)}
+    known = {id(model.get_submodule(name)) for name in names}
     for parent in list(model.modules()):
         for local, child in parent._modules.items():
             if child is not None and id(child) in known:
@@ -169,7 +237,7 @@ def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
     choices = min(_PROBE_CHOICES, count)
     generator = torch.Generator().manual_seed(first.layer)
     tokens = max(_PROBE_TOKENS, -(-count // choices))
-    x_TH = torch.randn((tokens, first.hidden), generator=generator).to(dtype)
+    x_TH = (torch.randn((tokens, first.hidden), generator=generator) * token_magnitudes(dtype, (tokens,))).to(dtype)
     # every expert has a turn, and no token one of them twice
     mixed = torch.randperm(count, generator=generator)
     index_TK = mixed[torch.arange(tokens * choices).reshape(tokens, choices) % count]

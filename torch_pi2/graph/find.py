@@ -1,22 +1,38 @@
-"""``find_sites``: every FFN of a model, with the names of its parameters (design D4, first finder)."""
+"""``find_sites``: every FFN of a model, with the names of its parameters (design D4, first finder).
+
+:func:`search` also names those that were seen and are of no form that is known: they stay dense.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
-from torch_pi2.graph.experts import expert_sites, find_experts, unknown_experts, without_experts
+from torch_pi2.graph.elementwise import op_name
+from torch_pi2.graph.experts import (
+    ExpertsForm,
+    all_experts,
+    expert_sites,
+    known_experts,
+    unknown_experts,
+    without_experts,
+)
+from torch_pi2.graph.left import left_dense
 from torch_pi2.graph.match import Match, Projection, Seen, Stream, match_ffns
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.runtime.modes import fresh_settings
 
 _log = logging.getLogger("torch_pi2")
 
@@ -24,6 +40,15 @@ _log = logging.getLogger("torch_pi2")
 Names = Mapping[int, Sequence[str]]
 
 
+@dataclass(frozen=True)
+class Found:
+    """The FFNs of a model, and those ``left`` dense: name -> reason."""
+
+    sites: list[FFNSite]
+    left: dict[str, str]
+
+
+@checked
 def find_sites(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -38,10 +63,11 @@ def find_sites(
     none: see :func:`torch_pi2.graph.example_inputs`). Weights used several times give one site. Each expert of a
     mixture is a site of its own (:mod:`torch_pi2.graph.experts`); with experts, the order is that of registration.
 
+    Layers that look like an FFN, and cannot be made sparse, are named in a warning of the ``torch_pi2`` logger.
+
     Args:
         strict: refuse a model in which a layer looks like an FFN but has an activation that the kernels do not
-            know. With False such layers are named in a warning of the ``torch_pi2`` logger and left out, as
-            long as others were found.
+            know. With False such layers are left out like others, as long as there are some that can be made sparse.
         on_meta: the model is on ``meta`` as a whole (weights of any size are not needed to find their layers).
 
     Raises:
@@ -50,6 +76,19 @@ def find_sites(
         CalibrationError: inputs are missing or wrong. DeviceError: the model is on ``meta``.
         ConfigError: the model is already in its sparse form.
     """
+    return search(model, args, kwargs, strict=strict, on_meta=on_meta).sites
+
+
+@fresh_settings()
+def search(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = False,
+    on_meta: bool = False,
+) -> Found:
+    """As :func:`find_sites`, with what is left dense."""
     from torch_pi2.graph.rewrite import is_optimized
 
     if is_optimized(model):
@@ -62,13 +101,17 @@ def find_sites(
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     sites: list[FFNSite] = []
     known: set[tuple[int, ...]] = set()
     all_seen: list[Seen] = []
-    unknown: list[str] = []
-    with without_experts(model):
+    unknown: dict[str, str] = {}
+    left: dict[str, str] = {}
+    experts = all_experts(model)
+    with without_experts(model, known_experts(experts)):
         graphs = capture(model, args, kwargs, on_meta=on_meta)
     for graph in graphs:
+        constants = {node: t for node, t in graph.tensors.items() if id(t) in own}
         graph.tensors = {node: t for node, t in graph.tensors.items() if id(t) in names}
         matches, seen = match_ffns(graph.gm, graph.tensors)
         all_seen.append(seen)
@@ -77,27 +120,72 @@ def find_sites(
             if weights not in known:
                 known.add(weights)
                 sites.append(_site(model, match, graph, names, len(sites)))
-        for down, computed in seen.unknown:
-            weight = names[id(graph.tensors[down.weight])][0]
-            unknown.append(f"{weight.rpartition('.')[0]} (after {computed})")
-    unknown = list(dict.fromkeys(unknown))
+        for projections, reason in seen.left:
+            left[_owner_of(graph, names, [p.weight for p in projections])] = reason
+        for projections, computed in seen.unknown:
+            unknown[_owner_of(graph, names, [p.weight for p in projections])] = f"another formula, of {computed}"
+        taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
+        for loose in left_dense(graph.gm, constants, taken):
+            left[_owner_of(graph, names, [n for n in loose.parameters if n in graph.tensors])] = loose.reason
+    sites = _with_experts(model, sites, known_experts(experts))
+    other = unknown_experts(model, experts) | _unusable(model, sites)
+    sites = [site for site in sites if site.owner not in other]
     if unknown and (strict or not sites):
-        raise _unknown_activation(model, unknown)
-    if unknown:
-        _log.warning("left dense, activation not known: %s", "; ".join(unknown))
-    sites = _with_experts(model, sites)
-    if sites and (unknown_forms := unknown_experts(model)):
-        _log.warning("left dense, experts of an unknown form: %s", "; ".join(unknown_forms))
+        raise _unknown_activation(model, unknown | other, sites)
     if not sites:
-        raise _nothing_found(model, all_seen)
-    return _with_unique_keys(sites)
+        raise _nothing_found(model, all_seen, left | other)
+    left = _without_sites(unknown | left | other, sites)
+    if left:
+        _log.warning("left dense: %s", named(left))
+    return Found(_with_unique_keys(sites), left)
 
 
-def _with_experts(model: nn.Module, sites: list[FFNSite]) -> list[FFNSite]:
+def named(left: Mapping[str, str], most: int = 8) -> str:
+    """Names by reason, for messages; of each reason at most so many."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        by_reason.setdefault(reason, []).append(name)
+    parts = []
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        parts.append(f"{', '.join(names[:most])}{more} ({reason})")
+    return "; ".join(parts)
+
+
+def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
+    """Owner -> reason of sites that no code of ours can read or replace."""
+    found: dict[str, str] = {}
+    users: dict[tuple[str, str], list[FFNSite]] = {}
+    for site in sites:
+        for ref in (site.gate, site.up, site.down):
+            kind = type(model.get_parameter(ref.weight).detach()) if ref is not None else torch.Tensor
+            if kind is not torch.Tensor:
+                found[site.owner] = f"weights of class {kind.__name__}, quantised or spread by another library"
+            if ref is not None and ref.expert is None:
+                users.setdefault((site.owner, ref.weight), []).append(site)
+    for (owner, weight), shared in users.items():
+        if len({id(site) for site in shared}) > 1:
+            found[owner] = f"{weight} is shared by {len(shared)} layers of one module"
+    return found
+
+
+def _owner_of(graph: CapturedGraph, names: Names, parameters: Sequence[fx.Node]) -> str:
+    """The module that holds these parameters, of parametrised ones the module itself."""
+    chosen = _names_with_deepest_owner([names[id(graph.tensors[node])] for node in parameters])
+    owner = _common_owner(chosen)
+    return owner.partition(".parametrizations")[0] or ", ".join(chosen)
+
+
+def _without_sites(left: Mapping[str, str], sites: Sequence[FFNSite]) -> dict[str, str]:
+    """A layer that is called in several ways may be left in one graph and found in another."""
+    owners = {site.owner for site in sites}
+    return {name: reason for name, reason in left.items() if name not in owners}
+
+
+def _with_experts(model: nn.Module, sites: list[FFNSite], forms: Mapping[str, ExpertsForm]) -> list[FFNSite]:
     """``sites`` and those of experts, in the order in which their parameters are registered."""
     from dataclasses import replace
 
-    forms = find_experts(model)
     if not forms:
         return sites
     experts = [s for name, form in forms.items() for s in expert_sites(name, form, _class_name(model, name))]
@@ -141,6 +229,7 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
         owner_class=type(model.get_submodule(owner)).__name__,
         inner=_inner_modules(model, match, graph.gm.graph, down.weight.rpartition(".")[0], owner),
         owner_runs=_owner_runs(model, match, owner),
+        drops=_drops(model, match, graph.gm.graph, owner),
     )
 
 
@@ -196,6 +285,12 @@ def _inner_modules(model: nn.Module, match: Match, graph: fx.Graph, down_module:
 
 def _owner_runs(model: nn.Module, match: Match, owner: str) -> bool:
     """Whether every operation of the FFN takes place within a call of the owner's forward."""
+    within = _within(model, owner)
+    return all(within(node) for node in (*match.inside, *match.down.nodes))
+
+
+def _within(model: nn.Module, owner: str) -> Callable[[fx.Node], bool]:
+    """Whether a node is computed within a call of the owner's forward."""
     module = model.get_submodule(owner)
     names = [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
 
@@ -208,7 +303,20 @@ def _owner_runs(model: nn.Module, match: Match, owner: str) -> bool:
                 return True
         return False
 
-    return all(within(node) for node in (*match.inside, *match.down.nodes))
+    return within
+
+
+def _drops(model: nn.Module, match: Match, graph: fx.Graph, owner: str) -> str:
+    """Where there is dropout, which does nothing in the evaluation mode of the capture."""
+    found = [node for node in graph.nodes if node.op in ("call_function", "call_method") and _is_dropout(node)]
+    if any(node in match.region for node in found):
+        return "inside"
+    return "owner" if found and any(map(_within(model, owner), found)) else ""
+
+
+def _is_dropout(node: fx.Node) -> bool:
+    p = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+    return "dropout" in op_name(node.target) and bool(p != 0)
 
 
 def _module_path(node: fx.Node) -> str | None:
@@ -239,25 +347,28 @@ def _with_unique_keys(sites: Sequence[FFNSite]) -> list[FFNSite]:
     return result
 
 
-def _unknown_activation(model: nn.Module, unknown: Sequence[str]) -> UnsupportedModelError:
+def _unknown_activation(
+    model: nn.Module, unknown: Mapping[str, str], sites: Sequence[FFNSite]
+) -> UnsupportedModelError:
     acts = ", ".join(name for name in ACTIVATIONS if name != "identity")
-    shown = "; ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
     return UnsupportedModelError(
         f"feed-forward layers of {type(model).__name__}",
         expected=f"act(up), act(gate) * up or act(gate) * act(up) with act one of {acts}",
-        found=f"another formula before {shown}",
-        fix="This activation is not supported yet; find_sites(..., strict=False) leaves such layers dense.",
+        found=named(unknown, 3),
+        fix="find_sites(..., strict=False) leaves such layers out, as torch_pi2.optimize leaves them dense."
+        if sites
+        else "This formula is not supported yet, and there is no other feed-forward layer: use the model as it is.",
     )
 
 
-def _nothing_found(model: nn.Module, all_seen: Sequence[Seen]) -> NoFFNFoundError:
+def _nothing_found(model: nn.Module, all_seen: Sequence[Seen], experts: Mapping[str, str]) -> NoFFNFoundError:
     leaves = Counter(type(m).__name__ for m in model.modules() if not list(m.children()))
     reached = Counter(name for seen in all_seen for name in seen.blocked_by)
     classes = ", ".join(f"{n} {name}" for name, n in leaves.most_common(8))
     parts = [f"{sum(seen.linears for seen in all_seen)} linear layers", f"modules: {classes or 'none'}"]
     if reached:
         parts.append("going back from the linears one meets " + ", ".join(name for name, _ in reached.most_common(6)))
-    refused = _known_unsupported(model)
+    refused = [*_known_unsupported(model), *([named(experts)] if experts else [])]
     if refused:
         parts.append("not supported yet: " + ", ".join(refused))
     return NoFFNFoundError(
@@ -274,4 +385,4 @@ def _known_unsupported(model: nn.Module) -> list[str]:
         name = type(module).__name__
         if name == "Conv1D":
             found["Conv1D (addmm with weights stored [in, out], as in GPT-2)"] = None
-    return [*found, *unknown_experts(model)]
+    return list(found)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from torch_pi2.graph.activation import Formula, identify
-from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name
+from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
 
 Tensors = Mapping[fx.Node, torch.Tensor]
 
@@ -67,11 +67,20 @@ class Match:
 
 @dataclass
 class Seen:
-    """What a search met, for messages: linears, what blocked each walk, and FFNs of unknown activation."""
+    """What a search met, for messages: linears, what blocked each walk, and FFNs that cannot be made sparse.
+
+    ``unknown`` are those with another formula (its operations), ``left`` those with another reason; both with the
+    projections, of which the down is the last.
+    """
 
     linears: int = 0
     blocked_by: list[str] = field(default_factory=list)
-    unknown: list[tuple[Projection, str]] = field(default_factory=list)
+    unknown: list[tuple[list[Projection], str]] = field(default_factory=list)
+    left: list[tuple[list[Projection], str]] = field(default_factory=list)
+
+    def named(self) -> set[fx.Node]:
+        """Nodes of what is in ``unknown`` or ``left``."""
+        return {n for projections, _ in (*self.unknown, *self.left) for p in projections for n in p.nodes}
 
 
 def match_ffns(gm: fx.GraphModule, tensors: Tensors) -> tuple[list[Match], Seen]:
@@ -182,17 +191,19 @@ def _match_down(
     if found == "linear":
         return None
     if not isinstance(found, Formula):
-        seen.unknown.append((down, ", ".join(dict.fromkeys(op_name(n.target) for n in region))))
+        seen.unknown.append(([*sources, down], ", ".join(dict.fromkeys(op_name(n.target) for n in region))))
         return None
     x = inputs.pop()
     allowed = set(inside) | set(down.nodes)
     escaping = next((u for n in inside for u in n.users if u not in allowed), None)
     if escaping is not None:
         seen.blocked_by.append(f"{op_name(escaping.target)} (uses the inside of an FFN)")
+        seen.left.append(([*sources, down], f"{op_name(escaping.target)} uses what it computes inside"))
         return None
     # what is changed may be a view of the input, so that no in-place change in between is looked at more closely
     if any(_changes_something(n) and order[inside[0]] < order[n] < order[down.node] for n in order if n not in allowed):
         seen.blocked_by.append("an in-place change between an FFN's projections")
+        seen.left.append(([*sources, down], "something is changed in place between its projections"))
         return None
     streams = (
         [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]
@@ -335,12 +346,12 @@ def _evaluate(
     for node in region:
         args: Any = fx.map_arg(node.args, value)
         kwargs: Any = fx.map_arg(node.kwargs, value)
-        if op_name(node.target) in CASTS:
-            values[node] = args[0] if args[0].is_floating_point() else args[0].double()
-        elif node.op == "call_method":
+        if node.op == "call_method":
             values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        if op_name(node.target) in CASTS:
+            values[node] = uncast(args[0], values[node])
     out = values[result]
     assert isinstance(out, torch.Tensor)
     return out

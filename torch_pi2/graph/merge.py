@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.ops import load
+from torch_pi2.runtime.modes import fresh_settings
 
 
 class _Linear(NamedTuple):
@@ -36,6 +37,7 @@ def _linear(node: fx.Node) -> _Linear | None:
     return _Linear(node, *(given[name] for name in names))
 
 
+@fresh_settings()
 def merge_linears(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -> list[torch.Tensor]:
     """Merge in place; returns the tensors that the graph now wants as further inputs, at the end, in this order.
 

@@ -6,6 +6,7 @@ Per FFN one of three ways is taken, the first that is *seen* to compute the same
 * **chain**: the FFN is a chain of modules inside a bigger block; the first linear becomes the sparse layer, the
   rest pass through (OPT's ``fc1, activation_fn, fc2``).
 * **lazy**: some of the FFN is code of the block; its linears exchange a lazy tensor (:mod:`torch_pi2.runtime.lazy`).
+  So do the linears of an FFN with hooks inside, which the other ways would silence (:mod:`torch_pi2.runtime.hooks`).
 
 Experts are replaced together, by the first way: the module that holds them.
 
@@ -14,9 +15,10 @@ Experts are replaced together, by the first way: the module that holds them.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch import nn
 from torch_pi2.errors import ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.activation import Formula, apply_formula
 from torch_pi2.graph.experts import probe_experts
+from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.graph.sites import FFNSite, FFNWeights, check_weights
 from torch_pi2.ops import reference
 from torch_pi2.ops.quantized import check_quantizable
@@ -32,24 +35,20 @@ from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.quant.linears import Storage, relative
 from torch_pi2.runtime.experts import SparseExperts, expert_groups
 from torch_pi2.runtime.ffn import SparseFFN, dense_reference
+from torch_pi2.runtime.hooks import has_hooks, hooks_inside, own_forward, refuse_global_hooks, share_hooks
 from torch_pi2.runtime.lazy import LazyDown, LazySource
 from torch_pi2.runtime.linear import QuantLinear
-from torch_pi2.runtime.modes import evaluating
+from torch_pi2.runtime.modes import evaluating, fresh_settings
 from torch_pi2.runtime.standin import Absorbed, StandIn
 
-#: Largest difference, relative to the largest value, between two orders of summation.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-#: Batches and tokens to probe with: several of each, so that code which takes some of them out is seen.
-_PROBE_SHAPES = ((3, 17), (2, 5))
+_log = logging.getLogger("torch_pi2")
+
+#: Batches and tokens to probe with: several of each, so that code which takes some of them out is seen, and one alone.
+_PROBE_SHAPES = ((3, 17), (2, 5), (1, 1))
+#: Ends the reason why a way of rewriting would silence a hook.
+_SILENT = "which would not run"
 #: An input ``[B, T, H]`` and what the dense layer makes of it.
 Probe = tuple[torch.Tensor, torch.Tensor]
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Swap:
     at: str | None = None
 
 
+@fresh_settings()
 def rewrite(
     model: nn.Module,
     plan: Plan,
@@ -85,7 +85,8 @@ def rewrite(
             together again from what its rows stand for, and the error says so.
 
     Raises:
-        StaleArtifactError: the plan is for other weights. ConfigError: already rewritten, or predictors missing.
+        StaleArtifactError: the plan is for other weights. ConfigError: already rewritten, predictors missing, or there
+            are hooks on all modules.
         UnsupportedModelError: no way of rewriting a layer computes the same; the message names it.
         DeviceError, DtypeError, NonFiniteError, ShapeError: weights that cannot be used.
     """
@@ -98,6 +99,7 @@ def rewrite(
             found="one that torch_pi2 has already rewritten",
             fix="Call torch_pi2.restore(model) first.",
         )
+    refuse_global_hooks()
     _check_names(model, plan)
     if check_hash:
         plan.check_model(model)
@@ -124,6 +126,7 @@ def abandon(model: nn.Module, error: BaseException) -> None:
     _put_back(model, lossy=True)
 
 
+@fresh_settings()
 def restore(model: nn.Module) -> nn.Module:
     """Put the original modules and parameters back, bit for bit; the same objects. Returns ``model``.
 
@@ -151,6 +154,7 @@ def _put_back(model: nn.Module, lossy: bool = False) -> nn.Module:
         stand_in.refill(lossy=lossy)
     for parent, name, stand_in in places:
         parent._modules[name] = stand_in.original
+        stand_in.unsilence()
     return model
 
 
@@ -239,7 +243,7 @@ def _rewrite_experts(
             _check_quantised(sparse.expert(0), x_TH)
         elif all(layer.method == "exact" for layer in group):
             arguments, wanted = probe_experts(model, sparse.sites)
-            if not _same(sparse(*arguments), wanted):
+            if not same_tokens(sparse(*arguments), wanted):
                 raise _no_way(sparse.site, ["the sparse operator does not reproduce the experts (a damaged build?)"])
         _install(model, sparse.site, sparse, [swap])
 
@@ -278,6 +282,8 @@ def experts_way(
         with evaluating(module):
             problem = _runs_to(lambda x: module.forward(x, *arguments[1:]), [(arguments[0], result)])
         reason = f"owner: {first.experts} {problem}" if problem else ""
+    if not reason and (hooks := hooks_inside(str(first.experts), module)):
+        reason = f"owner: {hooks}, {_SILENT}"
     if reason:
         raise _no_way(first, [reason])
     return None if sparse is None else Swap(module, sparse)
@@ -290,9 +296,24 @@ def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: 
         probes = _probes(site, site.weights(model))
         if storage.quantised:
             _check_quantised(ffn, probes[0][0])
-        elif not all(_same(ffn.forward_dense(x), y) for x, y in probes):
+        elif not all(same_tokens(ffn.forward_dense(x), y) for x, y in probes):
             raise _no_way(site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
-        _install(model, site, ffn, _find_way(model, site, ffn, probes))
+        swaps = _find_way(model, site, ffn, probes)
+        if swaps[0].stand_in is ffn and _varies_in_training(swaps, probes[0]):
+            layer.site = ffn.site = replace(site, drops="inside")
+        _install(model, ffn.site, ffn, swaps)
+
+
+def _varies_in_training(swaps: Sequence[Swap], probe: Probe) -> bool:
+    """Whether modules that are to be replaced do something else in training mode, as dropout does."""
+    modules = [swap.original for swap in swaps]
+    with evaluating(*modules), torch.random.fork_rng(devices=[]):
+        for module in modules:
+            module.train()
+        h = probe[0].clone()
+        for module in modules:
+            h = module.forward(h)
+    return not same_tokens(h, probe[1])
 
 
 def _find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap]:
@@ -300,6 +321,8 @@ def _find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
     for way in (_owner_way, _chain_way, _lazy_way):
         swaps = way(model, site, ffn, probes)
         if not isinstance(swaps, str):
+            if any(reason.endswith(_SILENT) for reason in reasons):
+                _log.warning("%s runs through lazy tensors, which is slower: %s", site.key, "; ".join(reasons))
             return swaps
         reasons.append(swaps)
     raise _no_way(site, reasons)
@@ -334,7 +357,7 @@ def _check_quantised(ffn: SparseFFN, x: torch.Tensor) -> None:
     biases = [None if b is None else b[some] for b in (ffn.bias_gate, ffn.bias_up)]
     settings = (None, ffn.site.activation, ffn.site.activation_on_up, 0, 0.0, ffn.weights, ffn.int8_activations)
     args: Any = (x.float(), ffn.bundles[some].contiguous(), *biases, ffn.bias_down, *settings)
-    if not _same(torch.ops.pi2.sparse_ffn(*args), reference.sparse_ffn(*args)):
+    if not same_tokens(torch.ops.pi2.sparse_ffn(*args), reference.sparse_ffn(*args)):
         raise _no_way(ffn.site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
 
 
@@ -342,8 +365,11 @@ def _probes(site: FFNSite, weights: FFNWeights) -> list[Probe]:
     """Random inputs of a layer and what it makes of them."""
     generator = torch.Generator().manual_seed(site.layer)
     probes: list[Probe] = []
-    for shape in _PROBE_SHAPES:
-        x_BTH = torch.randn((*shape, site.hidden), generator=generator).to(weights.up.dtype)
+    for number, shape in enumerate(_PROBE_SHAPES):
+        x_BTH = torch.randn((*shape, site.hidden), generator=generator)
+        if number == 1:
+            x_BTH *= token_magnitudes(weights.up.dtype, shape)
+        x_BTH = x_BTH.to(weights.up.dtype)
         probes.append((x_BTH, dense_reference(site, weights, x_BTH)))
     return probes
 
@@ -357,23 +383,19 @@ def _no_way(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
     )
 
 
-def _same(found: Any, wanted: torch.Tensor) -> bool:
-    if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
-        return False
-    scale = max(float(wanted.abs().max()), 1e-30)
-    return float((found.float() - wanted.float()).abs().max()) <= _TOLERANCE[wanted.dtype] * scale
-
-
 def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
-    """None if ``call(x)`` gives ``y`` for all probes, else what happened instead."""
+    """None if ``call(x)`` gives ``y`` for all probes, and these reach all that it does; else what happened instead."""
+    reach = Reach()
     for x, y in probes:
         try:
-            found = call(x.clone())
+            with reach:
+                found = call(x.clone())
         except Exception as error:  # a block that wants more arguments, a container without forward, ...
             return f"raises {type(error).__name__}"
-        if not _same(found, y):
+        if not same_tokens(found, y):
             return "computes something else as well"
-    return None
+    missed = reach.missed()
+    return f"computes something else as well, where no probe comes ({missed})" if missed else None
 
 
 def _more_than(site: FFNSite, model: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
@@ -402,6 +424,8 @@ def _owner_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence
     more = _more_than(site, model, {site.owner: owner})
     if more:
         return f"owner: it also holds {more}"
+    if hooks := hooks_inside(site.owner, owner):
+        return f"owner: {hooks}, {_SILENT}"
     with evaluating(owner):
         problem = _runs_to(owner.forward, probes)
     return f"owner: {site.owner} {problem}" if problem else [Swap(owner, ffn)]
@@ -419,6 +443,13 @@ def _chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence
     more = _more_than(site, model, dict(zip(names, modules)))
     if more:
         return f"chain: it also holds {more}"
+    inside = dict(zip(names, modules))
+    hooks = own_forward(inside)
+    for position, (name, module) in enumerate(inside.items()):
+        if has_hooks(module, pre=position > 0, post=position < len(names) - 1) or hooks_inside(name, module):
+            hooks = f"{name} has a hook"
+    if hooks:
+        return f"chain: {hooks}, {_SILENT}"
 
     def run(h: torch.Tensor) -> Any:
         for module in modules:
@@ -430,7 +461,9 @@ def _chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence
     if problem:
         return f"chain: {' -> '.join(names)} {problem}"
     inner = [Swap(m, Absorbed(), name) for m, name in zip(modules[1:-1], names[1:-1])]
-    return [Swap(modules[0], ffn), *inner, Swap(modules[-1], Absorbed())]
+    last = Absorbed()
+    last.last = True
+    return [Swap(modules[0], ffn), *inner, Swap(modules[-1], last)]
 
 
 def _lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
@@ -441,12 +474,14 @@ def _lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
             sources.setdefault(_module_name(ref.weight), []).append(role)
     down_name = _module_name(site.down.weight)
     modules = {name: model.get_submodule(name) for name in (*sources, down_name)}
+    if patched := own_forward(modules):
+        return f"lazy: {patched}"
     for name, module in modules.items():
         parameters = {local: p.detach() for local, p in module.named_parameters()}
         if not parameters.keys() <= {"weight", "bias"} or any(True for _ in module.buffers()):
             return f"lazy: {name or 'the model'} holds more than one matmul"
-        probe = torch.randn((1, 3, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
-        probe = probe.to(parameters["weight"].dtype)
+        probe = torch.randn((1, 11, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
+        probe = (probe * token_magnitudes(parameters["weight"].dtype, (1, 11))).to(parameters["weight"].dtype)
         wanted = nn.functional.linear(probe, parameters["weight"], parameters.get("bias"))
         with evaluating(module):
             problem = _runs_to(module.forward, [(probe, wanted)])
@@ -490,13 +525,19 @@ def _install(model: nn.Module, site: FFNSite, ffn: SparseFFN | SparseExperts, sw
         parameters = dict(swap.original.named_parameters(remove_duplicate=False))
         names = {local: site_name[id(p)] for local, p in parameters.items() if id(p) in site_name}
         swap.stand_in.stand_for(swap.original, ffn, names)
-    if len(swaps) == 1:  # the owner's input and output are unchanged, so its hooks stay meaningful
-        for attribute in _HOOKS:
-            object.__setattr__(ffn, attribute, getattr(swaps[0].original, attribute))
+    for swap in swaps:
+        share_hooks(swap.original, swap.stand_in)
     ffn.training = swaps[0].original.training
+    if isinstance(ffn, SparseFFN):
+        ffn.passes_on = swaps[0].stand_in is ffn and len(swaps) > 1
+    if isinstance(ffn, SparseFFN) and swaps[0].stand_in is ffn:
+        ffn.only_in_eval = ffn.site.drops == "inside" or (len(swaps) == 1 and bool(ffn.site.drops))
     for parent, name, swap in targets:
         parent._modules[name] = swap.stand_in
     in_use = earlier | {id(p) for p in model.parameters()}
+    running = {id(module) for module in model.modules()}
     for swap in swaps:
+        inner = [module for module in swap.original.modules() if module is not swap.original]
+        swap.stand_in.silence(module for module in inner if id(module) not in running)
         held = {local: swap.original.get_parameter(local) for local in swap.stand_in._names}
         swap.stand_in.release(tuple(local for local, p in held.items() if id(p) not in in_use))

@@ -74,7 +74,7 @@ Keep = Callable[[FFNSite, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def masked_experts(model: nn.Module, sites: Sequence[FFNSite], keep: Keep, routed: Routed) -> torch.Tensor:
     """What the module of ``sites`` (all of its experts) makes of ``routed``, without the neurons that do not count."""
-    y_TH = torch.zeros(routed.x_TH.shape)
+    y_TH = routed.x_TH.new_zeros(routed.x_TH.shape, dtype=torch.float32)
     for site in sites:
         tokens = routed.tokens_of(site)
         if not len(tokens):

@@ -9,12 +9,21 @@ Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I``
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 
-from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError
+from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError, UnsupportedModelError
+from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.runtime.fields import Field
+
+#: Neurons, hidden states or experts at most: what the core counts with.
+MOST_SIZE = (1 << 31) - 1
+#: Fields that older files have not.
+_OPTIONAL = ("owner_class", "inner", "owner_runs", "drops")
+#: Of :attr:`FFNSite.drops`.
+DROPS = ("", "inside", "owner")
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class FFNSite:
             of execution; empty where any of it is code of the owner. Lets a rewrite swap modules one by one.
         owner_runs: the owner's own forward was seen to compute the FFN. False where code outside calls the owner's
             parts (``self.mlp.down(act(self.mlp.up(x)))``), so that replacing the owner would not reach it.
+        drops: where something else happens in training mode (dropout): ``inside``, between the projections; ``owner``,
+            elsewhere in the owner; empty: nowhere.
     """
 
     key: str
@@ -85,6 +96,7 @@ class FFNSite:
     owner_class: str = field(default="", compare=False)
     inner: tuple[str, ...] = field(default=(), compare=False)
     owner_runs: bool = field(default=True, compare=False)
+    drops: str = field(default="", compare=False)
 
     @property
     def gated(self) -> bool:
@@ -106,8 +118,11 @@ class FFNSite:
         def take(ref: LinearRef | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             if ref is None:
                 return None, None
-            weight = ref.take(model.get_parameter(ref.weight).detach())
-            bias = model.get_parameter(ref.bias).detach() if ref.bias else None
+            try:
+                weight = ref.take(model.get_parameter(ref.weight).detach())
+                bias = model.get_parameter(ref.bias).detach() if ref.bias else None
+            except AttributeError as error:
+                raise _gone(self, ref) from error
             if ref.rows is not None:
                 bias = None if bias is None else bias[ref.rows[0] : ref.rows[1]]
             return weight, bias
@@ -123,18 +138,50 @@ class FFNSite:
         return asdict(self)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> FFNSite:
-        def ref(value: dict[str, Any] | None) -> LinearRef | None:
-            if value is None:
-                return None
-            rows = value.get("rows")
-            return LinearRef(value["weight"], value.get("bias"), tuple(rows) if rows else None, value.get("expert"))
+    def from_json(data: Any, where: str = "site") -> FFNSite:
+        """Inverse of :meth:`to_json`. Raises ArtifactError, naming ``where``, for anything but what that writes."""
+        site = Field(data, where, "Make the plan again.")
+        known = [f.name for f in fields(FFNSite)]
+        site.names([name for name in known if name not in _OPTIONAL], _OPTIONAL)
+        return FFNSite(
+            key=site.at("key").text(empty=True),
+            layer=site.at("layer").whole(),
+            activation=site.at("activation").text(ACTIVATIONS),
+            activation_on_up=site.at("activation_on_up").flag(),
+            gate=None if site.at("gate").value is None else _ref(site.at("gate")),
+            up=_ref(site.at("up")),
+            down=_ref(site.at("down")),
+            hidden=site.at("hidden").whole(1, MOST_SIZE),
+            intermediate=site.at("intermediate").whole(1, MOST_SIZE),
+            owner=site.at("owner").text(empty=True),
+            owner_class=site.at("owner_class", "").text(empty=True),
+            inner=tuple(name.text(empty=True) for name in site.at("inner", []).items()),
+            owner_runs=site.at("owner_runs", True).flag(),
+            drops=site.at("drops", "").text(DROPS, empty=True),
+        )
 
-        fields = dict(data)
-        for name in ("gate", "up", "down"):
-            fields[name] = ref(fields[name])
-        fields["inner"] = tuple(fields.get("inner", ()))
-        return FFNSite(**fields)
+
+def _ref(ref: Field) -> LinearRef:
+    ref.names(["weight"], ("bias", "rows", "expert"))
+    bias, rows, expert = (ref.at(name, None) for name in ("bias", "rows", "expert"))
+    start, stop = (row.whole(0, MOST_SIZE) for row in rows.items(2, 2)) if rows.value is not None else (0, 0)
+    if rows.value is not None and start >= stop:
+        rows.wrong("the first of some rows and the one after the last")
+    return LinearRef(
+        ref.at("weight").text(),
+        None if bias.value is None else bias.text(),
+        None if rows.value is None else (start, stop),
+        None if expert.value is None else expert.whole(0, MOST_SIZE),
+    )
+
+
+def _gone(site: FFNSite, ref: LinearRef) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"weights of {site.key or 'the FFN'} ({site.owner_class})",
+        expected=f"a parameter {ref.weight}",
+        found="none: another layer that shares its module was made sparse",
+        fix="Give each layer linear modules of its own; they may share parameters.",
+    )
 
 
 def check_weights(site: FFNSite, weights: FFNWeights) -> None:

@@ -141,7 +141,8 @@ def predict_signbit(x: torch.Tensor, signs: torch.Tensor, columns: int, margin: 
     Returns:
         bool ``[..., C]``.
     """
-    bits_CH = (signs[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)[:, :columns].float()
+    shifts = torch.arange(8, dtype=torch.uint8, device=signs.device)
+    bits_CH = (signs[..., None] >> shifts & 1).flatten(-2)[:, :columns].float()
     bits_TH = (x < 0).float()
     differing = bits_TH @ (1 - bits_CH).T + (1 - bits_TH) @ bits_CH.T
     active = (columns - differing).double() >= margin * differing.double()

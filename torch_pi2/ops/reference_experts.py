@@ -53,7 +53,7 @@ def experts_ffn(
         how: tuple[Any, ...] = (tensors, kind, cuts[e], predictor_weights, predictor_int8_activations)
         return reference.predicted_ffn(x_H, *layer, *how, *settings)
 
-    y_TH = torch.zeros(x.shape)
+    y_TH = x.new_zeros(x.shape, dtype=torch.float32)
     for t in range(x.shape[0]):
         for j in range(index.shape[1]):
             e = int(index[t, j])

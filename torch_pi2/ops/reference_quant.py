@@ -40,7 +40,7 @@ def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = No
     extreme_NG1 = w_NGk.gather(2, w_NGk.abs().argmax(2, keepdim=True)) + 0.0  # -0.0 becomes 0.0
     if weights == "int8":
         return pack(w_NGk, _half(extreme_NG1.abs() / 127), weights)
-    importance_K = torch.ones(w.shape[1]) if importance is None else importance
+    importance_K = torch.ones(w.shape[1], dtype=torch.float32, device=w.device) if importance is None else importance
     importance_Gk = F.pad(importance_K.double(), pad).unflatten(0, (-1, GROUP))
     best_NG1 = torch.zeros_like(extreme_NG1)
     least_NG1 = torch.full_like(extreme_NG1, torch.inf, dtype=torch.float64)

@@ -284,6 +284,7 @@ def _memory(
         "resident": stays,
         "cold": budget.cache - stays,
         "staging": budget.staging,
+        "activations": budget.activations,
         "tables": budget.total - budget.smallest - budget.cache + budget.neuron_tables,
         "accelerator": theirs,
     }

@@ -8,11 +8,12 @@ of the first that depends on the batch. docs/PLAN.md has the format.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.runtime.fields import Field
 
 #: Neurons of which an accelerator computes a whole number of, or all.
 ACCELERATOR_CHUNK = 512
@@ -26,8 +27,6 @@ OFFLOAD_SETTINGS: dict[str, type] = {
     "gap_bytes": int,
     "lookahead": bool,
 }
-#: Of a step: what sums of parts are still exact to a microsecond with.
-_MOST_MS = 1e15
 #: What threads are for.
 THREAD_ROLES = ("compute", "io")
 
@@ -141,113 +140,82 @@ class HardwarePlan:
         Raises:
             ArtifactError: something is missing, of another type, or no such plan can be followed.
         """
-        return _Reader(where).plan(data, layers)
+        return _read(Field(data, f"{where}, hardware", "Make the plan again (torch-pi2 plan)."), layers)
 
 
-class _Reader:
-    """Reads the part ``hardware`` of the plan.json at ``where``, and says which field is wrong."""
+#: Key, least and most neurons of a layer.
+Bounds = Sequence[tuple[str, int, int]]
 
-    def __init__(self, where: str) -> None:
-        self._where = where
 
-    def _check(self, good: bool, name: str, expected: str, found: Any) -> None:
-        if not good:
-            text = repr(found)
-            raise ArtifactError(
-                f"{self._where}, hardware.{name}",
-                expected=expected,
-                found=text if len(text) <= 80 else text[:77] + "...",
-                fix="Make the plan again (torch-pi2 plan).",
-            )
+def _read(plan: Field, layers: Bounds) -> HardwarePlan:
+    plan.names([f.name for f in fields(HardwarePlan)], None)
+    budget = plan.at("budget_bytes")
+    buckets = [_bucket(bucket, layers, budget.value is None) for bucket in plan.at("buckets").items(1)]
+    batches = [bucket.batch for bucket in buckets]
+    if sorted(set(batches)) != batches:
+        plan.at("buckets").wrong("ascending batch sizes", batches)
+    prompt = plan.at("prompt")
+    dense_from = _counts(prompt.at("dense_from"), [(key, 0, 1 << 30) for key, _, _ in layers])
+    return HardwarePlan(
+        plan.at("made_for").names(allowed=None),
+        None if budget.value is None else budget.whole(0),
+        plan.at("accelerator_bytes").whole(0),
+        plan.at("context").whole(0),
+        tuple(buckets),
+        PromptPlan(dense_from, prompt.at("chunk_tokens").whole(1)),
+        _offload(plan.at("offload")),
+        {role: count.whole(0) for role, count in _of(plan.at("threads"), THREAD_ROLES).items()},
+        plan.at("cluster").whole(1),
+    )
 
-    def _fields(self, data: Any, name: str, wanted: Sequence[str]) -> None:
-        self._check(isinstance(data, dict), name, "an object", data)
-        missing = [field for field in wanted if field not in data]
-        self._check(not missing, name, f"fields {', '.join(wanted)}", f"no {', '.join(missing)}")
 
-    def _whole(self, value: Any, name: str, least: int) -> int:
-        self._check(type(value) is int and least <= value < 1 << 62, name, f"a whole number, {least} or more", value)
-        return int(value)
+def _of(found: Field, allowed: Collection[str]) -> dict[str, Field]:
+    """Some of the fields ``allowed``."""
+    found.names((), allowed)
+    return found.each()
 
-    def _counts(self, value: Any, name: str, bounds: Sequence[tuple[str, int, int]]) -> tuple[int, ...]:
-        """A number for each layer, between its bounds."""
-        self._check(isinstance(value, list), name, "a list", value)
-        self._check(len(value) == len(bounds), name, f"{len(bounds)} numbers, one a layer", f"{len(value)}")
-        for found, (key, least, most) in zip(value, bounds, strict=True):
-            good = type(found) is int and least <= found <= most
-            self._check(good, f"{name} of {key}", f"{least} to {most}", found)
-        return tuple(value)
 
-    def plan(self, data: Any, layers: Sequence[tuple[str, int, int]]) -> HardwarePlan:
-        needed = ("made_for", "budget_bytes", "accelerator_bytes", "context", "buckets", "prompt")
-        self._fields(data, "plan", (*needed, "offload", "threads", "cluster"))
-        made_for, offload, threads = data["made_for"], data["offload"], data["threads"]
-        self._check(isinstance(made_for, dict), "made_for", "an object", made_for)
-        budget = data["budget_bytes"]
-        self._check(isinstance(data["buckets"], list) and bool(data["buckets"]), "buckets", "at least one", "none")
-        buckets = [self._bucket(entry, i, layers, budget is None) for i, entry in enumerate(data["buckets"])]
-        batches = [bucket.batch for bucket in buckets]
-        self._check(sorted(set(batches)) == batches, "buckets", "ascending batch sizes", batches)
-        self._fields(data["prompt"], "prompt", ("dense_from", "chunk_tokens"))
-        dense_from = self._counts(
-            data["prompt"]["dense_from"], "prompt.dense_from", [(key, 0, 1 << 30) for key, _, _ in layers]
-        )
-        chunk = self._whole(data["prompt"]["chunk_tokens"], "prompt.chunk_tokens", 1)
-        self._check(isinstance(offload, dict), "offload", "an object", offload)
-        for name, value in offload.items():
-            self._check(name in OFFLOAD_SETTINGS, "offload", f"settings of {', '.join(OFFLOAD_SETTINGS)}", name)
-            kind = OFFLOAD_SETTINGS[name]
-            self._check(type(value) is kind, f"offload.{name}", kind.__name__, value)
-            if kind is int:
-                self._whole(value, f"offload.{name}", 0)
-        self._offload(offload)
-        self._fields(threads, "threads", ())
-        for role, count in threads.items():
-            self._check(role in THREAD_ROLES, "threads", " or ".join(THREAD_ROLES), role)
-            self._whole(count, f"threads.{role}", 0)
-        return HardwarePlan(
-            made_for,
-            None if budget is None else self._whole(budget, "budget_bytes", 0),
-            self._whole(data["accelerator_bytes"], "accelerator_bytes", 0),
-            self._whole(data["context"], "context", 0),
-            tuple(buckets),
-            PromptPlan(dense_from, chunk),
-            offload,
-            threads,
-            self._whole(data["cluster"], "cluster", 1),
-        )
+def _counts(numbers: Field, bounds: Bounds) -> tuple[int, ...]:
+    """A number for each layer, between its bounds."""
+    found = numbers.items()
+    if len(found) != len(bounds):
+        numbers.wrong(f"{len(bounds)} numbers, one a layer", f"{len(found)}")
+    for number, (key, least, most) in zip(found, bounds, strict=True):
+        if type(number.value) is not int or not least <= number.value <= most:
+            _of_layer(numbers, key).wrong(f"{least} to {most}", number.value)
+    return tuple(numbers.value)
 
-    def _offload(self, settings: dict[str, Any]) -> None:
-        """Settings of the right names and types."""
-        from torch_pi2.runtime.offload import OffloadConfig  # it imports plans
 
-        try:
-            OffloadConfig(**settings)
-        except ConfigError as error:
-            name = error.what.removeprefix("OffloadConfig.")
-            raise ArtifactError(
-                f"{self._where}, hardware.offload.{name}",
-                expected=error.expected,
-                found=error.found,
-                fix="Make the plan again (torch-pi2 plan).",
-            ) from error
+def _of_layer(numbers: Field, key: str) -> Field:
+    return Field(numbers.value, f"{numbers.path} of {key}", numbers.fix)
 
-    def _bucket(self, data: Any, index: int, layers: Sequence[tuple[str, int, int]], in_memory: bool) -> Bucket:
-        name = f"buckets[{index}]"
-        self._fields(data, name, ("batch", "hot", "accelerator", "resident", "cache_bytes", "ms"))
-        hot = self._counts(data["hot"], f"{name}.hot", layers)
-        computed = [(key, 0, n) for (key, _, _), n in zip(layers, hot, strict=True)]
-        accelerator = self._counts(data["accelerator"], f"{name}.accelerator", computed)
-        for count, (key, _, most) in zip(accelerator, layers, strict=True):
-            whole = count % ACCELERATOR_CHUNK == 0 or count == most
-            self._check(whole, f"{name}.accelerator of {key}", f"a multiple of {ACCELERATOR_CHUNK}, or {most}", count)
-        ms = data["ms"]
-        self._check(isinstance(ms, dict), f"{name}.ms", "an object", ms)
-        for part, value in ms.items():
-            good = type(value) in (int, float) and 0 <= value < _MOST_MS
-            self._check(good, f"{name}.ms.{part}", "milliseconds, 0 or more", value)
-        resident = self._counts(data["resident"], f"{name}.resident", [(key, 0, most) for key, _, most in layers])
-        cache_bytes = self._whole(data["cache_bytes"], f"{name}.cache_bytes", 0)
-        cached = cache_bytes > 0 or not in_memory
-        self._check(cached or not any(resident), f"{name}.resident", "0 where everything is in memory", sum(resident))
-        return Bucket(self._whole(data["batch"], f"{name}.batch", 1), hot, accelerator, resident, cache_bytes, ms)
+
+def _offload(settings: Field) -> dict[str, Any]:
+    """Settings of the right names and types."""
+    from torch_pi2.runtime.offload import OffloadConfig  # it imports plans
+
+    for name, setting in _of(settings, OFFLOAD_SETTINGS).items():
+        kind = OFFLOAD_SETTINGS[name]
+        setting.whole() if kind is int else setting.flag() if kind is bool else setting.text()
+    try:
+        OffloadConfig(**settings.value)
+    except ConfigError as error:
+        setting = settings.at(error.what.removeprefix("OffloadConfig."))
+        raise ArtifactError(setting.path, expected=error.expected, found=error.found, fix=setting.fix) from error
+    return dict(settings.value)
+
+
+def _bucket(bucket: Field, layers: Bounds, in_memory: bool) -> Bucket:
+    bucket.names([f.name for f in fields(Bucket)], None)
+    hot = _counts(bucket.at("hot"), layers)
+    numbers = bucket.at("accelerator")
+    accelerator = _counts(numbers, [(key, 0, n) for (key, _, _), n in zip(layers, hot, strict=True)])
+    for count, (key, _, most) in zip(accelerator, layers, strict=True):
+        if count % ACCELERATOR_CHUNK and count != most:
+            _of_layer(numbers, key).wrong(f"a multiple of {ACCELERATOR_CHUNK}, or {most}", count)
+    resident = _counts(bucket.at("resident"), [(key, 0, most) for key, _, most in layers])
+    cache_bytes = bucket.at("cache_bytes").whole(0)
+    if any(resident) and in_memory and not cache_bytes:
+        bucket.at("resident").wrong("0 where everything is in memory", sum(resident))
+    ms = {part: value.number() for part, value in bucket.at("ms").each().items()}
+    return Bucket(bucket.at("batch").whole(1), hot, accelerator, resident, cache_bytes, ms)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from torch_pi2.api import parts_of
+from torch_pi2.arguments import checked
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.plan.hardware import Hardware, find_hardware
 from torch_pi2.plan.hardware_plan import HardwarePlan
@@ -21,6 +22,7 @@ from torch_pi2.plan.task import BATCHES
 from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.runtime.accesses import Accesses
 from torch_pi2.runtime.budget import parse_bytes
+from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.runtime.offload import store_of
 from torch_pi2.store.parts import Parts
 
@@ -29,6 +31,8 @@ _REPLAYED = 64
 _REPLAYED_POLICIES = ("lfu", "lru", "sieve", "s3-fifo")
 
 
+@checked
+@fresh_settings()
 def plan_for(
     model: nn.Module,
     hardware: str | Path | Hardware = "measured",

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.extras import how_to_install
 from torch_pi2.ops import load
 from torch_pi2.plan.hardware import Hardware, cached_path, cores
 from torch_pi2.plan.measure_compute import CACHED, FULL, QUICK, rates, sparse_cases
@@ -143,7 +144,7 @@ def _check_packages() -> None:
                 package,
                 expected=f"an installed {package}",
                 found="none",
-                fix=f"pip install 'torch-pi2[{extra}]'",
+                fix=how_to_install(extra),
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,9 @@ from torch import nn
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.plan.hardware_plan import HardwarePlan
-from torch_pi2.runtime.files import atomic_folder_files, parse_json, read_tensors, read_text
+from torch_pi2.runtime.fields import Field
+from torch_pi2.runtime.files import atomic_folder_files, parse_json, read_text
+from torch_pi2.store.tensorfile import read_tensors
 
 #: 1 had no ``hardware`` part and is read, too.
 PLAN_VERSION = 2
@@ -28,6 +31,8 @@ _VERSIONS = (1, PLAN_VERSION)
 #: How a layer's cold neurons are chosen: every neuron dense; the gate is computed and zeros (or, with a
 #: threshold, small values) are skipped; a low-rank or a sign-bit predictor says which to compute at all.
 METHODS = ("dense", "exact", "threshold", "lowrank", "signbit")
+
+_FIX = "Make the plan again."
 
 #: Those whose layers need a predictor.
 PREDICTED = ("lowrank", "signbit")
@@ -71,6 +76,7 @@ class Plan:
     made_by: dict[str, Any] = field(default_factory=dict)
     hardware: HardwarePlan | None = None
     _bound: dict[str, weakref.ref[torch.Tensor]] | None = field(default=None, init=False, repr=False, compare=False)
+    _model: weakref.ref[nn.Module] | None = field(default=None, init=False, repr=False, compare=False)
 
     def bind(self, model: nn.Module) -> Plan:
         """Remember (weakly) the parameters of ``model`` that the sites name; returns the plan itself.
@@ -82,10 +88,14 @@ class Plan:
         refs = [r for y in self.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
         names = dict.fromkeys(n for r in refs for n in (r.weight, r.bias) if n)
         self._bound = {name: weakref.ref(model.get_parameter(name)) for name in names}
+        self._model = weakref.ref(model)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bound": None}  # weak references cannot be pickled, and would be another process's
+        return self.__dict__ | {
+            "_bound": None,
+            "_model": None,
+        }  # weak references cannot be pickled, and would be another process's
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Name -> parameter of the bound model. Raises ConfigError if there is none, or it is gone."""
@@ -99,6 +109,10 @@ class Plan:
                 fix="Call plan.bind(model) first and keep the model.",
             )
         return alive
+
+    def model(self) -> nn.Module | None:
+        """The model it is bound to, while that exists."""
+        return None if self._model is None else self._model()
 
     @property
     def orders_hash(self) -> str:
@@ -176,6 +190,12 @@ class Plan:
         return _read_plan(data, orders, where, where, data.get("model_hash"))
 
 
+def lossy_methods(plan: Plan) -> dict[str, int]:
+    """Method -> number of layers in which it leaves out neurons that may not be zero."""
+    layers = [y.method for y in plan.layers if y.n_cold and (y.method in PREDICTED or y.threshold > 0)]
+    return dict(Counter(layers))
+
+
 class HasParameters(Protocol):
     """A module, or anything that gives parameters by name."""
 
@@ -194,16 +214,11 @@ def _read_plan(
     data: dict[str, Any], orders: dict[str, torch.Tensor], where: Path | str, beside: str, orders_of: str | None
 ) -> Plan:
     """The plan of ``data``, from ``where``, with ``orders``, from ``beside``, of the model ``orders_of``."""
-    try:
-        model_hash, entries, made_by = str(data["model_hash"]), list(data["layers"]), dict(data["made_by"])
-        layers = [_read_layer(entry, orders) for entry in entries]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ArtifactError(
-            str(where),
-            expected="layers with site, method, n_hot, threshold and expected_active, and an order for each",
-            found=f"damage ({type(error).__name__}: {error})",
-            fix="Make the plan again.",
-        ) from error
+    found = Field(data, str(where), _FIX)
+    model_hash, made_by = found.at("model_hash").text(), found.at("made_by").names(allowed=None)
+    layers = [_read_layer(entry, orders, beside) for entry in found.at("layers").items()]
+    if len({layer.site.key for layer in layers}) < len(layers):
+        found.at("layers").wrong("layers of different keys", "one twice")
     if orders_of == model_hash and data.get("orders_hash") != _orders_hash(orders):
         raise StaleArtifactError(
             beside,
@@ -217,20 +232,39 @@ def _read_plan(
     return Plan(layers, model_hash, made_by, read)
 
 
-def _read_layer(entry: dict[str, Any], orders: dict[str, torch.Tensor]) -> LayerPlan:
-    """One entry of plan.json. Raises KeyError, TypeError or ValueError on anything but what ``save`` writes."""
-    site = FFNSite.from_json(entry["site"])
-    order = orders[f"{site.key}.order"]
-    if order.dtype != torch.int32 or sorted(order.tolist()) != list(range(site.intermediate)):
-        raise ValueError(f"the order of {site.key} is no permutation of {site.intermediate} neurons")
-    layer = LayerPlan(site, entry["method"], entry["n_hot"], order, entry["threshold"], entry["expected_active"])
-    if layer.method not in METHODS:
-        raise ValueError(f"method {layer.method!r} of {site.key}")
-    if not isinstance(layer.n_hot, int) or not 0 <= layer.n_hot <= site.intermediate:
-        raise ValueError(f"n_hot {layer.n_hot!r} of {site.key} with {site.intermediate} neurons")
-    if not (float(layer.threshold) >= 0 and 0 <= float(layer.expected_active) <= 1):
-        raise ValueError(f"threshold {layer.threshold!r} or expected_active {layer.expected_active!r} of {site.key}")
-    return layer
+def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> LayerPlan:
+    """One entry of plan.json. Raises ArtifactError for anything but what ``save`` writes."""
+    site = FFNSite.from_json(entry.at("site").value, entry.at("site").path)
+    return LayerPlan(
+        site,
+        entry.at("method").text(METHODS),
+        entry.at("n_hot").whole(0, site.intermediate),
+        _order(site, orders, beside),
+        entry.at("threshold").number(),
+        entry.at("expected_active").number(0, 1),
+    )
+
+
+def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch.Tensor:
+    """The order of a layer's neurons. Raises ArtifactError: there is none, or it is no permutation of them."""
+    order = orders.get(f"{site.key}.order")
+    if order is None or order.dtype != torch.int32 or tuple(order.shape) != (site.intermediate,):
+        found = "none" if order is None else f"{str(order.dtype).removeprefix('torch.')} {list(order.shape)}"
+    else:
+        seen = torch.zeros(site.intermediate, dtype=torch.bool)
+        least, most = (int(n) for n in order.aminmax())
+        if least >= 0 and most < site.intermediate:
+            for some in order.split(1 << 20):  # indices take eight bytes each
+                seen[some.long()] = True
+        if bool(seen.all()):
+            return order
+        found = "numbers that occur twice, or are none of theirs"
+    raise ArtifactError(
+        beside,
+        expected=f"the order of {site.key}, {site.key}.order, a permutation of {site.intermediate} neurons in int32",
+        found=found,
+        fix=_FIX,
+    )
 
 
 def weights_hash(model: HasParameters, sites: list[FFNSite]) -> str:

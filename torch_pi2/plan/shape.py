@@ -19,7 +19,15 @@ from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.rows import GROUP, VALUE_BYTES
 from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
-from torch_pi2.runtime.budget import Budget, engine_bytes, kv_bytes, place_bytes
+from torch_pi2.runtime.budget import (
+    Budget,
+    activation_bytes,
+    activation_sizes,
+    engine_bytes,
+    kv_bytes,
+    piece_tokens,
+    place_bytes,
+)
 from torch_pi2.runtime.experts import SparseExperts
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.linear import QuantLinear
@@ -152,6 +160,7 @@ class ModelShape:
         fixed_bytes: in memory always: all but predictors, keys and values, and neurons.
         compiled: whether steps are compiled (:class:`torch_pi2.Decoder`).
         kv_dtype: of keys and values.
+        activations: of a prompt, see :func:`torch_pi2.runtime.budget.activation_sizes`.
     """
 
     layers: tuple[LayerShape, ...]
@@ -161,6 +170,7 @@ class ModelShape:
     hidden: int
     compiled: bool
     kv_dtype: str = "float32"
+    activations: tuple[int, int] = (0, 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -188,7 +198,8 @@ class ModelShape:
         ``kv`` is of ``batch`` sequences of ``context`` tokens. ``token`` (what one wants) is left at 0, ``total`` is
         what all takes together.
         """
-        staging, tables, _ = engine_bytes([layer.entry(i) for i, layer in enumerate(self.layers)], config)
+        entries = [layer.entry(i) for i, layer in enumerate(self.layers)]
+        staging, tables, _ = engine_bytes(entries, config)
         place = self.place_bytes
         made = Budget(
             total=0,
@@ -197,10 +208,12 @@ class ModelShape:
             neuron_tables=tables,
             kv=batch * context * sum(layer.kv_bytes for layer in self.layers),
             staging=staging,
+            activations=activation_bytes(entries, self.activations, context) if any(self.activations) else 0,
             cache=min(self.slots, cache_bytes // place) * place,
             neurons=self.slots * place,
             token=0,
             slot=place,
+            piece_tokens=piece_tokens(context),
         )
         return replace(made, total=made.smallest + made.in_slots(made.cache))
 
@@ -297,6 +310,7 @@ class _Reading:
             self.plan.layers[0].site.hidden,
             self.compiled,
             str(dtype).removeprefix("torch."),
+            (0, 0) if config is None else activation_sizes(config, dtype),
         )
 
     def _fixed(self) -> int:

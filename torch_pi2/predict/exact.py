@@ -25,7 +25,9 @@ class ExactGate:
         self.site = site
         self._weights = weights
         # Predictors answer score >= threshold, the gate fires on score > cut: the next float above it.
-        self.threshold = float(torch.nextafter(torch.tensor(threshold), torch.tensor(float("inf"))))
+        self.threshold = float(
+            torch.nextafter(*torch.tensor([threshold, float("inf")], dtype=torch.float32, device="cpu"))
+        )
         self.card: PredictorCard | None = None
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:

@@ -87,13 +87,14 @@ class LowRank:
             )
         a, b = tensors["a"], tensors["b"]
         shapes = {k: tuple(v.shape) for k, v in tensors.items()}
-        r, i = a.shape[0], b.shape[0]
+        (r, *_), (i, *_) = (*shapes["a"], 0), (*shapes["b"], 0)
         fits = a.dim() == b.dim() == 2 and shapes["b"] == (i, r) and shapes["a_scale"] == (r,)
         fits = fits and shapes["b_scale"] == shapes["bias"] == (i,) and a.dtype == b.dtype == torch.int8
+        fits = fits and all(tensors[name].dtype == torch.float32 for name in ("a_scale", "b_scale", "bias"))
         if not fits:
             raise ArtifactError(
                 "shapes of a low-rank predictor",
-                expected="a [r, H] and b [I, r] int8, a_scale [r], b_scale and bias [I]",
+                expected="a [r, H] and b [I, r] int8, a_scale [r], b_scale and bias [I] float32",
                 found=", ".join(f"{k} {list(v)}" for k, v in shapes.items()),
                 fix="The file is damaged; fit the predictors again.",
             )

@@ -48,7 +48,7 @@ class LowRankRows(LowRank):
     ) -> LowRankRows:
         """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
         found = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        rank, neurons = (found.get(name, ((0,), None))[0][0] for name in ("a", "b"))
+        rank, neurons = ((*found.get(name, ((), None))[0], 0)[0] for name in ("a", "b"))
         fits = weights in VALUE_BYTES and found == {
             "a": ((rank, row_bytes(weights, hidden)), torch.uint8),
             "b": ((neurons, row_bytes(weights, rank)), torch.uint8),

@@ -29,7 +29,7 @@ def pack_signs(w: torch.Tensor) -> torch.Tensor:
     Bit k % 8 of byte k // 8 is 1 where weight k is below zero (negative zeros are not); bits past H are 0.
     """
     bits = torch.nn.functional.pad((w < 0).to(torch.uint8), (0, -w.shape[-1] % 64)).unflatten(-1, (-1, 8))
-    packed: torch.Tensor = (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    packed: torch.Tensor = (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
     return packed
 
 
@@ -87,7 +87,9 @@ class SignBit:
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` float32: number of products whose signs agree."""
         bits_IH = (
-            (self.signs[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)[:, : self.hidden].float()
+            (self.signs[..., None] >> torch.arange(8, dtype=torch.uint8, device=self.signs.device) & 1)
+            .flatten(-2)[:, : self.hidden]
+            .float()
         )
         signs_IH, signs_TH = 1 - 2 * bits_IH, 1 - 2 * (x_TH < 0).float()
         return (signs_TH @ signs_IH.T + self.hidden) / 2
@@ -153,7 +155,8 @@ class SignBit:
     def from_tensors(tensors: Mapping[str, torch.Tensor], card: PredictorCard | None) -> SignBit:
         """Inverse of :meth:`tensors`. Raises ArtifactError if they do not fit together."""
         signs, hidden, margin = (tensors.get(name) for name in SIGNBIT_TENSORS)
-        if signs is None or hidden is None or margin is None or hidden.numel() != 1 or margin.numel() != 1:
+        one = hidden is not None and margin is not None and hidden.numel() == margin.numel() == 1
+        if signs is None or hidden is None or margin is None or not one or hidden.is_floating_point():
             raise ArtifactError(
                 "sign-bit predictor",
                 expected="tensors signs, hidden [1] and margin [1]",

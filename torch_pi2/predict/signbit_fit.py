@@ -16,8 +16,10 @@ from torch_pi2.predict.size import FittedPredictors
 from torch_pi2.predict.train import measure
 from torch_pi2.profile.samples import sample_groups
 from torch_pi2.profile.stats import ActivationStats
+from torch_pi2.runtime.modes import fresh_settings
 
 
+@fresh_settings()
 def fit_signbit(
     model: nn.Module,
     data: Any,

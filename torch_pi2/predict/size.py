@@ -20,7 +20,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.routed import modules_of
-from torch_pi2.graph.sites import FFNSite
+from torch_pi2.graph.sites import MOST_SIZE, FFNSite
+from torch_pi2.ops.rows import VALUE_BYTES
 from torch_pi2.plan.plan import weights_hash
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import LowRankRows
@@ -42,8 +43,11 @@ from torch_pi2.profile.data import Batch, batches
 from torch_pi2.profile.recorder import check_sites
 from torch_pi2.profile.samples import Samples, collect_samples
 from torch_pi2.profile.stats import ActivationStats, check_artifact
-from torch_pi2.runtime.files import atomic_folder_files, read_tensors
-from torch_pi2.runtime.modes import evaluating
+from torch_pi2.runtime.fields import MOST, Field
+from torch_pi2.runtime.files import atomic_folder_files
+from torch_pi2.runtime.modes import evaluating, fresh_settings
+from torch_pi2.runtime.reading import parse
+from torch_pi2.store.tensorfile import read_tensors
 
 PREDICTORS_VERSION = 1
 PREDICTORS_FILE = "predictors.safetensors"
@@ -59,6 +63,7 @@ AnyPredictor = LowRank | SignBit
 ReadTensor = Callable[[str], torch.Tensor | None]
 
 _log = logging.getLogger("torch_pi2")
+_FIX = "Fit them again."
 _HIGHEST_RECALL = 0.999
 
 
@@ -203,6 +208,7 @@ class _Search:
         return {y.site.key: self.predictor(y, y.rank, y.recall) for y in self.layers if only is None or y is only}
 
 
+@fresh_settings()
 def fit(
     model: nn.Module,
     data: Any,
@@ -565,12 +571,9 @@ def predictors_of(
 ) -> FittedPredictors:
     """Predictors from the metadata and tensors of a file, read from ``where``. Raises as :func:`load_predictors`."""
     result = FittedPredictors(each_predictor(meta, tensor, where, model_hash))
-    try:
-        result.model_hash = meta["model_hash"]
-        report = json.loads(meta["report"])
-        result.report = None if report is None else FitReport(**report)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(where, error) from error
+    result.model_hash = meta["model_hash"]
+    report = _said(meta, "report", where)
+    result.report = None if report.value is None else _report(report)
     return result
 
 
@@ -579,23 +582,50 @@ def each_predictor(
 ) -> Iterator[tuple[str, AnyPredictor]]:
     """As :func:`predictors_of`, site key and predictor one after the other: all may be more than memory holds."""
     check_artifact(where, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
-    try:
-        for key, entry in json.loads(meta["predictors"]).items():
-            names = SIGNBIT_TENSORS if entry["kind"] == "signbit" else ("a", "a_scale", "b", "b_scale", "bias")
-            found = {n: tensor(f"{key}.{n}") for n in names}
-            mine = {n: t for n, t in found.items() if t is not None}
-            threshold, card = entry["threshold"], PredictorCard(**entry["card"])
-            if entry["kind"] == "signbit":
-                yield key, SignBit.from_tensors(mine, card)
-            elif "weights" in entry:
-                yield key, LowRankRows.from_rows(mine, entry["weights"], int(entry["hidden"]), threshold, card)
-            else:
-                yield key, LowRank.from_tensors(mine, threshold, card)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(where, error) from error
+    for key, entry in _said(meta, "predictors", where).each().items():
+        kind = entry.at("kind").text(("lowrank", "signbit"))
+        names = SIGNBIT_TENSORS if kind == "signbit" else ("a", "a_scale", "b", "b_scale", "bias")
+        found = {n: tensor(f"{key}.{n}") for n in names}
+        mine = {n: t for n, t in found.items() if t is not None}
+        threshold, card = entry.at("threshold").number(-MOST), _card_of(entry.at("card"))
+        if kind == "signbit":
+            yield key, SignBit.from_tensors(mine, card)
+        elif "weights" in entry.value:
+            weights, hidden = entry.at("weights").text(tuple(VALUE_BYTES)), entry.at("hidden").whole(1, MOST_SIZE)
+            yield key, LowRankRows.from_rows(mine, weights, hidden, threshold, card)
+        else:
+            yield key, LowRank.from_tensors(mine, threshold, card)
 
 
-def _damaged(where: Path | str, error: Exception) -> ArtifactError:
-    return ArtifactError(
-        str(where), expected="predictors with thresholds and cards", found=f"damage ({error})", fix="Fit them again."
+def _said(meta: Mapping[str, str], name: str, where: Path | str) -> Field:
+    """What the metadata has under ``name``. Raises ArtifactError: nothing, or no JSON."""
+    return Field(parse(meta.get(name, ""), f"{where}, {name}", fix=_FIX), f"{where}, {name}", _FIX)
+
+
+def _card_of(card: Field) -> PredictorCard:
+    card.names(("recall", "precision", "predicted_active", "bytes", "cost_share"), ("rank", "mass_recall"))
+    mass_recall = card.at("mass_recall", None)
+    return PredictorCard(
+        recall=card.at("recall").number(),
+        precision=card.at("precision").number(),
+        predicted_active=card.at("predicted_active").number(),
+        bytes=card.at("bytes").whole(),
+        cost_share=card.at("cost_share").number(),
+        rank=card.at("rank", 0).whole(),
+        mass_recall=None if mass_recall.value is None else mass_recall.number(),
+    )
+
+
+def _report(report: Field) -> FitReport:
+    report.names([f.name for f in fields(FitReport)])
+    return FitReport(
+        dense_loss=report.at("dense_loss").number(),
+        loss=report.at("loss").number(),
+        change=report.at("change").number(-MOST),
+        tolerance=report.at("tolerance").number(),
+        met=report.at("met").flag(),
+        skipped=report.at("skipped").number(),
+        rounds=[row.names(allowed=None) for row in report.at("rounds").items()],
+        layers=[row.names(allowed=None) for row in report.at("layers").items()],
+        tokens={name: count.whole() for name, count in report.at("tokens").each().items()},
     )

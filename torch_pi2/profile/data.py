@@ -47,8 +47,13 @@ class Batch:
 
     def call(self, model: nn.Module) -> Any:
         """Run ``model`` on this batch, with the argument names its ``forward`` has."""
+        args, kwargs = self.arguments(model)
+        return model(*args, **kwargs)
+
+    def arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What :meth:`call` calls ``model`` with; a decoder that is given no ids has those of its encoder."""
         if self.input_ids is None:
-            return model(*self.args, **self.kwargs)
+            return self.args, dict(self.kwargs)
         names = inspect.signature(model.forward).parameters
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
         kwargs = dict(self.kwargs)
@@ -58,9 +63,15 @@ class Batch:
         if padded and "attention_mask" in names:
             assert self.mask_BT is not None
             kwargs["attention_mask"] = self.mask_BT.long()
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _no_decoder_inputs(kwargs):
+            kwargs["decoder_input_ids"] = self.input_ids
         if "input_ids" in names or (open_ended and len(names) == 1):
-            return model(input_ids=self.input_ids, **kwargs)
-        return model(self.input_ids, **kwargs)
+            return (), {"input_ids": self.input_ids, **kwargs}
+        return (self.input_ids,), kwargs
+
+
+def _no_decoder_inputs(kwargs: Mapping[str, Any]) -> bool:
+    return not any(name.startswith("decoder_input") for name in kwargs)
 
 
 def batches(
@@ -75,7 +86,8 @@ def batches(
     Args:
         data: a text, a list of texts (both need ``tokenizer``); integer ids ``[N, T]``; or an iterable whose
             items are ids ``[T]`` (grouped and right-padded), ids ``[B, T]``, dicts of model arguments
-            (``input_ids``, optionally ``attention_mask``), or tuples of positional arguments.
+            (``input_ids``, optionally ``attention_mask`` and others), or tuples (or lists of tensors) of positional
+            arguments, one tensor of ids among them being ids: a ``DataLoader`` or a ``Dataset`` is one, too.
         tokenizer: a Hugging Face tokenizer, or anything that maps a str to ids or to ``{"input_ids": ids}``.
         batch_size: rows per batch, where we choose.
         seq_len: longest row in tokens, where we choose; longer ids are cut into windows.
@@ -123,6 +135,8 @@ def _normalise(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Iter
         yield _from_dict(data)
     elif isinstance(data, Iterable):
         yield from _from_items(data, tokenizer, batch_size, seq_len)
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # a map-style Dataset
+        yield from _from_items((data[i] for i in range(len(data))), tokenizer, batch_size, seq_len)
     else:
         raise _form_error(data)
 
@@ -136,8 +150,15 @@ def _form_error(item: Any) -> CalibrationError:
     )
 
 
+def _are_ids(values: Any) -> bool:
+    if not isinstance(values, torch.Tensor):
+        return False
+    floats = values.is_floating_point() or values.is_complex() or values.dtype is torch.bool
+    return not floats and values.dim() in (1, 2)
+
+
 def _check_ids(ids: torch.Tensor, what: str) -> torch.Tensor:
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool or ids.dim() not in (1, 2):
+    if not _are_ids(ids):
         raise CalibrationError(
             what,
             expected="integer token ids [T] or [N, T]",
@@ -216,6 +237,10 @@ def _grid(first: torch.Tensor | None) -> torch.Tensor | None:
 def _from_items(data: Iterable[Any], tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
     waiting: list[torch.Tensor] = []
     for item in data:
+        if isinstance(item, tuple | list) and len(item) == 1 and _are_ids(item[0]):
+            item = item[0]  # as TensorDataset gives it
+        if isinstance(item, list) and item and all(isinstance(value, torch.Tensor) for value in item):
+            item = tuple(item)  # as DataLoader gives it
         if isinstance(item, Batch):
             yield item
         elif isinstance(item, Mapping):

@@ -17,7 +17,10 @@ import numpy as np
 import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
-from torch_pi2.runtime.files import atomic_folder_files, read_tensors
+from torch_pi2.runtime.fields import Field
+from torch_pi2.runtime.files import atomic_folder_files
+from torch_pi2.runtime.reading import parse
+from torch_pi2.store.tensorfile import read_tensors
 
 STATS_VERSION = 1
 STATS_FILE = "stats.safetensors"
@@ -31,6 +34,17 @@ _HIST_SHIFT = 19
 #: Counts of ``made_by``.
 _RUN = ("tokens", "sequences", "batches")
 _COUNTS = ("fired", "zeros", "abs_sum", "batch_fired", "batch_groups", "score_hist")
+#: Axes and dtypes of a layer's tensors in a file, see :class:`LayerStats`.
+_TENSORS: dict[str, tuple[tuple[str, ...], torch.dtype]] = {
+    "fired": (("I",), torch.int64),
+    "zeros": (("I",), torch.int64),
+    "abs_sum": (("I",), torch.float64),
+    "batch_fired": (("K", "I"), torch.int64),
+    "batch_groups": (("K",), torch.int64),
+    "score_hist": (("BINS",), torch.int64),
+    "cofire_bits": (("S", "BYTES"), torch.uint8),
+}
+_FIX = "The file is damaged; profile again."
 
 
 def pack_bits(fired_TI: torch.Tensor) -> torch.Tensor:
@@ -387,28 +401,49 @@ class ActivationStats:
     ) -> ActivationStats:
         """Statistics from the tensors and metadata of a file, read from ``where``. Raises as :meth:`load`."""
         check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, model_hash)
-        layers: dict[str, LayerStats] = {}
-        try:
-            for row in json.loads(meta["layers"]):
-                missing = [n for n in (*_COUNTS, "cofire_bits") if f"{row['key']}.{n}" not in tensors]
-                if missing:
-                    raise ArtifactError(
-                        f"{where}: {row['key']}",
-                        expected="all its tensors",
-                        found=f"no {', '.join(missing)}",
-                        fix="The file is damaged; profile again.",
-                    )
-                parts: dict[str, Any] = {n: tensors[f"{row['key']}.{n}"] for n in (*_COUNTS, "cofire_bits")}
-                row["batch_sizes"] = tuple(row["batch_sizes"])
-                layers[row["key"]] = LayerStats(**row, **parts)
-            return ActivationStats(layers, meta["model_hash"], json.loads(meta["made_by"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(
-                str(where),
-                expected="statistics by layer",
-                found=f"damage ({type(error).__name__}: {error})",
-                fix="The file is damaged; profile again.",
-            ) from error
+        found = parse_layers(meta, where)
+        layers = {layer.key: layer for layer in (_layer(row, tensors, where) for row in found.items())}
+        if len(layers) < len(found.value):
+            found.wrong("layers of different keys", "one twice")
+        made_by = Field(parse(meta.get("made_by", ""), f"{where}, made_by"), f"{where}, made_by", _FIX)
+        return ActivationStats(layers, meta["model_hash"], made_by.names(allowed=None))
+
+
+def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
+    """What the metadata says of layers. Raises ArtifactError: nothing, or no JSON."""
+    return Field(parse(meta.get("layers", ""), f"{where}, layers", fix=_FIX), f"{where}, layers", _FIX)
+
+
+def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -> LayerStats:
+    """One layer of a file. Raises ArtifactError."""
+    row.names(("key", "layer", "threshold", "tokens", "batch_sizes"), ("experts", "borrowed"))
+    key = row.at("key").text(empty=True)
+    found = {name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors}
+    if missing := [name for name in _TENSORS if name not in found]:
+        raise ArtifactError(f"{where}: {key}", expected="all its tensors", found=f"no {', '.join(missing)}", fix=_FIX)
+    sizes = tuple(size.whole(1) for size in row.at("batch_sizes").items(1, 64))
+    neurons, samples = (found[name].shape[0] if found[name].dim() else 0 for name in ("fired", "cofire_bits"))
+    known = {"I": neurons, "K": len(sizes), "S": samples, "BINS": HIST_BINS, "BYTES": -(-neurons // 8)}
+    for name, (axes, dtype) in _TENSORS.items():
+        shape = tuple(known[axis] for axis in axes)
+        if tuple(found[name].shape) != shape or found[name].dtype != dtype:
+            said = f"{str(found[name].dtype).removeprefix('torch.')} {list(found[name].shape)}"
+            wanted = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+            raise ArtifactError(f"{where}, {key}.{name}", expected=wanted, found=said, fix=_FIX)
+        values = found[name]
+        if values.numel() and not 0 <= float(values.min()) <= float(values.max()) < math.inf:
+            raise ArtifactError(f"{where}, {key}.{name}", expected="numbers of 0 or more", found="others", fix=_FIX)
+    experts, tokens = row.at("experts", None), row.at("tokens").whole()
+    return LayerStats(
+        key=key,
+        layer=row.at("layer").whole(),
+        threshold=row.at("threshold").number(),
+        tokens=tokens,
+        batch_sizes=sizes,
+        experts=None if experts.value is None else experts.text(),
+        borrowed=row.at("borrowed", 0).whole(0, tokens),
+        **found,
+    )
 
 
 def _file(path: str | Path) -> Path:
@@ -425,10 +460,14 @@ def check_artifact(path: Path | str, meta: Mapping[str, str], fmt: str, version:
             found=f"{meta.get('format')} version {meta.get('version')}",
             fix="Use the torch_pi2 that wrote it, or make it again.",
         )
-    if model_hash is not None and meta.get("model_hash") != model_hash:
+    if "model_hash" not in meta:
+        raise ArtifactError(
+            str(path), expected="the hash of a model's weights", found="none", fix="The file is damaged; make it again."
+        )
+    if model_hash is not None and meta["model_hash"] != model_hash:
         raise StaleArtifactError(
             str(path),
             expected=f"made from FFN weights {model_hash[:12]}",
-            found=str(meta.get("model_hash"))[:12],
+            found=meta["model_hash"][:12],
             fix="It belongs to another model or to an older checkpoint; make it again for this one.",
         )

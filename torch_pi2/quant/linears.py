@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.graph.capture import capture, example_inputs
-from torch_pi2.graph.experts import without_experts
+from torch_pi2.graph.experts import all_experts, known_experts, without_experts
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profile.data import Batch
 from torch_pi2.quant.inputs import InputStats
+from torch_pi2.runtime.absent import take
+from torch_pi2.runtime.hooks import own_forward, share_hooks
 from torch_pi2.runtime.linear import QuantLinear
 from torch_pi2.runtime.modes import evaluating
 
@@ -27,14 +29,6 @@ _log = logging.getLogger("torch_pi2")
 MIN_INPUTS = 32
 #: Smaller ones are routers of mixtures of experts and classifiers: few bytes, and errors there are expensive.
 MIN_OUTPUTS = 64
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
 
 
 @dataclass(frozen=True)
@@ -103,6 +97,8 @@ def find_linears(
             continue
         if type(module) is not nn.Linear:
             skipped[name] = f"a {type(module).__name__}"
+        elif own_forward({name: module}):
+            skipped[name] = "a forward of its own (accelerate, or a patch)"
         elif module.in_features < MIN_INPUTS or module.out_features < MIN_OUTPUTS:
             skipped[name] = f"small ({module.in_features} -> {module.out_features})"
         else:
@@ -130,7 +126,7 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
             model(**example_inputs(model))
         else:
             inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
-            with without_experts(model):
+            with without_experts(model, known_experts(all_experts(model))):
                 try:
                     model(**inputs, use_cache=False)
                 except Exception:  # code that looks at values, which Dynamo does not run
@@ -178,16 +174,16 @@ def quantize_linears(
         error = made[name].relative_error(linear.weight)
         errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))
         _log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
-        for attribute in _HOOKS:
-            object.__setattr__(made[name], attribute, getattr(linear, attribute))
+        share_hooks(linear, made[name])
     with ExitStack() as undo:
         _replace(model, [(linears[name], made[name]) for name in linears], undo)
         undo.pop_all()  # nothing below can fail
     in_use = {id(parameter) for parameter in model.parameters()}
-    for linear in linears.values():
-        if id(linear.weight) not in in_use:
-            # a captured graph or a variable of the caller may keep the parameter, but not its memory
-            linear.weight.data = torch.empty(0, dtype=linear.weight.dtype)
+    for name, linear in linears.items():
+        # a captured graph or a variable of the caller may keep parameters, but not their memory
+        for local, parameter in linear.named_parameters():
+            if id(parameter) not in in_use:
+                take(parameter, f"{name}.{local}", parameter)
     linears.clear()
     return errors
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.report.facts import Measured, Rivals
+from torch_pi2.runtime.reading import parse, read_bytes
 
 #: Parts of ``bench decode`` by those of a plan; ``ffn``: hot, cold, io and merge together.
 _DECODE = {
@@ -28,13 +28,9 @@ def read_measured(path: str | Path) -> tuple[tuple[Measured, ...], tuple[Rivals,
     """Runs in ``path``, and planners compared. Raises ArtifactError: missing, damaged, or nothing of that kind."""
     path = Path(path)
     try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise _refused(path, "nothing") from error
-    except OSError as error:
-        raise _refused(path, str(error.strerror or error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _refused(path, f"damage ({error})") from error
+        data = parse(read_bytes(path), path)
+    except ArtifactError as error:
+        raise _refused(path, error.found) from error
     try:
         found = _runs(data, path.name), tuple(_rivals(data))
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

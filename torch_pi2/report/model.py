@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.errors import ArtifactError
+from torch_pi2.checkpoint import read_config
 from torch_pi2.plan.plan import Plan
 from torch_pi2.profile.stats import ActivationStats
 from torch_pi2.report.facts import Model
@@ -31,7 +31,7 @@ def describe(
     folder: Path, inner: Path, plan: Plan | None, stats: ActivationStats | None
 ) -> tuple[Model, dict[str, int]]:
     """The model in ``folder``, whose files of ours are in ``inner``; and the bytes of its neurons by site key."""
-    stored = (inner / STORE_FILE).is_file()
+    stored = os.path.lexists(inner / STORE_FILE)
     weights, by_part, neurons = _store(inner / STORE_FILE) if stored else _saved(folder, inner, plan)
     shape, synthetic = _shape(folder / "config.json")
     model_hash = plan.model_hash if plan else stats.model_hash if stats else ""
@@ -51,7 +51,7 @@ def _store(path: Path) -> tuple[str, dict[str, int], dict[str, int]]:
 
 def _saved(folder: Path, inner: Path, plan: Plan | None) -> tuple[str, dict[str, int], dict[str, int]]:
     """Weights in ``pi2/weights.safetensors``, or as the checkpoint has them."""
-    if (inner / WEIGHTS_FILE).is_file():
+    if os.path.lexists(inner / WEIGHTS_FILE):
         with QuantizedWeights(inner / WEIGHTS_FILE) as file:
             weights, specs = file.kind, file.specs
         neurons = {n.removesuffix(".bundles"): s.nbytes for n, s in specs.items() if n.endswith(".bundles")}
@@ -87,19 +87,9 @@ def _sizes(paths: Iterable[Path]) -> int:
 
 def _shape(path: Path) -> tuple[str, str | None]:
     """Class and sizes; and what the file says of random weights. Raises ArtifactError: damaged."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return "", None
-    try:
-        config = json.loads(path.read_text())
-        if not isinstance(config, dict):
-            raise TypeError(f"{type(config).__name__}, no object")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ArtifactError(
-            str(path),
-            expected="a model's configuration in JSON",
-            found=f"damage ({error})",
-            fix="Save the model again.",
-        ) from error
+    config = read_config(path.parent)
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config
     names = config.get("architectures")

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from torch_pi2.errors import LibraryMissingError
+from torch_pi2.extras import how_to_install
 from torch_pi2.report import figures, figures_plan, figures_run
 from torch_pi2.report.facts import Report
 from torch_pi2.report.header import header
@@ -62,7 +63,7 @@ def _plotly_js() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise LibraryMissingError(
-            "plotly", expected="an installed plotly", found=str(error), fix="pip install 'torch-pi2[report]'"
+            "plotly", expected="an installed plotly", found=str(error), fix=how_to_install("report")
         ) from error
     return str(get_plotlyjs())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,13 @@ import numpy.typing as npt
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.report.facts import Span, Timeline
+from torch_pi2.runtime.reading import ROOM_BYTES, parse, read_bytes
 from torch_pi2.runtime.trace import STAGES
 
 #: Most spans that are drawn: more make a page slow on a phone.
 MOST_SPANS = 2500
+#: A trace may be large, and its events take some ten times their text.
+_MOST_BYTES = 1 << 32
 #: Pieces of equal length that the whole trace is summed up in.
 _BINS = 150
 #: What compute threads do, by stage of the trace; of spans inside one another the innermost counts.
@@ -40,13 +42,13 @@ def read_trace(path: str | Path) -> Timeline:
     """The trace in ``path``. Raises ArtifactError: missing, damaged, or not one that :class:`torch_pi2.trace` wrote."""
     path = Path(path)
     try:
-        data = json.loads(path.read_text())
+        text = read_bytes(path, most=_MOST_BYTES)
+        data = parse(text, path, room=10 * len(text) + ROOM_BYTES, unique=False)
+    except ArtifactError as error:
+        raise _refused(path, error.found) from error
+    try:
         return _Trace(data).timeline(path.name)
-    except FileNotFoundError as error:
-        raise _refused(path, "nothing") from error
-    except OSError as error:
-        raise _refused(path, str(error.strerror or error)) from error
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise _refused(path, f"damage ({type(error).__name__}: {error})") from error
 
 

@@ -15,12 +15,16 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops import load
-from torch_pi2.runtime.files import atomic_write, read_tensors
+from torch_pi2.runtime.fields import Field
+from torch_pi2.runtime.files import atomic_write
 from torch_pi2.runtime.offload import Store, explained, store_and_budget
+from torch_pi2.runtime.reading import parse
 from torch_pi2.runtime.recording import Recording
 from torch_pi2.runtime.trace import check_path
+from torch_pi2.store.tensorfile import read_tensors
 
 _log = logging.getLogger("torch_pi2")
 
@@ -28,6 +32,7 @@ FORMAT = "torch_pi2.accesses"
 VERSION = "1"
 #: Bytes of bits that are kept by default: some 4700 tokens of a 7B model.
 CAPACITY = 256 << 20
+_FIX = "Record it again, with torch_pi2.record_accesses."
 _DTYPES = {"layers": torch.int32, "streamed": torch.uint8, "wanted": torch.uint8}
 
 
@@ -116,10 +121,7 @@ class Accesses:
                 found=f"{found[0]} version {found[1]}",
                 fix="Record it again, with torch_pi2.record_accesses.",
             )
-        try:
-            made = cls._parsed(tensors, metadata)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            _damaged(path, f"{type(error).__name__}: {error}", error)
+        made = cls._parsed(tensors, metadata, path)
         for name, dtype in _DTYPES.items():
             tensor = getattr(made, name)
             if tensor.dtype != dtype or tensor.dim() != 1:
@@ -132,31 +134,33 @@ class Accesses:
         return made
 
     @classmethod
-    def _parsed(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Accesses:
-        stored = tuple(StoredLayer(str(key), *_whole(numbers, 3)) for key, *numbers in json.loads(metadata["stored"]))
-        run = json.loads(metadata["run"])
-        kinds = {"policy": str, "slots": int, "hot_share": float, "preload": bool, "window": int, "whole": bool}
-        for name, kind in (kinds | {"wanted": int, "hits": int, "lost": int}).items():
-            if not isinstance(run[name], kind) or (kind is not str and run[name] < 0):
-                raise ValueError(f"run.{name} is {run[name]!r}")
-        resident = run.get("resident")  # files that were written before there was such a thing have none
-        if resident is not None and not (
-            isinstance(resident, list)
-            and len(resident) == len(stored)
-            and all(type(n) is int and 0 <= n <= layer.neurons for n, layer in zip(resident, stored, strict=True))
-        ):
-            raise ValueError(f"run.resident is {resident!r}")
-        if run["hot_share"] > 1 or not stored:
-            raise ValueError("hot_share is over 1" if stored else "no layers")
-        (place_bytes,) = _whole([int(metadata["place_bytes"])], 1)
-        return cls(stored, metadata["model_hash"], place_bytes, run, **{name: tensors[name] for name in _DTYPES})
+    def _parsed(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path) -> Accesses:
+        def said(name: str) -> Field:
+            return Field(parse(metadata.get(name, ""), f"{path}, {name}", fix=_FIX), f"{path}, {name}", _FIX)
+
+        stored = tuple(_layer(row) for row in said("stored").items(1))
+        run = said("run")
+        run.at("policy").text()
+        for name in ("slots", "window", "wanted", "hits", "lost"):
+            run.at(name).whole()
+        run.at("hot_share").number(0, 1)
+        for name in ("preload", "whole"):
+            run.at(name).flag()
+        resident = run.at("resident", None)  # files that were written before there was such a thing have none
+        if resident.value is not None:
+            for count, layer in zip(resident.items(len(stored), len(stored)), stored, strict=True):
+                count.whole(0, layer.neurons)
+        if missing := [name for name in _DTYPES if name not in tensors]:
+            _damaged(path, f"no tensor {missing[0]}")
+        place_bytes = said("place_bytes").whole(1, 1 << 40)
+        if "model_hash" not in metadata:
+            _damaged(path, "no model_hash")
+        return cls(stored, metadata["model_hash"], place_bytes, run.value, **{name: tensors[name] for name in _DTYPES})
 
 
-def _whole(numbers: list[Any], count: int) -> list[int]:
-    """Checks that there are ``count`` integers from 1 to 2**40."""
-    if len(numbers) != count or not all(type(n) is int and 1 <= n <= 1 << 40 for n in numbers):
-        raise ValueError(f"{count} sizes of 1 or more: {numbers}")
-    return numbers
+def _layer(row: Field) -> StoredLayer:
+    key, *numbers = row.items(4, 4)
+    return StoredLayer(key.text(empty=True), *(number.whole(1, 1 << 40) for number in numbers))
 
 
 def _damaged(path: str | Path, reason: str, error: Exception | None = None) -> NoReturn:
@@ -164,7 +168,7 @@ def _damaged(path: str | Path, reason: str, error: Exception | None = None) -> N
         str(path),
         expected="accesses that a store can have had",
         found=f"damage ({reason})",
-        fix="Record it again, with torch_pi2.record_accesses.",
+        fix=_FIX,
     ) from error
 
 
@@ -194,6 +198,7 @@ class record_accesses(Recording):
         ArtifactError: ``path`` cannot be written: at once, if that can be seen then; or the store has been closed.
     """
 
+    @checked
     def __init__(self, model: nn.Module, path: str | Path, *, capacity: int = CAPACITY) -> None:
         if capacity < 1:
             raise ConfigError(

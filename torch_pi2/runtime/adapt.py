@@ -21,11 +21,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.graph.rewrite import homes, sparse_layers
 from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan
 from torch_pi2.plan.plan import Plan
 from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.runtime.offload import OffloadedFFN, Store, store_and_budget
 
 _log = logging.getLogger("torch_pi2")
@@ -35,6 +37,8 @@ _REMEMBERED = 256
 _ATTRIBUTE = "torch_pi2_engine"
 
 
+@checked
+@fresh_settings()
 def follow(model: nn.Module, plan: Plan | HardwarePlan) -> Engine:
     """Let an optimised ``model`` run as ``plan`` says for the number of sequences that it decodes at a time.
 

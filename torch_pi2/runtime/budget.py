@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
@@ -31,14 +35,25 @@ _NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
 _SLOT_BYTES = 40
 #: What a policy remembers of a neuron, in the cache or not.
 _POLICY_BYTES = {"s3-fifo": 4, "lfu": 1}
+#: Tokens of a prompt whose activations a budget has room for at a time, whatever its context.
+PIECE_TOKENS = 1024
+#: Objects of a model, stacks of the threads that read, and what the allocator keeps.
+_OBJECT_BYTES = 8 << 20
+#: glibc's numbers of the settings, and the size from which on what is freed goes back to the system at once.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BLOCK = -1, -3, 1 << 20
+#: What compiling a step takes besides, measured: for each layer, and at all.
+_COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
+#: As csrc/include/pi2/ffn.h and predict.h have them.
+_PROMPT_TOKENS, _PROMPT_NEURONS, _TOKEN_TILE, _MASK_BYTES, _CHUNKS = 512, 512, 64, 1 << 23, 16
 
 
 def parse_bytes(value: float | str) -> int:
     """``2.5GiB``, ``700MB``, ``1G`` (decimal) or a number of bytes. Raises ConfigError."""
     found: float = -1
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         found = value
-    elif (match := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)) and match.group(2) in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    if match is not None and match.group(2) in _UNITS:
         found = float(match.group(1)) * _UNITS[match.group(2)]
     if not 0 <= found < math.inf:
         raise ConfigError(
@@ -55,6 +70,8 @@ class Budget:
         total: what was asked for.
         fixed: attention, embeddings, head, norms and biases. predictors: of all layers. neuron_tables: bookkeeping.
         kv: keys and values of ``context`` tokens. staging: where neurons go that a full cache has no room for.
+        activations: of a prompt of ``context`` tokens, of which ``piece_tokens`` are read at a time
+            (:class:`torch_pi2.Decoder`), what operators need besides, and some MiB for objects and threads.
         cache: what is left, for neurons (and 40 bytes a slot). neurons: all of them. token: those of an average token.
         slot: one of them (or a cluster, if a store has such) in the cache.
     """
@@ -65,15 +82,17 @@ class Budget:
     neuron_tables: int
     kv: int
     staging: int
+    activations: int
     cache: int
     neurons: int
     token: int
     slot: int
+    piece_tokens: int = PIECE_TOKENS
 
     @property
     def smallest(self) -> int:
         """The least that is accepted: everything but neurons, which then all come from flash."""
-        return self.fixed + self.predictors + self.kv + self.staging + self.neuron_tables
+        return self.fixed + self.predictors + self.kv + self.staging + self.activations + self.neuron_tables
 
     @property
     def whole(self) -> int:
@@ -103,6 +122,7 @@ class Budget:
         return -(-size // self.slot) * (self.slot + _SLOT_BYTES)
 
 
+@checked
 def set_budget(model: nn.Module, budget: float | str) -> Budget:
     """Give a model over a store (:func:`torch_pi2.load` with a budget) another budget while it is in use.
 
@@ -188,6 +208,7 @@ def divide(
         "predictors": sum(_predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
         "kv": kv_bytes(model_config, context, dtype),
         "staging": staging,
+        "activations": activation_bytes(store.entries, activation_sizes(model_config, dtype), context),
         "neuron_tables": tables,
     }
     left = total - sum(parts.values())
@@ -205,7 +226,8 @@ def divide(
             fix="Give it more, or lower context or OffloadConfig.in_flight.",
         )
     slots = min(count, left // (slot + _SLOT_BYTES))
-    made = Budget(total=total, cache=slots * slot, neurons=count * slot, token=token, slot=slot, **parts)
+    sizes = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
+    made = Budget(total=total, **parts, **sizes, piece_tokens=piece_tokens(context))
     if slots < count and made.cache < token and config.engine != "mmap":
         _below_the_cliff(made, Path(store.path).parent.parent, strict)
     return made
@@ -288,3 +310,93 @@ def kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
     heads = 1 if getattr(model_config, "multi_query", False) else heads or model_config.num_attention_heads
     width = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     return int(2 * layers * heads * width * context * dtype.itemsize)
+
+
+def piece_tokens(context: int) -> int:
+    """Tokens of a prompt that are read at a time by a model with room for ``context`` tokens."""
+    return max(_TOKEN_TILE, min(PIECE_TOKENS, context))
+
+
+def activation_sizes(model_config: Any, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that PyTorch's layers hold at once, beside feed-forward layers: for a token, for a pair of it and a key.
+
+    Three hidden states, and what is more of: a norm in float32; queries, keys and values with what becomes of them in
+    attention; the experts' inputs and results in float32. The mask; scores, where the model has a cap on them, for
+    which PyTorch has no fused attention.
+    """
+    if hasattr(model_config, "get_text_config"):
+        model_config = model_config.get_text_config()
+    hidden, size = model_config.hidden_size, dtype.itemsize
+    heads = model_config.num_attention_heads
+    queries = heads * (getattr(model_config, "head_dim", None) or hidden // heads)
+    keys = kv_bytes(model_config, 1, dtype) // (2 * model_config.num_hidden_layers)
+    norm, attention = 8 * max(hidden, queries) + size * queries, 6 * size * queries + 4 * keys
+    chosen = getattr(model_config, "num_experts_per_tok", None) or 0
+    experts = 4 * hidden * (chosen + 2) + size * hidden if chosen else 0
+    scores = heads * (4 + size) if getattr(model_config, "attn_logit_softcapping", None) else 0
+    return int(3 * size * hidden + max(norm, attention, experts)), 3 + size + scores
+
+
+def activation_bytes(entries: Sequence[LayerEntry], sizes: tuple[int, int], context: int) -> int:
+    """What a prompt of ``context`` tokens takes beside keys and values; ``sizes`` as in :func:`activation_sizes`."""
+    tokens = piece_tokens(context)
+    hidden_states = tokens * (sizes[0] + sizes[1] * max(context, tokens))
+    return hidden_states + max(scratch_bytes(entry, tokens) for entry in entries) + _OBJECT_BYTES
+
+
+def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
+    """Of a layer's call (core/sparse_ffn.cc, core/prompt.cc, core/predicted_ffn.cc): inputs, sums, ids and marks."""
+    tokens = min(tokens, _PROMPT_TOKENS)
+    tile = min(tokens, _TOKEN_TILE)
+    sums = max(_CHUNKS * tile * entry.hidden, (tokens + _PROMPT_NEURONS) * entry.hidden + tile * _PROMPT_NEURONS)
+    ids = (tokens // tile + 2) * entry.neurons
+    return 4 * (2 * tokens * entry.hidden + sums) + 8 * ids + min(_MASK_BYTES, tokens * entry.neurons)
+
+
+def give_back_freed_memory() -> None:
+    """From now on what this process frees goes back to the system (glibc; elsewhere nothing is done).
+
+    glibc would learn from the first prompt to keep blocks of up to 32 MB for the next: twice a prompt's activations.
+    Blocks of :data:`_LARGE_BLOCK` and more are mapped one by one instead; decoding has none.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        libc.mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK)
+        libc.malloc_trim(0)
+
+
+@contextmanager
+def room_for_compiling(model: nn.Module) -> Iterator[None]:
+    """While this is entered, the neuron cache of a model over a store has no more than compiling a step leaves.
+
+    A budget has no other room for that: where it is smaller, a warning says what is missing. Afterwards the cache has
+    its size again, and is filled as at loading. Nothing happens to a model in memory.
+    """
+    parts = getattr(model, "torch_pi2_store", None)
+    if parts is None or parts[0].config.engine == "mmap":
+        yield
+        return
+    store, budget = parts
+    config: Any = model.config
+    needed = _COMPILER_BYTES + _COMPILED_LAYER_BYTES * config.get_text_config().num_hidden_layers
+    size = store.stats()["cache_bytes"]
+    left = max(0, size - max(0, needed - (budget.total - budget.smallest - budget.in_slots(size))))
+    missing = needed - (budget.total - budget.smallest - budget.in_slots(left))
+    if missing > 0:
+        _log.warning(
+            "%s: compiling a step may take %.0f MiB more than the budget has room for, until it is done.",
+            *(store.path.parent.parent, missing / 2**20),
+        )
+    if left == size:
+        yield
+        return
+    store.resize(left // budget.slot * budget.slot)
+    try:
+        yield
+    finally:
+        gc.collect()
+        give_back_freed_memory()
+        store.resize(size)
+        if store.config.preload:
+            store.preload()

@@ -16,7 +16,9 @@ from torch import nn
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.runtime.adapt import engine_of
 from torch_pi2.runtime.attention import packed_attention
+from torch_pi2.runtime.budget import room_for_compiling
 from torch_pi2.runtime.kv import KeyValues
+from torch_pi2.runtime.prompt import piece_of
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
 #: which do not gain from a second thread either. freezing would copy the weights.
@@ -51,8 +53,9 @@ class Decoder:
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of what comes next, for sampling, instead
             of the most likely tokens.
         chunk_tokens: read longer prompts in equal pieces of at most so many tokens, which bounds the memory of their
-            activations; 0: whole. Without predictors lossless but for roundings; with them, layers ask their predictor
-            for pieces shorter than their ``dense_from``.
+            activations; 0: whole, over a store as many (of all sequences together) as its budget has room for
+            (``Budget.piece_tokens``: 1,024, or the context if that is less). Feed-forward layers go the way that they
+            would for all: lossless but for roundings in attention.
 
     Attributes:
         batch: sequences that are decoded now. length: of each, in tokens. cache: theirs, a ``StaticCache``.
@@ -83,6 +86,8 @@ class Decoder:
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.length, self.logits, self.chunk_tokens = 0, logits, chunk_tokens
+        store = getattr(model, "torch_pi2_store", None)
+        self._most_tokens = 0 if chunk_tokens or store is None else store[1].piece_tokens
         self._kv = KeyValues(model, max_tokens, batch)
         self.cache = self._kv.cache(batch)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
@@ -114,9 +119,10 @@ class Decoder:
         self._use(batch)
         self._tell(batch)  # after keys and values gave memory back, and before they want any
         self.cache.reset()
-        with packed_attention(self.model):
+        most = max(1, self._most_tokens // batch) if self._most_tokens else self.chunk_tokens or tokens
+        with packed_attention(self.model), piece_of(batch * tokens):
             # pieces of equal length: a short one at the end might be taken for a step
-            for piece_BT in ids_BT.tensor_split(-(-tokens // (self.chunk_tokens or tokens)), 1):
+            for piece_BT in ids_BT.tensor_split(-(-tokens // most), 1):
                 result = self._forward(piece_BT)
         self._kv.check_used()
         self.length = tokens
@@ -232,7 +238,7 @@ class Decoder:
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
             isolate_recompiles=True,
         )
-        with packed_attention(self.model), inductor.patch(self._settings):
+        with packed_attention(self.model), inductor.patch(self._settings), room_for_compiling(self.model):
             result: torch.Tensor = step(next_B1)
         self._steps[self.batch] = step
         return result

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
+from torch_pi2.extras import how_to_install
 from torch_pi2.ops.library import library_path
 
 #: The only version of ExecuTorch that the library is built for: its C++ interface is not the same in any two.
@@ -68,7 +69,7 @@ def load_library() -> ctypes.CDLL:
 
 def check_executorch() -> None:
     """Raises LibraryMissingError or VersionError unless executorch is installed in the version that we are made for."""
-    install = "Install it: pip install torch-pi2[export]."
+    install = f"Install it: {how_to_install('export')}."
     if importlib.util.find_spec("executorch") is None:
         raise LibraryMissingError(
             "ExecuTorch", expected=f"executorch {EXECUTORCH}", found="no such package", fix=install
@@ -132,6 +133,8 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
     while True:
         text = ctypes.create_string_buffer(size)
         needed = library.pi2_et_stats(text, size, int(reset))
+        if needed < 0:
+            raise MemoryError(last_error())
         if needed <= size:
             found: dict[str, Any] = json.loads(text.value.decode(errors="replace"))
             return found

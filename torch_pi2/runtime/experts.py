@@ -233,9 +233,10 @@ class OffloadedExperts(InStore, SparseExperts):
     def _compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self._call(x, index, routing)
+        self.store.check_tokens(x.numel() // self.site.hidden)
         try:
             return self._call(x, index, routing)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             explained = unreadable(error, f"{self.store.path}, read for {self.site.key}")
             if explained is None:
                 raise

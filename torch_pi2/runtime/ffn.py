@@ -17,7 +17,7 @@ from torch_pi2.plan.plan import METHODS, PREDICTED, LayerPlan
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
 from torch_pi2.runtime.bundles import bundle_rows, make_bundles, make_quantized_bundles
 from torch_pi2.runtime.prompt import has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
-from torch_pi2.runtime.standin import StandIn
+from torch_pi2.runtime.standin import Passed, StandIn
 
 __all__ = ["PREDICTOR_TENSORS", "SparseFFN", "dense_reference", "make_bundles", "result_dtype"]
 
@@ -62,6 +62,10 @@ class SparseFFN(StandIn):
 
     #: Whether ``bundles`` has them all.
     in_memory = True
+    #: Whether it stands for the first linear alone, and its result goes through modules that stand for the others.
+    passes_on = False
+    #: Whether what it stands for does something else in training mode, which this does not.
+    only_in_eval = False
     bundles: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor
@@ -266,10 +270,16 @@ class SparseFFN(StandIn):
 
         Raises:
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
-            ConfigError: other arguments.
+            ConfigError: other arguments; or training mode, where the original has dropout.
         """
-        x = self.only_input(args, kwargs)
+        y = self.whole(self.only_input(args, kwargs))
+        return Passed.wrap(y, self) if self.passes_on and not torch.compiler.is_compiling() else y
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The FFN's result, wherever this layer stands: as :meth:`forward`, but for modules that come after it."""
         self.check_input(x)
+        if self.training and self.only_in_eval:
+            raise _needs_eval(self.site)
         y: torch.Tensor
         if takes_prompt_path(self, x):
             y = prompt_ffn(self, x)
@@ -562,6 +572,15 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor) -> None:
             found="an input that requires grad" if x.requires_grad else "a model in training mode",
             fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
         )
+
+
+def _needs_eval(site: FFNSite) -> ConfigError:
+    return ConfigError(
+        f"mode of {site.key}",
+        expected="evaluation mode: in training mode the original drops neurons at random, and this would not",
+        found="training mode",
+        fix="Call model.eval(), or torch_pi2.restore(model) to have dropout.",
+    )
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:

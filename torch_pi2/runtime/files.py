@@ -1,11 +1,20 @@
-"""Files written whole or not at all: temporary file, fsync, rename. Read back with errors that help."""
+"""Files written whole or not at all, by one process at a time; read back with errors that help.
+
+What is being written is ``.NAME.partial`` beside ``NAME``, and ``.NAME.lock`` is locked meanwhile; an earlier folder is
+``.NAME.old`` for the moment in which it is replaced. A process that is killed leaves them, and the next one that writes
+``NAME`` takes the lock, which nobody holds any more, and removes the rest, or goes on with it.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import json
 import os
+import re
 import shutil
+import stat
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,31 +23,76 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ArtifactError
+from torch_pi2.runtime.fields import shown
+from torch_pi2.runtime.reading import parse, read_bytes
 
 Tensors = Mapping[str, torch.Tensor]
 
-
-def _write_synced(path: Path, data: Iterable[bytes]) -> None:
-    with path.open("wb") as f:
-        f.writelines(data)
-        f.flush()
-        os.fsync(f.fileno())
+#: How long a file waits for another process that writes the same one; folders do not wait.
+_PATIENCE_S = 10.0
 
 
 def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
-    """Write ``data``, or its pieces, to ``path``: temporary file, fsync, rename. Raises ArtifactError if it cannot."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write ``data``, or its pieces, to ``path``. Raises ArtifactError if it cannot.
+
+    A regular file, or what a link leads to, is replaced whole: another beside it, fsync, rename. Devices and pipes are
+    written to, and ``-`` is standard output.
+    """
+    whole = data.encode() if isinstance(data, str) else data
+    pieces = [whole] if isinstance(whole, bytes) else whole
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = data.encode() if isinstance(data, str) else data
-        _write_synced(temporary, [whole] if isinstance(whole, bytes) else whole)
-        os.replace(temporary, path)
-    except BaseException as error:  # of what makes the pieces, too
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
-        if isinstance(error, OSError):
-            raise not_written(path, error) from error
-        raise
+        target = to_replace(path)
+        if target is None:
+            return _write_to(path, pieces)
+        with claimed(target, patience_s=_PATIENCE_S) as temporary:
+            _write_synced(temporary, pieces)
+            os.replace(temporary, target)
+    except OSError as error:
+        raise not_written(Path(path), error) from error
+
+
+def to_replace(path: str | Path) -> Path | None:
+    """The regular file that ``path`` is or is to be, where links lead; None: a device or pipe, to be written to."""
+    if str(path) == "-":
+        return None
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return Path(os.path.realpath(path))
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "the name of a folder")
+    return Path(os.path.realpath(path)) if stat.S_ISREG(mode) and not _is_descriptor(path) else None
+
+
+def _is_descriptor(path: str | Path) -> bool:
+    """Whether links lead to an open file (``/dev/stdout``): another in its place would not be what is open."""
+    at = os.fspath(path)
+    while True:
+        at = os.path.join(os.path.realpath(os.path.dirname(at)), os.path.basename(at))
+        if at.startswith("/proc/") or not os.path.islink(at):
+            return at.startswith("/proc/")
+        at = os.path.join(os.path.dirname(at), os.readlink(at))
+
+
+def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
+    try:
+        sys.stdout.flush()
+        with open(os.dup(1) if str(path) == "-" else path, "wb") as file:
+            file.writelines(pieces)
+    except OSError as error:
+        raise ArtifactError(
+            f"writing {'standard output' if str(path) == '-' else path}",
+            expected="a device or pipe that takes all of it",
+            found=f"{error.strerror or error}",
+            fix="Part of it may have been written; choose a file.",
+        ) from error
+
+
+def _write_synced(path: Path, data: Iterable[bytes]) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as f:
+        f.writelines(data)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def not_written(path: Path, error: OSError) -> ArtifactError:
@@ -52,75 +106,115 @@ def not_written(path: Path, error: OSError) -> ArtifactError:
 
 
 @contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
+def claimed(target: Path, *, keep: bool = False, patience_s: float = 0.0) -> Iterator[Path]:
+    """Where to write what is to be ``target``, for one process at a time: a path beside it, to be renamed at the end.
+
+    Nothing is there, or with ``keep`` what the last process left that was killed or interrupted. What is there when
+    the block raises is removed, or with ``keep`` only after errors: a full disk is not kept full.
+
+    Raises:
+        ArtifactError: another process writes it, for longer than ``patience_s``. OSError: it cannot be written there.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
+    with _locked(target, patience_s):
+        if old.is_dir() and not os.path.lexists(target):  # killed between the two renames of _swap_in
+            old.rename(target)
+        _remove(old)
+        if not keep or partial.is_symlink():
+            _remove(partial)
+        try:
+            yield partial
+        except BaseException as error:
+            if not keep or isinstance(error, Exception):
+                _remove(partial)
+            raise
+        _remove(partial)
+
+
+@contextmanager
+def _locked(target: Path, patience_s: float) -> Iterator[None]:
+    """The lock of ``target``; it ends with the process, however that ends."""
+    path, until = target.with_name(f".{target.name}.lock"), time.monotonic() + patience_s
+    while (file := _lock(path)) is None:
+        if time.monotonic() >= until:
+            raise ArtifactError(
+                f"writing {target}",
+                expected="no other process that writes it",
+                found=f"one that has locked {path.name}",
+                fix="Wait for it, or choose another name.",
+            )
+        time.sleep(0.02)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(file)
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor of ``path``, locked; None: another process has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(path)):  # not one that was given back in between
+                mine, file = file, -1
+                return mine
+        except BlockingIOError:
+            return None
+        except FileNotFoundError:
+            pass
+        finally:
+            if file >= 0:
+                os.close(file)
+
+
+def _remove(path: Path) -> None:
+    """``path`` and all in it, as far as it goes."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(folder: Path, *, keep: bool = False) -> Iterator[Path]:
     """Write a whole folder or nothing: gives an empty one beside it, which takes its place when the block ends.
 
     All files are on disk before they get their names. If the block raises, or the last step fails, ``folder`` is as it
     was. Whether an existing ``folder`` may be replaced is for the caller to check.
 
-    Raises:
-        ArtifactError: for any OSError, in the block too.
-    """
-    folder = folder.resolve()
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        yield staging
-        _sync_files(staging)
-        _swap_in(staging, folder)
-    except OSError as error:
-        raise not_written(folder, error) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextmanager
-def resumable_folder(folder: Path) -> Iterator[Path]:
-    """As :func:`replacing_folder`, but the folder that is given has what a killed block wrote the last time.
-
-    It is ``.NAME.partial`` beside ``folder``, and stays when the process is killed or interrupted. After any other
-    error it is gone: a full disk is not kept full. One process at a time has it.
+    Args:
+        keep: after a kill or an interrupt the next block goes on with what this one wrote, instead of nothing.
 
     Raises:
-        ArtifactError: another process has it, or for any OSError, in the block too.
+        ArtifactError: another process writes it, there is a file in its place, or for any OSError, in the block too.
     """
-    folder = folder.resolve()
-    staging = folder.with_name(f".{folder.name}.partial")
+    folder = Path(os.path.realpath(folder))
     try:
-        staging.mkdir(parents=True, exist_ok=True)
-        with _only_one(staging, folder):
-            try:
-                yield staging
-                _sync_files(staging)
-                _swap_in(staging, folder)
-            except Exception:
-                shutil.rmtree(staging, ignore_errors=True)
-                raise
-    except OSError as error:
-        raise not_written(folder, error) from error
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with claimed(folder, keep=keep) as staging:
+            staging.mkdir(exist_ok=keep)
+            yield staging
+            _sync_files(staging)
+            _swap_in(staging, folder)
+    except Exception as error:
+        problem = _of_the_system(error)
+        if problem is None:
+            raise
+        raise not_written(folder, problem) from error
 
 
-@contextmanager
-def _only_one(staging: Path, folder: Path) -> Iterator[None]:
-    """Locks ``staging``; the lock ends with the process, however it ends."""
-    file = os.open(staging, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.fstat(file).st_ino == os.stat(staging).st_ino  # not one that was finished in between
-        except (BlockingIOError, FileNotFoundError):
-            mine = False
-        if not mine:
-            raise ArtifactError(
-                f"writing {folder}",
-                expected="no other process that writes it",
-                found=f"one that has {staging.name}",
-                fix="Wait for it, or choose another folder.",
-            )
-        yield
-    finally:
-        os.close(file)
+def _of_the_system(error: Exception) -> OSError | None:
+    """``error`` as an OSError, if it is one, or one that a library in Rust (safetensors, tokenizers) wraps in words."""
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def _sync_files(folder: Path) -> None:
@@ -146,10 +240,9 @@ def _sync_names(folder: Path) -> None:
 
 def _swap_in(staging: Path, folder: Path) -> None:
     """Put ``staging`` in the place of ``folder``; the old content goes last, or comes back."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    old = folder.with_name(f".{folder.name}.old")
     try:
         if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)  # left by a process of the same number that was killed
             folder.rename(old)
         staging.rename(folder)
     except BaseException:
@@ -172,13 +265,14 @@ def atomic_folder_files(folder: str | Path, files: Mapping[str, str | bytes | tu
 
 
 def read_text(path: str | Path) -> str:
-    """The text of one of our JSON files. Raises ArtifactError if it is missing or is no text."""
+    """The text of one of our JSON files. Raises ArtifactError if it is missing, no regular file, or no text."""
+    data = read_bytes(path)
     try:
-        return Path(path).read_text()
-    except FileNotFoundError as error:
-        raise ArtifactError(str(path), expected="a file", found="nothing", fix="Check the folder's name.") from error
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise _no_json(path, error) from error
+        raise ArtifactError(
+            str(path), expected="JSON", found=f"damage ({error})", fix="Make the artefact again."
+        ) from error
 
 
 def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -> dict[str, Any]:
@@ -186,12 +280,12 @@ def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -
 
     ``versions``: those that can be read, the one that is written last.
     """
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise _no_json(where, error) from error
-    if not isinstance(data, dict) or data.get("format") != format_name or data.get("version") not in versions:
-        found = f"{data.get('format')} version {data.get('version')}" if isinstance(data, dict) else type(data).__name__
+    data = parse(text, where)
+    if not isinstance(data, dict):
+        data, found = {}, type(data).__name__
+    else:
+        found = " version ".join(shown(data.get(name)).strip("'") for name in ("format", "version"))
+    if data.get("format") != format_name or type(data.get("version")) is not int or data["version"] not in versions:
         raise ArtifactError(
             str(where),
             expected=f"{format_name} version {versions[-1]}",
@@ -199,24 +293,3 @@ def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -
             fix="Use the torch_pi2 that wrote it, or make it again.",
         )
     return data
-
-
-def _no_json(where: str | Path, error: Exception) -> ArtifactError:
-    return ArtifactError(str(where), expected="JSON", found=f"damage ({error})", fix="Make the artefact again.")
-
-
-def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file, copied into memory."""
-    from safetensors import SafetensorError, safe_open
-
-    path = Path(path)
-    if not path.is_file():
-        raise ArtifactError(str(path), expected="a safetensors file", found="nothing", fix="Check the folder's name.")
-    try:
-        with safe_open(path, framework="pt") as f:
-            names: list[str] = list(f.keys())
-            return {name: f.get_tensor(name) for name in names}, dict(f.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(
-            str(path), expected="a whole safetensors file", found=f"damage ({error})", fix="Make the artefact again."
-        ) from error

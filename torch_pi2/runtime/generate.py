@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.runtime.adapt import Engine, engine_of
 from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.fields import argument
 
 _log = logging.getLogger("torch_pi2")
 
@@ -57,6 +59,7 @@ class Generated:
         return len(self.batches)
 
 
+@checked
 def generate(
     model: nn.Module,
     input_ids: torch.Tensor,
@@ -138,7 +141,9 @@ def generate(
         if engine is not None:
             engine.batch(len(live))
         started = time.perf_counter()
-        logits_BV = decoder.step(torch.tensor([[sequence.tokens[-1]] for sequence in live]))
+        logits_BV = decoder.step(
+            torch.tensor([[sequence.tokens[-1]] for sequence in live], dtype=torch.int64, device="cpu")
+        )
         step_ms.append((time.perf_counter() - started) * 1e3)
         batches.append(len(live))
     return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
@@ -186,7 +191,8 @@ def _end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:
     if given is None:
         for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
             given = getattr(config, "eos_token_id", None) if given is None else given
-    return set() if given is None else {given} if isinstance(given, int) else set(given)
+    ends = [] if given is None else [given] if isinstance(given, int) else given
+    return {argument(token, "generate(eos_token_id)").whole() for token in ends}
 
 
 def _say_what_is_not_done(model: nn.Module) -> None:

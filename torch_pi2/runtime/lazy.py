@@ -22,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import Formula, computes
-from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name
+from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
+from torch_pi2.runtime.absent import is_metadata
 from torch_pi2.runtime.ffn import SparseFFN, result_dtype
 from torch_pi2.runtime.standin import StandIn
 
@@ -101,13 +103,12 @@ def evaluate(
                 done[id(part)] = leaf_value(part)
             else:
                 args, kwargs = tree_map(value, (part.args, part.kwargs))
+                # in-place calls must not reach into values that other parts of the note still need
+                if is_in_place(part.func, part.args, part.kwargs):
+                    args = (args[0].clone(), *args[1:])
+                out = part.func(*args, **kwargs)
                 if ignore_casts and op_name(part.func) in CASTS:
-                    out = args[0] if args[0].is_floating_point() else args[0].double()
-                else:
-                    # in-place calls must not reach into values that other parts of the note still need
-                    if is_in_place(part.func, part.args, part.kwargs):
-                        args = (args[0].clone(), *args[1:])
-                    out = part.func(*args, **kwargs)
+                    out = uncast(args[0], out)
                 done[id(part)] = out if part.item is None else out[part.item]
         return done[id(part)]
 
@@ -167,7 +168,7 @@ class LazyFFN(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_metadata(func):
+        if is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         flat = tree_flatten((args, kwargs))[0]
@@ -192,36 +193,6 @@ class LazyFFN(torch.Tensor):
 
 def _with_values(tree: Any) -> Any:
     return tree_map_only(LazyFFN, lambda lazy: lazy.values(), tree)
-
-
-def _is_metadata(func: Any) -> bool:
-    """Attribute getters (``x.shape``, but not ``x.T`` or ``x.data``) and size queries."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        return owner in {
-            "shape",
-            "dtype",
-            "device",
-            "ndim",
-            "layout",
-            "requires_grad",
-            "is_leaf",
-            "grad_fn",
-            "grad",
-            "is_meta",
-        } or (owner.startswith("is_"))
-    return name in {
-        "dim",
-        "size",
-        "numel",
-        "nelement",
-        "ndimension",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-    }
 
 
 def _note_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,6 +242,14 @@ class LazySource(StandIn):
         home = self._home[0]
         x = self.only_input(args, kwargs)
         home.check_input(x)
+        if torch.compiler.is_exporting():
+            raise UnsupportedModelError(
+                f"torch.export of {home.site.key}",
+                expected="a feed-forward layer that is a module, or a chain of modules",
+                found="one whose activation is code of a bigger block: it would come out dense",
+                fix="Move it with its activation into a module of its own and optimise the model again, or export what "
+                "torch_pi2.restore(model) gives, which is dense.",
+            )
         if torch.compiler.is_compiling():  # Dynamo sees an ordinary dense layer
             return self.dense(x)
         width = home.site.intermediate * len(self.roles)

@@ -12,16 +12,18 @@ from torch_pi2.errors import ConfigError, DeviceError, GradientError, ShapeError
 from torch_pi2.ops import load
 from torch_pi2.ops.quantized import check_kind, quantize
 from torch_pi2.ops.rows import row_bytes
+from torch_pi2.runtime.absent import AbsentParameter, Holder, ListedParameters
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(Holder):
     """``x W^T + bias``: ``[..., K] -> [..., N]``, W as 4- or 8-bit integers with a scale per 32 of them.
 
     Outside it still looks like the float layer: ``state_dict`` has ``weight`` and ``bias`` with the numbers that the
-    rows stand for, in the dtype that the float layer had. The way back is closed: loading a float ``state_dict`` is an
+    rows stand for, in the dtype that the float layer had, and ``weight`` is a parameter without values
+    (:mod:`torch_pi2.runtime.absent`). The way back is closed: loading a float ``state_dict`` is an
     error, since it would have to be quantised again, and what was rounded away is gone.
 
     Attributes:
@@ -34,9 +36,16 @@ class QuantLinear(nn.Module):
 
     rows: torch.Tensor
     bias: torch.Tensor | None
+    weight: AbsentParameter
 
     def __init__(
-        self, rows: torch.Tensor, bias: torch.Tensor | None, columns: int, weights: str, int8_activations: bool = False
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        columns: int,
+        weights: str,
+        int8_activations: bool = False,
+        name: str = "a quantised linear layer",
     ) -> None:
         super().__init__()
         check_kind(weights)
@@ -51,6 +60,7 @@ class QuantLinear(nn.Module):
             )
         self.in_features, self.out_features = columns, len(rows)
         self.weights, self.int8_activations = weights, int8_activations
+        self._name = name
         self.dtype = torch.float32
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
@@ -89,7 +99,7 @@ class QuantLinear(nn.Module):
         for start in range(0, len(rows), step):
             rows[start : start + step] = quantize(f"{name}.weight", w_NK[start : start + step], weights, importance)
         bias = None if linear.bias is None else linear.bias.detach().clone()
-        made = QuantLinear(rows, bias, w_NK.shape[1], weights, int8_activations)
+        made = QuantLinear(rows, bias, w_NK.shape[1], weights, int8_activations, name)
         made.dtype, made.training = w_NK.dtype, linear.training
         return made
 
@@ -106,7 +116,13 @@ class QuantLinear(nn.Module):
         """A layer on ``meta``, for loading: assign its ``rows`` (and ``bias``) afterwards."""
         check_kind(weights)
         held = torch.empty((rows, row_bytes(weights, columns)), dtype=torch.uint8, device="meta")
-        made = QuantLinear(held, torch.empty(rows, device="meta") if bias else None, columns, weights, int8_activations)
+        made = QuantLinear(
+            held,
+            torch.empty(rows, dtype=torch.float32, device="meta") if bias else None,
+            columns,
+            weights,
+            int8_activations,
+        )
         made.dtype = dtype
         return made.eval()
 
@@ -136,9 +152,17 @@ class QuantLinear(nn.Module):
         return y.to(result_dtype(input))
 
     @property
-    def weight(self) -> torch.Tensor:
-        """A ``meta`` tensor of the float weight's shape and dtype: can be asked, not computed with."""
-        return torch.empty((self.out_features, self.in_features), dtype=self.dtype, device="meta")
+    def dtype(self) -> torch.dtype:
+        """Of the float layer that this one stands for."""
+        return self.weight.dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        weight = AbsentParameter.made(f"{self._name}.weight", (self.out_features, self.in_features), dtype)
+        object.__setattr__(self, "_parameters", ListedParameters({"weight": weight}, self))
+
+    def about(self) -> str:
+        return self._name
 
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[N, K]``: the numbers that the rows stand for, in ``dtype`` (None: the float layer's)."""
@@ -160,16 +184,12 @@ class QuantLinear(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
         """``model.to(dtype)`` changes what is said about the dtype, never rows or the float32 bias."""
         exact = self.bias
-        probe = fn(torch.empty(0, dtype=self.dtype, device=self.rows.device))
         super()._apply(fn, recurse)
         if exact is not None and self.bias is not None and self.bias.dtype != exact.dtype:
             self.bias = exact.to(self.bias.device)  # not .float(): it has been rounded
-        if probe.is_floating_point():
-            self.dtype = probe.dtype
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.dequantized()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias.to(self.dtype)

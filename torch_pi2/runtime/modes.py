@@ -27,3 +27,31 @@ def evaluating(*roots: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, training in flags:
             module.training = training
+
+
+@contextmanager
+def fresh_settings() -> Iterator[None]:
+    """Settings of torch as in a new process, whatever the caller has set; his are back afterwards.
+
+    Default dtype and device, gradients, inference mode, autocast, precision of matrix products, determinism.
+    """
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    deterministic, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        try:
+            torch.set_default_dtype(torch.float32)
+            torch.set_float32_matmul_precision("highest")
+            torch.use_deterministic_algorithms(False)
+            yield
+        finally:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_default_dtype(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,20 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.arguments import check_fields, checked
+from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load
 from torch_pi2.plan.plan import LayerPlan
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.store.devices import find_device
 
+_log = logging.getLogger("torch_pi2")
+
+#: As the core says it.
+_NO_MEMORY = "no memory"
 #: Figures of ``torch.ops.pi2.store_stats``, in its order.
 STATISTICS = (
     "calls", "wanted", "hits", "reads", "bytes_read", "evictions", "uncached",
     "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
     "guessed", "used", "late", "fixed", "arranging",
 )  # fmt: skip
+_MOST_THREADS = 1 << 16
 ENGINES = ("auto", "pread", "io_uring", "mmap")
+#: What the core says of a store that it cannot open for reasons that are not in the file.
+_NOT_OF_THE_FILE = ("engine: no thread", "options: ", "policy: ", "device: ")
 #: In the order of csrc/core/policies/list.inc.
 POLICIES = ("lru", "sieve", "s3-fifo", "lfu", "static", "none")
 
@@ -36,9 +45,9 @@ class OffloadConfig:
     """How neurons come from flash. Every setting is lossless: results have the same bits with all of them.
 
     Attributes:
-        engine: ``io_uring`` (Linux, if built in), ``pread`` (a pool of threads), ``auto`` (the first of them that there
-            is) or ``mmap`` (no cache of our own: the system's pages; for comparison. A file that is cut short while it
-            is mapped ends the process).
+        engine: ``io_uring`` (Linux, where it is allowed), ``pread`` (a pool of threads), ``auto`` (the first of them
+            that there is) or ``mmap`` (no cache of our own: the system's pages; for comparison. A file that has been
+            cut short is refused, but one that is cut short while a layer is computed ends the process).
         policy: what leaves the cache: ``lru`` (what was used longest ago), ``sieve`` (used since a hand passed stays),
             ``s3-fifo`` (what is new must be used again soon), ``lfu`` (what was used least often of late; the default:
             as good as ``lru`` in large caches, better in small ones), ``static`` (nothing) or ``none`` (everything:
@@ -86,6 +95,7 @@ class OffloadConfig:
     device: str | Path | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, allowed in (("engine", ENGINES), ("policy", POLICIES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
@@ -109,6 +119,13 @@ class OffloadConfig:
                     found=str(getattr(self, name)),
                     fix="Choose a larger number.",
                 )
+        if self.io_threads > _MOST_THREADS:
+            raise ConfigError(
+                "OffloadConfig.io_threads",
+                expected=f"at most {_MOST_THREADS}",
+                found=str(self.io_threads),
+                fix="Choose a smaller number.",
+            )
         if self.device is not None:
             find_device(self.device)  # raises
             if self.engine == "mmap":
@@ -142,6 +159,8 @@ class Store:
         load()
         self.path, self.config = Path(path), config or OffloadConfig()
         self.token_bytes, self.opened_bytes = token_bytes, cache_bytes
+        #: Tokens of a call whose activations are in a budget; 0: of any. More are a warning, once.
+        self.most_tokens = 0
         #: What :meth:`arrange` has asked for; None: nothing.
         self.resident: tuple[int, ...] | None = None
         self.hot_share: float = self._hot_share(cache_bytes)
@@ -158,7 +177,7 @@ class Store:
         return 0.9 if cache_bytes < few_tokens * self.token_bytes else share
 
     def _open(self, cache_bytes: int) -> int:
-        c = self.config
+        c, refused = self.config, "engine: io_uring is not available here: "
         for engine in ("io_uring", "pread") if c.engine == "auto" else (c.engine,):
             try:
                 number: int = torch.ops.pi2.store_open(
@@ -167,18 +186,33 @@ class Store:
                     self.device.numbers if self.device else (),
                 )  # fmt: skip
                 return number
+            except MemoryError as error:
+                raise _no_memory(str(self.path)) from error
             except RuntimeError as error:
                 found = _reason(error, self.path)
-                if not found.startswith("engine: io_uring is not available"):
+                if found.startswith(_NOT_OF_THE_FILE):
+                    raise self._impossible(found) from error
+                if not found.startswith(refused):
                     raise self._damaged(found) from error
         raise ConfigError(
             "OffloadConfig.engine",
-            expected="one that this build and system have",
-            found="io_uring, which they have not",
-            fix="Use pread, or build with liburing installed (Debian and Ubuntu: liburing-dev).",
+            expected="one that this system allows",
+            found=f"io_uring: {found.removeprefix(refused)}",
+            fix="Use auto or pread. io_uring takes Linux 5.6 and the right to it (containers may forbid it; "
+            "kernel.io_uring_disabled).",
         )
 
-    def _damaged(self, found: str) -> ArtifactError:
+    def _impossible(self, found: str) -> ConfigError:
+        return ConfigError(
+            f"opening {self.path}",
+            expected="memory, threads and settings with which it can be read",
+            found=found,
+            fix="Give it a smaller budget, fewer io_threads or other settings; nothing is wrong with the store.",
+        )
+
+    def _damaged(self, found: str) -> ArtifactError | OutOfMemoryError:
+        if found.startswith(_NO_MEMORY):
+            return _no_memory(str(self.path))
         return ArtifactError(
             str(self.path),
             expected="a sound neuron store",
@@ -266,6 +300,17 @@ class Store:
             else "Load the model with the largest budget that it is going to have.",
         )
 
+    def check_tokens(self, tokens: int) -> None:
+        """Log, once, that a call for so many tokens takes more memory than the budget has room for."""
+        if 0 < self.most_tokens < tokens:
+            _log.warning(
+                "%s: a call for %d tokens takes more memory than its budget, which has room for the activations of %d. "
+                "Load it with a larger context, or read prompts in pieces (torch_pi2.Decoder, torch_pi2.generate, "
+                "model.generate(..., prefill_chunk_size=%d)).",
+                *(self.path.parent.parent, tokens, self.most_tokens, self.most_tokens),
+            )
+            self.most_tokens = 0
+
     def close(self) -> None:
         """Give memory and threads back now; layers over this store raise from then on."""
         self._close()
@@ -284,6 +329,7 @@ class Store:
             found = str(torch.ops.pi2.store_describe(self.number))
         return found.replace("simulated device", f"simulated {self.device.name}") if self.device else found
 
+    @checked
     def stats(self, *, reset: bool = False) -> dict[str, int]:
         """Since the last reset: calls, bundles wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
 
@@ -357,10 +403,23 @@ def check_store_layer(store: Store, layer: int, site: FFNSite) -> None:
         )
 
 
-def unreadable(error: RuntimeError, where: str) -> ArtifactError | None:
+def _no_memory(where: str) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        where,
+        expected="memory for what is computed over it",
+        found="none",
+        fix="Give the process more, or load the model with a smaller budget.",
+    )
+
+
+def unreadable(error: RuntimeError | MemoryError, where: str) -> ArtifactError | OutOfMemoryError | None:
     """What to raise for an operator's ``error`` on the store ``where``; None if it is not about reading."""
+    if isinstance(error, MemoryError):
+        return _no_memory(where)
     first = str(error).splitlines()[0]
     reading = first.partition("reading the neuron store: ")[2]
+    if reading.startswith(_NO_MEMORY):
+        return _no_memory(where)
     if not reading and "pi2: store: expected an open one" not in first:
         return None
     return ArtifactError(
@@ -376,7 +435,7 @@ def explained(where: str) -> Iterator[None]:
     """An operator's error that :func:`unreadable` knows is raised as it says."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         found = unreadable(error, where)
         if found is None:
             raise
@@ -470,9 +529,10 @@ class OffloadedFFN(InStore, SparseFFN):
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self._call(x, predictor, kind, n_hot, threshold)
+        self.store.check_tokens(x.numel() // self.site.hidden)
         try:
             return self._call(x, predictor, kind, n_hot, threshold)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             explained = unreadable(error, f"{self.store.path}, read for {self.site.key}")
             if explained is None:
                 raise

@@ -35,6 +35,17 @@ _off = threading.local()
 
 
 @contextmanager
+def piece_of(tokens: int) -> Iterator[None]:
+    """Within it calls (of this thread) are for pieces of a prompt of so many tokens, and go the way of the whole."""
+    before = getattr(_off, "whole", 0)
+    _off.whole = tokens
+    try:
+        yield
+    finally:
+        _off.whole = before
+
+
+@contextmanager
 def sparse_only() -> Iterator[None]:
     """Within it layers work as in decoding, whatever the number of tokens: for measuring loss and sparsity.
 
@@ -92,7 +103,7 @@ def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
     least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
     if layer.by_batch:
         least = least and max(least, layer.by_batch[-1][0] + 1)
-    return least == 0 or x.numel() < least * layer.site.hidden
+    return least == 0 or max(x.numel() // layer.site.hidden, getattr(_off, "whole", 0)) < least
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,7 +121,7 @@ def prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32  # of the factors of products
     x_TH = x.reshape(-1, site.hidden).to(dtype)
     act = ACTIVATIONS[site.activation]
-    y_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
+    y_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
     for start in range(0, site.intermediate, _SLICE):
         part = slice(start, min(start + _SLICE, site.intermediate))
         bundles = layer.bundles[part]
@@ -127,7 +138,7 @@ def prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
             up_TS = project(up_row, layer.bias_up)
             h_TS = h_TS * (act(up_TS) if site.activation_on_up else up_TS)
         if layer.threshold > 0:
-            neuron_S = torch.arange(part.start, part.stop)
+            neuron_S = torch.arange(part.start, part.stop, dtype=torch.int64, device=x.device)
             dropped_TS = (gate_TS.abs() <= layer.threshold) & (neuron_S >= layer.n_hot)
             h_TS = torch.where(dropped_TS, torch.zeros_like(h_TS), h_TS)
         y_TH += h_TS.to(dtype) @ bundle_rows(bundles, up_row + 1, kind, site.hidden, dtype)

@@ -1,22 +1,34 @@
 """``StandIn``: a module in the place of another one, whose parameters' memory has moved into a ``SparseFFN``.
 
-The original module is kept, unregistered and with empty parameters, so that restoring is exact. Outside, the
-model still looks dense: ``state_dict`` carries the original names and values, and loading a dense
-``state_dict`` works.
+The original module is kept, unregistered and with absent parameters (:mod:`torch_pi2.runtime.absent`, which says what
+may be done with them), so that restoring is exact. Outside, the model still looks dense: ``state_dict`` carries the
+original names and values, ``named_parameters`` the names, and loading a dense ``state_dict`` works.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.runtime.absent import (
+    AbsentParameter,
+    Holder,
+    ListedParameters,
+    TakenParameters,
+    give,
+    is_metadata,
+    take,
+    without_absent,
+)
+from torch_pi2.runtime.hooks import allow_hooks, refuse_hooks
 
 if TYPE_CHECKING:
     from torch_pi2.runtime.experts import SparseExperts
@@ -25,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("torch_pi2")
 
 
-class StandIn(nn.Module):
+class StandIn(Holder):
     """Base of everything that a rewrite puts into a model.
 
     Attributes set by :meth:`stand_for`, kept out of ``_modules`` by tuples so that they are not registered:
@@ -34,6 +46,7 @@ class StandIn(nn.Module):
         _names: parameter name within the original -> fully-qualified name in the site.
         _keyword: name of the first argument of the original's forward.
         _released: those names whose memory was given back (a parameter tied to something outside keeps its).
+        _silent: modules within the original that run nowhere now.
     """
 
     def __init__(self) -> None:
@@ -43,6 +56,7 @@ class StandIn(nn.Module):
         self._names: dict[str, str] = {}
         self._keyword = "x"
         self._released: tuple[str, ...] = ()
+        self._silent: tuple[nn.Module, ...] = ()
 
     def stand_for(self, original: nn.Module, home: SparseFFN | SparseExperts, names: Mapping[str, str]) -> None:
         """Take the place of ``original``; its parameters ``names`` live in ``home`` (see the class)."""
@@ -73,12 +87,38 @@ class StandIn(nn.Module):
         """The module that stood here, its parameters empty until :func:`torch_pi2.restore`."""
         return self._original[0]
 
+    def about(self) -> str:
+        return self._home[0].site.key if self._home else super().about()
+
+    def silence(self, modules: Iterable[nn.Module]) -> None:
+        """``modules``, parts of the original, run nowhere now: they take no hooks."""
+        self._silent = tuple(modules)
+        refuse_hooks(self._silent, self.about())
+
+    def unsilence(self) -> None:
+        """Undo :meth:`silence`."""
+        allow_hooks(self._silent)
+        self._silent = ()
+
     def release(self, names: tuple[str, ...]) -> None:
         """Give the memory of these parameters of the original back; their values live in the bundles."""
         self._released = names
         for name in names:
-            parameter = self.original.get_parameter(name)
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+            take(self.original.get_parameter(name), self._names[name], self._home[0].shape_of(self._names[name]))
+        own = {name: self.original.get_parameter(name) for name in self._names}
+        for prefix, module in self.original.named_modules():
+            if any(f"{prefix}.{name}".lstrip(".") in own for name in module._parameters):
+                object.__setattr__(module, "_parameters", TakenParameters(module._parameters, self))
+        object.__setattr__(self, "_parameters", ListedParameters(own, self))
+
+    def taken(self) -> Iterator[TakenParameters]:
+        yield from super().taken()
+        yield from self._taken_inside()
+
+    def _taken_inside(self) -> Iterator[TakenParameters]:
+        for module in self.original.modules() if self._original else ():
+            if isinstance(module._parameters, TakenParameters):
+                yield module._parameters
 
     def check_refill(self) -> None:
         """Raise ConfigError if the values were quantised, and the original's memory is gone."""
@@ -95,7 +135,12 @@ class StandIn(nn.Module):
             self.check_refill()
         values = self._home[0].dense_values() if self._released else {}
         for name in self._released:
-            self.original.get_parameter(name).data = values[self._names[name]]
+            give(self.original.get_parameter(name), values[self._names[name]])
+        for module in self.original.modules():
+            if isinstance(module._parameters, TakenParameters):
+                object.__setattr__(module, "_parameters", dict(module._parameters))
+        object.__setattr__(self, "_parameters", {})
+        self.parameters_changed()
         self._released = ()
 
     @contextmanager
@@ -119,12 +164,15 @@ class StandIn(nn.Module):
             self.release(released)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self._original:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
             return
         values = self._home[0].dense_values() if self._released else {}
-        for name, value in self.original.state_dict(keep_vars=keep_vars).items():
-            destination[prefix + name] = values[self._names[name]] if name in self._released else value
+        for name, parameter in self.original.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, AbsentParameter):
+                destination[prefix + name] = values[self._names[name]]
+            else:
+                destination[prefix + name] = parameter if keep_vars else parameter.detach()
 
     def _load_from_state_dict(
         self,
@@ -150,8 +198,8 @@ class StandIn(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> StandIn:
         super()._apply(fn, recurse)
-        for original in self._original:
-            original._apply(fn, recurse)
+        if self._original:
+            without_absent(self._taken_inside(), fn, lambda: self.original._apply(fn))
         return self
 
     def train(self, mode: bool = True) -> StandIn:
@@ -161,24 +209,77 @@ class StandIn(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """What the surrounding code may read of the original: ``in_features``, ``weight.dtype``, ``act_fn``.
-
-        A released parameter appears as a ``meta`` tensor of its shape: reading its dtype works, computing with
-        it fails loudly.
-        """
+        """What the surrounding code may read of the original: ``in_features``, ``weight.dtype``, ``act_fn``."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             original = self.__dict__.get("_original", ())
             if not original or name.startswith("__"):
                 raise
-            if name in self.__dict__.get("_released", ()):
-                return self._home[0].shape_of(self._names[name])
             return getattr(original[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses what the original would have heeded and nothing reads here, as ``act_fn`` or a whole ``up_proj``."""
+        original = self.__dict__.get("_original", ())
+        ours = name.startswith("_") or name in self.__dict__ or name in self._buffers or hasattr(type(self), name)
+        if original and not ours and name not in self._modules and hasattr(original[0], name):
+            self.refuse_assignment(name)
+        super().__setattr__(name, value)
+
+
+class Passed(torch.Tensor):
+    """The result of an FFN on its way through the modules after its first linear, which have nothing left to do.
+
+    It is not what that linear gives, so that nobody else may compute with it.
+    """
+
+    ffn: torch.Tensor
+    home: SparseFFN
+
+    @staticmethod
+    def wrap(y: torch.Tensor, home: SparseFFN) -> Passed:
+        passed = y.as_subclass(Passed)
+        passed.ffn, passed.home = y, home
+        return passed
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if is_metadata(func) and name == "__get__" and func.__self__.__name__ not in ("shape", "ndim"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs))
+        raise _out_of_chain(next(leaf for leaf in leaves if isinstance(leaf, Passed)).home, f"{name} of its result")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Passed({self.home.site.key}: its FFN's result, for the modules after it)"
+
+
+def _out_of_chain(home: SparseFFN | SparseExperts, found: str) -> ConfigError:
+    return ConfigError(
+        f"calling a part of {home.site.key} by hand",
+        expected=f"its modules one after another, from {home.site.up.weight.rpartition('.')[0]} on: an optimised model "
+        "computes them as one",
+        found=found,
+        fix="Call the whole block, or torch_pi2.restore(model) first.",
+    )
 
 
 class Absorbed(StandIn):
-    """Stands for an activation or down projection that the ``SparseFFN`` before it has already computed."""
+    """Stands for an activation or down projection that the ``SparseFFN`` before it has already computed.
+
+    Raises (when it is called):
+        ConfigError: with anything but what the module before it gave.
+    """
+
+    last = False
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.only_input(args, kwargs)
+        x, home = self.only_input(args, kwargs), self._home[0]
+        if torch.compiler.is_compiling():  # what passes is an ordinary tensor then
+            if x.shape[-1] != home.site.hidden:
+                raise _out_of_chain(home, f"a tensor of shape {tuple(x.shape)}")
+            return x
+        if type(x) is not Passed or x.home is not home:
+            raise _out_of_chain(home, "a tensor of something else")
+        return x.ffn if self.last else x

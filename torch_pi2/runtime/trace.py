@@ -6,7 +6,6 @@ microseconds in one; docs/TRACES.md says what lanes, stages and counters mean.
 
 from __future__ import annotations
 
-import errno
 import heapq
 import json
 import logging
@@ -17,9 +16,10 @@ from typing import Any, Self
 
 import torch
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load
-from torch_pi2.runtime.files import atomic_write, not_written
+from torch_pi2.runtime.files import atomic_write, not_written, to_replace
 from torch_pi2.runtime.recording import Recording
 
 _log = logging.getLogger("torch_pi2")
@@ -79,6 +79,7 @@ class trace(Recording):
         ArtifactError: ``path`` cannot be written: at once, if that can be seen then.
     """
 
+    @checked
     def __init__(self, path: str | Path, *, capacity: int = CAPACITY) -> None:
         if not 1 <= capacity <= _MOST:
             raise ConfigError(
@@ -130,12 +131,13 @@ class trace(Recording):
 
 def check_path(path: Path) -> None:
     """Refuse a file that cannot be written, before minutes of work and not after. Raises ArtifactError."""
-    parent = path.resolve().parent
-    while not parent.exists():
-        parent = parent.parent
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "the name of a folder")
+        target = to_replace(path)
+        if target is None:
+            return  # a device or a pipe
+        parent = target.parent
+        while not parent.exists():
+            parent = parent.parent
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:

@@ -30,6 +30,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.ops import load
 from torch_pi2.plan.drift import LIMIT, Drift, drift
@@ -187,6 +188,7 @@ class Watch:
         return found
 
 
+@checked
 def watch(
     model: nn.Module,
     *,

@@ -29,6 +29,19 @@ def crc32c(rows: torch.Tensor) -> torch.Tensor:
     return crc32c_by_table(rows)
 
 
+def continue_crc32c(crc: int, data: bytes) -> int:
+    """Checksum of bytes whose own is ``crc`` (0: none), and of ``data`` behind them."""
+    if len(data) < 4:
+        table, state = _tables()[0], crc ^ 0xFFFFFFFF
+        for byte in data:
+            state = int(table[(state ^ byte) & 0xFF]) ^ (state >> 8)
+        return state ^ 0xFFFFFFFF
+    # What came before changes the first four bytes of what follows, and nothing else.
+    rest = bytearray(data)
+    rest[:4] = (int.from_bytes(data[:4], "little") ^ crc).to_bytes(4, "little")
+    return int(crc32c(torch.frombuffer(rest, dtype=torch.uint8)[None])[0])
+
+
 @cache
 def has_operator() -> bool:
     """Whether the core computes checksums."""

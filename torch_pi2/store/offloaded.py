@@ -12,7 +12,7 @@ from torch import nn
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.rewrite import predictor_tensors
 from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.runtime.budget import divide
+from torch_pi2.runtime.budget import divide, give_back_freed_memory
 from torch_pi2.runtime.experts import OffloadedExperts, SparseExperts
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN, Store
@@ -62,6 +62,7 @@ def load_offloaded(
         budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind, strict=strict)
         index_of, entries = {key: i for i, key in enumerate(reader.keys)}, reader.entries
     store = Store(pi2 / STORE_FILE, budget.cache, config, token_bytes=budget.token)
+    store.most_tokens = budget.piece_tokens
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
         tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
@@ -85,7 +86,9 @@ def load_offloaded(
 
         return OffloadedExperts(copied(), len(group), store, index_of[group[0].site.key])
 
+    give_back_freed_memory()
     model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
+    give_back_freed_memory()  # what only loading needed, before the cache is filled
     if config.preload:
         store.preload()
     if config.lookahead and len({entry.hidden for entry in entries}) == 1:

@@ -8,18 +8,21 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from torch_pi2.arguments import checked
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.runtime.files import atomic_write, resumable_folder
+from torch_pi2.runtime.files import atomic_write, replacing_folder
+from torch_pi2.runtime.modes import fresh_settings
+from torch_pi2.runtime.reading import parse, read_bytes
 from torch_pi2.store.bundled import bundle
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
 from torch_pi2.store.quantize import check_separate, copy_small_files, quantize, small_files
@@ -57,7 +60,7 @@ FLOAT = "float"
 WEIGHTS = (*KINDS, FLOAT, *FLOAT_KINDS)
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
-_PROGRESS, _PARTIAL = "progress.json", f".{STORE_FILE}.partial"
+_PROGRESS, _PARTIAL, _BUNDLES = "progress.json", f".{STORE_FILE}.partial", "bundles"
 #: Stands in the header until all is written.
 _NO_CHECK = "0" * 8
 
@@ -84,6 +87,8 @@ class PackReport:
         return asdict(self)
 
 
+@checked
+@fresh_settings()
 def pack(
     folder_in: str | Path,
     folder_out: str | Path,
@@ -100,14 +105,14 @@ def pack(
     memory are used whatever the size; for float checkpoints a layer's FFN at most. ``folder_out``
     appears when all is there. A process that is killed or interrupted leaves ``.NAME.partial`` beside it, with which
     the same call goes on, if the source is the same file (by size, time and hash) and the settings are the same;
-    otherwise it starts anew. After an error nothing is left.
+    otherwise it starts anew, as does every other call that writes ``folder_out``. After an error nothing is left.
 
     Args:
         folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint.
         weights: of the neurons of a float checkpoint: ``float`` (default; the model's own dtype), or ``float32``,
             ``bfloat16`` or ``float16``, rounded to where they are something else; everything else stays as it is.
             ``int4`` or ``int8``: quantised, and other linear layers as well (lossy). Bundles are made in
-            ``.NAME.bundles`` beside ``folder_out`` for the time being. Folders of bundles: None, or what they are.
+            ``.NAME.partial`` for the time being. Folders of bundles: None, or what they are.
         slot_align: bytes from one neuron to the next are a multiple of it, a power of two from 512 to 65536 (default:
             4096, the page that a device reads; 512 for neurons below that).
         cluster: neurons that are read and kept together, a power of two up to 64. Default: 1 if there is a predictor
@@ -124,11 +129,13 @@ def pack(
     check_separate("pack", source, folder)
     check_replaceable(folder)
     start = time.perf_counter()
-    if weights_path(source / PI2_FOLDER) is not None:
-        report = _pack(source, folder, weights, slot_align, cluster, progress)
-    else:
-        with _bundled(source, folder, weights or FLOAT, trust_remote_code, progress) as made:
-            report = _pack(made, folder, None, slot_align, cluster, progress)
+    with replacing_folder(folder, keep=True) as staging:
+        made = None
+        if weights_path(source / PI2_FOLDER) is None:
+            made = _bundled(source, staging / _BUNDLES, weights or FLOAT, trust_remote_code, progress)
+        report = _pack(made or source, staging, None if made else weights, slot_align, cluster, progress)
+        for name in (_PROGRESS, _BUNDLES):
+            _remove(staging / name)
     report.seconds = time.perf_counter() - start
     return report
 
@@ -152,22 +159,15 @@ def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> 
         )
 
 
-@contextmanager
-def _bundled(source: Path, folder: Path, weights: str, trust_remote_code: bool, progress: bool) -> Iterator[Path]:
-    """A folder of bundles made of the float checkpoint ``source``, for a time; one that a kill left is used again."""
-    made = folder.with_name(f".{folder.name}.bundles")
+def _bundled(source: Path, made: Path, weights: str, trust_remote_code: bool, progress: bool) -> Path:
+    """A folder ``made`` of bundles, of the float checkpoint ``source``; one that a kill left is used again."""
     make = quantize if weights in KINDS else bundle
     about, marker = _source_marker(source, weights), made / PI2_FOLDER / "source.json"
-    try:
-        if not marker.is_file() or marker.read_text() != about:
-            shutil.rmtree(made, ignore_errors=True)
-            make(source, made, weights, trust_remote_code=trust_remote_code, progress=progress)
-            atomic_write(marker, about)
-        yield made
-    except Exception:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-    shutil.rmtree(made, ignore_errors=True)
+    if not marker.is_file() or marker.read_text() != about:
+        _remove(made)
+        make(source, made, weights, trust_remote_code=trust_remote_code, progress=progress)
+        atomic_write(marker, about)
+    return made
 
 
 def _source_marker(source: Path, weights: str) -> str:
@@ -182,7 +182,7 @@ def _source_marker(source: Path, weights: str) -> str:
 
 
 def _pack(
-    source: Path, folder: Path, weights: str | None, slot_align: int | None, cluster: int | None, progress: bool
+    source: Path, staging: Path, weights: str | None, slot_align: int | None, cluster: int | None, progress: bool
 ) -> PackReport:
     pi2 = source / PI2_FOLDER
     with Parts(pi2) as parts:
@@ -198,17 +198,23 @@ def _pack(
             )
         reader.check_plan(plan)
         layout = _Layout(reader, beside, plan, slot_align, cluster, _provenance(source, reader))
-        with resumable_folder(folder) as staging:
-            for path in staging.iterdir():
-                if path.name not in (_PROGRESS, _PARTIAL):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            (staging / PI2_FOLDER).mkdir()
-            copy_small_files(source, staging)
-            report = _write(layout, staging, progress)
-            with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
-                report.file_bytes, report.regions = made.file_bytes, made.regions()
-            (staging / _PROGRESS).unlink(missing_ok=True)
+        for path in staging.iterdir():
+            if path.name not in (_PROGRESS, _PARTIAL) and path != source:
+                _remove(path)
+        (staging / PI2_FOLDER).mkdir()
+        copy_small_files(source, staging)
+        report = _write(layout, staging, progress)
+        with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
+            report.file_bytes, report.regions = made.file_bytes, made.regions()
     return report
+
+
+def _remove(path: Path) -> None:
+    """A file or folder in the staging folder, if it is there. Raises OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _check_parts(parts: Parts, plan: Plan, source: Path) -> None:
@@ -223,14 +229,16 @@ def _provenance(source: Path, reader: QuantizedWeights) -> str:
 
     origin: dict[str, Any] = {}
     if isinstance(reader, StoreReader):
-        origin |= reader.provenance().get("model", {})
+        model = reader.provenance().get("model")
+        origin |= model if isinstance(model, dict) else {}
     config = source / "config.json"
     if not origin and config.is_file():
-        text = config.read_bytes()
+        text = read_bytes(config)  # once: what cannot be read is an error, not a store that says less
         origin["config_sha256"] = hashlib.sha256(text).hexdigest()
-        with suppress(ValueError, AttributeError):
-            about = json.loads(text)
-            origin |= {name: about[name] for name in ("model_type", "architectures") if name in about}
+        with suppress(ArtifactError):
+            about = parse(text, config)
+            known = about if isinstance(about, dict) else {}
+            origin |= {name: known[name] for name in ("model_type", "architectures") if name in known}
     about_us = {"torch_pi2": torch_pi2.__version__, "from": reader.file_format}
     return json.dumps(about_us | {"weights": reader.kind, "model": origin})
 
@@ -361,7 +369,7 @@ class _Writer(TensorWriter):
             self._full(needed, free)
 
     def _open(self) -> int:
-        file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT, 0o666)
+        file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.ftruncate(file, self.file_bytes)
         return file
 
@@ -440,8 +448,8 @@ def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
 
 def _progress(staging: Path, identity: str, file_bytes: int) -> tuple[int, dict[str, str]]:
     """How many layers and tensors of this very store are there already, and checksums of the latter."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((staging / _PROGRESS).read_text())
+    with suppress(OSError, ArtifactError, ValueError, KeyError, TypeError):
+        found = parse(read_bytes(staging / _PROGRESS), _PROGRESS)
         if found["identity"] == identity and (staging / _PARTIAL).stat().st_size == file_bytes:
             return int(found["done"]), dict(found["checks"])
     return 0, {}

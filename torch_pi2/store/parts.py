@@ -8,6 +8,7 @@ A store without statistics may get some beside it: they are no part of what the 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,17 @@ from torch_pi2.predict.size import (
     load_predictors,
     predictors_of,
 )
-from torch_pi2.profile.stats import STATS_FILE, STATS_FORMAT, STATS_VERSION, ActivationStats, check_artifact
+from torch_pi2.profile.stats import (
+    STATS_FILE,
+    STATS_FORMAT,
+    STATS_VERSION,
+    ActivationStats,
+    check_artifact,
+    parse_layers,
+)
+from torch_pi2.runtime.fields import Field
 from torch_pi2.runtime.files import read_text
+from torch_pi2.runtime.reading import parse
 from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
 from torch_pi2.store.tensorfile import Spec, TensorReader
 
@@ -50,7 +60,7 @@ class Parts:
     def __init__(self, pi2: str | Path) -> None:
         self._pi2 = Path(pi2)
         self._store: StoreReader | None = None
-        if (self._pi2 / STORE_FILE).is_file():
+        if os.path.lexists(self._pi2 / STORE_FILE):
             store = StoreReader(self._pi2 / STORE_FILE)
             try:
                 if store.has_parts:
@@ -79,7 +89,7 @@ class Parts:
         """Whether there is a ``plan``, ``predictors`` or ``stats``."""
         if self._store is not None and f"pi2.{part}" in self._store.specs:
             return True
-        return (self._store is None or part == _ALSO_BESIDE) and (self._pi2 / _FILES[part][0]).is_file()
+        return (self._store is None or part == _ALSO_BESIDE) and os.path.lexists(self._pi2 / _FILES[part][0])
 
     def plan(self) -> Plan:
         """Raises ArtifactError, StaleArtifactError: as :meth:`Plan.load`."""
@@ -129,15 +139,8 @@ class Parts:
         if meta is None:
             return {}
         check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, wanted)
-        try:
-            return {str(row["key"]): float(row["threshold"]) for row in json.loads(meta["layers"])}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(
-                str(where),
-                expected="statistics by layer",
-                found=f"damage ({type(error).__name__}: {error})",
-                fix="The file is damaged; profile again.",
-            ) from error
+        rows = parse_layers(meta, where).items()
+        return {row.at("key").text(empty=True): row.at("threshold").number() for row in rows}
 
     def check_stats(self, model_hash: str) -> None:
         """As :meth:`stats`, as far as their metadata tells, which may be much less to read."""
@@ -173,15 +176,9 @@ class Parts:
 
     def _meta(self, part: str) -> dict[str, str]:
         assert self._store is not None
-        try:
-            found = json.loads(self._store.text(part))
-            if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-                raise TypeError("no texts by name")
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ArtifactError(
-                self._where(part), expected="metadata", found=f"damage ({error})", fix="Pack the folder again."
-            ) from error
-        return found
+        where, fix = self._where(part), "Pack the folder again."
+        found = Field(parse(self._store.text(part), where, fix=fix), where, fix)
+        return {name: value.text(empty=True) for name, value in found.each().items()}
 
 
 class PartFiles:
@@ -204,7 +201,7 @@ class PartFiles:
         self._readers: dict[str, TensorReader] = {}
         try:
             for part in _FILES if parts is None else parts:
-                if (pi2 / _FILES[part][0]).is_file():
+                if os.path.lexists(pi2 / _FILES[part][0]):
                     self._add(part, *(pi2 / file for file in _FILES[part]))
         except BaseException:
             self.close()

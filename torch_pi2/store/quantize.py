@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.arguments import checked
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, read_config
 from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.experts import check_known_experts
@@ -27,6 +28,7 @@ from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.quant.linears import find_linears
 from torch_pi2.runtime.experts import expert_groups
 from torch_pi2.runtime.files import replacing_folder
+from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.store.names import ExpertMatrix, stored_name
 from torch_pi2.store.place import TRIED_EXPERTS, check_names, find_experts_way, find_way
 from torch_pi2.store.skeleton import places, put, skeleton
@@ -61,6 +63,8 @@ class QuantizeReport:
         return asdict(self)
 
 
+@checked
+@fresh_settings()
 def quantize(
     folder_in: str | Path,
     folder_out: str | Path,
@@ -187,7 +191,7 @@ def _layers_of(source: Path, trust_remote_code: bool, *, with_linears: bool) -> 
 
 def _new_plan(model: nn.Module) -> Plan:
     layers = []
-    for site in find_sites(model, on_meta=True):
+    for site in find_sites(model, strict=False, on_meta=True):
         order = torch.arange(site.intermediate, dtype=torch.int32)
         exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None  # nothing of an expert is hot
         layers.append(LayerPlan(site, "exact" if exact else "dense", 0 if exact else site.intermediate, order))

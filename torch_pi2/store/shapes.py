@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_pi2.errors import ConfigError, LibraryMissingError
+from torch_pi2.extras import how_to_install
 
 #: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
 #: ``smallthinker-4b`` those of SmallThinker-4B-A0.6B's experts, with the attention of Qwen3-MoE.
@@ -105,7 +106,7 @@ def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
         import transformers
     except ImportError as error:
         raise LibraryMissingError(
-            "transformers", expected="an installed transformers", found=str(error), fix="pip install 'torch-pi2[hf]'"
+            "transformers", expected="an installed transformers", found=str(error), fix=how_to_install("hf")
         ) from error
     if isinstance(shape, str) and shape not in SHAPES:
         raise ConfigError(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torch_pi2.errors import ArtifactError, LibraryMissingError
+from torch_pi2.extras import how_to_install
 
 #: Tensors of at least as many numbers are weights, to be read later; smaller ones (rotary frequencies) are computed.
 _LARGE = 1 << 10
@@ -40,7 +41,7 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise LibraryMissingError(
-            "transformers", expected="an installed transformers", found=str(error), fix="pip install 'torch-pi2[hf]'"
+            "transformers", expected="an installed transformers", found=str(error), fix=how_to_install("hf")
         ) from error
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Self
 
 import torch
 
 from torch_pi2.errors import ArtifactError, DtypeError
+from torch_pi2.runtime.fields import Field
+from torch_pi2.runtime.reading import parse, read_bytes
 from torch_pi2.store.tensorfile import Spec, TensorReader
 
 _ONE = "model.safetensors"
@@ -37,9 +39,9 @@ class Checkpoint:
 
     def _file_names(self) -> list[str]:
         index = self.folder / _INDEX
-        if (self.folder / _ONE).is_file():
+        if os.path.lexists(self.folder / _ONE):
             return [_ONE]
-        if not index.is_file():
+        if not os.path.lexists(index):
             others = sorted(p.name for p in self.folder.glob("*.bin")) if self.folder.is_dir() else []
             raise ArtifactError(
                 str(self.folder),
@@ -47,15 +49,13 @@ class Checkpoint:
                 found=", ".join(others[:3]) or "neither",
                 fix="Save the model with save_pretrained, which writes safetensors.",
             )
-        try:
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError(
-                str(index),
-                expected="an index of shards",
-                found=f"damage ({type(error).__name__}: {error})",
-                fix="Copy it again.",
-            ) from error
+        expected, fix = "an index of shards", "Copy it again."
+        shards = Field(parse(read_bytes(index, expected, fix), index, expected=expected, fix=fix), str(index), fix)
+        names = {shard.text(): shard for shard in shards.at("weight_map").each().values()}
+        for name, shard in names.items():
+            if Path(name).name != name or name in (".", ".."):
+                shard.wrong("the name of a file in this folder")
+        return sorted(names)
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.rewrite import predictor_tensors, sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.runtime.absent import AbsentParameter
 from torch_pi2.runtime.experts import SparseExperts, expert_groups
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.linear import QuantLinear
@@ -81,6 +82,8 @@ def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or id(tensor) in seen or name in module._non_persistent_buffers_set:
+                continue
+            if isinstance(tensor, AbsentParameter):
                 continue
             seen.add(id(tensor))
             found[f"{prefix}.{name}" if prefix else name] = tensor.detach()

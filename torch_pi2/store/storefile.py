@@ -7,7 +7,7 @@ reader in Python; the C++ core reads the superblock and slots by itself.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ PIECE = 8 << 20
 
 def weights_path(pi2: Path) -> Path | None:
     """The file with the quantised weights of a folder ``pi2/``, the store if there is one; None: they are float."""
-    return next((pi2 / name for name in (STORE_FILE, WEIGHTS_FILE) if (pi2 / name).exists()), None)
+    return next((pi2 / name for name in (STORE_FILE, WEIGHTS_FILE) if os.path.lexists(pi2 / name)), None)
 
 
 def open_weights(pi2: Path) -> QuantizedWeights:
@@ -130,11 +130,11 @@ class StoreReader(QuantizedWeights):
 
     def _names(self) -> tuple[list[str], dict[str, str]]:
         """Keys of the layers, and checksums of the other tensors; together with ours they are all that there is."""
-        keys, checks = json.loads(self.metadata["layers"]), json.loads(self.metadata["checks"])
-        if not isinstance(keys, list) or not isinstance(checks, dict):
-            raise TypeError(f"layers and checks are a {type(keys).__name__} and a {type(checks).__name__}")
-        if not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(self.ways):
-            raise ValueError("layers are not those of sites")
+        layers = self._said("layers")
+        keys = [key.text(empty=True) for key in layers.items()]
+        checks = {name: check.text(empty=True) for name, check in self._said("checks").each().items()}
+        if sorted(keys) != sorted(self.ways):
+            layers.wrong("the keys of sites")
         ours = [SUPERBLOCK, *(f"{key}.{what}" for key in keys for what in ("bundles", "checks"))]
         named = {name for name in self.specs if not PADDING.fullmatch(name)}
         if named != {*ours, *checks} or len(named) != len(ours) + len(checks):
@@ -198,11 +198,10 @@ class StoreReader(QuantizedWeights):
             raise ValueError(f"metadata has checksum {found}, not {self.metadata['metadata_check']}")
 
     def provenance(self) -> dict[str, Any]:
-        """Where the store comes from; nothing if it does not say."""
-        try:
-            return dict(json.loads(self.metadata["provenance"]))
-        except (KeyError, TypeError, ValueError, RecursionError):
+        """Where the store comes from; nothing if it does not say. Raises ArtifactError: it says it in no JSON."""
+        if "provenance" not in self.metadata:
             return {}
+        return self._said("provenance").names(allowed=None)
 
     def text(self, part: str) -> str:
         """The text of one of ``PARTS`` that is there, compared with its checksum. Raises ArtifactError."""

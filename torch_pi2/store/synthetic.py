@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.arguments import checked
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
 from torch_pi2.config import Config
 from torch_pi2.errors import ConfigError
@@ -27,6 +28,7 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.predict.size import FittedPredictors, save_predictors
 from torch_pi2.runtime.files import replacing_folder
+from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
 from torch_pi2.store.shapes import CLASSES, build_config
 from torch_pi2.store.tensorfile import Spec, TensorWriter
@@ -39,6 +41,8 @@ _CHUNK = 2048
 PREDICTORS = ("lowrank", "signbit", None)
 
 
+@checked
+@fresh_settings()
 def synthetic(
     folder: str | Path,
     shape: str | Mapping[str, Any] = "mistral-7b",

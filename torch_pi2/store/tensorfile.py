@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,9 @@ import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops import load
-from torch_pi2.runtime.files import not_written
+from torch_pi2.runtime.fields import shown
+from torch_pi2.runtime.files import claimed, not_written
+from torch_pi2.runtime.reading import ROOM_BYTES, open_file, parse
 
 #: Names of dtypes in safetensors headers.
 DTYPES = {
@@ -46,6 +49,9 @@ _MAX_HEADER = 100_000_000
 _PIECE = 8 << 20
 #: Numbers in a tensor: fewer than that fit into 63 bits as bytes of any dtype.
 _LARGEST = 1 << 60
+_EXPECTED, _FIX = "a whole safetensors file", "Copy it again, or make it again."
+#: Of a tensor: more than any has, fewer than torch takes.
+_MOST_AXES = 32
 #: From this size on, memory is asked for in huge pages.
 _HUGE = 4 << 20
 
@@ -112,7 +118,7 @@ class TensorWriter:
         order: Sequence[str] | None = None,
     ) -> None:
         self.path, self.specs = Path(path), dict(specs)
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        self._claim = ExitStack()
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         self._entries = header
         self._start: dict[str, int] = {}
@@ -160,18 +166,21 @@ class TensorWriter:
         from tqdm import tqdm
 
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
             self._pwrite(memoryview(self._header), 0)
         except OSError as error:
             self._discard()
             self._fail(error)
+        except BaseException:
+            self._discard()
+            raise
         show = self._progress and sys.stderr.isatty()
         self._bar = tqdm(total=self._total, desc="write", unit="B", unit_scale=True, disable=not show, delay=2)
         return self
 
     def _open(self) -> int:
-        return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._temporary = self._claim.enter_context(claimed(self.path))
+        return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
         """Write ``tensor`` as ``name``, or as its rows from ``row`` on; it has the dtype and row shape declared.
@@ -251,13 +260,13 @@ class TensorWriter:
         except OSError as problem:
             self._discard()
             self._fail(problem)
+        self._claim.close()
 
     def _discard(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        if self._temporary.parent.is_dir():
-            self._temporary.unlink(missing_ok=True)
+        self._claim.close()
 
     def _fail(self, error: OSError) -> NoReturn:
         raise not_written(self.path, error) from error
@@ -276,13 +285,7 @@ class TensorReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            self._file = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            found = "nothing" if isinstance(error, FileNotFoundError) else str(error.strerror)
-            raise ArtifactError(
-                str(path), expected="a safetensors file", found=found, fix="Check the folder's name."
-            ) from error
+        self._file = open_file(path, "a safetensors file")
         try:
             self.specs, self._start, self.metadata = self._read_header()
         except OSError as error:
@@ -306,9 +309,9 @@ class TensorReader:
     def _damaged(self, reason: str) -> NoReturn:
         raise ArtifactError(
             str(self.path),
-            expected="a whole safetensors file",
+            expected=_EXPECTED,
             found=f"damage ({reason})",
-            fix="Copy it again, or make it again.",
+            fix=_FIX,
         )
 
     def _pread(self, size: int, at: int) -> bytes:
@@ -324,16 +327,18 @@ class TensorReader:
         length = int.from_bytes(self._pread(8, 0), "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
             self._damaged(f"a header of {length} bytes in a file of {size}")
+        header = parse(self._pread(length, 8), self.path, expected=_EXPECTED, fix=_FIX, room=ROOM_BYTES + 2 * size)
         try:
-            header = json.loads(self._pread(length, 8), object_pairs_hook=_without_repeats)
             if not isinstance(header, dict):
                 raise TypeError(f"the header is a {type(header).__name__}")
             metadata = header.pop("__metadata__", {})
             if not all(isinstance(s, str) for s in (*metadata.keys(), *metadata.values())):
                 raise TypeError("metadata that is not text")
+            for text in (*metadata.keys(), *metadata.values()):
+                text.encode()  # raises for half a character
             entries = {name: _entry(name, value) for name, value in header.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            self._damaged(f"{type(error).__name__}: {error}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self._damaged(f"{type(error).__name__}: {shown(str(error))}")
         end = 0
         for name, (spec, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
             if start != end or stop - start != spec.nbytes:
@@ -411,21 +416,21 @@ def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
+def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, in memory of their own. Raises ArtifactError."""
+    with TensorReader(path) as file:
+        return {name: file.read(name) for name in file.specs}, file.metadata
 
 
 def _entry(name: str, value: Any) -> tuple[Spec, int, int]:
     """One entry of a header. Raises KeyError, TypeError or ValueError on anything but what the format allows."""
     shape, offsets = value["shape"], value["data_offsets"]
     numbers = [*shape, *offsets]
-    # zeros left out: torch cannot make a tensor of (0, 2**60, 2**60) either
     sizes = [n for n in numbers if type(n) is int and n >= 0]
-    if len(offsets) != 2 or len(sizes) != len(numbers) or math.prod(n for n in sizes[:-2] if n) >= _LARGEST:
-        raise ValueError(f"shape {shape} or offsets {offsets} of {name}")
+    good = len(offsets) == 2 and len(shape) <= _MOST_AXES and len(sizes) == len(numbers)
+    # zeros left out: torch cannot make a tensor of (0, 2**60, 2**60) either
+    if not good or math.prod(n for n in shape if n) >= _LARGEST:
+        raise ValueError(f"shape {shown(shape)} or offsets {shown(offsets)} of {name}")
     if value["dtype"] not in DTYPES:
         raise ValueError(f"dtype {value['dtype']!r} of {name}")
     return Spec(tuple(shape), DTYPES[value["dtype"]]), offsets[0], offsets[1]

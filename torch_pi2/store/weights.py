@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
-from torch_pi2.graph.sites import FFNSite
+from torch_pi2.graph.sites import MOST_SIZE, FFNSite
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import Plan
+from torch_pi2.runtime.fields import Field
+from torch_pi2.runtime.reading import parse
 from torch_pi2.store.tensorfile import Spec, TensorReader
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -111,20 +113,16 @@ class QuantizedWeights(TensorReader):
             self._refuse(f"weights {' or '.join((*KINDS, *FLOAT_KINDS))}", repr(self.kind))
         self.weights = "float" if self.kind in FLOAT_KINDS else self.kind
         self.model_hash = meta.get("model_hash", "")
-        try:
-            self.linears: dict[str, int] = json.loads(meta["linears"])
-            self.ways: dict[str, str] = json.loads(meta["sites"])
-            if not isinstance(self.linears, dict) or not isinstance(self.ways, dict):
-                raise TypeError(f"a {type(self.linears).__name__} and a {type(self.ways).__name__}")
-            for name, columns in self.linears.items():
-                if type(columns) is not int or columns < 1:
-                    raise ValueError(f"{columns!r} inputs of {name}")
-            if not set(self.ways.values()) <= set(WAYS):
-                raise ValueError(f"ways {sorted(set(map(str, self.ways.values())))}")
-            if self.linears and self.weights == "float":
-                raise ValueError(f"quantised linears in a file of {self.kind}")
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            self._refuse("its linears and sites", f"damage ({type(error).__name__}: {error})")
+        linears, sites = (self._said(name) for name in ("linears", "sites"))
+        self.linears = {name: columns.whole(1, MOST_SIZE) for name, columns in linears.each().items()}
+        self.ways = {key: way.text(WAYS) for key, way in sites.each().items()}
+        if self.linears and self.weights == "float":
+            linears.wrong(f"none, in a file of {self.kind}", f"{len(self.linears)}")
+
+    def _said(self, name: str) -> Field:
+        """What the metadata says under ``name``, in JSON. Raises ArtifactError: nothing, or no JSON."""
+        where, fix = f"{self.path}, {name}", "Use the torch_pi2 that wrote it, or make it again."
+        return Field(parse(self.metadata.get(name, ""), where, fix=fix), where, fix)
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise ArtifactError(

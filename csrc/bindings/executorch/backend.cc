@@ -4,8 +4,6 @@
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 
 #include <cstring>
-#include <exception>
-#include <new>
 
 #include "bindings/executorch/layer.h"
 #include "bindings/executorch/session.h"
@@ -53,22 +51,10 @@ Error error_of(Fault fault) {
   return Error::Internal;
 }
 
-Error told(const Problem& problem) {
+Error told(const Problem& problem) noexcept {
   remember(problem);
   ET_LOG(Error, "Pi2Backend: %s", problem.text.c_str());
   return error_of(problem.fault);
-}
-
-// Runs `body`, which returns a Problem; nothing is thrown into ExecuTorch, which may be built without exceptions.
-template <class Body>
-Problem guarded(const char* what, const Body& body) {
-  try {
-    return body();
-  } catch (const std::bad_alloc&) {
-    return no_memory(what);
-  } catch (const std::exception& error) {
-    return problem(Fault::kState, what, "no exception", error.what(), "This is a fault of torch_pi2: report it.");
-  }
 }
 
 Options options_of(Span<const BackendOption> given) {
@@ -159,9 +145,11 @@ class Pi2Backend final : public BackendInterface {
 
   Result<DelegateHandle*> init(BackendInitContext& context, FreeableBuffer* processed,
                                ArrayRef<CompileSpec>) const override {
-    auto handle = std::make_unique<Handle>();
-    const Problem wrong =
-        guarded("loading a layer", [&] { return load(context, processed->data(), processed->size(), handle.get()); });
+    std::unique_ptr<Handle> handle;
+    const Problem wrong = guarded("loading a layer", [&] {
+      handle = std::make_unique<Handle>();
+      return load(context, processed->data(), processed->size(), handle.get());
+    });
     processed->Free();
     if (wrong) return told(wrong);
     return static_cast<DelegateHandle*>(handle.release());
@@ -177,11 +165,14 @@ class Pi2Backend final : public BackendInterface {
   }
 
   Error set_option(BackendOptionContext&, const Span<BackendOption>& given) override {
-    for (const auto& [key, value] : options_of(Span<const BackendOption>(given.data(), given.size()))) {
-      const Problem wrong = pi2::et::set_option(key, value);
-      if (wrong) return told(wrong);
-    }
-    return Error::Ok;
+    const Problem wrong = guarded("setting options", [&] {
+      for (const auto& [key, value] : options_of(Span<const BackendOption>(given.data(), given.size()))) {
+        Problem one = pi2::et::set_option(key, value);
+        if (one) return one;
+      }
+      return Problem();
+    });
+    return wrong ? told(wrong) : Error::Ok;
   }
 
   void destroy(DelegateHandle* raw) const override { delete static_cast<Handle*>(raw); }
@@ -202,7 +193,9 @@ extern "C" int pi2_et_share_weights(int share) {
   if (error == executorch::runtime::Error::Ok)
     error = executorch::runtime::set_option("XnnpackBackend", options.view());
   if (error == executorch::runtime::Error::Ok) return 0;
-  pi2::et::remember(pi2::et::problem(pi2::et::Fault::kState, "sharing of packed weights",
-                                     "ExecuTorch's XNNPACK backend in this process", "none", "Load it first."));
+  pi2::et::remember(pi2::et::guarded("sharing of packed weights", [] {
+    return pi2::et::problem(pi2::et::Fault::kState, "sharing of packed weights",
+                            "ExecuTorch's XNNPACK backend in this process", "none", "Load it first.");
+  }));
   return -1;
 }

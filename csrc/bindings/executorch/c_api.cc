@@ -17,9 +17,13 @@ std::string& last() {
 
 }  // namespace
 
-void remember(const Problem& problem) {
+void remember(const Problem& problem) noexcept {
   const std::lock_guard<std::mutex> lock(mutex);
-  last() = problem.text;
+  try {
+    last() = problem.text;
+  } catch (...) {
+    last() = kNoMemory;  // the text before has had room for it, or needs none of its own
+  }
 }
 
 }  // namespace pi2::et
@@ -29,7 +33,9 @@ extern "C" {
 int pi2_et_abi(void) { return 1; }
 
 int pi2_et_set(const char* key, const char* value) {
-  const pi2::et::Problem wrong = pi2::et::set_option(key == nullptr ? "" : key, value == nullptr ? "" : value);
+  const pi2::et::Problem wrong = pi2::et::guarded("an option of Pi2Backend", [&] {
+    return pi2::et::set_option(key == nullptr ? "" : key, value == nullptr ? "" : value);
+  });
   if (!wrong) return 0;
   pi2::et::remember(wrong);
   return -1;
@@ -38,16 +44,28 @@ int pi2_et_set(const char* key, const char* value) {
 const char* pi2_et_error(void) {
   thread_local std::string copy;
   const std::lock_guard<std::mutex> lock(pi2::et::mutex);
-  copy = pi2::et::last();
+  try {
+    copy = pi2::et::last();
+  } catch (...) {
+    return pi2::et::kNoMemory;
+  }
   return copy.c_str();
 }
 
 void pi2_et_clear_error(void) { pi2::et::remember({}); }
 
 int64_t pi2_et_stats(char* json, int64_t capacity, int reset) {
-  std::string text = pi2::et::all_stats(false);
-  const auto fits = [&] { return json != nullptr && static_cast<int64_t>(text.size()) < capacity; };
-  if (fits() && reset != 0) text = pi2::et::all_stats(true);  // calls between the two may have made it longer
+  std::string text;
+  const pi2::et::Problem wrong = pi2::et::guarded("figures of the stores", [&] {
+    text = pi2::et::all_stats(false);
+    const bool fits = json != nullptr && static_cast<int64_t>(text.size()) < capacity;
+    if (fits && reset != 0) text = pi2::et::all_stats(true);  // calls between the two may have made it longer
+    return pi2::et::Problem();
+  });
+  if (wrong) {
+    pi2::et::remember(wrong);
+    return -1;
+  }
   if (json != nullptr && capacity > 0) {
     const auto most = static_cast<std::size_t>(capacity - 1);
     const std::size_t n = std::min(text.size(), most);

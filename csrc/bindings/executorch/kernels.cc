@@ -5,8 +5,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <exception>
-#include <new>
 #include <string>
 #include <string_view>
 
@@ -92,19 +90,18 @@ std::int64_t hidden_of(const Tensor& x) {
 // `body`, with every failure told to ExecuTorch and none thrown into it.
 template <class Body>
 void guarded(KernelRuntimeContext& context, const char* op, const Body& body) {
-  Problem wrong;
-  Error error = Error::InvalidArgument;
-  try {
-    return body();
-  } catch (const Refused& r) {
-    wrong = problem(Fault::kArgument, std::string(op) + ", " + r.what, r.expected, r.found, "Export the model again.");
-  } catch (const std::bad_alloc&) {
-    wrong = no_memory(op);
-    error = Error::MemoryAllocationFailed;
-  }
+  const Problem wrong = et::guarded(op, [&] {
+    try {
+      body();
+    } catch (const Refused& r) {
+      return problem(Fault::kArgument, std::string(op) + ", " + r.what, r.expected, r.found, "Export the model again.");
+    }
+    return Problem();
+  });
+  if (!wrong) return;
   remember(wrong);
   ET_LOG(Error, "%s", wrong.text.c_str());
-  context.fail(error);
+  context.fail(wrong.fault == Fault::kMemory ? Error::MemoryAllocationFailed : Error::InvalidArgument);
 }
 
 // The layer but for x's and out's data and its mask.

@@ -1,7 +1,5 @@
 #include "bindings/executorch/layer.h"
 
-#include <new>
-
 namespace pi2::et {
 namespace {
 
@@ -71,8 +69,7 @@ std::shared_ptr<Layer> Layer::load(std::shared_ptr<Store> store, const Blob& blo
 
 Problem Layer::compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel) {
   if (tokens == 0) return {};
-  const std::string what = store_->path() + ", layer " + std::to_string(blob_.layer);
-  try {
+  return guarded("a layer of Pi2Backend", [&]() -> Problem {
     store_->warm();
     FfnArgs args = args_;
     args.x = x;
@@ -82,11 +79,9 @@ Problem Layer::compute(const void* x, void* y, DType dtype, std::int64_t tokens,
     const bool dense = blob_.dense_from > 0 && tokens >= blob_.dense_from;
     const std::string wrong = store_->offload().ffn(blob_.layer, dense ? Predictor() : predictor_, args, parallel);
     if (wrong.empty()) return {};
-    return problem(Fault::kAccess, what, "its neurons", wrong,
+    return problem(Fault::kAccess, store_->path() + ", layer " + std::to_string(blob_.layer), "its neurons", wrong,
                    "Check the store with `torch-pi2 inspect --verify` and its device, and run it again.");
-  } catch (const std::bad_alloc&) {
-    return no_memory(what);
-  }
+  });
 }
 
 }  // namespace pi2::et

@@ -1,6 +1,8 @@
 // What went wrong, for a program that passes on numbers and for whoever reads its log.
 #pragma once
 
+#include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -29,11 +31,35 @@ inline Problem problem(Fault fault, const std::string& what, const std::string& 
   return {fault, what + ": expected " + expected + ", found " + found + ". " + fix};
 }
 
-inline Problem no_memory(const std::string& what) {
-  return problem(Fault::kMemory, what, "memory for it", "none", "Give the process more, or the cache less.");
+// Short enough for a string that allocates nothing.
+constexpr const char* kNoMemory = "out of memory";
+
+inline Problem no_memory(const std::string& what) noexcept {
+  try {
+    return problem(Fault::kMemory, what, "memory for it", "none", "Give the process more, or the cache less.");
+  } catch (...) {
+    return {Fault::kMemory, kNoMemory};
+  }
+}
+
+// Runs `body`, which returns a Problem; nothing is thrown into C, or into ExecuTorch, which may be built without
+// exceptions.
+template <class Body>
+Problem guarded(const char* what, const Body& body) noexcept {
+  try {
+    try {
+      return body();
+    } catch (const std::bad_alloc&) {
+      return no_memory(what);
+    } catch (const std::exception& error) {
+      return problem(Fault::kState, what, "no exception", error.what(), "This is a fault of torch_pi2: report it.");
+    }
+  } catch (...) {  // of the text of either
+    return {Fault::kMemory, kNoMemory};
+  }
 }
 
 // What pi2_et_error says. Any thread.
-void remember(const Problem& problem);
+void remember(const Problem& problem) noexcept;
 
 }  // namespace pi2::et

@@ -67,6 +67,7 @@ void Session::forget() {
   begun_ = false;
 }
 
+// On the conductor's thread, where nobody would catch anything: compute() throws nothing.
 void Session::run(const ParallelFor& parallel) {
   problem_ = layer_->compute(x_TH_.data(), y_TH_.data(), DType::kF32, tokens_, parallel);
 }
@@ -98,6 +99,7 @@ Problem Session::collect(const void* h, void* out, DType dtype, std::int64_t tok
   begun_ = false;
   store_->count_submit_wait(
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count());
+  if (problem_.fault == Fault::kMemory) return no_memory(what);
   if (problem_) return problem_;
   if (tokens != tokens_)
     return problem(Fault::kArgument, what, std::to_string(tokens_) + " tokens, as submitted", std::to_string(tokens),

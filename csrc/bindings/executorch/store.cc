@@ -106,7 +106,7 @@ Store::~Store() {
   }
   if (tracing_) {
     offload_.reset();
-    const Problem wrong = write_trace(settings_.trace);
+    const Problem wrong = guarded("a trace", [&] { return write_trace(settings_.trace); });
     if (wrong) remember(wrong);
   }
   if (descriptor_ >= 0) ::close(descriptor_);
@@ -115,10 +115,11 @@ Store::~Store() {
 Problem Store::set_up(const Blob& blob, const Settings& settings) {
   const std::string what = "neuron store " + path_;
   settings_ = settings;
-  descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would be waited for
   struct stat about;
   if (descriptor_ < 0 || fstat(descriptor_, &about) != 0)
     return problem(Fault::kAccess, what, "a file that can be read", std::strerror(errno), kOther);
+  if (!S_ISREG(about.st_mode)) return problem(Fault::kAccess, what, "a file", "a folder, FIFO or device", kOther);
   file_bytes_ = about.st_size;
   unsigned char length[8] = {};
   const std::string size = std::to_string(file_bytes_) + " bytes";

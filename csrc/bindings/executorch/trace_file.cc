@@ -1,13 +1,12 @@
 #include "bindings/executorch/trace_file.h"
 
-#include <unistd.h>
+#include <sys/stat.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <vector>
 
+#include "io/output_file.h"
 #include "pi2/trace.h"
 
 namespace pi2::et {
@@ -32,6 +31,7 @@ constexpr Named kCounters[] = {{"reads under way", {"reads", ""}},
                                {"cache: hot", {"bundles", ""}},
                                {"cache: cold", {"bundles", ""}}};
 constexpr std::int64_t kCapacity = 1 << 18;
+constexpr std::size_t kPiece = 1 << 20;
 
 struct Row {
   TraceEvent event;
@@ -70,19 +70,47 @@ std::string event_text(const Row& row, std::int64_t zero, std::int64_t number) {
          microseconds(e.begin_ns - zero + e.duration_ns) + "}";
 }
 
-Problem not_written(const std::string& path) {
-  return problem(Fault::kArgument, "trace " + path, "a file that can be written", std::strerror(errno),
+// A FIFO, for instance: opening it waits for who reads it, who would take closing it for the end.
+bool is_stream(const std::string& path) {
+  struct stat there;
+  return stat(path.c_str(), &there) == 0 && !S_ISREG(there.st_mode) && !S_ISDIR(there.st_mode);
+}
+
+Problem not_written(const std::string& path, const std::string& why) {
+  return problem(Fault::kArgument, "trace " + path, "a file that can be written", why,
                  "Give option trace another one.");
+}
+
+// The whole file, in pieces; `write` returns what is wrong, and then nothing more is written.
+template <class Write>
+std::string write_events(const Trace& trace, const std::vector<Row>& rows, std::int64_t lost, const Write& write) {
+  std::string text = "{\"displayTimeUnit\": \"ms\", \"otherData\": {\"events\": " + std::to_string(rows.size()) +
+                     ", \"lost_events\": " + std::to_string(lost) +
+                     "}, \"traceEvents\": [\n{\"name\": \"process_name\", \"ph\": \"M\", \"ts\": 0, \"pid\": 1, "
+                     "\"tid\": 0, \"args\": {\"name\": \"torch_pi2\"}}";
+  for (const TraceLane& lane : trace.lanes)
+    text += ",\n{\"name\": \"thread_name\", \"ph\": \"M\", \"ts\": 0, \"pid\": 1, \"tid\": " +
+            std::to_string(lane.number + 1) + ", \"args\": {\"name\": \"" + (lane.io ? "I/O " : "compute ") +
+            std::to_string(lane.number) + "\"}}";
+  const std::int64_t zero = rows.empty() ? 0 : rows.front().event.begin_ns;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    text += ",\n" + event_text(rows[i], zero, static_cast<std::int64_t>(i));
+    if (text.size() < kPiece) continue;
+    const std::string wrong = write(text);
+    if (!wrong.empty()) return wrong;
+    text.clear();
+  }
+  return write(text + "\n]}\n");
 }
 
 }  // namespace
 
 Problem begin_trace(const std::string& path) {
-  const std::string beside = path + ".new";
-  std::FILE* trial = std::fopen(beside.c_str(), "wb");
-  if (trial == nullptr) return not_written(path);
-  std::fclose(trial);
-  unlink(beside.c_str());
+  {
+    OutputFile trial;  // said before anything is computed, not after
+    const std::string wrong = is_stream(path) ? std::string() : trial.open(path);
+    if (!wrong.empty()) return not_written(path, wrong);
+  }
   if (trace_start(kCapacity)) return {};
   return problem(Fault::kState, "trace " + path, "one trace at a time", "another under way",
                  "End that one first; it records the whole process.");
@@ -101,28 +129,14 @@ Problem write_trace(const std::string& path) {
     return a.event.begin_ns != b.event.begin_ns ? a.event.begin_ns < b.event.begin_ns
                                                 : a.event.duration_ns > b.event.duration_ns;
   });
-  const std::string beside = path + ".new";
-  std::FILE* out = std::fopen(beside.c_str(), "wb");
-  if (out == nullptr) return not_written(path);
-  std::fprintf(out, "{\"displayTimeUnit\": \"ms\", \"otherData\": {\"events\": %zu, \"lost_events\": %lld}, ",
-               rows.size(), static_cast<long long>(lost));
-  std::fprintf(out,
-               "\"traceEvents\": [\n{\"name\": \"process_name\", \"ph\": \"M\", \"ts\": 0, \"pid\": 1, \"tid\": 0, "
-               "\"args\": {\"name\": \"torch_pi2\"}}");
-  for (const TraceLane& lane : trace.lanes)
-    std::fprintf(
-        out,
-        ",\n{\"name\": \"thread_name\", \"ph\": \"M\", \"ts\": 0, \"pid\": 1, \"tid\": %lld, \"args\": {\"name\": "
-        "\"%s %lld\"}}",
-        static_cast<long long>(lane.number + 1), lane.io ? "I/O" : "compute", static_cast<long long>(lane.number));
-  const std::int64_t zero = rows.empty() ? 0 : rows.front().event.begin_ns;
-  for (std::size_t i = 0; i < rows.size(); ++i)
-    std::fprintf(out, ",\n%s", event_text(rows[i], zero, static_cast<std::int64_t>(i)).c_str());
-  const bool bad = std::fprintf(out, "\n]}\n") < 0 || std::ferror(out) != 0;
-  if (std::fclose(out) == 0 && !bad && std::rename(beside.c_str(), path.c_str()) == 0) return {};
-  const Problem wrong = not_written(path);
-  unlink(beside.c_str());
-  return wrong;
+  OutputFile out;
+  std::string wrong = out.open(path);
+  const auto write = [&](const std::string& text) {
+    return out.write(text.data(), static_cast<std::int64_t>(text.size()));
+  };
+  if (wrong.empty()) wrong = write_events(trace, rows, lost, write);
+  if (wrong.empty()) wrong = out.close();
+  return wrong.empty() ? Problem() : not_written(path, wrong);
 }
 
 }  // namespace pi2::et

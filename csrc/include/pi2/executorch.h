@@ -38,7 +38,8 @@ void pi2_et_clear_error(void);
 int pi2_et_share_weights(int share);
 
 /* Writes what all open stores did since the last reset, as JSON and at most `capacity` bytes with the final NUL;
-   returns the bytes that all of it needs with NUL. Nothing is reset unless all of it was written.
+   returns the bytes that all of it needs with NUL, or -1 (see pi2_et_error). Nothing is reset unless all of it was
+   written.
      {"stores": [{"path", "calls", "wanted", "hits", "reads", "bytes_read", "wait_ns", "busy_ns", "cache_bytes",
      "resident_bytes", "predictor_bytes", "submit_wait_ns", "engine"}], "opens": n, "closes": n} */
 int64_t pi2_et_stats(char* json, int64_t capacity, int reset);

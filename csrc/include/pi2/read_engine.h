@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 namespace pi2 {
 
@@ -23,7 +24,7 @@ struct ReadResult {
   int error = 0;
 };
 
-// What is told of reads that are over: by an I/O thread, in any order.
+// What is told of reads that are over: by an I/O thread, in any order. Does not throw: nobody would catch it.
 struct ReadDone {
   void (*call)(void* context, const ReadResult* results, std::int64_t count) = nullptr;
   void* context = nullptr;
@@ -41,7 +42,8 @@ class ReadEngine {
 // also where io_uring is forbidden (Android).
 std::unique_ptr<ReadEngine> pread_engine(int descriptor, int threads, ReadDone done);
 
-// io_uring with up to `depth` reads at the device; null where the kernel or the build has none.
-std::unique_ptr<ReadEngine> uring_engine(int descriptor, int depth, ReadDone done);
+// io_uring with up to `depth` reads at the device. Null where it is refused, by the kernel, by a sandbox or because the
+// build has none: `why`, if given, is told.
+std::unique_ptr<ReadEngine> uring_engine(int descriptor, int depth, ReadDone done, std::string* why = nullptr);
 
 }  // namespace pi2

@@ -6,12 +6,34 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
+#include <new>
 #include <thread>
 
 #include "bindings/executorch/session.h"
 #include "core/convert.h"
 #include "pi2/executorch.h"
 #include "tests/executorch/blob_fixture.h"
+
+namespace {
+
+// While set, no other thread than this program's own gets memory; how often one was refused.
+std::atomic<bool> short_of_memory{false};
+std::atomic<long> refused{0};
+thread_local bool is_ours = false;
+
+}  // namespace
+
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  const bool refuse = short_of_memory && !is_ours;
+  refused += refuse;
+  void* const at = refuse ? nullptr : std::malloc(bytes);
+  if (at == nullptr) throw std::bad_alloc();
+  return at;
+}
+[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes); }
+[[gnu::noinline]] void operator delete(void* at) noexcept { std::free(at); }
+[[gnu::noinline]] void operator delete(void* at, std::size_t) noexcept { std::free(at); }
 
 namespace {
 
@@ -314,6 +336,29 @@ long check_two_calls(std::mt19937& rng) {
   return cases;
 }
 
+// The threads that compute and read what was submitted get no memory, not even for saying so: collecting it says so,
+// and the next time is right.
+long check_no_memory(std::mt19937& rng) {
+  const Bundle b(rng);
+  const std::vector<float> x = floats(rng, 3 * kHidden), h = floats(rng, 3 * kHidden);
+  std::vector<float> out(x.size()), wanted = b.wanted(0, x, 128, false);
+  for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] += h[i];
+  const Bundle::Pair pair = b.pair(128);
+  for (int i = 0; i < 3; ++i) {
+    short_of_memory = true;
+    PI2_CHECK(!pair.submit->submit(x.data(), DType::kF32, 3), "submitting");
+    Problem wrong = pair.collect->collect(h.data(), out.data(), DType::kF32, 3);
+    short_of_memory = false;
+    PI2_CHECK(refused > 0 && wrong.fault == Fault::kMemory &&
+                  wrong.text.find("collecting layer 0: expected memory for it, found none.") == 0,
+              "'%s'", wrong.text.c_str());
+    wrong = pair.submit->submit(x.data(), DType::kF32, 3);
+    if (!wrong) wrong = pair.collect->collect(h.data(), out.data(), DType::kF32, 3);
+    PI2_CHECK(!wrong && same(out, wanted), "%s", wrong.text.c_str());
+  }
+  return 3;
+}
+
 // Calls that do not belong together: an error or a fresh start, never an end of the process or a wait for ever.
 long check_order(std::mt19937& rng) {
   const Bundle b(rng);
@@ -538,8 +583,10 @@ long check_trace(std::mt19937& rng) {
 }  // namespace
 
 int main() {
+  is_ours = true;
   std::mt19937 rng(11);
   long cases = check_bits(rng) + check_refused(rng) + check_reading(rng) + check_two_calls(rng) + check_order(rng);
+  cases += check_no_memory(rng);
   cases += check_destroyed(rng) + check_threads(rng) + check_overlap(rng) + check_options(rng) + check_trace(rng);
   return finish("session", cases);
 }

@@ -1,15 +1,36 @@
 // Pi2Backend through ExecuTorch's own interface, with blobs and tensors made here: options of a load and of the
-// process, codes of errors, tensors that do not fit. The rest is tested from Python, over .pte files.
+// process, codes of errors, tensors that do not fit, memory that there is none of. The rest is tested from Python, over
+// .pte files.
 #include <executorch/runtime/backend/interface.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/platform/runtime.h>
 
 #include <cmath>
+#include <cstdlib>
+#include <new>
 
 #include "core/convert.h"
 #include "pi2/executorch.h"
 #include "pi2/ffn.h"
 #include "tests/executorch/blob_fixture.h"
+
+namespace {
+
+// Allocations of this thread until one fails; below 0: none does.
+thread_local long allocations_left = -1;
+
+}  // namespace
+
+// Also of the library's: a program's own take their place.
+void* operator new(std::size_t bytes) {
+  if (allocations_left == 0) throw std::bad_alloc();
+  if (allocations_left > 0) --allocations_left;
+  if (void* found = std::malloc(bytes == 0 ? 1 : bytes)) return found;
+  throw std::bad_alloc();
+}
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -160,10 +181,65 @@ long check(std::mt19937& rng) {
   return 20;
 }
 
+// Calls it with the first, the second ... of its allocations failing, until none does; how often. Nothing is thrown.
+template <class Call>
+long each_allocation_fails(const Call& call) {
+  for (long k = 0;; ++k) {
+    allocations_left = k;
+    call();
+    const bool all = allocations_left > 0;
+    allocations_left = -1;
+    if (all) return k;
+  }
+}
+
+// Once an allocation has failed all others do, those of the message, too.
+long check_memory(std::mt19937& rng) {
+  const BackendInterface& backend = *get_backend_class("Pi2Backend");
+  const pi2_test::StoreFixture store(rng, 1, kNeurons, 2, kHidden, DType::kQ4);
+  const pi2_test::Bytes512 bytes = pi2_test::written(pi2_test::blob_of(store, 0));
+  const std::string path(200, 'x');
+  long cases = each_allocation_fails([&] { (void)pi2_et_set("store_path", path.c_str()); });
+  PI2_CHECK(cases > 2, "%ld", cases);
+  cases += each_allocation_fails([&] { (void)pi2_et_set(path.c_str(), path.c_str()); });
+  cases += each_allocation_fails([] { PI2_CHECK(pi2_et_error()[0] != 0, "no error"); });
+  char text[4096];
+  cases += each_allocation_fails([&] {
+    const std::int64_t found = pi2_et_stats(text, sizeof(text), 1);
+    PI2_CHECK(found > 0 || (found == -1 && pi2_et_error()[0] != 0), "%lld", static_cast<long long>(found));
+  });
+  BackendOption options[] = {option("store_path", store.path), option_of("cache_bytes_kib", 8),
+                             option_of("io_threads", 1)};
+  cases += each_allocation_fails([&] { (void)set_option("Pi2Backend", {options, 3}); });
+  PI2_CHECK(set_option("Pi2Backend", {options, 3}) == Error::Ok, "%s", pi2_et_error());
+  Given x(3, kHidden), y(3, kHidden);
+  EValue* values[] = {&x.value, &y.value};
+  BackendInitContext context(nullptr, nullptr, "forward", nullptr, {});
+  const long loads = each_allocation_fails([&] {
+    FreeableBuffer buffer(bytes.data(), bytes.size(), nullptr);
+    const Result<DelegateHandle*> made = backend.init(context, &buffer, {});
+    const bool enough = allocations_left > 0;
+    allocations_left = -1;
+    PI2_CHECK(made.ok() || !enough, "%s", pi2_et_error());
+    if (made.ok()) {
+      BackendExecutionContext execution;
+      const Error code = backend.execute(execution, *made, {values, 2});
+      PI2_CHECK(code == Error::Ok, "%s", pi2_et_error());
+      backend.destroy(*made);
+    }
+    if (enough) allocations_left = 1;
+  });
+  PI2_CHECK(loads > 20, "%ld", loads);
+  for (const char* key : {"store_path", "cache_bytes_kib", "io_threads"})
+    PI2_CHECK(pi2_et_set(key, "") == 0, "%s", key);
+  return cases + loads;
+}
+
 }  // namespace
 
 int main() {
   runtime_init();
   std::mt19937 rng(3);
-  return pi2_test::finish("backend", check(rng));
+  const long cases = check(rng);
+  return pi2_test::finish("backend", cases + check_memory(rng));
 }

@@ -9,13 +9,15 @@ class Bundle(
     budget: Long = -1,
     /** 0: as many as ExecuTorch chooses. */
     threads: Int = 0,
+    /** Compare the files with their checksums first; neurons are compared when they are read, whatever this is. */
+    verify: Boolean = true,
 ) : Closeable {
     /** Called by name from native code: proguard-rules.pro keeps it. */
     private fun interface Listener {
         fun text(piece: ByteArray)
     }
 
-    private var handle = open(folder.toByteArray(), budget, threads)
+    private var handle = open(folder.toByteArray(), budget, threads, verify)
 
     /**
      * Continues [prompt], or with [chat] answers it; [onText] gets the text as it comes.
@@ -54,7 +56,7 @@ class Bundle(
             System.loadLibrary("torch_pi2")
         }
 
-        @JvmStatic external fun open(folder: ByteArray, budget: Long, threads: Int): Long
+        @JvmStatic external fun open(folder: ByteArray, budget: Long, threads: Int, verify: Boolean): Long
 
         @JvmStatic external fun generate(
             handle: Long, prompt: ByteArray, system: ByteArray, chat: Boolean, maxNewTokens: Int, temperature: Double,

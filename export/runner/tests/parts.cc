@@ -53,9 +53,12 @@ int check_sampler() {
   Random random(1);
   for (int round = 0; round < 400; ++round) {
     const std::size_t vocab = round % 4 == 0 ? 1 + random() % 3 : 1 + random() % 3000;
-    std::normal_distribution<float> normal(0, static_cast<float>(round % 7));
+    std::normal_distribution<float> normal;
     std::vector<float> logits(vocab);
-    for (float& logit : logits) logit = round % 3 == 0 ? std::round(normal(random)) : normal(random);  // some are equal
+    for (float& logit : logits) {
+      logit = static_cast<float>(round % 7) * normal(random);  // all are equal, or
+      if (round % 3 == 0) logit = std::round(logit);           // some
+    }
     const double temperature = std::vector<double>{1e-3, 0.7, 1, 50}[random() % 4];
     const double top_p = std::vector<double>{1e-300, 1e-6, 0.5, 0.9, 0.999, 1 - 1e-12, 1 - 0x1p-53}[random() % 7];
     const std::uint64_t seed = random();
@@ -100,7 +103,7 @@ void change(Json& json, Random& random) {
 }
 
 int check_tokenizer(const std::string& file, int count) {
-  const Json whole = read_json(file);
+  const Json whole = read_json(file, 1 << 30);
   const std::string changed = file + ".changed";
   const std::string text =
       " The tool's 12 caf\xc3\xa9 \xe6\x97\xa5\xe6\x9c\xac\xf0\x9f\x99\x82 <s>e\xcc\x81\n\tdef f(x):";

@@ -26,9 +26,12 @@ AddedTokens::AddedTokens()
       space_at_start_(R"(\A\p{White_Space}+)", "tokenizer") {}
 
 void AddedTokens::add(AddedToken token) {
-  auto& list = of_[static_cast<unsigned char>(token.content[0])];
-  const auto longer = [&](const AddedToken& other) { return other.content.size() >= token.content.size(); };
-  list.insert(std::find_if_not(list.begin(), list.end(), longer), std::move(token));
+  of_[static_cast<unsigned char>(token.content[0])].push_back(std::move(token));
+}
+
+void AddedTokens::sort() {
+  const auto longer = [](const AddedToken& a, const AddedToken& b) { return a.content.size() > b.content.size(); };
+  for (auto& list : of_) std::stable_sort(list.begin(), list.end(), longer);
 }
 
 const AddedToken* AddedTokens::at(std::string_view text, std::size_t place) const {

@@ -27,6 +27,7 @@ class AddedTokens {
  public:
   AddedTokens();
   void add(AddedToken token);  // found by its content, which is not empty
+  void sort();                 // when all are there
 
   // All of the text in order; of tokens that begin at one place the longest counts.
   std::vector<Found> find(std::string_view text) const;

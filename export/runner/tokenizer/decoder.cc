@@ -71,7 +71,7 @@ Decode make_decoder(const Json& json, const std::string& where) {
   if (type == "Sequence") {
     std::vector<Decode> steps;
     for (const Json& step : fields.list("decoders")) steps.push_back(make_decoder(step, where));
-    return [steps](Tokens tokens) {
+    return [steps = std::move(steps)](Tokens tokens) {
       for (const Decode& step : steps) tokens = step(std::move(tokens));
       return tokens;
     };

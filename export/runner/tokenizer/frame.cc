@@ -1,6 +1,18 @@
 #include "tokenizer/parts.h"
 
 namespace pi2::runner {
+namespace {
+
+constexpr std::size_t kMost = 1024;  // ids; models have one or two
+
+const Frame& checked(const Frame& frame, const std::string& where) {
+  const std::size_t count = frame.before.size() + frame.behind.size();
+  if (count > kMost)
+    unknown(where, "at most " + std::to_string(kMost) + " tokens around a text", std::to_string(count));
+  return frame;
+}
+
+}  // namespace
 
 Frame make_frame(const Json& json, const std::string& where) {
   if (json.is_null()) return {};
@@ -13,6 +25,7 @@ Frame make_frame(const Json& json, const std::string& where) {
       const Frame one = make_frame(step, where);
       all.before.insert(all.before.begin(), one.before.begin(), one.before.end());
       all.behind.insert(all.behind.end(), one.behind.begin(), one.behind.end());
+      checked(all, where);  // each time: this is quadratic
     }
     return all;
   }
@@ -31,7 +44,7 @@ Frame make_frame(const Json& json, const std::string& where) {
       (behind ? frame.behind : frame.before).push_back(id);
     }
   }
-  return frame;
+  return checked(frame, where);
 }
 
 }  // namespace pi2::runner

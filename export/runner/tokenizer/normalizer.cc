@@ -16,7 +16,7 @@ Normalize make_normalizer(const Json& json, const std::string& where) {
   if (type == "Sequence") {
     std::vector<Normalize> steps;
     for (const Json& step : fields.list("normalizers")) steps.push_back(make_normalizer(step, where));
-    return [steps](std::string text) {
+    return [steps = std::move(steps)](std::string text) {
       for (const Normalize& step : steps) text = step(std::move(text));
       return text;
     };

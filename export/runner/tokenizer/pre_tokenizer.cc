@@ -104,7 +104,7 @@ PreTokenize make_pre_tokenizer(const Json& json, const std::string& where) {
   if (type == "Sequence") {
     std::vector<PreTokenize> steps;
     for (const Json& step : fields.list("pretokenizers")) steps.push_back(make_pre_tokenizer(step, where));
-    return [steps](std::vector<Piece> pieces) {
+    return [steps = std::move(steps)](std::vector<Piece> pieces) {
       for (const PreTokenize& step : steps) pieces = step(std::move(pieces));
       return pieces;
     };

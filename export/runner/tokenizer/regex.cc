@@ -14,6 +14,8 @@ std::string explain(int code, OnigErrorInfo* info) {
   return {reinterpret_cast<const char*>(text), static_cast<std::size_t>(bytes)};
 }
 
+constexpr unsigned long kMostSteps = 100'000'000;
+
 const UChar* bytes_of(std::string_view text) { return reinterpret_cast<const UChar*>(text.data()); }
 
 }  // namespace
@@ -23,6 +25,7 @@ void Regex::Free::operator()(re_pattern_buffer* regex) const { onig_free(regex);
 Regex::Regex(const std::string& pattern, const std::string& where) : where_(where) {
   static const int ready = [] {
     OnigEncoding encodings[] = {ONIG_ENCODING_UTF8};
+    onig_set_retry_limit_in_search(kMostSteps);  // of one match there is a limit; of one after the other there is none
     return onig_initialize(encodings, 1);
   }();
   if (ready != ONIG_NORMAL)

@@ -14,6 +14,8 @@ namespace pi2::runner {
 
 class Pattern {
  public:
+  static constexpr std::size_t kMostText = 4 << 20;  // steps each of which makes two of one would fill any memory
+
   explicit Pattern(const Fields& json) {
     if (json.has("Regex")) {
       regex_ = std::make_shared<Regex>(json.text("Regex"), json.where());
@@ -41,7 +43,12 @@ class Pattern {
   std::string replace(const std::string& text, const std::string& by) const {
     std::string out;
     for (const Part& part : parts(text)) {
-      out += part.match ? by : text.substr(part.begin, part.end - part.begin);
+      if (part.match) {
+        out += by;
+      } else {
+        out.append(text, part.begin, part.end - part.begin);
+      }
+      if (out.size() > kMostText) unknown("tokenizer", "replacements that leave at most 4 MiB of text", "more");
     }
     return out;
   }

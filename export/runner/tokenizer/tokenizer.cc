@@ -5,6 +5,8 @@
 namespace pi2::runner {
 namespace {
 
+constexpr std::int64_t kMostBytes = 256 << 20;  // the largest are of some 35 MB
+
 const Json& part(const Json& json, const char* name) {
   static const Json none;
   const auto found = json.find(name);
@@ -13,17 +15,17 @@ const Json& part(const Json& json, const char* name) {
 
 }  // namespace
 
-Tokenizer::Tokenizer(const std::filesystem::path& file) : Tokenizer(file, read_json(file)) {}
+Tokenizer::Tokenizer(const std::filesystem::path& file) : Tokenizer(read_json(file, kMostBytes), file.string()) {}
 
-Tokenizer::Tokenizer(const std::filesystem::path& file, const Json& json)
-    : model_(Fields(json, file.string()).sub("model")),
-      normalize_(make_normalizer(part(json, "normalizer"), file.string() + ", normalizer")),
-      pre_tokenize_(make_pre_tokenizer(part(json, "pre_tokenizer"), file.string() + ", pre_tokenizer")),
-      decode_(make_decoder(part(json, "decoder"), file.string() + ", decoder")),
-      frame_(make_frame(part(json, "post_processor"), file.string() + ", post_processor")) {
+Tokenizer::Tokenizer(const Json& json, const std::string& where)
+    : model_(Fields(json, where).sub("model")),
+      normalize_(make_normalizer(part(json, "normalizer"), where + ", normalizer")),
+      pre_tokenize_(make_pre_tokenizer(part(json, "pre_tokenizer"), where + ", pre_tokenizer")),
+      decode_(make_decoder(part(json, "decoder"), where + ", decoder")),
+      frame_(make_frame(part(json, "post_processor"), where + ", post_processor")) {
   for (const auto& [text, id] : model_.vocabulary()) tokens_[id] = {text, false};
-  for (const Json& entry : Fields(json, file.string()).list("added_tokens")) {
-    const Fields fields(entry, file.string() + ", added_tokens");
+  for (const Json& entry : Fields(json, where).list("added_tokens")) {
+    const Fields fields(entry, where + ", added_tokens");
     AddedToken token{fields.number("id"),          fields.text("content"),       fields.flag("single_word", false),
                      fields.flag("lstrip", false), fields.flag("rstrip", false), fields.flag("normalized", true),
                      fields.flag("special", false)};
@@ -32,6 +34,7 @@ Tokenizer::Tokenizer(const std::filesystem::path& file, const Json& json)
     tokens_[token.id] = {token.content, token.special};
     if (!token.content.empty()) (token.normalized ? normalized_ : raw_).add(std::move(token));
   }
+  for (AddedTokens* tokens : {&raw_, &normalized_}) tokens->sort();
 }
 
 std::vector<std::int64_t> Tokenizer::encode(std::string_view text, bool special) const {

@@ -18,6 +18,7 @@ class Tokenizer {
  public:
   // Throws Problem: it cannot be read, or has a part that this does not know, which the message names.
   explicit Tokenizer(const std::filesystem::path& file);
+  Tokenizer(const Json& json, const std::string& where);  // of what the file has
 
   // `special`: with the tokens that stand before and behind a text. Throws Problem: the text is no UTF-8.
   std::vector<std::int64_t> encode(std::string_view text, bool special) const;
@@ -32,8 +33,6 @@ class Tokenizer {
     std::string text;
     bool special = false;
   };
-  Tokenizer(const std::filesystem::path& file, const Json& json);
-
   Bpe model_;
   Normalize normalize_;
   PreTokenize pre_tokenize_;

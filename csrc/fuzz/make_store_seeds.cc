@@ -1,4 +1,4 @@
-// Inputs from which fuzz_superblock begins: sound superblocks of both versions, as each kind of input. Takes a folder.
+// Inputs from which fuzz_store begins: sound superblocks of both versions, as each kind of input. Takes a folder.
 #include <cstdio>
 #include <string>
 

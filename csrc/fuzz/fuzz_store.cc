@@ -1,5 +1,6 @@
 // Any bytes at all as a superblock, or as the beginning of a store: refused with a reason, or every layer lies in the
-// file. Needs clang (libFuzzer): `make fuzz`.
+// file. As a file it is read as the core reads a store: the length of the safetensors header, the superblock behind it,
+// and checksums.
 #include <sys/mman.h>
 #include <unistd.h>
 

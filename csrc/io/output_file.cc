@@ -1,0 +1,108 @@
+#include "io/output_file.h"
+
+#include <fcntl.h>
+#include <limits.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace pi2 {
+namespace {
+
+constexpr int kLinks = 40;  // as Linux follows
+
+// Where the links at `path` lead to, also if nothing is there yet. errno is set where it is "".
+std::string without_links(std::string path) {
+  for (int links = 0; links < kLinks; ++links) {
+    char to[PATH_MAX];
+    const ssize_t bytes = readlink(path.c_str(), to, sizeof(to));
+    if (bytes < 0) return path;  // no link, or not there
+    const std::string next(to, static_cast<std::size_t>(bytes));
+    const std::size_t slash = path.rfind('/');
+    path = next[0] == '/' || slash == std::string::npos ? next : path.substr(0, slash + 1) + next;
+  }
+  errno = ELOOP;
+  return "";
+}
+
+bool same_file(const struct stat& a, const struct stat& b) { return a.st_dev == b.st_dev && a.st_ino == b.st_ino; }
+
+// Returns 0 or errno.
+int write_fully(int descriptor, const void* data, std::int64_t bytes, std::int64_t at) {
+  const auto* p = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const auto count = static_cast<std::size_t>(bytes);
+    const ssize_t done = at < 0 ? ::write(descriptor, p, count) : ::pwrite(descriptor, p, count, at);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) return done == 0 ? EIO : errno;
+    p += done;
+    bytes -= done;
+    if (at >= 0) at += done;
+  }
+  return 0;
+}
+
+std::string text(int error) { return error == 0 ? "" : std::strerror(error); }
+
+}  // namespace
+
+OutputFile::~OutputFile() {
+  if (owned_) ::close(descriptor_);
+  if (!partial_.empty()) unlink(partial_.c_str());
+}
+
+std::string OutputFile::open(const std::string& path) {
+  struct stat there, out;
+  const bool exists = path != "-" && stat(path.c_str(), &there) == 0;
+  if (path != "-" && !exists && errno != ENOENT) return text(errno);
+  // By its name (/dev/stdout, or where the shell sends it), too: another file in its place would lose what is printed.
+  if (path == "-" || (exists && fstat(STDOUT_FILENO, &out) == 0 && same_file(there, out))) {
+    std::fflush(stdout);
+    descriptor_ = STDOUT_FILENO;
+    return "";
+  }
+  if (exists && S_ISDIR(there.st_mode)) return text(EISDIR);
+  if (exists && !S_ISREG(there.st_mode)) {
+    descriptor_ = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+    owned_ = descriptor_ >= 0;
+    return owned_ ? "" : text(errno);
+  }
+  target_ = without_links(path);
+  if (target_.empty()) return text(errno);
+  // Two processes that write one file have one each.
+  std::string partial = target_ + "." + std::to_string(getpid()) + ".part";
+  unlink(partial.c_str());  // of a process that died and had this number
+  descriptor_ = ::open(partial.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
+  if (descriptor_ < 0) return text(errno);
+  owned_ = true;
+  partial_ = std::move(partial);
+  if (exists && fchmod(descriptor_, there.st_mode & 07777) != 0) return text(errno);
+  return "";
+}
+
+std::string OutputFile::write(const void* data, std::int64_t bytes) {
+  return text(write_fully(descriptor_, data, bytes, -1));
+}
+
+std::string OutputFile::write_first(const void* data, std::int64_t bytes) {
+  return text(seekable() ? write_fully(descriptor_, data, bytes, 0) : ESPIPE);
+}
+
+std::string OutputFile::close() {
+  int error = 0;
+  if (!partial_.empty() && fsync(descriptor_) != 0) error = errno;
+  if (owned_ && ::close(descriptor_) != 0 && error == 0) error = errno;
+  owned_ = false;
+  descriptor_ = -1;
+  if (partial_.empty()) return text(error);
+  if (error == 0 && std::rename(partial_.c_str(), target_.c_str()) != 0) error = errno;
+  if (error != 0) unlink(partial_.c_str());
+  partial_.clear();
+  return text(error);
+}
+
+}  // namespace pi2

@@ -1,0 +1,57 @@
+// Any bytes as manifest.json or chat.json: refused by one line, or what is taken makes sense to who runs it. The first
+// byte says what they are, and whether the manifest's checksum is made right before.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "chat.h"
+#include "core/crc32c.h"
+#include "fields.h"
+#include "manifest.h"
+
+namespace {
+
+using namespace pi2::runner;
+
+constexpr std::uint8_t kChat = 1, kSystem = 2, kSealed = 4;
+
+void must(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "%s\n", what);
+  std::abort();
+}
+
+void check(const Manifest& m) {
+  must(m.vocab >= 0 && m.vocab < std::int64_t{1} << 31, "vocabulary");
+  must(m.lanes > 0 && !m.batches.empty() && m.batches.front() > 0 && m.batches.back() == m.lanes, "batches");
+  must(m.prompt_tokens > 0 && m.max_tokens >= 0, "tokens");
+  must(m.ffn_bytes <= m.store_bytes && m.files.contains("model.pte") && m.files.contains("model.pi2"), "files");
+  for (const auto& [name, entry] : m.files) {
+    must(!name.empty() && name != "." && name != ".." && name.find_first_of("/\\\n") == std::string::npos, "a name");
+    must(entry.bytes >= 0, "bytes");
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  if (size == 0) return 0;
+  std::string text(reinterpret_cast<const char*>(data) + 1, size - 1);
+  try {
+    if ((data[0] & kChat) != 0) {
+      const std::string said = (data[0] & kSystem) != 0 ? "Be brief." : "";
+      (void)chat_text(parse_json(text, "chat.json"), "chat.json", " question ", said);
+      return 0;
+    }
+    if ((data[0] & kSealed) != 0) {
+      char line[32];
+      std::snprintf(line, sizeof line, "{\"crc32c\": \"%08x\",\n", pi2::crc32c(text.data(), text.size()));
+      text.insert(0, line);
+    }
+    check(read_manifest(text, "manifest.json", (data[0] & kSystem) != 0 ? Verify::kSizes : Verify::kChecksums));
+  } catch (const Problem& problem) {
+    must(std::strlen(problem.what()) < 8192 && std::strpbrk(problem.what(), "\n\r\x1b") == nullptr, "no short line");
+  }
+  return 0;
+}

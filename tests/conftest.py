@@ -1,0 +1,35 @@
+"""``--skipped-to FILE``: the ids of tests that were skipped, a line each, as arguments for pytest (``@FILE``).
+
+Where there is no ``openssl`` command, torch's own compiler, beside which some tests put ours, is told to do without it;
+ours does so itself (tests/test_ci.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+NO_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+if shutil.which("openssl") is None:
+    os.environ.setdefault(NO_HEADERS, "0")
+
+_skipped: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--skipped-to", metavar="FILE", type=Path, help="write the ids of skipped tests, a line each")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _skipped.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    to = session.config.getoption("--skipped-to")
+    if to is not None and not hasattr(session.config, "workerinput"):  # of xdist: one process tells of all
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text("".join(f"{name}\n" for name in sorted(_skipped)))

@@ -1,0 +1,240 @@
+"""What is left when a process that writes is killed, has company, or finds no room: nothing that stays."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny
+
+import torch_pi2
+from torch_pi2.errors import ArtifactError, Pi2Error
+from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.plan.plan import LayerPlan, Plan
+from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
+
+#: Imports once, and forks for each process that is to be killed.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch_pi2", "transformers.models.llama.modeling_llama"])
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``float``: a checkpoint. ``bundles``: a quantised folder. ``store``: a packed one."""
+    root = tmp_path_factory.mktemp("sources")
+    tiny("llama-relu").save_pretrained(root / "float")
+    torch_pi2.quantize(root / "float", root / "bundles")
+    torch_pi2.pack(root / "bundles", root / "store")
+    return root
+
+
+def _save(sources: Path, out: Path) -> None:
+    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), out)
+
+
+def _save_quantised(sources: Path, out: Path) -> None:
+    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu"), weights="int4"), out)
+
+
+def _quantize(sources: Path, out: Path) -> None:
+    torch_pi2.quantize(sources / "float", out)
+
+
+def _pack(sources: Path, out: Path, source: str = "float") -> None:
+    torch_pi2.pack(sources / source, out)
+
+
+def _pack_quantised(sources: Path, out: Path) -> None:
+    torch_pi2.pack(sources / "float", out, weights="int4")
+
+
+def _synthetic(sources: Path, out: Path) -> None:
+    torch_pi2.synthetic(out, "tiny", layers=1, rank=8)
+
+
+def _plan(sources: Path, out: Path) -> None:
+    site = FFNSite("a", 0, "relu", False, None, LinearRef("up"), LinearRef("down"), 8, 4096, "")
+    Plan([LayerPlan(site, "exact", 0, torch.arange(4096, dtype=torch.int32))], "ab" * 32).save(out)
+
+
+def _stats(sources: Path, out: Path) -> None:
+    many, bits = torch.zeros(3, 1 << 12, dtype=torch.int64), torch.zeros(1, 1 << 9, dtype=torch.uint8)
+    counts, sums, one = (many[0].clone(), many[1].clone()), many[0].double(), torch.zeros(1, dtype=torch.int64)
+    bins = torch.zeros(HIST_BINS, dtype=torch.int64)
+    layer = LayerStats("a", 0, 0.0, 9, *counts, sums, (1,), one, many[2:].clone(), bins, bits)
+    ActivationStats({"a": layer}, "ab" * 32).save(out)
+
+
+WRITERS: dict[str, Callable[[Path, Path], None]] = {
+    "save": _save,
+    "save quantised": _save_quantised,
+    "quantize": _quantize,
+    "pack float": _pack,
+    "pack bundles": partial(_pack, source="bundles"),
+    "pack quantised": _pack_quantised,
+    "synthetic": _synthetic,
+    "plan": _plan,
+    "stats": _stats,
+}
+
+
+def _is_step(event: str, arguments: tuple[Any, ...], out: Path) -> bool:
+    """Whether writing ``out`` goes on: something there is opened to be written, made, renamed or removed."""
+    opened = event == "open" and arguments[2] & os.O_CREAT
+    step = opened or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
+    return bool(step) and str(arguments[0]).startswith(str(out.parent))
+
+
+def _child(writer: str, sources: Path, out: Path, kill_at: int, steps: Any) -> None:
+    torch.set_num_threads(1)
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if _is_step(event, arguments, out):
+            steps.value += 1
+            if steps.value == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    WRITERS[writer](sources, out)
+
+
+def _run(writer: str, sources: Path, out: Path, kill_at: int) -> tuple[int, int]:
+    """Exit code of a process that writes ``out``, and how many steps it took; it is killed at the last."""
+    steps = _FORKS.Value("i", 0)
+    process = _FORKS.Process(target=_child, args=(writer, sources, out, kill_at, steps))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, steps.value
+
+
+#: Where the hook of this process counts steps: an audit hook cannot be taken away again.
+_counted: list[tuple[Path, list[str]]] = []
+
+
+def _count(event: str, arguments: tuple[Any, ...]) -> None:
+    for out, seen in _counted:
+        if _is_step(event, arguments, out):
+            seen.append(event)
+
+
+sys.addaudithook(_count)
+
+
+def steps_of(writer: str, sources: Path, out: Path) -> int:
+    """How many steps it takes to write ``out``, which is done."""
+    _counted[:] = [(out, [])]
+    try:
+        WRITERS[writer](sources, out)
+        return len(_counted[0][1])
+    finally:
+        _counted.clear()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_a_killed_process_leaves_the_next_one_removes(sources: Path, tmp_path: Path, writer: str) -> None:
+    steps = steps_of(writer, sources, tmp_path / "whole" / "out")
+    out = tmp_path / "killed" / "out"
+    assert _run(writer, sources, out, steps - 2) == (-signal.SIGKILL, steps - 2)
+    assert names(out.parent) != names(tmp_path / "whole")
+    WRITERS[writer](sources, out)
+    assert names(out.parent) == names(tmp_path / "whole")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_another_writer_of_the_same_folder_removes_it_too(sources: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    steps = steps_of("pack float", sources, tmp_path / "whole")
+    assert _run("pack float", sources, out, steps - 2)[0] == -signal.SIGKILL
+    left = sum(path.stat().st_size for path in tmp_path.glob(".out.*/**/*") if path.is_file())
+    assert left > (sources / "float" / "model.safetensors").stat().st_size / 2, "nothing was left to be removed"
+    torch_pi2.pack(sources / "store", out)
+    assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
+
+
+def _racer(sources: Path, out: Path, start: Any, told: Any) -> None:
+    torch.set_num_threads(1)
+    start.wait()
+    try:
+        torch_pi2.pack(sources / "float", out)
+        told.put("done")
+    except ArtifactError as error:
+        told.put(str(error))
+    except BaseException as error:
+        told.put(repr(error))
+
+
+def test_of_three_that_pack_to_one_folder_one_wins(sources: Path, tmp_path: Path) -> None:
+    start, told = _FORKS.Barrier(3), _FORKS.Queue()
+    racers = [_FORKS.Process(target=_racer, args=(sources, tmp_path / "out", start, told)) for _ in range(3)]
+    for racer in racers:
+        racer.start()
+    said = [told.get() for _ in racers]
+    for racer in racers:
+        racer.join()
+    assert "done" in said
+    refused = [text for text in said if text != "done"]
+    message = "expected no other process that writes it, found one that has locked .out.lock. Wait for it"
+    assert all(text.startswith(f"writing {tmp_path / 'out'}") and message in text for text in refused), refused
+    assert os.listdir(tmp_path) == ["out"]
+    torch_pi2.pack(sources / "float", tmp_path / "alone")
+    store = Path("pi2") / "model.pi2"
+    assert (tmp_path / "out" / store).read_bytes() == (tmp_path / "alone" / store).read_bytes()
+
+
+def _without_room(writer: str, sources: Path, out: Path, told: Any) -> None:
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a longer file cannot be written, as on a full disk
+    try:
+        WRITERS[writer](sources, out)
+        told.put("done")
+    except Pi2Error as error:
+        told.put(f"{type(error).__name__} {error}")
+    except BaseException as error:
+        told.put(repr(error))
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_room_is_named_and_nothing_is_left(sources: Path, tmp_path: Path, writer: str) -> None:
+    told = _FORKS.Queue()
+    process = _FORKS.Process(target=_without_room, args=(writer, sources, tmp_path / "out", told))
+    process.start()
+    said = told.get()
+    process.join()
+    assert said.startswith("ArtifactError writing"), said
+    assert "found File too large" in said
+    assert not [name for name in names(tmp_path) if "." in name or name != "out"]
+
+
+def _hold(out: Path, held: Any) -> None:
+    from torch_pi2.runtime.files import claimed
+
+    with claimed(out):
+        held.set()
+        time.sleep(0.3)
+
+
+def test_a_file_waits_for_another_that_is_being_written(tmp_path: Path) -> None:
+    from torch_pi2.runtime.files import atomic_write
+
+    held = _FORKS.Event()
+    process = _FORKS.Process(target=_hold, args=(tmp_path / "a.json", held))
+    process.start()
+    held.wait()
+    atomic_write(tmp_path / "a.json", "mine")
+    process.join()
+    assert (tmp_path / "a.json").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["a.json"]

@@ -1,0 +1,29 @@
+"""Standard output, which has the result: what cannot be written there is no success."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from torch_pi2.errors import ArtifactError
+
+
+class OutputError(ArtifactError):
+    """Standard output cannot be written."""
+
+
+def emit(file: TextIO | None, text: str) -> None:
+    """Write ``text`` to standard output, now. Raises OutputError; BrokenPipeError: nobody reads it any more."""
+    try:
+        if file is None:
+            raise OSError("it is closed")
+        file.write(text)
+        file.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            "standard output",
+            expected="a file or terminal that takes the result",
+            found=str(error.strerror or error),
+            fix="Write it elsewhere.",
+        ) from error

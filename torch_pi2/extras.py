@@ -1,0 +1,28 @@
+"""How to get what an extra of this package names: the packages themselves, since no index has this one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib import metadata
+
+
+def how_to_install(*extras: str) -> str:
+    """``pip install`` of the packages that the extras name, for messages: right however this one was installed."""
+    try:
+        lines = metadata.requires("torch-pi2") or []
+    except metadata.PackageNotFoundError:
+        return f"pip install --no-build-isolation -e '.[{','.join(extras)}]' in the checkout"
+    wanted: dict[str, None] = {}
+    left = list(extras)
+    while left:
+        extra = left.pop(0)
+        for line in lines:
+            requirement, _, marker = line.partition(";")
+            if re.search(rf"""extra == ["']{extra}["']""", marker):
+                ours = re.match(r"torch[-_]pi2\[(.*)\]", requirement.strip())
+                if ours:
+                    left += ours[1].split(",")
+                else:
+                    wanted[requirement.strip()] = None
+    return f"pip install {shlex.join(wanted)}"

@@ -1,0 +1,148 @@
+"""Layers that look feed-forward and are none that is known: what to say of those that stay dense.
+
+Looser than :mod:`.match`: weights may be computed (weight norm, tied by transposing) or stored ``[in, out]``, and
+between the projections may stand parameters, buffers and whatever does not mix tokens. Attention never fits: products
+of activations stop the walk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_pi2.graph.elementwise import ELEMENTWISE, op_name
+
+#: What mixes tokens or activations: no feed-forward layer has it inside.
+_MIXES = re.compile(
+    "conv|attention|matmul|mm$|bmm|einsum|dot|embedding|fft|scan|lstm|gru|rnn|interpolate|pool|roll|shift|index_add"
+    "|transpose|permute|^cat$|stack|solve|autograd_function|wrap"
+)
+_LINEARS = frozenset(["linear", "matmul", "mm", "addmm"])
+_MAX_NODES = 256
+
+
+@dataclass(frozen=True)
+class _Loose:
+    """A matmul with weights of the model, ``[out, in]`` as it works; ``own`` are the parameters they are made of."""
+
+    node: fx.Node
+    x: fx.Node
+    n_in: int
+    n_out: int
+    own: tuple[fx.Node, ...]
+    plain: bool
+
+
+@dataclass(frozen=True)
+class Left:
+    """A layer that stays dense: the parameters of its matmuls, and why."""
+
+    parameters: tuple[fx.Node, ...]
+    reason: str
+
+
+def left_dense(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], taken: Set[fx.Node]) -> list[Left]:
+    """What looks like a feed-forward layer in ``gm``, none of whose matmuls is in ``taken``.
+
+    Args:
+        tensors: placeholder -> the parameter or buffer that it stands for.
+    """
+    linears = {found.node: found for node in gm.graph.nodes if (found := _as_linear(node, tensors)) is not None}
+    left: list[Left] = []
+    for down in linears.values():
+        if down.node in taken:
+            continue
+        walk = _walk(down, linears, tensors)
+        if walk is None:
+            continue
+        sources, region, own = walk
+        shared = {source.x for source in sources}
+        fits = len(shared) == 1 and all(s.n_in == down.n_out and s.n_out >= down.n_in for s in sources)
+        if fits and len(sources) <= 3 and taken.isdisjoint(s.node for s in sources):
+            parameters = tuple(dict.fromkeys(n for s in (*sources, down) for n in s.own))
+            reason = _reason([*sources, down], region, own)
+            if reason:
+                left.append(Left(parameters, reason))
+    return left
+
+
+def _reason(linears: list[_Loose], region: list[fx.Node], own: list[fx.Node]) -> str:
+    made = [p for p in linears if not p.plain]
+    if len({n for p in linears for n in p.own}) < sum(len(p.own) for p in linears):
+        return "its matmuls share weights"
+    if made:
+        return "weights that are no parameter [out, in] as it is"
+    names = list(dict.fromkeys(op_name(n.target) for n in region))
+    other = [name for name in names if name not in ELEMENTWISE]
+    if other:
+        return f"{', '.join(other)} between its matmuls"
+    if own:
+        return f"numbers of its own ({', '.join(n.name for n in own)}) between its matmuls"
+    return ""
+
+
+def _walk(
+    down: _Loose, linears: Mapping[fx.Node, _Loose], tensors: Mapping[fx.Node, torch.Tensor]
+) -> tuple[list[_Loose], list[fx.Node], list[fx.Node]] | None:
+    """The matmuls that ``down``'s input is made from, what lies between, and weights within; None if there is more."""
+    sources: dict[fx.Node, _Loose] = {}
+    region: dict[fx.Node, None] = {}
+    own: dict[fx.Node, None] = {}
+    todo = [down.x]
+    while todo:
+        node = todo.pop()
+        if node in region or node in sources:
+            continue
+        name = op_name(node.target) if node.op in ("call_function", "call_method") else ""
+        if node in linears:
+            sources[node] = linears[node]
+        elif node in tensors or node.op == "get_attr":
+            own[node] = None
+        elif name and not _MIXES.search(name):
+            region[node] = None
+            todo.extend(node.all_input_nodes)
+        else:
+            return None
+        if len(region) > _MAX_NODES:
+            return None
+    return (list(sources.values()), list(region), list(own)) if sources and region else None
+
+
+def _as_linear(node: fx.Node, tensors: Mapping[fx.Node, torch.Tensor]) -> _Loose | None:
+    name = op_name(node.target) if node.op in ("call_function", "call_method") else ""
+    if name not in _LINEARS:
+        return None
+    given = dict(zip(("input", "weight"), node.args[1:] if name == "addmm" else node.args)) | node.kwargs
+    x, weight = given.get("input"), given.get("weight", given.get("other"))
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+        return None
+    shape: Any = getattr(weight.meta.get("example_value"), "shape", ())
+    own = tuple(_made_of(weight, tensors))
+    if len(shape) != 2 or not own:
+        return None
+    n_out, n_in = shape if name == "linear" else reversed(shape)
+    plain = name == "linear" and weight in tensors
+    return _Loose(node, x, int(n_in), int(n_out), own, plain or (name != "linear" and weight not in tensors))
+
+
+def _made_of(weight: fx.Node, tensors: Mapping[fx.Node, torch.Tensor]) -> Iterator[fx.Node]:
+    """The parameters that a weight is made of; none if anything else goes into it."""
+    found: dict[fx.Node, None] = {}
+    todo, seen = [weight], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in tensors or node.op == "get_attr":
+            found[node] = None
+        elif node.op in ("call_function", "call_method") and len(seen) < 64:
+            todo.extend(node.all_input_nodes)
+        else:
+            return
+    yield from (node for node in found if node in tensors)

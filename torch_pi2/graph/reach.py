@@ -1,0 +1,160 @@
+"""Did the inputs that some code was tried with reach all that it does? A clamp that none of them touched was not tried.
+
+:class:`Reach` watches code while it runs: every comparison, clamp, minimum and the like must have been seen on both of
+its sides. Used wherever a formula is recognised by what comes out of it: regions of graphs, the notes of lazy tensors,
+modules of experts, owners of feed-forward layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torch_pi2.graph.elementwise import op_name
+
+#: Magnitudes to try code with.
+MAGNITUDES = tuple(10.0**k for k in range(-3, 5))
+
+#: Bounds of more numbers than this are told by what they did, not by what they are.
+_MAX_CONSTANTS = 64
+
+_COMPARISONS = frozenset(
+    [
+        "gt",
+        "ge",
+        "lt",
+        "le",
+        "eq",
+        "ne",
+        "greater",
+        "greater_equal",
+        "less",
+        "less_equal",
+        "not_equal",
+        "minimum",
+        "maximum",
+        "fmin",
+        "fmax",
+        "min",
+        "max",
+    ]
+)
+#: name -> names and defaults of the arguments, after the first, that are bounds.
+_BOUNDS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "clamp": (("min", None), ("max", None)),
+    "clip": (("min", None), ("max", None)),
+    "clamp_min": (("min", None),),
+    "clamp_max": (("max", None),),
+    "hardtanh": (("min_val", -1.0), ("max_val", 1.0)),
+    "threshold": (("threshold", None),),
+}
+_FINITE = frozenset(["nan_to_num", "isnan", "isinf", "isfinite", "isposinf", "isneginf"])
+#: What gives a number to Python, which may decide by it.
+_TO_PYTHON = frozenset(["item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__"])
+
+#: Largest difference, relative to the largest value, between two orders of summation.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+
+
+@dataclass
+class _Seen:
+    """One place in the code: what it compares with, and the sides on which values were."""
+
+    what: str
+    above: bool = False
+    not_above: bool = False
+
+
+def token_magnitudes(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """``[*shape, 1]`` float32: one of ``MAGNITUDES`` for each token; small ones where ``dtype`` can square them."""
+    some = [m for m in MAGNITUDES if m >= 1 or dtype != torch.float16]
+    return torch.tensor(some, dtype=torch.float32)[torch.arange(torch.Size(shape).numel()) % len(some)].view(*shape, 1)
+
+
+def same_tokens(found: Any, wanted: torch.Tensor) -> bool:
+    """Whether ``[..., H]`` agree, relative to the largest value of each token; what overflows cannot be seen."""
+    if not isinstance(found, torch.Tensor) or found.shape != wanted.shape:
+        return False
+    found, tolerance = found.float(), _TOLERANCE[wanted.dtype]
+    wanted = wanted.float()
+    scale = wanted.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    near = ((found - wanted).abs() <= tolerance * scale).all(-1)
+    finite = found.isfinite().all(-1) & wanted.isfinite().all(-1)
+    return bool((near | ~finite).all() and finite.any())
+
+
+class Reach(TorchFunctionMode):
+    """``with reach: code()``, several times; then :meth:`missed` says what none of the runs reached.
+
+    Attributes:
+        constants: the finite numbers, zero excepted, that were compared with.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants: set[float] = set()
+        self._places: dict[tuple[int, str, int], _Seen] = {}
+        self._calls = itertools.count()
+
+    def __enter__(self) -> Reach:
+        self._calls = itertools.count()  # the same code runs again
+        super().__enter__()
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = op_name(func)
+        x = args[0] if args else kwargs.get("input")
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            number = next(self._calls)
+            for index, bound in enumerate(_bounds(name, args, kwargs)):
+                self._look((number, name, index), x.detach(), bound)
+            if name in _FINITE:
+                self._note((number, name, 0), name, x.isfinite())
+            elif getattr(func, "__name__", "") in _TO_PYTHON:
+                self._places[number, name, 0] = _Seen("a number that Python code is given")
+        return func(*args, **kwargs)
+
+    def missed(self) -> str:
+        """What was seen on one side only, for messages; empty if nothing."""
+        return ", ".join(dict.fromkeys(s.what for s in self._places.values() if not (s.above and s.not_above)))
+
+    def _look(self, place: tuple[int, str, int], x: torch.Tensor, bound: Any) -> None:
+        if isinstance(bound, torch.Tensor):
+            if bound.numel() <= _MAX_CONSTANTS:
+                self.constants |= {abs(c) for c in bound.detach().double().flatten().tolist() if _counts(c)}
+        elif _counts(bound):
+            self.constants.add(abs(float(bound)))
+        else:
+            return  # zero lies between the same numbers at every magnitude, and nothing lies beyond infinity
+        shown = f"{place[1]} at {bound:g}" if isinstance(bound, int | float) else place[1]
+        self._note(place, shown, x == bound if place[1] in ("eq", "ne") else x > bound)
+
+    def _note(self, place: tuple[int, str, int], what: str, above: torch.Tensor) -> None:
+        seen = self._places.setdefault(place, _Seen(what))
+        seen.above |= bool(above.any())
+        seen.not_above |= not bool(above.all())
+
+
+def _counts(bound: Any) -> bool:
+    return isinstance(bound, int | float) and bound != 0 and abs(bound) < float("inf")
+
+
+def _bounds(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """What ``args[0]`` is compared with."""
+    if name in _COMPARISONS:
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        if isinstance(other, torch.Tensor) or not name.startswith(("min", "max")):  # x.max(-1) compares with nothing
+            yield other
+    elif name in ("hardshrink", "softshrink"):
+        most = args[1] if len(args) > 1 else kwargs.get("lambd", 0.5)
+        yield from (-most, most)
+    elif name == "relu6":
+        yield 6.0
+    for index, (keyword, default) in enumerate(_BOUNDS.get(name, ()), 1):
+        yield args[index] if len(args) > index else kwargs.get(keyword, default)

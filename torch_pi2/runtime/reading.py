@@ -1,0 +1,133 @@
+"""What others may have written: only regular files are opened, and JSON is read within bounds of depth and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.errors import ArtifactError
+
+#: Lists and objects inside one another. Our files have some 6; Python ends at about 1000, wherever it is then.
+MOST_DEPTH = 64
+#: Of a text that is read whole.
+MOST_BYTES = 1 << 28
+#: What a file may take while it is read, beside twice its size.
+ROOM_BYTES = 64 << 20
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def kind_of(mode: int) -> str:
+    """What a file that is no regular one is, in words."""
+    return next((name for is_that, name in _KINDS if is_that(mode)), "no file")
+
+
+def open_file(path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.") -> int:
+    """A descriptor of the regular file ``path``, for reading. Raises ArtifactError at once for anything else."""
+    try:
+        # a pipe would wait for somebody who writes
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        found = "nothing" if isinstance(error, FileNotFoundError) else str(getattr(error, "strerror", None) or error)
+        found = "a link to nothing" if found == "nothing" and os.path.islink(path) else found
+        raise ArtifactError(str(path), expected=expected, found=found, fix=fix) from error
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(file)
+        raise ArtifactError(str(path), expected=expected, found=kind_of(mode), fix=fix)
+    return file
+
+
+def read_bytes(
+    path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.", *, most: int = MOST_BYTES
+) -> bytes:
+    """All of a regular file of at most ``most`` bytes. Raises ArtifactError."""
+    with open(open_file(path, expected, fix), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ArtifactError(str(path), expected=f"{expected} of at most {most} bytes", found=f"{size}", fix=fix)
+        try:
+            return file.read()
+        except OSError as error:
+            found = str(error.strerror or error)
+            raise ArtifactError(str(path), expected=expected, found=found, fix=fix) from error
+
+
+def parse(
+    text: str | bytes,
+    where: str | Path,
+    *,
+    expected: str = "JSON",
+    fix: str = "Make the artefact again.",
+    room: int | None = None,
+    unique: bool = True,
+) -> Any:
+    """The value of a JSON text that was read from ``where``: the one way in which we parse.
+
+    Args:
+        room: bytes that text and value may take together (default: 64 MiB and twice the text).
+        unique: names twice in an object are damage. Others' files may have them: Python takes the last.
+
+    Raises:
+        ArtifactError: not UTF-8 or not JSON, nested too deeply, a number with thousands of digits, or a text of many
+            small values, which would take many times its size.
+    """
+    try:
+        needed = _bytes_of(text)
+        if needed > (ROOM_BYTES + 2 * len(text) if room is None else room):
+            raise ValueError(f"values that take {needed} bytes in a text of {len(text)}")
+        text = text.decode() if isinstance(text, bytes) else text
+        value = json.loads(text, object_pairs_hook=_without_repeats if unique else None)
+        if not _is_flat(value):
+            raise RecursionError
+    except RecursionError as error:
+        reason = f"lists or objects more than {MOST_DEPTH} deep"
+        raise ArtifactError(str(where), expected=expected, found=f"damage ({reason})", fix=fix) from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are such
+        reason = str(error)
+        if reason.startswith("Exceeds the limit"):
+            reason = "a whole number of thousands of digits"
+        raise ArtifactError(str(where), expected=expected, found=f"damage ({reason})", fix=fix) from error
+    return value
+
+
+def _bytes_of(text: str | bytes) -> int:
+    """About what the text and its parsed value take; more, rather than less, unless all names are different."""
+
+    def count(character: str) -> int:
+        return text.count(character) if isinstance(text, str) else text.count(character.encode())
+
+    objects, lists, named = count("{"), count("["), count(":")
+    listed = max(0, count(",") - named + objects)
+    values = named + listed
+    single = max(0, values - objects - lists)
+    wide = max(0, named - 32 * objects)  # names of large objects occur once
+    of_values = 16 * values + 72 * lists + 64 * objects + 120 * min(objects, named) + 48 * single + 96 * wide
+    return (1 if text.isascii() else 4) * len(text) + of_values
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether lists and objects are at most ``MOST_DEPTH`` deep."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        inside = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
+        level = [v for items in inside for v in items if isinstance(v, dict | list)]
+        if not level:
+            return True
+    return False
