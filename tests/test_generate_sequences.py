@@ -7,8 +7,8 @@ import logging
 import mmap
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import fx, nn
 import torch_pi2
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.runtime.adapt import follow
+from torch_pi2.runtime.adapt import Engine, follow
 from torch_pi2.runtime.decode import Decoder
 from torch_pi2.runtime.generate import Generated, Sampling, generate, pick
 
@@ -255,7 +255,8 @@ def test_the_plan_follows_as_sequences_end(model: nn.Module) -> None:
         assert engine.stats()["switches"] == 1 + sum(a != b for a, b in pairwise(used))
         assert engine.bucket.batch == used[-1]
         told: list[int] = []
-        other: Any = SimpleNamespace(batch=told.append)
+        other = create_autospec(Engine, instance=True)
+        other.batch = told.append
         assert sampled(model, 5, seed=40, engine=other).batches == told
 
 

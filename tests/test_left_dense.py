@@ -134,7 +134,7 @@ def test_gemma3n_names_its_first_layer() -> None:
 
 def test_gates_with_a_matrix_per_head_are_no_experts() -> None:
     config = transformers.RecurrentGemmaConfig(
-        **SIZES | {"intermediate_size": 96}, lru_width=32, attention_window_size=16
+        **SIZES | {"intermediate_size": 96, "num_hidden_layers": 3}, lru_width=32, attention_window_size=16
     )
     assert search(transformers.RecurrentGemmaForCausalLM(config).eval()).left == {}
 
