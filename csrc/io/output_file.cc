@@ -2,18 +2,22 @@
 
 #include <fcntl.h>
 #include <limits.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 namespace pi2 {
 namespace {
 
 constexpr int kLinks = 40;  // as Linux follows
+constexpr std::chrono::seconds kPatience{10};
 
 // Where the links at `path` lead to, also if nothing is there yet. errno is set where it is "".
 std::string without_links(std::string path) {
@@ -46,21 +50,76 @@ int write_fully(int descriptor, const void* data, std::int64_t bytes, std::int64
   return 0;
 }
 
+bool is_standard_output(const std::string& path) {
+  struct stat there, out;
+  return path == "-" || (stat(path.c_str(), &there) == 0 && fstat(STDOUT_FILENO, &out) == 0 && same_file(there, out));
+}
+
+// Beside `target`, as torch_pi2/runtime/files.py names it: who writes one in Python respects and removes it, too.
+std::string beside(const std::string& target, const char* end) {
+  const std::size_t name = target.rfind('/') + 1;
+  return target.substr(0, name) + "." + target.substr(name) + end;
+}
+
+// A descriptor of `path`, locked; -1 and errno otherwise, EWOULDBLOCK where another has it.
+int locked(const std::string& path) {
+  for (;;) {
+    const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
+    if (file < 0) return -1;
+    struct stat mine, there;
+    int error = flock(file, LOCK_EX | LOCK_NB) != 0 || fstat(file, &mine) != 0 ? errno : 0;
+    if (error == 0 && stat(path.c_str(), &there) != 0) error = errno;
+    if (error == 0 && same_file(mine, there)) return file;
+    ::close(file);
+    if (error == 0 || error == ENOENT || error == EINTR) continue;  // one that was given back in between
+    errno = error;
+    return -1;
+  }
+}
+
 std::string text(int error) { return error == 0 ? "" : std::strerror(error); }
 
 }  // namespace
 
+std::string output_place(const std::string& path) {
+  if (is_standard_output(path)) return "-";
+  const std::string target = without_links(path);
+  const std::size_t name = target.rfind('/') + 1;
+  char folder[PATH_MAX];
+  if (realpath(name == 0 ? "." : target.substr(0, name).c_str(), folder) == nullptr) return target;
+  return std::string(folder) + "/" + target.substr(name);
+}
+
 OutputFile::~OutputFile() {
   if (owned_) ::close(descriptor_);
   if (!partial_.empty()) unlink(partial_.c_str());
+  unlock();
+}
+
+std::string OutputFile::lock() {
+  const std::string path = beside(target_, ".lock");
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while ((lock_ = locked(path)) < 0) {
+    if (errno != EWOULDBLOCK) return text(errno);
+    if (std::chrono::steady_clock::now() >= until) return "another process that writes it and has locked " + path;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  return "";
+}
+
+void OutputFile::unlock() {
+  if (lock_ < 0) return;
+  unlink(beside(target_, ".lock").c_str());
+  ::close(lock_);
+  lock_ = -1;
 }
 
 std::string OutputFile::open(const std::string& path) {
-  struct stat there, out;
+  struct stat there;
   const bool exists = path != "-" && stat(path.c_str(), &there) == 0;
   if (path != "-" && !exists && errno != ENOENT) return text(errno);
   // By its name (/dev/stdout, or where the shell sends it), too: another file in its place would lose what is printed.
-  if (path == "-" || (exists && fstat(STDOUT_FILENO, &out) == 0 && same_file(there, out))) {
+  if (is_standard_output(path)) {
     std::fflush(stdout);
     descriptor_ = STDOUT_FILENO;
     return "";
@@ -73,9 +132,9 @@ std::string OutputFile::open(const std::string& path) {
   }
   target_ = without_links(path);
   if (target_.empty()) return text(errno);
-  // Two processes that write one file have one each.
-  std::string partial = target_ + "." + std::to_string(getpid()) + ".part";
-  unlink(partial.c_str());  // of a process that died and had this number
+  if (std::string wrong = lock(); !wrong.empty()) return wrong;
+  std::string partial = beside(target_, ".partial");
+  unlink(partial.c_str());  // of a process that died: nobody else has the lock
   descriptor_ = ::open(partial.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
   if (descriptor_ < 0) return text(errno);
   owned_ = true;
@@ -102,6 +161,7 @@ std::string OutputFile::close() {
   if (error == 0 && std::rename(partial_.c_str(), target_.c_str()) != 0) error = errno;
   if (error != 0) unlink(partial_.c_str());
   partial_.clear();
+  unlock();
   return text(error);
 }
 

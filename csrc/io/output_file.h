@@ -6,9 +6,16 @@
 
 namespace pi2 {
 
+// Where OutputFile would write what is given this path: links are followed, also to what is not there yet. "-" is
+// standard output, by whatever name. "": links that lead nowhere.
+std::string output_place(const std::string& path);
+
 // A regular file appears, or takes the place of one (keeping its permissions), when all of it is there; a link stays,
 // and the file that it leads to is replaced. What is no regular file (a device, a FIFO, standard output) is written to
 // directly, in order. Not for two threads at a time.
+//
+// One process at a time writes a regular file: others wait up to 10 s, then say so. What it writes is .NAME.partial
+// until it is whole, and .NAME.lock is locked meanwhile; what a process leaves that is killed the next one removes.
 class OutputFile {
  public:
   OutputFile() = default;
@@ -27,7 +34,10 @@ class OutputFile {
   bool seekable() const { return !partial_.empty(); }
 
  private:
-  int descriptor_ = -1;
+  std::string lock();
+  void unlock();
+
+  int descriptor_ = -1, lock_ = -1;
   bool owned_ = false;            // standard output is not
   std::string target_, partial_;  // of a regular file: its place, and where it is until it is whole
 };

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -24,8 +25,6 @@ std::string content(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
 }
-
-void put(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
 
 mode_t mode_of(const std::string& path) {
   struct stat about;
@@ -73,6 +72,48 @@ void regular(const std::string& folder) {
   PI2_SAYS(content(file), "new");
   PI2_CHECK(files_in(folder) == 1, "something is left");
   unlink(file.c_str());
+}
+
+// Of a process that ended within: the next one takes its place. Of one that goes on: the next one waits.
+void one_at_a_time(const std::string& folder) {
+  const std::string file = folder + "/file";
+  for (const bool dies : {true, false}) {
+    int ready[2];
+    PI2_CHECK(pipe(ready) == 0, "pipe");
+    const pid_t child = fork();
+    if (child == 0) {
+      OutputFile out;
+      if (!out.open(file).empty() || !out.write("child", 5).empty() || ::write(ready[1], "x", 1) != 1) _exit(1);
+      if (dies) _exit(0);
+      usleep(100000);
+      _exit(out.close().empty() ? 0 : 1);
+    }
+    char byte;
+    PI2_CHECK(::read(ready[0], &byte, 1) == 1, "child");
+    int status = 1;
+    if (dies) waitpid(child, &status, 0);
+    PI2_CHECK(mode_of(folder + "/.file.partial") != 0 && mode_of(folder + "/.file.lock") != 0, "what it writes");
+    OutputFile out;
+    PI2_SAYS(out.open(file), "");
+    PI2_SAYS(content(file), dies ? "" : "child");
+    if (!dies) waitpid(child, &status, 0);
+    PI2_CHECK(status == 0, "child");
+    PI2_SAYS(out.write("mine", 4), "");
+    PI2_SAYS(out.close(), "");
+    PI2_SAYS(content(file), "mine");
+    PI2_CHECK(files_in(folder) == 1, "something is left");
+    unlink(file.c_str());
+    for (const int end : ready) ::close(end);
+  }
+}
+
+void places(const std::string& folder) {
+  const std::string link = folder + "/link", real = std::filesystem::canonical(folder);
+  PI2_CHECK(symlink("none", link.c_str()) == 0, "link");
+  PI2_SAYS(pi2::output_place(link), real + "/none");
+  PI2_SAYS(pi2::output_place(folder + "/./none"), real + "/none");
+  PI2_SAYS(pi2::output_place("/dev/stdout"), "-");
+  unlink(link.c_str());
 }
 
 void links(const std::string& folder) {
@@ -140,9 +181,11 @@ int main() {
   char folder[] = "/tmp/pi2_output.XXXXXX";
   if (mkdtemp(folder) == nullptr) return 1;
   regular(folder);
+  one_at_a_time(folder);
+  places(folder);
   links(folder);
   others(folder);
   standard_output(folder);
   rmdir(folder);
-  return pi2_test::finish("test_output_file", 4);
+  return pi2_test::finish("test_output_file", 6);
 }
