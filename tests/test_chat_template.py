@@ -54,3 +54,77 @@ def test_any_error_of_a_template_is_named(template: str) -> None:
     with pytest.raises(ConfigError, match="messages that the tokenizer's template takes"):
         chat_text(tokenizer, MESSAGES)
     assert around_messages(tokenizer) is None
+
+
+EACH, END = "{% for m in messages %}", "{% endfor %}A:"
+#: Templates that do more with what is said than write or strip it.
+DEPEND = [
+    *[
+        "{{ m.content | e }}",
+        "{{ m.content | tojson }}",
+        "{{ m.content | replace('  ', ' ') }}",
+        "{{ m.content | upper }}",
+    ],
+    *["{{ m.content.lower() }}", "{{ m.content | title }}", "{{ m.content | length }}{{ m.content }}"],
+    *["{{ m.content[:64] }}", "{{ m.content[:999999] }}", "{{ m.content.split('</think>')[-1] }}"],
+    *["{{ m.content }}{% if '/no_think' in m.content %}x{% endif %}", "{% if m.content %}{{ m.content }}x{% endif %}"],
+    *["{% if m.content.startswith('never said') %}x{% endif %}{{ m.content }}", "{{ m.content.strip('\\n') }}"],
+    *[
+        "{% if m.content == 'x' %}x{% endif %}{{ m.content }}",
+        "{{ (m.role + m.content) | trim }}",
+        "{{ m.content }}" * 2,
+    ],
+    *["{% set c = m.content ~ '' %}{{ c | wordwrap(30) }}", "{% filter upper %}{{ m.content }}{% endfilter %}"],
+]
+#: And that do not, however they find that out.
+PLAIN = [
+    *["{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"],
+    *["{{ '[' + m.content + ']' }}", "{% macro f(c) %}{{ c }}{% endmacro %}{{ f(m.content) }}"],
+    "{% if m.role == 'assistant' and '</think>' in m.content %}x{% endif %}{{ m.content }}",
+    "{% set ns = namespace(n=1) %}{% if not (m.content.startswith('<a>') and m.content.endswith('</a>')) %}"
+    "{% set ns.n = 2 %}{% endif %}{{ m.content }}",
+]
+
+
+@pytest.mark.parametrize("body", DEPEND)
+def test_templates_that_depend_on_what_is_said_are_not_described(
+    body: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = byte_tokenizer(TEXT)
+    tokenizer.chat_template = EACH + body + END
+    assert not write_chat(tokenizer, tmp_path)
+    assert "chat.json is left out: what the chat template writes depends on what is said. " in caplog.text
+    tokenizer.chat_template = EACH + "{% if m.role == 'user' %}{{ m.content }}{% else %}" + body + "{% endif %}" + END
+    found = around_messages(tokenizer)
+    assert found is not None
+    assert found["system_user"] is None
+
+
+@pytest.mark.parametrize("body", PLAIN)
+def test_templates_that_write_what_is_said_are_described(body: str) -> None:
+    tokenizer = byte_tokenizer(TEXT)
+    tokenizer.chat_template = EACH + body + END
+    found = around_messages(tokenizer)
+    assert found is not None
+    assert found["system_user"] is not None
+    assert found["strips"] == {"system": False, "user": False}
+
+
+def test_each_role_is_stripped_or_not() -> None:
+    tokenizer = byte_tokenizer(TEXT)
+    for role, other in (("system", "user"), ("user", "system")):
+        tokenizer.chat_template = EACH + f"{{% if m.role == '{role}' %}}{{{{ m.content | trim }}}}"
+        tokenizer.chat_template += "{% else %}{{ m.content }}{% endif %}" + END
+        found = around_messages(tokenizer)
+        assert found is not None
+        assert found["strips"] == {role: True, other: False}
+    # Llama 2's: a question alone is stripped at both ends, one behind a system message at one.
+    tokenizer.chat_template = (
+        "{% set c = messages[-1].content %}"
+        "{% if messages | length > 1 %}{% set c = messages[0].content + c %}{% endif %}{{ '[' + c.strip() + ']' }}"
+    )
+    assert around_messages(tokenizer) == {
+        "user": ["[", "]"],
+        "system_user": None,
+        "strips": {"system": False, "user": True},
+    }

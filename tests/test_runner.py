@@ -139,7 +139,7 @@ def test_figures(bundle: Path, tmp_path: Path) -> None:
     assert 0 < found["memory"]["resident_bytes"] <= found["memory"]["peak_bytes"] < 200 << 20
     assert set(found["stages"]) == {"prompt", "decode"}
     assert (tmp_path / "dump").read_bytes()[8:12] == b"ED00"  # an ETDump
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_budget_is_for_all_of_the_process(bundle: Path) -> None:
@@ -147,9 +147,8 @@ def test_budget_is_for_all_of_the_process(bundle: Path) -> None:
     assert memory["budget_bytes"] == 3 << 19
     assert memory["cache_bytes"] == 4096  # no more than the store has
     message = refused(bundle, "--prompt", "d", "--budget", "1MiB")
-    assert message.startswith(
-        "--budget: expected more than 1 MiB, which it takes without any neurons, found 1 MiB. Give it more, "
-    )
+    expected = f"more than {1 << 20} bytes (1 MiB), which it takes without any neurons"
+    assert message.startswith(f"--budget: expected {expected}, found {1 << 20} bytes. ")
 
 
 IDS = [7, 30, 201, 5, 90, 11]
@@ -253,6 +252,56 @@ def test_chat_is_the_templates(copy: Path) -> None:
     assert found["sequences"] == same["sequences"]
 
 
+#: All that Python strips, at both ends, and what it does not.
+SPACES = "".join(chr(c) for c in range(0x3001) if chr(c).isspace())
+SAID = [
+    (None, SPACES + "d" + SPACES),
+    (" s ", " u "),
+    ("", "d"),
+    (SPACES, "d"),
+    ("s", "\u200bd\u200b"),
+    (None, "é日\u3000"),
+]
+
+
+@pytest.mark.parametrize("template", ["{{ m.content | trim }}", "{{ m.content }}", "user"])
+def test_chats_are_those_of_python(copy: Path, template: str) -> None:
+    """The texts, by their tokens; ``user`` alone is stripped by the last."""
+    if template == "user":
+        template = "{{ m.content | trim if m.role == 'user' else m.content }}"
+    with Bundle(copy) as twin:
+        twin.tokenizer.chat_template = "{% for m in messages %}<" + template + ">{% endfor %}"
+        assert write_chat(twin.tokenizer, copy)
+        write_manifest(copy)
+        for system, user in SAID:
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            text = chat_text(twin.tokenizer, [*messages, {"role": "user", "content": user}])
+            expected = twin.tokenizer(text, add_special_tokens=False)["input_ids"]
+            asked = ("--chat", "--prompt", user, *(() if system is None else ("--system", system)))
+            if len(expected) < ROOM:
+                assert run(copy, *asked, "--max-new-tokens", 1)["prompt_tokens"] == len(expected), (system, user)
+            else:
+                assert f"found {len(expected)}. " in refused(copy, *asked)
+
+
+def test_templates_that_are_not_described_are_named(copy: Path) -> None:
+    asked = ("--chat", "--prompt", "d")
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content | upper }}")
+    write_manifest(copy)
+    found = "no such file: export leaves it out if what the template writes depends on what is said. "
+    assert f"chat.json: expected the chat template of the bundle, found {found}" in refused(copy, *asked)
+    chat = {"format": "torch_pi2.chat", "version": 1, "user": ["<", ">"], "system_user": None, "strips": True}
+    (copy / "chat.json").write_text(json.dumps(chat))
+    write_manifest(copy)
+    message = "chat.json: expected format torch_pi2.chat, version 2, found torch_pi2.chat, version 1. "
+    assert message in refused(copy, *asked)
+    (copy / "chat.json").write_text(json.dumps({**chat, "version": 2, "strips": {}}))
+    write_manifest(copy)
+    message = "--system: expected a chat template that writes a system message as it is, found one that takes none, or "
+    for system in ("s", ""):
+        assert message in refused(copy, *asked, "--system", system)
+
+
 def test_templates_that_are_and_that_are_not_described() -> None:
     tokenizer = byte_tokenizer(TEXT)
     assert around_messages(tokenizer) is None
@@ -260,11 +309,12 @@ def test_templates_that_are_and_that_are_not_described() -> None:
     assert around_messages(tokenizer) == {
         "user": ["<user>", "\nA:"],
         "system_user": ["<system>", "\n<user>", "\nA:"],
-        "strips": True,
+        "strips": {"system": True, "user": True},
     }
     only_users = "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}[{{ messages[0].content }}]"
     tokenizer.chat_template = only_users
-    assert around_messages(tokenizer) == {"user": ["[", "]"], "system_user": None, "strips": False}
+    strips = {"system": False, "user": False}
+    assert around_messages(tokenizer) == {"user": ["[", "]"], "system_user": None, "strips": strips}
     tokenizer.chat_template = "{{ messages[0].content | upper }}"
     assert around_messages(tokenizer) is None
 
@@ -325,7 +375,7 @@ def test_manifests_that_it_cannot_run_are_refused(copy: Path, fields: dict[str, 
         (["--ids", "1,300"], "prompt: expected tokens of one sequence below 300, found the token 300. "),
         (["--ids", "1,x"], "--ids: expected token ids such as 1,2,3, found 'x'. "),
         (["--prompt", "d", "--ids", "1"], "arguments: expected --prompt or --ids, found both. "),
-        (["--prompt", "d", "--chat"], "chat.json: expected the chat template of the bundle, found no such file. "),
+        (["--prompt", "d", "--chat"], "chat.json: expected the chat template of the bundle, found no such file: "),
         (["--ids", "1", "--chat"], "--chat: expected --prompt beside it, found --ids. "),
         (["--prompt", "d", "--system", "x"], "--system: expected --chat beside it, found none. "),
         (["--prompt", "d", "--temperature", "-1"], "temperature: expected 0 (greedy) or more, found -1. "),

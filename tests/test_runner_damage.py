@@ -33,7 +33,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(bundle: Path, tmp_path: Path) -> Path:
     folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     (folder / "chat.json").write_text(
-        json.dumps({"format": "torch_pi2.chat", "version": 1, "user": ["<", ">"], "system_user": None, "strips": True})
+        json.dumps(
+            {
+                "format": "torch_pi2.chat",
+                "version": 2,
+                "user": ["<", ">"],
+                "system_user": None,
+                "strips": {"user": True},
+            }
+        )
     )
     write_manifest(folder)
     return folder
@@ -186,7 +194,7 @@ def test_every_field_of_the_chat_is_checked(copy: Path) -> None:
     whole = json.loads(file.read_text())
     taken = {("system_user", what) for what in ["missing", *(v[:30] for v in WRONG if v[0] not in "1NW[")]}
     taken |= {("system_user", v[:30]) for v in ("1.5", "18446744073709551616", "[]")}  # not read without --system
-    taken |= {("strips", "missing"), ("strips", "null"), ("strips", "true")}
+    taken |= {("strips", "{}")}
     for path in whole:
         for what, text in variants(whole, path):
             file.write_text(text)
@@ -307,7 +315,7 @@ def test_links_within_the_folder_and_stores_elsewhere_are_taken(copy: Path, tmp_
 def test_files_that_the_manifest_does_not_name_are_not_used(copy: Path) -> None:
     data = json.loads((copy / "manifest.json").read_text())
     for name, options, message in (
-        ("chat.json", CHAT, "chat.json: expected the chat template of the bundle, found no such file. "),
+        ("chat.json", CHAT, "chat.json: expected the chat template of the bundle, found no such file: "),
         ("tokenizer.json", ("--prompt", "d"), "manifest.json, files: expected tokenizer.json, for text, found none. "),
     ):
         change(copy, files={n: entry for n, entry in data["files"].items() if n != name})

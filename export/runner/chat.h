@@ -8,8 +8,9 @@
 namespace pi2::runner {
 
 // With chat.json of the bundle, which the exporter has made with the template (export/chat.py); no template language is
-// needed here. `where` begins messages, `system` may be empty. Throws Problem: the template takes no system message, or
+// needed here. `where` begins messages, `system` may be null: nothing
+// is said. Throws Problem: the template takes no system message, or
 // the file is damaged.
-std::string chat_text(const Json& json, const std::string& where, const std::string& user, const std::string& system);
+std::string chat_text(const Json& json, const std::string& where, const std::string& user, const std::string* system);
 
 }  // namespace pi2::runner

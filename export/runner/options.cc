@@ -4,11 +4,13 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <map>
-#include <sstream>
 #include <utility>
+
+#include "io/output_file.h"
 
 namespace pi2::runner {
 namespace {
@@ -49,11 +51,27 @@ std::int64_t positive(const std::string& name, const std::string& text) {
 
 std::vector<std::int64_t> token_ids(const std::string& text) {
   std::vector<std::int64_t> ids;
-  std::stringstream parts(text);
-  for (std::string part; std::getline(parts, part, ',');) {
+  for (std::size_t at = 0, end = 0; end != std::string::npos; at = end + 1) {
+    end = text.find(',', at);
+    const std::string part = text.substr(at, end == std::string::npos ? end : end - at);
     ids.push_back(number<std::int64_t>("--ids", part, 0, std::numeric_limits<int>::max(), "token ids such as 1,2,3"));
   }
   return ids;
+}
+
+// Each would write over another, or into its middle.
+void check_files(const Options& o) {
+  std::map<std::string, std::string> names;
+  const std::pair<const char*, const std::string&> given[] = {
+      {"--trace", o.trace}, {"--etdump", o.etdump}, {"--logits", o.logits}};
+  for (const auto& [option, file] : given) {
+    if (file.empty()) continue;
+    const std::string place = output_place(file);
+    const auto [first, fresh] = names.emplace(place, option);
+    if (fresh || place.empty() || std::filesystem::is_character_file(place)) continue;
+    if (place == "-") throw Problem("arguments", "one file on standard output", "several", kFix);
+    throw Problem(option, "a file of its own", file + ", which " + first->second + " writes", kFix);
+  }
 }
 
 }  // namespace
@@ -117,7 +135,7 @@ Options parse_options(int argc, char** argv) {
   const std::map<std::string, Take> with_value = {
       {"--prompt", [&](const auto& v) { o.prompt = v, prompt = true; }},
       {"--ids", [&](const auto& v) { o.request.prompt = token_ids(v), ids = true; }},
-      {"--system", [&](const auto& v) { o.system = v, system = true; }},
+      {"--system", [&](const auto& v) { o.system = v, system = true, o.empty_system = v.empty(); }},
       {"--max-new-tokens", [&](const auto& v) { o.request.max_new_tokens = positive("--max-new-tokens", v); }},
       {"--temperature", [&](const auto& v) { o.request.temperature = real("--temperature", v, "0 (greedy) or more"); }},
       {"--top-p", [&](const auto& v) { o.request.top_p = real("--top-p", v, "more than 0, at most 1"); }},
@@ -164,6 +182,8 @@ Options parse_options(int argc, char** argv) {
       if (i + 1 == argc) throw Problem(name, "a value behind it", "none", kFix);
       value = argv[++i];
     }
+    // Of a variable that is not set, most often.
+    if (value.empty() && name != "--prompt" && name != "--system") throw Problem(name, "a value", "an empty one", kFix);
     take->second(value);
   }
   if (o.help) return o;
@@ -172,9 +192,7 @@ Options parse_options(int argc, char** argv) {
   if (o.bundle.empty()) throw Problem("arguments", "a bundle", "none", kFix);
   if (prompt == ids) throw Problem("arguments", "--prompt or --ids", prompt ? "both" : "neither", kFix);
   check(o.request, std::numeric_limits<int>::max());  // before anything is loaded
-  if ((o.trace == "-") + (o.etdump == "-") + (o.logits == "-") > 1) {
-    throw Problem("arguments", "one file on standard output", "several", kFix);
-  }
+  check_files(o);
   if (o.chat && !prompt) throw Problem("--chat", "--prompt beside it", "--ids", kFix);
   if (system && !o.chat) throw Problem("--system", "--chat beside it", "none", kFix);
   return o;

@@ -13,9 +13,10 @@ struct Options {
   std::string bundle;
   std::string prompt, system;  // text; with `chat` a question and what the system says before it
   bool chat = false;
-  Request request;           // its prompt: of --ids
-  std::int64_t budget = -1;  // bytes of the whole process; -1: everything fits
-  int threads = 0;           // 0: ExecuTorch's choice
+  bool empty_system = false;  // the system says nothing, but speaks; else an empty `system` is none
+  Request request;            // its prompt: of --ids
+  std::int64_t budget = -1;   // bytes of the whole process; -1: everything fits
+  int threads = 0;            // 0: ExecuTorch's choice
   std::string io_threads, engine, policy, store, trace, etdump, logits;
   std::vector<std::string> backends;  // libraries to load before the program
   Verify verify = Verify::kChecksums;

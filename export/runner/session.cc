@@ -26,9 +26,11 @@ double since(std::chrono::steady_clock::time_point start) {
 std::int64_t cache_of(const Options& options, const Manifest& manifest) {
   const std::int64_t left = options.budget - manifest.fixed_bytes;
   if (left < 1024) {
-    const auto mib = [](std::int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; };
-    throw Problem("--budget", "more than " + mib(manifest.fixed_bytes) + ", which it takes without any neurons",
-                  mib(options.budget), "Give it more, or export with fewer tokens or batches.");
+    const auto mib = std::to_string((manifest.fixed_bytes + (1 << 20) - 1) >> 20) + " MiB";
+    throw Problem("--budget",
+                  "more than " + std::to_string(manifest.fixed_bytes) + " bytes (" + mib +
+                      "), which it takes without any neurons",
+                  std::to_string(options.budget) + " bytes", "Give it more, or export with fewer tokens or batches.");
   }
   if (left < std::min(manifest.token_bytes, manifest.ffn_bytes)) {
     std::fprintf(stderr,
@@ -59,10 +61,15 @@ std::int64_t set_engine(const Options& o, const Manifest& manifest) {
 std::string chat(const Options& o, const Manifest& manifest) {
   const fs::path file = fs::path(o.bundle) / "chat.json";
   if (!manifest.files.contains("chat.json")) {  // what it does not name was not compared
-    throw Problem(file.string(), "the chat template of the bundle", "no such file",
-                  "Pass the prompt without --chat, or export with a tokenizer that has a chat template.");
+    const bool other = manifest.files.contains("chat_template.jinja");
+    throw Problem(file.string(), "the chat template of the bundle",
+                  other ? "no such file: export leaves it out if what the template writes depends on what is said"
+                        : "no such file",
+                  other ? "Pass the prompt without --chat, as the template would write it; torch-pi2 run takes --chat."
+                        : "Pass the prompt without --chat, or export with a tokenizer that has a chat template.");
   }
-  return chat_text(read_json(file, kMostSmall), file.string(), o.prompt, o.system);
+  return chat_text(read_json(file, kMostSmall), file.string(), o.prompt,
+                   o.system.empty() && !o.empty_system ? nullptr : &o.system);
 }
 
 std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenizer, const Manifest& manifest) {

@@ -40,8 +40,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::string text(reinterpret_cast<const char*>(data) + 1, size - 1);
   try {
     if ((data[0] & kChat) != 0) {
-      const std::string said = (data[0] & kSystem) != 0 ? "Be brief." : "";
-      (void)chat_text(parse_json(text, "chat.json"), "chat.json", " question ", said);
+      const std::string said = "\u3000Be brief. ";
+      (void)chat_text(parse_json(text, "chat.json"), "chat.json", " question ",
+                      (data[0] & kSystem) != 0 ? &said : nullptr);
       return 0;
     }
     if ((data[0] & kSealed) != 0) {
