@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 import test_runner
 from test_runner import call, refused, run
 from test_runner_requests import predicted
+
+from torch_pi2.runtime.files import claimed
 
 __all__ = ["predicted"]  # a fixture
 
@@ -140,5 +143,72 @@ def test_ctrl_c_ends_it_and_leaves_no_half_files(predicted: Path, tmp_path: Path
             _, errors = process.communicate(timeout=60)
         ended.append(process.returncode)
         assert process.returncode in (0, -one), errors
-        assert not list(tmp_path.glob("*.part"))
+        assert not list(tmp_path.glob(".*"))
     assert -one in ended
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_one_writes_at_a_time_and_what_was_killed_leaves_nothing(predicted: Path, tmp_path: Path, option: str) -> None:
+    """Under the names, and with the lock, that writers in Python have."""
+    file, command = tmp_path / "file", [test_runner.FOLDER / "pi2_runner", predicted, *map(str, IDS), option]
+    (tmp_path / ".file.partial").write_bytes(b"half")
+    (tmp_path / ".file.lock").touch()
+    assert sound(option, run_and_read(command, file))
+    with claimed(file) as partial:
+        partial.write_bytes(b"of Python")
+        with subprocess.Popen([*command, file], env={}, stdout=subprocess.DEVNULL) as runner:
+            time.sleep(1)
+            assert runner.poll() is None
+            assert partial.read_bytes() == b"of Python"
+            runner.kill()
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def run_and_read(command: list[object], file: Path) -> bytes:
+    subprocess.run([*map(str, command), str(file)], env={}, check=True, capture_output=True)
+    return file.read_bytes()
+
+
+def test_a_file_has_one_writer(predicted: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    for other in (tmp_path / "file", tmp_path / "link", tmp_path / "." / "file"):
+        message = refused(predicted, *IDS, "--logits", tmp_path / "file", "--trace", other)
+        assert message.startswith(
+            f"--logits: expected a file of its own, found {tmp_path}/file, which --trace writes. "
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["link"]
+    assert "expected one file on standard output, found several. " in refused(
+        predicted, *IDS, "--logits", "-", "--trace", "/dev/stdout"
+    )
+    run(predicted, *IDS, "--logits", "/dev/null", "--trace", "/dev/null")
+
+
+def test_errors_are_one_line(predicted: Path, tmp_path: Path) -> None:
+    for options, env, message in (
+        (
+            ("--trace", tmp_path / "no" / "x"),
+            {},
+            f"trace {tmp_path}/no/x: expected a file that can be written, found No",
+        ),
+        ((), {"PI2_CACHE_KIB": "abc"}, "PI2_CACHE_KIB: option cache_bytes_kib of Pi2Backend: expected 0 to "),
+    ):
+        command = [test_runner.FOLDER / "pi2_runner", predicted, *map(str, (*IDS, *options))]
+        result = subprocess.run(command, capture_output=True, env=env, text=True)
+        assert result.returncode == 2
+        assert result.stderr.startswith("pi2_runner: ")
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_threads_that_cannot_be_started_are_named(predicted: Path) -> None:
+    most = 2_000_000 << 10
+    result = subprocess.run(
+        [test_runner.FOLDER / "pi2_runner", predicted, *map(str, IDS), "--engine", "pread", "--io-threads", "1024"],
+        capture_output=True,
+        text=True,
+        env={},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (most, most)),
+    )
+    if result.returncode != 0:  # fewer threads would do
+        assert "no exception" not in result.stderr
+        assert ": expected threads that can be started, found Resource temporarily unavailable" in result.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import resource
 import shutil
 import subprocess
 import tarfile
@@ -274,3 +275,43 @@ def downloaded(command: list[str], archive: Path) -> subprocess.CompletedProcess
     to.mkdir()
     shutil.copy(archive, to)
     return subprocess.CompletedProcess(command, 0)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--logits", "--trace", "--etdump", "--store", "--engine", "--policy", "--backend", "--io-threads", "--ids"],
+)
+def test_empty_values_are_refused(bundle: Path, option: str) -> None:
+    for given in ((option, ""), (f"{option}=",)):
+        assert refused(bundle, "--prompt", "d", *given).startswith(f"{option}: expected a value, found an empty one. ")
+
+
+def test_nothing_is_printed_before_the_prompt_is_taken(bundle: Path) -> None:
+    for prompt, message in ((b"d" * 999, b"prompt: expected at most "), (b"d\xff", b"prompt: expected UTF-8")):
+        result = subprocess.run(
+            [test_runner.FOLDER / "pi2_runner", bundle, b"--prompt=" + prompt], capture_output=True, env={}
+        )
+        assert message in result.stderr
+        assert result.stdout == b""
+    result = call(bundle, "--prompt", PROMPTS[0], "--max-new-tokens", 1)
+    assert result.stdout.decode().startswith(PROMPTS[0])
+
+
+@pytest.mark.parametrize("ids", ["1,2,", ",1", "1,,2", ","])
+def test_ids_are_all_of_their_text(bundle: Path, ids: str) -> None:
+    assert "--ids: expected token ids such as 1,2,3, found ''. " in refused(bundle, "--ids", ids)
+
+
+def test_memory_that_is_not_known_is_not_none(bundle: Path) -> None:
+    """Without a descriptor that is free for /proc/self/status."""
+    found = set()
+    for files in range(4, 12):
+        result = subprocess.run(
+            [test_runner.FOLDER / "pi2_runner", bundle, "--prompt", "d", "--max-new-tokens", "1"],
+            capture_output=True,
+            env={},
+            preexec_fn=lambda files=files: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
+        )
+        assert b"0 MiB at most" not in result.stderr.replace(b"10 MiB", b"")
+        found.add(b"memory not known: /proc/self/status cannot be read" in result.stderr)
+    assert False in found

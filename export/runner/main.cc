@@ -1,5 +1,4 @@
 // pi2_runner: generates text with a bundle of torch_pi2.export. See options.cc for what it takes.
-#include <executorch/runtime/platform/platform.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
@@ -10,19 +9,13 @@
 #include <exception>
 #include <iterator>
 #include <new>
+#include <utility>
 
 #include "output.h"
 #include "session.h"
 
 namespace pi2::runner {
 namespace {
-
-// Of ExecuTorch's log only what went wrong: standard error is for people.
-void log(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*, std::size_t line, const char* text,
-         std::size_t) {
-  if (level != et_pal_log_level_t::kError && level != et_pal_log_level_t::kFatal) return;
-  std::fprintf(stderr, "ExecuTorch: %s (%s:%zu)\n", text, file, line);
-}
 
 std::atomic<int> interrupted = 0;  // the signal
 
@@ -61,10 +54,11 @@ Run answer(const Options& o, bool& has_text) {
   Session session(o);
   has_text = session.has_tokenizer();
   const bool streams = !o.json && o.request.sequences == 1;
-  if (streams && !o.chat) say(o, o.prompt);
-  const auto show = [&](int, const std::string& text) { say(o, text); };
+  std::string before = streams && !o.chat ? o.prompt : "";  // printed when it is known to be one that can be answered
+  const auto show = [&](int, const std::string& text) { say(o, std::exchange(before, "") + text); };
   const Interruptible while_it_answers;
   Run run = session.generate(o, streams ? Stream(show) : Stream());
+  if (!before.empty()) say(o, before);
   session.close();  // what it writes then (the trace) is there before this program says that all went well
   return run;
 }
@@ -101,7 +95,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   o.request.stopped = [] { return interrupted != 0; };
-  executorch::runtime::register_pal(executorch::runtime::PalImpl::create(log, __FILE__));
+  keep_log();
   bool has_text = false;
   const Run run = answer(o, has_text);
   if (o.json) {

@@ -10,7 +10,7 @@ struct Memory {
   std::int64_t anonymous = 0;           // of them what no file backs
 };
 
-// As Linux says in /proc; zeros where there is none.
+// As Linux says in /proc; zeros where that cannot be read.
 Memory memory_of_process();
 
 // Gives back what was freed since the start: a tokenizer's file in pieces takes much more than what is kept of it.

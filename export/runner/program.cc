@@ -3,10 +3,12 @@
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/platform/platform.h>
 #include <pi2/executorch.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <set>
 
 #ifdef PI2_HAVE_ETDUMP
@@ -38,9 +40,35 @@ using executorch::runtime::Result;
 using executorch::runtime::TensorInfo;
 using Verification = executorch::runtime::Program::Verification;
 
+// What went wrong of ExecuTorch's log, in lines. No memory is asked for: there may be none.
+std::mutex log_mutex;
+char log_kept[4096];
+std::size_t log_bytes = 0;
+
+void log(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*, std::size_t line, const char* text,
+         std::size_t) {
+  if (level != et_pal_log_level_t::kError && level != et_pal_log_level_t::kFatal) return;
+  const std::lock_guard<std::mutex> lock(log_mutex);
+  const std::size_t room = sizeof(log_kept) - log_bytes;
+  const int bytes = std::snprintf(log_kept + log_bytes, room, "ExecuTorch: %s (%s:%zu)\n", text, file, line);
+  if (bytes > 0 && static_cast<std::size_t>(bytes) < room) log_bytes += static_cast<std::size_t>(bytes);
+  if (level == et_pal_log_level_t::kFatal) std::fwrite(log_kept, 1, log_bytes, stderr);  // it ends the program
+}
+
+// Before what is tried next.
+void clear_errors() {
+  pi2_et_clear_error();
+  const std::lock_guard<std::mutex> lock(log_mutex);
+  log_bytes = 0;
+}
+
 // What our backend says, or else ExecuTorch's code.
 [[noreturn]] void failed(const std::string& what, const char* expected, Error error) {
   if (const std::string said = pi2_et_error(); !said.empty()) throw Problem(said);
+  {
+    const std::lock_guard<std::mutex> lock(log_mutex);
+    std::fwrite(log_kept, 1, log_bytes, stderr);
+  }
   char code[16];
   std::snprintf(code, sizeof code, "0x%02x", static_cast<unsigned>(error));
   throw Problem(what, expected,
@@ -60,6 +88,8 @@ std::string shape_of(const Result<TensorInfo>& info) {
 }
 
 }  // namespace
+
+void keep_log() { executorch::runtime::register_pal(executorch::runtime::PalImpl::create(log, __FILE__)); }
 
 void set_engine_option(const char* key, const std::string& value) {
   if (pi2_et_set(key, value.c_str()) != 0) throw Problem(std::string(pi2_et_error()));
@@ -110,7 +140,7 @@ struct Program::State {
   void check(const Manifest& manifest);
 
   const EValue& run(const std::string& method, const std::vector<EValue>& inputs) {
-    pi2_et_clear_error();
+    clear_errors();
     auto found = module->execute(method, inputs);
     if (!found.ok()) failed(file + ", " + method, "a call that succeeds", found.error());
     outputs = std::move(*found);
@@ -181,7 +211,7 @@ Program::Program(const std::filesystem::path& file, const Manifest& manifest, bo
   // Mapped: weights are read from the file's pages instead of being copied. Shared: the methods have one KV cache.
   state_->module = std::make_unique<Module>(state_->file, Module::LoadMode::Mmap, std::move(recorder), nullptr, nullptr,
                                             /*share_memory_arenas=*/true);
-  pi2_et_clear_error();
+  clear_errors();
   if (const Error error = state_->module->load(Verification::InternalConsistency); error != Error::Ok) {
     failed(state_->file, "a program of ExecuTorch", error);
   }
@@ -192,7 +222,7 @@ Program::~Program() = default;
 
 void Program::load(const std::string& method) {
   if (state_->loaded.contains(method)) return;
-  pi2_et_clear_error();
+  clear_errors();
   if (const Error error = state_->module->load_method(method); error != Error::Ok) {
     failed(state_->file + ", " + method, "a method that ExecuTorch loads", error);
   }

@@ -25,6 +25,9 @@ void share_weights(bool share);
 void set_threads(int threads);
 int threads();
 
+// From now on ExecuTorch's log is kept, and goes to standard error only before an error that nobody else explains.
+void keep_log();
+
 class Program {
  public:
   // `dump`: record events for write_dump. Throws Problem: ExecuTorch does not take it.

@@ -16,6 +16,9 @@ Json together(const Json& prompt, const Json& decode) {
   return all;
 }
 
+// Nothing if that could not be read.
+Json known(std::int64_t bytes) { return bytes == 0 ? Json() : Json(bytes); }
+
 Json share(std::int64_t part, std::int64_t of) {
   return of == 0 ? Json() : Json(static_cast<double>(part) / static_cast<double>(of));
 }
@@ -64,9 +67,9 @@ Json report(const Run& run) {
       {"memory",
        {{"budget_bytes", run.options.budget < 0 ? Json() : Json(run.options.budget)},
         {"cache_bytes", cache},
-        {"resident_bytes", memory.resident},
-        {"peak_bytes", memory.peak},
-        {"anonymous_bytes", memory.anonymous}}},
+        {"resident_bytes", known(memory.resident)},
+        {"peak_bytes", known(memory.peak)},
+        {"anonymous_bytes", known(memory.anonymous)}}},
       {"threads", run.threads},
       {"seed", run.options.request.seed},
       {"trace", run.options.trace.empty() ? Json() : Json(run.options.trace)},
@@ -76,11 +79,16 @@ Json report(const Run& run) {
 std::string summary(const Run& run) {
   const Json all = report(run);
   char text[256];
-  std::snprintf(text, sizeof text, "[%lld tokens, %.1f tokens/s, prompt of %lld at %.1f tokens/s, %.0f MiB at most",
+  std::snprintf(text, sizeof text, "[%lld tokens, %.1f tokens/s, prompt of %lld at %.1f tokens/s",
                 static_cast<long long>(all["new_tokens"].get<std::int64_t>()), all["tokens_per_second"].get<double>(),
-                static_cast<long long>(run.prompt_tokens), all["prompt_tokens_per_second"].get<double>(),
-                static_cast<double>(all["memory"]["peak_bytes"].get<std::int64_t>()) / 0x1p20);
+                static_cast<long long>(run.prompt_tokens), all["prompt_tokens_per_second"].get<double>());
   std::string line = text;
+  if (run.memory.peak != 0) {
+    std::snprintf(text, sizeof text, ", %.0f MiB at most", static_cast<double>(run.memory.peak) / 0x1p20);
+    line += text;
+  } else {
+    line += ", memory not known: /proc/self/status cannot be read";
+  }
   if (!all["hit_rate"].is_null()) {
     std::snprintf(text, sizeof text, ", %.1f %% of neurons in the cache", 100 * all["hit_rate"].get<double>());
     line += text;

@@ -4,6 +4,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace pi2::et {
@@ -52,6 +53,10 @@ Problem guarded(const char* what, const Body& body) noexcept {
     } catch (const std::bad_alloc&) {
       return no_memory(what);
     } catch (const std::exception& error) {
+      const auto* system = dynamic_cast<const std::system_error*>(&error);
+      if (system != nullptr && system->code() == std::errc::resource_unavailable_try_again)
+        return problem(Fault::kMemory, what, "threads that can be started", error.what(),
+                       "Use fewer (io_threads), or give the process more memory and threads.");
       return problem(Fault::kState, what, "no exception", error.what(), "This is a fault of torch_pi2: report it.");
     }
   } catch (...) {  // of the text of either
