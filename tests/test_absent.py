@@ -89,6 +89,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "stack": lambda p: torch.stack([p, p]),
     "matmul": lambda p: torch.ones(3, p.shape[0]) @ p,
     "linear": lambda p: F.linear(torch.ones(1, p.shape[-1]), p),
+    "set_": lambda p: p.set_(torch.zeros(p.shape)),
     "init": lambda p: nn.init.zeros_(p),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
     "clip": lambda p: torch.nn.utils.get_total_norm([p]),
@@ -178,6 +179,67 @@ def test_parts_cannot_be_replaced() -> None:
             setattr(module, part, value)
         module.seen_by_the_caller = True
         assert module.seen_by_the_caller
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith("quantised")])
+@torch.no_grad()
+def test_what_does_not_run_takes_no_assignments(name: str) -> None:
+    """Held from before or found in the model: a forward, a part, a setting; copies and pickles are no loophole."""
+    way = WAYS[name]
+    model = way.build()
+    held = {where: module for where, module in model.named_modules() if not isinstance(module, nn.LayerNorm)}
+    classes = {where: type(module) for where, module in held.items()}
+    way.optimize(model, way.x)
+    running = {id(module) for module in model.modules()}
+    gone = {where: module for where, module in held.items() if id(module) not in running}
+    assert gone
+    for module in (*gone.values(), *copy.deepcopy(gone).values()):
+        for attribute in ("forward", *module._modules, *(n for n in vars(module) if n in ("in_features", "inplace"))):
+            with pytest.raises(ConfigError, match=rf"assigning {attribute} of a \w+ in a feed-forward.*restore"):
+                setattr(module, attribute, getattr(module, attribute))
+        module.seen_by_the_caller = True
+        module.eval()
+    if way.pickles:
+        assert torch.equal(_out(pickle.loads(pickle.dumps(model)), way.x), _out(model, way.x))
+    torch_pi2.restore(model)
+    assert {where: type(module) for where, module in held.items()} == classes
+    for module in gone.values():
+        module.forward = module.forward
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="eager")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("run", [lambda model: model, _compiled], ids=["eager", "compiled"])
+@torch.no_grad()
+def test_a_chain_runs_whole_or_raises(run: Callable[[nn.Module], Any]) -> None:
+    """A module of it replaced, left out, called alone or with a hook between them: in graphs as in eager mode."""
+
+    def changed(change: Callable[[Any], Any]) -> Any:
+        model = WAYS["chain"].optimize(WAYS["chain"].build(), X_BTH)
+        return change(model) or model
+
+    def hooked(model: Any) -> None:
+        model[0].register_forward_hook(lambda module, args, out: out * 2)
+
+    def hooked_before(model: Any) -> None:
+        model[2].register_forward_pre_hook(lambda module, args: (F.gelu(args[0]),))
+
+    for change in (
+        lambda model: model.__setitem__(1, nn.Identity()),
+        lambda model: model.__setitem__(1, nn.GELU()),
+        lambda model: model.__delitem__(1),
+        lambda model: model[1:],
+        hooked,
+        hooked_before,
+    ):
+        with pytest.raises(ConfigError, match=r"calling a part of .* by hand.*Call the whole block"):
+            run(changed(change))(X_BTH)
+    assert not isinstance(_compiled(changed(lambda model: model[0]))(X_BTH), torch.Tensor)
+    model = changed(lambda model: model[0].register_forward_hook(lambda *_: None) and None)
+    assert close(run(model)(X_BTH), model(X_BTH))
 
 
 class Adapted(nn.Linear):

@@ -110,9 +110,9 @@ def test_saved_folder_is_an_ordinary_checkpoint(drelu, tmp_path: Path) -> None:
 
 def test_save_replaces_a_folder_whole(drelu, tmp_path: Path) -> None:
     torch_pi2.save(torch_pi2.optimize(drelu), tmp_path / "m")
-    (tmp_path / "m" / "old").write_text("x")
+    (tmp_path / "m" / "old.json").write_text("x")
     torch_pi2.save(drelu, tmp_path / "m")
-    assert not (tmp_path / "m" / "old").exists()
+    assert not (tmp_path / "m" / "old.json").exists()
     assert (tmp_path / "m" / "pi2" / "plan.json").exists()
 
 
@@ -308,6 +308,15 @@ def test_training_model_with_gradients(drelu) -> None:
         drelu(ids(1, 4))
 
 
+@torch.no_grad()
+def test_forward_mode_gradients_are_refused() -> None:
+    model = tiny_models.plain(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
+    x_TH = torch.ones(64, 32)
+    torch_pi2.optimize(model, [(x_TH,)], torch_pi2.Config(method="exact"))
+    with pytest.raises(errors.GradientError, match="an input with a tangent"):
+        torch.func.jvp(model, (x_TH,), (x_TH,))
+
+
 def test_stale_artifacts(drelu, tmp_path: Path) -> None:
     config = torch_pi2.Config(method="lowrank", **QUICK)
     stats = torch_pi2.profile(drelu, ids(), config=config)
@@ -388,6 +397,48 @@ def test_save_does_not_replace_a_folder_of_other_files(drelu, tmp_path: Path) ->
     with pytest.raises(errors.ArtifactError, match="found a folder with other files"):
         torch_pi2.save(torch_pi2.optimize(drelu), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["letters"]
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    ["other/config.json", "README.md", "pi2/notes.txt", "pi2/plan.json/x", "additional_chat_templates/x.py", "-> pi2"],
+)
+def test_only_an_earlier_result_is_replaced(drelu, tmp_path: Path, stranger: str) -> None:
+    torch_pi2.optimize(drelu)
+    folder = torch_pi2.save(drelu, tmp_path / "m")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").touch()
+    torch_pi2.save(drelu, folder)
+    if stranger == "-> pi2":  # a folder of somebody else's
+        stranger = "pi2"
+        (folder / "pi2").rename(tmp_path / "elsewhere")
+        (folder / "pi2").symlink_to(tmp_path / "elsewhere")
+    elif stranger.endswith("/x"):
+        stranger = stranger.removesuffix("/x")
+        (folder / stranger).unlink()
+        (folder / stranger).mkdir()
+    else:
+        (folder / stranger).parent.mkdir(exist_ok=True)
+        (folder / stranger).touch()
+    before = sorted(folder.rglob("*"))
+    name = stranger if stranger.startswith(("pi2/", "additional")) else stranger.partition("/")[0]
+    with pytest.raises(errors.ArtifactError, match=f"found a folder with other files in it: .*{name}"):
+        torch_pi2.save(drelu, folder)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_save_replaces_neither_its_source_nor_the_current_folder(
+    drelu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_pi2.optimize(drelu)
+    folder = torch_pi2.save(drelu, tmp_path / "m")
+    again = torch_pi2.load(folder, trust_remote_code=True)
+    for target in (folder, folder / "sub"):
+        with pytest.raises(errors.ConfigError, match="save's folders: expected two separate ones"):
+            torch_pi2.save(again, target)
+    monkeypatch.chdir(folder)
+    with pytest.raises(errors.ArtifactError, match="found the current folder"):
+        torch_pi2.save(drelu, ".")
 
 
 def test_save_and_load_refusals(drelu, tmp_path: Path) -> None:

@@ -261,6 +261,12 @@ def test_hooks_of_all_modules_are_refused() -> None:
             handle.remove()
     assert not is_optimized(model)
     rewrite(model, plan)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(ConfigError, match=r"hooks on all modules.*Remove them"):
+            model(X_BTH)
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()

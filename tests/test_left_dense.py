@@ -83,6 +83,50 @@ class TopK(Normed):
         return self.down(torch.where(h < h.topk(8, -1).values[..., -1:], 0.0, h))
 
 
+class Adapted(Normed):
+    """A LoRA that is not merged, on up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, INTERMEDIATE, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x) + 2 * self.b(self.a(x))))
+
+
+class Three(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(INTERMEDIATE, INTERMEDIATE - 8)
+        self.down = nn.Linear(INTERMEDIATE - 8, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.relu(self.more(F.relu(self.up(x)))))
+
+
+class Rounded(Normed):
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).bfloat16().float())
+
+
+class SharesUp(nn.Module):
+    """Two layers with the same up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = FunctionalBlock(), FunctionalBlock()
+        self.b.banana = self.a.banana
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Joined(Normed):
+    def forward(self, x):
+        h = F.relu(self.up(x))
+        return self.down(torch.cat([h[..., :8], h[..., 8:] * 0.5], -1))
+
+
 def weight_normed() -> nn.Module:
     block = FunctionalBlock()
     nn.utils.parametrizations.weight_norm(block.banana)
@@ -92,10 +136,14 @@ def weight_normed() -> nn.Module:
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "tied": (Tied, "1.up", "its matmuls share weights"),
     "weight_norm": (weight_normed, "1", "weights that are no parameter [out, in] as it is"),
-    "shared up": (SharedUp, "1", "1.up.weight is shared by 2 layers of one module"),
+    "shared up": (SharedUp, "1", "1.up.weight is shared by 2 layers"),
     "used twice": (UsedTwice, "1", "linear uses what it computes inside"),
     "norm": (Normed, "1", "layer_norm between its matmuls"),
     "topk": (TopK, "1", "topk between its matmuls"),
+    "adapter": (Adapted, "1", "more matmuls than gate, up and down"),
+    "three matmuls": (Three, "1", "more matmuls than gate, up and down"),
+    "cast": (Rounded, "1", "a cast to torch.bfloat16 between its projections"),
+    "cat": (Joined, "1", "cat between its matmuls"),
 }
 
 
@@ -113,6 +161,16 @@ def test_a_layer_left_dense_is_named(name: str, caplog: pytest.LogCaptureFixture
     model.torch_pi2.plan.save(tmp_path)
     assert torch_pi2.plan.__module__  # the plan keeps it
     assert type(model.torch_pi2.plan).load(tmp_path).made_by["left"] == {key: reason}
+
+
+@torch.no_grad()
+def test_neighbours_that_share_a_weight_are_named() -> None:
+    model = nn.Sequential(FunctionalBlock(), SharesUp()).eval()
+    wanted = model(X_BTH)
+    torch_pi2.optimize(model, [(X_BTH,)], EXACT)
+    assert close(model(X_BTH), wanted)
+    reason = "1.a.banana.weight is shared by 2 layers"
+    assert model.torch_pi2.left == {"1.a": reason, "1.b": reason}
 
 
 def test_gemma3n_names_its_first_layer() -> None:

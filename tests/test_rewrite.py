@@ -728,3 +728,14 @@ def test_autocast_gives_the_dtype_of_the_dense_model(block):
         found = model(X_BTH)
     assert found.dtype == wanted.dtype
     assert close(found.float(), wanted.float(), 5e-2)
+
+
+@pytest.mark.parametrize("make", [FunctionalBlock, lambda: sequential(nn.ReLU())], ids=["lazy", "chain"])
+@torch.no_grad()
+def test_under_vmap_and_the_jit_tracer(make) -> None:
+    """Before anything else has run, so that notes of lazy tensors are checked there."""
+    model = plain(make())
+    wanted = model(X_BTH)
+    rewrite(model, make_plan(model, (X_BTH,)))
+    assert close(torch.vmap(model)(X_BTH), wanted)
+    assert close(torch.jit.trace(model, X_BTH)(X_BTH), wanted)

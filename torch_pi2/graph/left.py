@@ -20,10 +20,13 @@ from torch_pi2.graph.elementwise import ELEMENTWISE, op_name
 #: What mixes tokens or activations: no feed-forward layer has it inside.
 _MIXES = re.compile(
     "conv|attention|matmul|mm$|bmm|einsum|dot|embedding|fft|scan|lstm|gru|rnn|interpolate|pool|roll|shift|index_add"
-    "|transpose|permute|^cat$|stack|solve|autograd_function|wrap"
+    "|transpose|permute|stack|solve|autograd_function|wrap"
 )
+#: Why an FFN with an adapter in it, or one of three matmuls in a row, stays dense.
+_MORE = "more matmuls than gate, up and down"
 _LINEARS = frozenset(["linear", "matmul", "mm", "addmm"])
 _MAX_NODES = 256
+_MAX_LINEARS = 8
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,36 @@ def left_dense(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], take
         if down.node in taken:
             continue
         walk = _walk(down, linears, tensors)
-        if walk is None:
+        if walk is None or not walk[1]:
             continue
         sources, region, own = walk
-        shared = {source.x for source in sources}
-        fits = len(shared) == 1 and all(s.n_in == down.n_out and s.n_out >= down.n_in for s in sources)
-        if fits and len(sources) <= 3 and taken.isdisjoint(s.node for s in sources):
-            parameters = tuple(dict.fromkeys(n for s in (*sources, down) for n in s.own))
-            reason = _reason([*sources, down], region, own)
+        firsts = _firsts(down, sources, linears, tensors)
+        between = [source for source in sources if source not in firsts]
+        if firsts and taken.isdisjoint(s.node for s in (*firsts, *between)):
+            parameters = tuple(dict.fromkeys(n for s in (*firsts, *between, down) for n in s.own))
+            reason = _reason([*sources, down], region, own) or (_MORE if between or len(firsts) > 3 else "")
             if reason:
                 left.append(Left(parameters, reason))
     return left
+
+
+def _firsts(
+    down: _Loose, sources: list[_Loose], linears: Mapping[fx.Node, _Loose], tensors: Mapping[fx.Node, torch.Tensor]
+) -> list[_Loose]:
+    """The matmuls that the layer begins with, of one input; empty if there are no such.
+
+    They are ``sources``, or behind those: an adapter is two matmuls in a row, and a layer may have three.
+    """
+    firsts = list(sources)
+    while len(firsts) <= _MAX_LINEARS:
+        one = len({first.x for first in firsts}) == 1 and all(first.n_in == down.n_out for first in firsts)
+        if one and any(first.n_out >= down.n_in for first in firsts):
+            return firsts
+        behind = {first: walk[0] for first in firsts if (walk := _walk(first, linears, tensors)) is not None}
+        if not behind:
+            break
+        firsts = list(dict.fromkeys(source for first in firsts for source in behind.get(first, [first])))
+    return []
 
 
 def _reason(linears: list[_Loose], region: list[fx.Node], own: list[fx.Node]) -> str:
@@ -110,7 +132,7 @@ def _walk(
             return None
         if len(region) > _MAX_NODES:
             return None
-    return (list(sources.values()), list(region), list(own)) if sources and region else None
+    return (list(sources.values()), list(region), list(own)) if sources else None
 
 
 def _as_linear(node: fx.Node, tensors: Mapping[fx.Node, torch.Tensor]) -> _Loose | None:

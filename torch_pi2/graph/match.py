@@ -205,6 +205,11 @@ def _match_down(
         seen.blocked_by.append("an in-place change between an FFN's projections")
         seen.left.append(([*sources, down], "something is changed in place between its projections"))
         return None
+    if rounded := next((n for n in region if _rounds(n, sources[0].node)), None):
+        dtype = rounded.meta["example_value"].dtype
+        seen.blocked_by.append(f"a cast to {dtype}")
+        seen.left.append(([*sources, down], f"a cast to {dtype} between its projections"))
+        return None
     streams = (
         [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]
         if tensors[sources[0].weight].shape[0] == 2 * intermediate
@@ -256,6 +261,14 @@ def _walk_back(
         return None
     ordered = sorted(sources.values(), key=lambda p: order[p.node])
     return ordered, sorted(region, key=order.__getitem__)
+
+
+def _rounds(node: fx.Node, source: fx.Node) -> bool:
+    """Whether ``node`` is a cast to a dtype that cannot hold all values of ``source``."""
+    dtypes = [getattr(n.meta.get("example_value"), "dtype", torch.float64) for n in (node, source)]
+    if op_name(node.target) not in CASTS or not all(dtype.is_floating_point for dtype in dtypes):
+        return False
+    return dtypes[0] != dtypes[1] and dtypes[0].itemsize <= dtypes[1].itemsize
 
 
 def _mutates(user: fx.Node, node: fx.Node) -> bool:

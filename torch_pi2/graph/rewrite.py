@@ -99,7 +99,7 @@ def rewrite(
             found="one that torch_pi2 has already rewritten",
             fix="Call torch_pi2.restore(model) first.",
         )
-    refuse_global_hooks()
+    refuse_global_hooks("torch_pi2.optimize")
     _check_names(model, plan)
     if check_hash:
         plan.check_model(model)
@@ -460,10 +460,12 @@ def _chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence
         problem = _runs_to(run, probes)
     if problem:
         return f"chain: {' -> '.join(names)} {problem}"
-    inner = [Swap(m, Absorbed(), name) for m, name in zip(modules[1:-1], names[1:-1])]
-    last = Absorbed()
-    last.last = True
-    return [Swap(modules[0], ffn), *inner, Swap(modules[-1], last)]
+    swaps = [Swap(modules[0], ffn)]
+    for position, (module, name) in enumerate(zip(modules[1:], names[1:]), 1):
+        stand_in = Absorbed()
+        stand_in.position, stand_in.last = position, position == len(modules) - 1
+        swaps.append(Swap(module, stand_in, None if stand_in.last else name))
+    return swaps
 
 
 def _lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
@@ -537,7 +539,6 @@ def _install(model: nn.Module, site: FFNSite, ffn: SparseFFN | SparseExperts, sw
     in_use = earlier | {id(p) for p in model.parameters()}
     running = {id(module) for module in model.modules()}
     for swap in swaps:
-        inner = [module for module in swap.original.modules() if module is not swap.original]
-        swap.stand_in.silence(module for module in inner if id(module) not in running)
+        swap.stand_in.silence(module for module in swap.original.modules() if id(module) not in running)
         held = {local: swap.original.get_parameter(local) for local in swap.stand_in._names}
         swap.stand_in.release(tuple(local for local, p in held.items() if id(p) not in in_use))

@@ -90,6 +90,9 @@ class AbsentParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # PyTorch does not ask __torch_function__ of it
+        raise _absent("set_", self)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentParameter({self._pi2_name}, {tuple(self.shape)}, {self.dtype}: in a sparse layer)"
 

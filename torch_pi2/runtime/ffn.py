@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
 from torch_pi2.graph.sites import FFNSite, FFNWeights, LinearRef, check_weights
@@ -16,6 +17,7 @@ from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import METHODS, PREDICTED, LayerPlan
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
 from torch_pi2.runtime.bundles import bundle_rows, make_bundles, make_quantized_bundles
+from torch_pi2.runtime.hooks import refuse_global_hooks
 from torch_pi2.runtime.prompt import has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.runtime.standin import Passed, StandIn
 
@@ -262,7 +264,7 @@ class SparseFFN(StandIn):
             self.predictor_threshold = whole.margin
         self.register_buffer("predictor_signs", signs, persistent=False)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
 
         ``x`` may be given by the name that the forward of the original module has for it. Under
@@ -273,7 +275,7 @@ class SparseFFN(StandIn):
             ConfigError: other arguments; or training mode, where the original has dropout.
         """
         y = self.whole(self.only_input(args, kwargs))
-        return Passed.wrap(y, self) if self.passes_on and not torch.compiler.is_compiling() else y
+        return Passed.wrap(y, self) if self.passes_on else y
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The FFN's result, wherever this layer stands: as :meth:`forward`, but for modules that come after it."""
@@ -557,7 +559,10 @@ class SparseFFN(StandIn):
 
 
 def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor) -> None:
-    """Raises ShapeError on a wrong hidden size, GradientError where a dense layer would have recorded a gradient."""
+    """Raises on a wrong hidden size, where a dense layer would record a gradient, and on hooks of all modules."""
+    if not torch.compiler.is_compiling():
+        refuse_global_hooks(site.key)
+        _refuse_tangent(site, x)
     if x.shape[-1] != site.hidden:
         raise ShapeError(
             f"hidden size of the input of {site.key}",
@@ -571,6 +576,17 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor) -> None:
             expected="inference, without gradients",
             found="an input that requires grad" if x.requires_grad else "a model in training mode",
             fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
+        )
+
+
+def _refuse_tangent(site: FFNSite, x: torch.Tensor) -> None:
+    """Forward-mode AD (``torch.func.jvp``) takes an operator that it does not know for a constant."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise GradientError(
+            f"gradients through {site.key}",
+            expected="inference, without gradients",
+            found="an input with a tangent (torch.func.jvp or forward_ad)",
+            fix="Call torch_pi2.restore(model) first.",
         )
 
 

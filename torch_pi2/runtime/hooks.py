@@ -3,13 +3,15 @@
 A module that is replaced shares its hooks with what stands in its place, in both directions. A way of rewriting that
 would silence a hook is not taken: an FFN with hooks inside runs through lazy tensors
 (:mod:`torch_pi2.runtime.lazy`), where they see and may change every value, or is refused by name. A module that does
-not run any more after a rewrite has :class:`NoHooks`: registering one there raises ConfigError.
+not run any more after a rewrite has :class:`NoHooks`: registering one there raises ConfigError. So does assigning to
+it (:class:`Unheeded`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -67,16 +69,60 @@ def hooks_inside(prefix: str, module: nn.Module) -> str | None:
     return own_forward({prefix: module, **parts})
 
 
-def refuse_global_hooks() -> None:
-    """Raise ConfigError if PyTorch calls hooks around the forward of every module there is."""
+def refuse_global_hooks(what: str) -> None:
+    """Raise ConfigError, of ``what``, if PyTorch calls hooks around the forward of every module there is."""
     common = nn.modules.module
     if common._global_forward_hooks or common._global_forward_pre_hooks:
         raise ConfigError(
-            "torch_pi2.optimize",
+            what,
             expected="hooks on modules of the model",
-            found="hooks on all modules (register_module_forward_hook), of which some will not run any more",
+            found="hooks on all modules (register_module_forward_hook), some of which do not run in an optimised model",
             fix="Remove them, or register them on the modules that they are for.",
         )
+
+
+class Unheeded(nn.Module):
+    """Mixed into the class of a module that does not run any more: nothing would heed what is assigned to it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # parameters: runtime/absent.py has what becomes of those
+        ours = name.startswith("_") or name == "training" or name in self._parameters
+        if not ours and hasattr(self, name):
+            raise ConfigError(
+                f"assigning {name} of a {type(self).__name__} in a feed-forward layer",
+                expected="a module that runs",
+                found="one whose layer the optimised model computes as a whole",
+                fix="Assign it before torch_pi2.optimize, or call torch_pi2.restore(model) first.",
+            )
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, (kind, *arguments), *state = reduced
+        return _made_unheeded, (made, kind.__mro__[2], *arguments), *state
+
+
+@cache
+def _unheeded(kind: Any) -> Any:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (Unheeded, kind), names)
+
+
+def _made_unheeded(made: Any, kind: Any, *arguments: Any) -> Any:
+    return made(_unheeded(kind), *arguments)
+
+
+def refuse_assignments(module: nn.Module) -> None:
+    """``module`` does not run any more: assigning its attributes (``forward``, a part of it) raises ConfigError."""
+    kind: Any = type(module)
+    if not issubclass(kind, Unheeded):
+        object.__setattr__(module, "__class__", _unheeded(kind))
+
+
+def allow_assignments(module: nn.Module) -> None:
+    """Undo :func:`refuse_assignments`."""
+    if isinstance(module, Unheeded):
+        object.__setattr__(module, "__class__", type(module).__mro__[2])
 
 
 def refuse_hooks(modules: Iterable[nn.Module], runs: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from torch_pi2.errors import UnsupportedModelError
@@ -318,7 +319,8 @@ class LazyDown(StandIn):
             out: torch.Tensor = evaluate(note, lambda leaf: given[leaf.source.stream], ignore_casts=True)
             return out
 
-        return computes(region, shapes, self._home[0].site.intermediate, self.formula)
+        with temporarily_clear_interpreter_stack():  # under torch.vmap: probes are no part of what it maps
+            return computes(region, shapes, self._home[0].site.intermediate, self.formula)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,9 +28,10 @@ from torch_pi2.runtime.absent import (
     take,
     without_absent,
 )
-from torch_pi2.runtime.hooks import allow_hooks, refuse_hooks
+from torch_pi2.runtime.hooks import allow_assignments, allow_hooks, refuse_assignments, refuse_hooks
 
 if TYPE_CHECKING:
+    from torch_pi2.graph.sites import FFNSite
     from torch_pi2.runtime.experts import SparseExperts
     from torch_pi2.runtime.ffn import SparseFFN
 
@@ -46,7 +47,7 @@ class StandIn(Holder):
         _names: parameter name within the original -> fully-qualified name in the site.
         _keyword: name of the first argument of the original's forward.
         _released: those names whose memory was given back (a parameter tied to something outside keeps its).
-        _silent: modules within the original that run nowhere now.
+        _silent: the original and modules within it, as far as they run nowhere now.
     """
 
     def __init__(self) -> None:
@@ -64,14 +65,14 @@ class StandIn(Holder):
         self._keyword = next(iter(inspect.signature(original.forward).parameters), "x")
         self.training = original.training
 
-    def only_input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """The one tensor of a call, given by position or by the name that the original has for it.
+    def only_input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: Any = torch.Tensor) -> Any:
+        """The one tensor (or another ``kind``) of a call, by position or by the name that the original has for it.
 
         Raises:
             ConfigError: there are other arguments; what the original does with them is not known here.
         """
         given = args if not kwargs else (*args, *(v for k, v in kwargs.items() if k == self._keyword))
-        if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor):
+        if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], kind):
             return given[0]
         found = [type(a).__name__ for a in args] + [f"{k}={type(v).__name__}" for k, v in kwargs.items()]
         home = self._home[0] if self._home else self
@@ -85,19 +86,28 @@ class StandIn(Holder):
     @property
     def original(self) -> nn.Module:
         """The module that stood here, its parameters empty until :func:`torch_pi2.restore`."""
+        if not self._original:
+            raise AttributeError(f"{type(self).__name__} stands for no module")
         return self._original[0]
 
     def about(self) -> str:
         return self._home[0].site.key if self._home else super().about()
 
     def silence(self, modules: Iterable[nn.Module]) -> None:
-        """``modules``, parts of the original, run nowhere now: they take no hooks."""
+        """``modules``, the original and parts of it, run nowhere now: nothing can be assigned to them.
+
+        The parts take no hooks; those of the original are heeded here.
+        """
         self._silent = tuple(modules)
-        refuse_hooks(self._silent, self.about())
+        refuse_hooks((module for module in self._silent if module is not self.original), self.about())
+        for module in self._silent:
+            refuse_assignments(module)
 
     def unsilence(self) -> None:
         """Undo :meth:`silence`."""
         allow_hooks(self._silent)
+        for module in self._silent:
+            allow_assignments(module)
         self._silent = ()
 
     def release(self, names: tuple[str, ...]) -> None:
@@ -235,11 +245,15 @@ class Passed(torch.Tensor):
 
     ffn: torch.Tensor
     home: SparseFFN
+    at: int
 
     @staticmethod
-    def wrap(y: torch.Tensor, home: SparseFFN) -> Passed:
+    def wrap(y: torch.Tensor, home: SparseFFN) -> Passed | Traced:
+        """``y`` as what goes on to the module after the first linear."""
+        if torch.compiler.is_compiling():
+            return Traced(y, home.site)
         passed = y.as_subclass(Passed)
-        passed.ffn, passed.home = y, home
+        passed.ffn, passed.home, passed.at = y, home, 1
         return passed
 
     @classmethod
@@ -249,16 +263,38 @@ class Passed(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
-        raise _out_of_chain(next(leaf for leaf in leaves if isinstance(leaf, Passed)).home, f"{name} of its result")
+        raise _out_of_chain(
+            next(leaf for leaf in leaves if isinstance(leaf, Passed)).home.site, f"{name} of its result"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Passed({self.home.site.key}: its FFN's result, for the modules after it)"
 
 
-def _out_of_chain(home: SparseFFN | SparseExperts, found: str) -> ConfigError:
+class Traced:
+    """What :class:`Passed` is, where a graph is made: no tensor, so that nothing but the modules after it takes it."""
+
+    def __init__(self, ffn: torch.Tensor, site: FFNSite) -> None:
+        self.ffn, self.site, self.at = ffn, site, 1
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, Traced))._refuse()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise _out_of_chain(self.site, "an operation on its result")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"Traced({self.site.key}: its FFN's result, for the modules after it)"
+
+
+def _out_of_chain(site: FFNSite, found: str) -> ConfigError:
     return ConfigError(
-        f"calling a part of {home.site.key} by hand",
-        expected=f"its modules one after another, from {home.site.up.weight.rpartition('.')[0]} on: an optimised model "
+        f"calling a part of {site.key} by hand",
+        expected=f"its modules one after another, from {site.up.weight.rpartition('.')[0]} on: an optimised model "
         "computes them as one",
         found=found,
         fix="Call the whole block, or torch_pi2.restore(model) first.",
@@ -268,18 +304,23 @@ def _out_of_chain(home: SparseFFN | SparseExperts, found: str) -> ConfigError:
 class Absorbed(StandIn):
     """Stands for an activation or down projection that the ``SparseFFN`` before it has already computed.
 
+    Attributes:
+        position: among the FFN's modules, of which the first is 0. last: whether it is the last of them.
+
     Raises (when it is called):
         ConfigError: with anything but what the module before it gave.
     """
 
+    position = 1
     last = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        x, home = self.only_input(args, kwargs), self._home[0]
-        if torch.compiler.is_compiling():  # what passes is an ordinary tensor then
-            if x.shape[-1] != home.site.hidden:
-                raise _out_of_chain(home, f"a tensor of shape {tuple(x.shape)}")
-            return x
-        if type(x) is not Passed or x.home is not home:
-            raise _out_of_chain(home, "a tensor of something else")
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | Passed | Traced:
+        x, home = self.only_input(args, kwargs, torch.Tensor | Traced), self._home[0]
+        if not isinstance(x, Traced) and (type(x) is not Passed or x.home is not home):
+            raise _out_of_chain(home.site, "a tensor of something else")
+        if (isinstance(x, Traced) and x.site.key != home.site.key) or x.at != self.position:
+            raise _out_of_chain(
+                home.site, "what another module than the one before it gave: one is missing, or is another"
+            )
+        x.at += 1
         return x.ffn if self.last else x
