@@ -8,6 +8,7 @@ with quantised weights has them in ``pi2/weights.safetensors``, and only its con
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,12 @@ from torch_pi2.extras import how_to_install
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.rewrite import homes
 from torch_pi2.plan.plan import Plan, weights_hash
-from torch_pi2.predict.size import FittedPredictors, save_predictors
+from torch_pi2.predict.size import PREDICTORS_FILE, FittedPredictors, save_predictors
+from torch_pi2.profile.stats import STATS_FILE
 from torch_pi2.runtime.adapt import follow
 from torch_pi2.runtime.budget import parse_bytes
 from torch_pi2.runtime.fields import Field, argument
-from torch_pi2.runtime.files import replacing_folder
+from torch_pi2.runtime.files import check_not_current, replacing_folder
 from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.runtime.offload import OffloadConfig
 from torch_pi2.runtime.reading import parse, read_bytes
@@ -35,10 +37,18 @@ from torch_pi2.store.dense import load_dense as quantized_as_dense
 from torch_pi2.store.offloaded import load_offloaded
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.sparse import load_sparse, save_weights, weights_of
-from torch_pi2.store.storefile import weights_path
+from torch_pi2.store.storefile import STORE_FILE, weights_path
+from torch_pi2.store.weights import WEIGHTS_FILE
 
 PI2_FOLDER = "pi2"
 _WEIGHTS = "model.safetensors"
+#: What is written to ``pi2/``.
+_PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE)
+#: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "*.tiktoken")
+#: Where transformers writes the chat templates of a tokenizer that has several.
+_TEMPLATES = "additional_chat_templates"
+_FOLDERS = {PI2_FOLDER: _PARTS, _TEMPLATES: ("*.jinja",)}
 
 
 @checked
@@ -47,8 +57,9 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     """Write an optimised ``model`` to ``folder``; an earlier result there is replaced only when all is written.
 
     Raises:
-        ConfigError: the model is dense. ArtifactError: the folder cannot be written, or holds
-            other files. UnsupportedModelError: a quantised model that could not be loaded again.
+        ConfigError: the model is dense, or ``folder`` is, is in or contains the one that it was loaded from.
+        ArtifactError: the folder cannot be written, or holds other files.
+        UnsupportedModelError: a quantised model that could not be loaded again.
     """
     stored = [home for home in homes(model) if not home.in_memory]
     if stored:
@@ -60,6 +71,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         )
     parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
+    check_separate("save", getattr(model, "name_or_path", ""), folder)
     quantised = weights_of(model) != "float"
     if quantised:
         check_known_experts(f"saving a quantised {type(model).__name__}", model)
@@ -124,17 +136,55 @@ def _parts_of_these_weights(model: nn.Module) -> Optimized:
 
 
 def check_replaceable(folder: Path) -> None:
-    """``save`` replaces the whole folder: refuse one with anything but an earlier result of it.
+    """What we write replaces the whole folder: refuse one with anything but an earlier result.
 
     Raises:
-        ArtifactError: the folder holds other files.
+        ArtifactError: the folder holds other files, or is the current one.
     """
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / PI2_FOLDER).is_dir()):
-        raise ArtifactError(
-            f"writing {folder}",
-            expected="a new folder, or one written by torch_pi2.save (which is replaced)",
-            found="a file" if folder.is_file() else "a folder with other files in it",
-            fix="Choose another folder.",
+    check_not_current(folder)
+    if folder.is_file():
+        found = "a file"
+    elif not folder.is_dir() or (stranger := _stranger(folder)) is None:
+        return
+    else:
+        found = f"a folder with other files in it: {stranger}"
+    raise ArtifactError(
+        f"writing {folder}",
+        expected="a new folder, or one written by torch_pi2 with nothing else in it (which is replaced)",
+        found=found,
+        fix="Choose another folder.",
+    )
+
+
+def _stranger(folder: Path) -> str | None:
+    """The first thing in ``folder`` for which it is no earlier result of ours; None: it is one, or empty."""
+    paths, pi2 = sorted(folder.iterdir()), folder / PI2_FOLDER
+    if not paths:
+        return None
+    if pi2.is_symlink() or not pi2.is_dir():
+        return f"{paths[0].name}, and no folder {PI2_FOLDER}/"
+    for path in paths:
+        kinds = _FOLDERS.get(path.name)
+        if kinds and (path.is_symlink() or not path.is_dir()):
+            return path.name
+        files, kinds = (sorted(path.iterdir()), kinds) if kinds else ([path], (*SMALL_FILES, "*.safetensors"))
+        for file in files:
+            if not file.is_file() or not any(fnmatch.fnmatchcase(file.name, kind) for kind in kinds):
+                return str(file.relative_to(folder))
+    return None if any(pi2.iterdir()) else f"an empty {PI2_FOLDER}/"
+
+
+def check_separate(verb: str, source: str | Path, folder: Path) -> None:
+    """Raises ConfigError if ``folder`` and the ``source`` of a model, where that is one, are or are in each other."""
+    if not str(source) or not Path(source).is_dir():
+        return  # the name of a checkpoint
+    source, folder = Path(source).resolve(), folder.resolve()
+    if source == folder or source in folder.parents or folder in source.parents:
+        raise ConfigError(
+            f"{verb}'s folders",
+            expected="two separate ones",
+            found=f"{source} and {folder}",
+            fix="The result replaces its folder; write it elsewhere.",
         )
 
 

@@ -36,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.api import parts_of
-    from torch_pi2.checkpoint import check_replaceable
+    from torch_pi2.checkpoint import check_replaceable, check_separate
     from torch_pi2.cli.inspect import describe
 
     common.check_out(args.out)
     check_replaceable(args.out)
+    check_separate("optimize", args.model, args.out)
     stats = common.load_stats(args.stats) if args.stats else None
     if args.predictors and stats is None:
         raise ConfigError(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import ArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.runtime.fields import shown
 from torch_pi2.runtime.reading import parse, read_bytes
 
@@ -61,23 +61,52 @@ def to_replace(path: str | Path) -> Path | None:
         return Path(os.path.realpath(path))
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "the name of a folder")
-    return Path(os.path.realpath(path)) if stat.S_ISREG(mode) and not _is_descriptor(path) else None
+    return Path(os.path.realpath(path)) if stat.S_ISREG(mode) and not _led_to(path).startswith("/proc/") else None
 
 
-def _is_descriptor(path: str | Path) -> bool:
-    """Whether links lead to an open file (``/dev/stdout``): another in its place would not be what is open."""
+def _led_to(path: str | Path) -> str:
+    """Where links lead, but for an open file's (``/dev/stdout``): another in its place would not be what is open."""
     at = os.fspath(path)
     while True:
         at = os.path.join(os.path.realpath(os.path.dirname(at)), os.path.basename(at))
         if at.startswith("/proc/") or not os.path.islink(at):
-            return at.startswith("/proc/")
+            return at
         at = os.path.join(os.path.dirname(at), os.readlink(at))
 
 
-def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
+def _descriptor(path: str | Path) -> int | None:
+    """The open file of this process that ``path`` names: ``-``, ``/dev/stdout``, ``/dev/fd/3``."""
+    if str(path) == "-":
+        return 1
+    found = re.fullmatch(rf"/proc/{os.getpid()}/fd/([0-9]+)", _led_to(path))
+    return None if found is None else int(found[1])
+
+
+def is_standard_output(path: str | Path) -> bool:
+    """Whether ``path`` names standard output, so that nothing else may be written there."""
+    number = _descriptor(path)
     try:
-        sys.stdout.flush()
-        with open(os.dup(1) if str(path) == "-" else path, "wb") as file:
+        return number is not None and os.path.samestat(os.fstat(number), os.fstat(1))
+    except OSError:  # closed
+        return number == 1
+
+
+def check_not_standard_output(path: str | Path, what: str) -> None:
+    """Raises ConfigError: ``path`` names standard output, where ``what`` is not written."""
+    if is_standard_output(path):
+        raise ConfigError(what, expected="a file", found=f"standard output ({path})", fix="Name a file.")
+
+
+def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
+    number = _descriptor(path)
+    try:
+        if number == 1:
+            if sys.__stdout__ is None:  # closed, and the number may be another file's by now
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        # opened by its name, a file would be written from its beginning
+        with open(path if number is None else os.dup(number), "wb") as file:
             file.writelines(pieces)
     except OSError as error:
         raise ArtifactError(
@@ -180,6 +209,17 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def check_not_current(folder: Path) -> None:
+    """Raises ArtifactError: ``folder``, which is to be replaced, is the current one. A shell would stay in the old."""
+    if folder.is_dir() and os.path.samestat(os.stat(folder), os.stat(".")):
+        raise ArtifactError(
+            f"writing {folder}",
+            expected="a folder that can be replaced",
+            found="the current folder",
+            fix="Name another, or this one from outside of it.",
+        )
+
+
 @contextmanager
 def replacing_folder(folder: Path, *, keep: bool = False) -> Iterator[Path]:
     """Write a whole folder or nothing: gives an empty one beside it, which takes its place when the block ends.
@@ -194,6 +234,7 @@ def replacing_folder(folder: Path, *, keep: bool = False) -> Iterator[Path]:
         ArtifactError: another process writes it, there is a file in its place, or for any OSError, in the block too.
     """
     folder = Path(os.path.realpath(folder))
+    check_not_current(folder)
     try:
         if os.path.lexists(folder) and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))

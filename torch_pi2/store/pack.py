@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from torch_pi2.arguments import checked
-from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable
+from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, check_separate
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.runtime.files import atomic_write, replacing_folder
@@ -25,7 +25,7 @@ from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.runtime.reading import parse, read_bytes
 from torch_pi2.store.bundled import bundle
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
-from torch_pi2.store.quantize import check_separate, copy_small_files, quantize, small_files
+from torch_pi2.store.quantize import copy_small_files, quantize, small_files
 from torch_pi2.store.slots import cluster_size, layer_entry, write_slots
 from torch_pi2.store.storefile import (
     PADDING,

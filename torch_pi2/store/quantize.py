@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_pi2.arguments import checked
-from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, read_config
+from torch_pi2.checkpoint import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, read_config
 from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import find_sites
@@ -38,8 +38,6 @@ from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, float_kin
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
-#: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
-_SMALL = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "*.tiktoken")
 #: Stands in the header until the hash is known.
 _NO_HASH = "0" * 64
 
@@ -145,19 +143,8 @@ def copy_small_files(source: Path, folder: Path) -> None:
 
 def small_files(source: Path) -> list[Path]:
     """What :func:`copy_small_files` copies."""
-    found = {path for pattern in _SMALL for path in source.glob(pattern)}
+    found = {path for pattern in SMALL_FILES for path in source.glob(pattern)}
     return sorted(path for path in found if not path.name.endswith(".index.json"))
-
-
-def check_separate(verb: str, source: Path, folder: Path) -> None:
-    """Raises ConfigError if one of the folders is, or is in, the other."""
-    if source == folder or source in folder.parents or folder in source.parents:
-        raise ConfigError(
-            f"{verb}'s folders",
-            expected="two separate ones",
-            found=f"{source} and {folder}",
-            fix="The result replaces its folder; write it elsewhere.",
-        )
 
 
 def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
