@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.arguments import checked
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
@@ -30,6 +31,8 @@ from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, 
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
 from torch_pi2.runtime import executorch as backend
 from torch_pi2.runtime.budget import parse_bytes
+from torch_pi2.runtime.fields import argument
+from torch_pi2.runtime.files import check_not_standard_output
 
 #: As csrc/bindings/executorch/problem.h writes it.
 _PROBLEM = re.compile(r"(?P<what>.+?): expected (?P<expected>.+?), found (?P<found>.+?)\. (?P<fix>.+)", re.DOTALL)
@@ -109,6 +112,7 @@ class Bundle:
         LibraryMissingError: ExecuTorch or our library for it is not installed. VersionError: it is of another version.
     """
 
+    @checked
     def __init__(
         self,
         folder: str | Path,
@@ -125,6 +129,8 @@ class Bundle:
         tokenizer: Any = None,
         verify: bool | None = None,
     ) -> None:
+        if trace is not None:
+            check_not_standard_output(trace, "Bundle(trace)")
         self.folder = Path(folder)
         self.manifest = Manifest.load(self.folder, verify is not False)
         place = Path(self.folder if store is None else store).absolute()
@@ -243,6 +249,9 @@ class Bundle:
         """
         self._require("decoder", "generate")
         _check_sampling(temperature, top_p, num_return_sequences, self.manifest.lanes, max_new_tokens)
+        argument(seed, "seed").whole(most=1 << 62)
+        if isinstance(prompt, str):
+            argument(prompt, "prompt").text(empty=True)
         with self._using:
             wordless = self._tokenizer is None and not self._has_tokenizer() and not isinstance(prompt, str)
             ids = encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
@@ -448,7 +457,7 @@ def _choose(logits_V: torch.Tensor, temperature: float, top_p: float, random: to
     """The next token: the most probable one (the first of equals), or drawn."""
     if temperature == 0:
         return int(torch.argmax(logits_V))
-    shares_V = torch.softmax(logits_V.double() / temperature, -1)
+    shares_V = torch.softmax((logits_V.double() - logits_V.max()) / temperature, -1)  # finite or -inf: never NaN
     if top_p < 1:
         sorted_V, order_V = shares_V.sort(descending=True, stable=True)
         before_V = sorted_V.cumsum(-1) - sorted_V

@@ -17,6 +17,8 @@ import torch_pi2
 from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.export.api import export
+from torch_pi2.export.run import Bundle
+from torch_pi2.runtime.budget import parse_bytes
 
 #: What is passed as every argument in turn.
 ODD: dict[str, Any] = {
@@ -137,6 +139,11 @@ MESSAGES: list[tuple[Any, str]] = [
     (lambda: torch_pi2.OffloadConfig(io_threads=10**9), r"OffloadConfig.io_threads: expected at most 65536"),
     (lambda: torch_pi2.Config(seed=None), r"Config.seed: expected a whole number, found None"),
     (lambda: torch_pi2.Config(seed=10**30), r"Config.seed: expected a whole number, found 1000"),
+    (lambda: torch_pi2.Config(seed=-1), r"Config.seed: expected 0 or more, found -1"),
+    (lambda: parse_bytes("\u0663GB"), r"budget: expected bytes"),
+    (lambda: Bundle(5), rf"Bundle\(folder\): {NAME}, found 5"),
+    (lambda: Bundle(b".."), rf"Bundle\(folder\): {NAME}, found"),
+    (lambda: Bundle("x", trace="-"), r"Bundle\(trace\): expected a file, found standard output \(-\)"),
 ]
 
 

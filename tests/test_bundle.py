@@ -136,6 +136,7 @@ def test_top_p_keeps_the_most_probable(bundle: Bundle) -> None:
     ids = [3, 1, 4, 1, 5]
     greedy = bundle.generate(ids, 12).sequences
     assert bundle.generate(ids, 12, temperature=1.0, top_p=1e-6, seed=3).sequences == greedy
+    assert bundle.generate(ids, 12, temperature=1e-320, seed=3).sequences == greedy
     shares = torch.softmax(eager(ids)[0][-1].double(), -1).sort(descending=True)
     few = set(shares.indices[: int((shares.values.cumsum(-1) < 0.5).sum()) + 1].tolist())
     drawn = {bundle.generate(ids, 1, temperature=1.0, top_p=0.5, seed=s).sequences[0].ids[0] for s in range(40)}
@@ -231,12 +232,14 @@ def test_wrong_arguments_are_refused(bundle: Bundle) -> None:
         ({"top_p": 0.0}, r"top_p: expected more than 0, at most 1, found 0\.0"),
         ({"num_return_sequences": 5}, r"num_return_sequences: expected 1 to 4, the lanes of the bundle, found 5"),
         ({"max_new_tokens": 0}, r"max_new_tokens: expected 1 or more, found 0"),
+        ({"seed": 10**30}, r"seed: expected a whole number, 0 or more, found 1000"),
     ):
         with pytest.raises(ConfigError, match=message):
             bundle.generate([1, 2], **given)
     for prompt, message in (
         ([], r"prompt: .* found no tokens"),
         ("", r"prompt: .* found no tokens"),
+        ("a\udcff", r"prompt: expected text, found half a character"),
         ([1, VOCAB], rf"tokens of one sequence below {VOCAB}, found the token {VOCAB}"),
         (torch.zeros(2, 3, dtype=torch.int64), "found no tokens"),
     ):

@@ -386,8 +386,49 @@ def test_out_that_cannot_be_a_folder(command, model_dir, tmp_path) -> None:
 def test_optimize_does_not_replace_a_folder_that_is_not_its_own(command, model_dir, tmp_path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     argv = ["optimize", model_dir, "--trust-remote-code", "--method", "exact", "--out", tmp_path, "--json"]
-    assert _error(command(*argv, ok=False))["found"] == "a folder with other files in it"
+    assert (
+        _error(command(*argv, ok=False))["found"] == "a folder with other files in it: thesis.tex, and no folder pi2/"
+    )
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_optimize_replaces_no_folder_with_a_model_in_it(command, model_dir, tmp_path) -> None:
+    (tmp_path / "pi2").mkdir()
+    source = shutil.copytree(model_dir, tmp_path / "dense")
+    before = sorted(tmp_path.rglob("*"))
+    for out, kind in ((tmp_path, "ArtifactError"), (source / "sparse", "ConfigError")):
+        argv = ["optimize", source, "--trust-remote-code", "--method", "exact", "--out", out, "--json"]
+        assert _error(command(*argv, ok=False))["type"] == kind
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_names_that_cannot_be(command, made) -> None:
+    long = "a" * 300
+    for argv in (
+        ["inspect", long],
+        ["generate", long, "--prompt", "x"],
+        ["run", long, "--ids", "1"],
+        ["pack", made["exact"], long],
+        ["plan", "--diff", long, long],
+    ):
+        assert _error(command(*argv, "--json", ok=False))["found"] == "File name too long"
+    assert "'a\\udcff': expected text" in command("inspect", "a\udcff", ok=False).err
+
+
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [
+        (("--seed", 10**30), "at most 4611686018427387903, found 1000"),
+        (("--seed", "-1"), "expected 0 or more, found -1"),
+        (("--seed", "1_0"), "invalid seed value: '1_0'"),
+        (("--threads", 4294967297), "at most 1024, found 4294967297"),
+        (("--temperature", "1e-320"), "expected 0 (greedy), or 1e-06 or more, found 1e-320"),
+        (("--temperature", "nan"), "found nan"),
+        (("--max-new-tokens", "\u0661"), "invalid positive value"),
+    ],
+)
+def test_numbers_out_of_range(command, option, found) -> None:
+    assert found in _error(command("generate", "m", "--prompt", "x", *option, "--json", ok=False))["found"]
 
 
 def test_folders_that_hold_something_else(command, model_dir, tmp_path) -> None:

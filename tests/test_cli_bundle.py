@@ -101,7 +101,12 @@ def test_run_says_what_is_wrong(command: Any, folder: Path, tmp_path: Path) -> N
         ((folder, "--ids", "1", "--store", tmp_path / "no.pi2"), "no.pi2: expected 4096 bytes"),
         ((folder, "--ids", "1", "--num-return-sequences", 9), "1 to 4, the lanes"),
         ((tmp_path, "--ids", "1"), "expected a bundle: a folder with manifest.json, found none in it"),
-        ((folder, "--ids", "1,x"), "invalid comma-separated list of token ids value"),
+        *(
+            ((folder, "--ids", ids), "invalid comma-separated list of token ids value")
+            for ids in ("1,x", "1_0", " 1", "\u0661")
+        ),
+        ((folder, "--ids", "1", "--trace", "-"), "Bundle(trace): expected a file, found standard output (-)"),
+        ((folder, "--ids", "1", "--seed", "1" * 30), "argument --seed: expected at most"),
         ((folder,), "one of the arguments --prompt --ids is required"),
     ):
         assert message in command("run", *argv, code=2).err

@@ -283,7 +283,12 @@ def test_drawing() -> None:
     [
         ({"num_return_sequences": 0}, r"num_return_sequences: expected 1 or more, found 0\."),
         ({"max_new_tokens": 0}, r"max_new_tokens: expected 1 or more, found 0\."),
-        ({"do_sample": True, "temperature": 0.0}, r"sampling: expected a temperature above 0, .* found 0, 0 and 1\."),
+        (
+            {"do_sample": True, "temperature": 0.0},
+            r"sampling: expected a temperature of 1e-06 or .* found 0, 0 and 1\.",
+        ),
+        ({"do_sample": True, "temperature": 1e-320}, r"sampling: .* found 9\.99989e-321, 0 and 1\."),
+        ({"seed": 10**30}, r"generate\(seed\): expected a whole number"),
         ({"do_sample": True, "top_p": 1.5}, r"top_p above 0 and at most 1, found 1, 0 and 1\.5\."),
         ({"do_sample": True, "top_k": -1}, r"top_k of 0 or more, .* found 1, -1 and 1\."),
     ],
@@ -297,6 +302,9 @@ def test_wrong_inputs(model: nn.Module) -> None:
     for ids, found in ((IDS[0], r"int64 \[7\]"), (IDS.repeat(2, 1), r"int64 \[2, 7\]"), (IDS.float(), "float32")):
         with pytest.raises(ShapeError, match=rf"input_ids: expected one prompt, int64 \[1, tokens\], found {found}"):
             generate(model, ids)
+    for token in (VOCAB, -1):
+        with pytest.raises(ConfigError, match=rf"tokens of 0 to {VOCAB - 1}, .*, found the token {token}\."):
+            generate(model, torch.tensor([[1, token]]))
     decoder = Decoder(model, max_tokens=9, compiled=False)
     with pytest.raises(ConfigError, match=r"for 2 sequences and 70 tokens, found one of this model without logits"):
         generate(model, IDS, num_return_sequences=2, decoder=decoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.errors import ArtifactError
-from torch_pi2.runtime.files import atomic_write, replacing_folder
+from torch_pi2.runtime.files import atomic_write, is_standard_output, replacing_folder
 from torch_pi2.runtime.trace import check_path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -95,8 +97,24 @@ def test_standard_output_by_name(tmp_path: Path, name: str) -> None:
         os.close(file)
     with (tmp_path / "file").open("w") as made:
         inode = os.fstat(made.fileno()).st_ino
-        written(made.fileno())
-    assert ((tmp_path / "file").read_text(), (tmp_path / "file").stat().st_ino) == ("text", inode)
+        for _ in range(2):
+            written(made.fileno())
+    assert ((tmp_path / "file").read_text(), (tmp_path / "file").stat().st_ino) == ("texttext", inode)
+    assert is_standard_output(name)
+    assert not is_standard_output(tmp_path / "file")
+
+
+def test_text_that_standard_output_cannot_encode() -> None:
+    with pytest.raises(OutputError, match=r"standard output: .* found ascii without '\\xe9'. Set PYTHONIOENCODING"):
+        emit(io.TextIOWrapper(io.BytesIO(), "ascii"), "caf\xe9")
+
+
+@pytest.mark.parametrize("errors", ["2>&-", "2>/dev/full"])
+@pytest.mark.parametrize("verb", ["", "inspect /nowhere"])
+def test_errors_that_nobody_gets_go_nowhere_else(verb: str, errors: str) -> None:
+    line = f"exec {sys.executable} -m torch_pi2 {verb} {errors}"
+    done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, cwd=REPO)
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 #: Runs command lines in children with a standard output that takes nothing; exit code and errors of each.

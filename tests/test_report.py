@@ -574,3 +574,14 @@ def test_plotly_is_missing(made: Made, tmp_path: Path, monkeypatch: pytest.Monke
         report.write(found, tmp_path / "r.html")
     assert isinstance(e.value, Pi2Error)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_a_page_on_standard_output_has_nothing_else_there(
+    made: Made, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["report", str(made.saved), "-o", name]) == 0
+    page_text, said = capfd.readouterr()
+    assert page_text.startswith("<!doctype html>")
+    assert page_text.endswith("</html>\n")
+    assert f"{name}\nnot in it: " in said

@@ -73,6 +73,7 @@ class Config:
             ("calibration_tokens", self.calibration_tokens >= 64, "at least 64"),
             ("batch_size", self.batch_size >= 1, "at least 1"),
             ("seq_len", self.seq_len >= 2, "at least 2"),
+            ("seed", self.seed >= 0, "0 or more"),
         )
         for name, good, expected in checks:
             if not good:

@@ -15,10 +15,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from torch_pi2.cli.output import OutputError, emit
-from torch_pi2.errors import ConfigError, Pi2Error
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.runtime.fields import argument, shown
 
 #: verb -> one line of help, in the order in which they are used.
 VERBS = {
@@ -77,57 +78,81 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(argv: Sequence[str]) -> tuple[dict[str, Any], str, bool]:
-    """Result, its text, and whether JSON was asked for."""
+def _run(argv: Sequence[str]) -> tuple[dict[str, Any], str, TextIO | None]:
+    """Result, its text or JSON, and where that goes."""
+    for given in argv:
+        wrong = "Only UTF-8 is taken: correct it, or rename the file."
+        argument(given, f"argument {shown(given)}", wrong).text(empty=True)
     args = build_parser().parse_args(argv)
     if args.threads is not None:
         import torch
 
         torch.set_num_threads(args.threads)
-    args.stdout = sys.stdout  # for a verb that writes its result as it comes
+    args.stdout = sys.stdout  # for a verb that writes its result as it comes, or elsewhere
     # Standard output is for the result alone.
     with contextlib.redirect_stdout(sys.stderr):
         result = args.module.run(args)
-        text = "" if args.json else args.module.render(result)
-    return result, text, args.json
+        text = json.dumps(result) if args.json else args.module.render(result)
+    return result, text, args.stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if sys.stderr is None:  # closed: what is printed to None goes to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     try:
         try:
             return _told(*_run(argv))
         except Pi2Error as error:
             return _refused(error, "--json" in argv)
+        except OSError as error:
+            if error.filename is None or isinstance(error, BrokenPipeError):
+                raise
+            return _refused(_of_system(error), "--json" in argv)
     except KeyboardInterrupt:
-        print("torch-pi2: interrupted; nothing was left half-written", file=sys.stderr)
+        _say("interrupted; nothing was left half-written")
         return 130
     except MemoryError:
-        print("torch-pi2: memory: expected what the command takes, found none left", file=sys.stderr)
+        _say("memory: expected what the command takes, found none left")
         return 2
     except BrokenPipeError:  # the reader (head, less) has gone
         return 141
     except OutputError as error:
-        print(f"torch-pi2: {error}", file=sys.stderr)
+        _say(error)
         return 2
     finally:
         _drop_what_cannot_be_written()
 
 
-def _told(result: dict[str, Any], text: str, as_json: bool) -> int:
-    emit(sys.stdout, (json.dumps(result) if as_json else text) + "\n")
+def _told(result: dict[str, Any], text: str, file: TextIO | None) -> int:
+    emit(file, text + "\n")
     return 0 if result.get("ok", True) else 1
 
 
 def _refused(error: Pi2Error, as_json: bool) -> int:
     if isinstance(error, OutputError):
         raise error
-    print(f"torch-pi2: {error}", file=sys.stderr)
+    _say(error)
     if as_json:
         parts = {name: getattr(error, name) for name in ("what", "expected", "found", "fix")}
         emit(sys.stdout, json.dumps({"error": {"type": type(error).__name__, **parts}}) + "\n")
     return 2
+
+
+def _say(what: object) -> None:
+    with contextlib.suppress(OSError):  # a full disk; the exit code says it too
+        print(f"torch-pi2: {what}", file=sys.stderr)
+
+
+def _of_system(error: OSError) -> ArtifactError:
+    """What is wrong with a file or folder that nobody looked at closer: a name that is too long, no permission."""
+    return ArtifactError(
+        shown(error.filename),
+        expected="a file or folder that can be used",
+        found=str(error.strerror or error),
+        fix="Check its name and permissions.",
+    )
 
 
 def _drop_what_cannot_be_written() -> None:

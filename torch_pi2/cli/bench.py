@@ -52,7 +52,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--intermediate", type=common.positive, default=14336, metavar="I", help="neurons")
     parser.add_argument("--tokens", type=common.positive, default=1, metavar="T")
     parser.add_argument("--rounds", type=common.positive, default=15, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=common.seed, default=0)
 
 
 def _add_ffn(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         choices=["llama.cpp", "torch"],
         help="another engine on the same shape, in alternation: llama.cpp (Q4_0) or torch (dense, bfloat16, compiled)",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=common.seed, default=0)
 
 
 def _add_offload(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +151,7 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
         help="on the same shape, mapped, under the same memory cap (needs cgroup v1 and permission)",
     )
     add("--trace", type=Path, metavar="FILE", help="what threads did in mode pipeline, for Perfetto (docs/TRACES.md)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=common.seed, default=0)
 
 
 def _add_best_of(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +172,7 @@ def _add_best_of(parser: argparse.ArgumentParser) -> None:
     add("--activations", choices=["float", "int8"], help="int8 is lossy (default: int8 if the weights are quantised)")
     add("--compiled", action="store_true", help="compile a step for each plan and number of sequences")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
-    add("--seed", type=int, default=0)
+    add("--seed", type=common.seed, default=0)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +204,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--eager", action="store_true", help="Python around every layer, as much for all (default)")
     steps.add_argument("--compiled", action="store_true", help="compile a step for each planner and batch size")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
-    add("--seed", type=int, default=0)
+    add("--seed", type=common.seed, default=0)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -289,7 +289,10 @@ def _run_decode(args: argparse.Namespace) -> dict[str, Any]:
 
 def _run_offload(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.bench import offload
+    from torch_pi2.runtime.files import check_not_standard_output
 
+    if args.trace is not None:
+        check_not_standard_output(args.trace, "--trace")  # what is traced is another process
     return offload.run(
         args.folder,
         args.shape,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.config import ACTIVATIONS, METHODS, QUANTIZATIONS, WEIGHTS, Config
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
 from torch_pi2.extras import how_to_install
+from torch_pi2.runtime.fields import shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,11 +26,39 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+def _whole(text: str, least: int, most: int) -> int:
+    """An integer, for argparse; int() takes ``1_0`` and the digits of other scripts, too."""
+    if not re.fullmatch(r"-?[0-9]+", text):
+        raise ValueError(text)
+    value = int(text)
+    if not least <= value <= most:
+        wanted = f"{least} or more" if value < least else f"at most {most}"
+        raise argparse.ArgumentTypeError(f"expected {wanted}, found {shown(value)}")
+    return value
+
+
 def positive(text: str) -> int:
     """An integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {value}")
+    return _whole(text, 1, 1 << 31)
+
+
+def threads(text: str) -> int:
+    """As many as the C++ runner takes, for argparse."""
+    return _whole(text, 1, 1024)
+
+
+def seed(text: str) -> int:
+    """What every random generator takes, for argparse."""
+    return _whole(text, 0, (1 << 62) - 1)
+
+
+def temperature(text: str) -> float:
+    """0 for greedy decoding, or what logits can be divided by, for argparse."""
+    from torch_pi2.runtime.generate import LEAST_TEMPERATURE
+
+    value = float(text)
+    if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected 0 (greedy), or {LEAST_TEMPERATURE:g} or more, found {text}")
     return value
 
 
@@ -37,7 +66,7 @@ def add_every(parser: argparse.ArgumentParser) -> None:
     """Options of every verb."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     if "--threads" not in parser._option_string_actions:
-        parser.add_argument("--threads", type=positive, help="compute threads (default: torch's)")
+        parser.add_argument("--threads", type=threads, help="compute threads, 1 to 1024 (default: torch's)")
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +107,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=float, metavar="T", help="relative change of the loss that is accepted")
     add("--sparsity", type=float, metavar="S", help="share of neurons that the threshold method skips")
     add("--tokens", type=positive, dest="calibration_tokens", metavar="N", help="calibration tokens")
-    add("--seed", type=int)
+    add("--seed", type=seed)
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:

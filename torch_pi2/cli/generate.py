@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="DIR", help="folder written by optimize")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    parser.add_argument(
+        "--temperature", type=common.temperature, default=0.0, metavar="T", help="0 (default) is greedy"
+    )
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument(
         "--num-return-sequences",
@@ -26,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="continue the prompt so many times in one batch, each with a seed of its own",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=common.seed, default=0)
     parser.add_argument("--dense", action="store_true", help="run the dense model instead (DIR may be any checkpoint)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     common.add_loading(parser)
@@ -36,14 +39,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from torch_pi2.errors import ConfigError
+    from torch_pi2.runtime.files import is_standard_output
+    from torch_pi2.runtime.generate import check_ids
     from torch_pi2.runtime.trace import trace
 
-    if args.temperature < 0 or not 0 < args.top_p <= 1:
+    if not 0 < args.top_p <= 1:
         raise ConfigError(
-            "sampling",
-            expected="--temperature 0 or more and --top-p more than 0, at most 1",
-            found=f"{args.temperature} and {args.top_p}",
-            fix="Leave both out for greedy decoding.",
+            "--top-p",
+            expected="more than 0, at most 1",
+            found=str(args.top_p),
+            fix="Leave it out for all tokens.",
         )
     if args.num_return_sequences > 1 and args.temperature == 0:
         raise ConfigError(
@@ -53,11 +58,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             fix="Pass --temperature 0.8, for instance, or leave it out.",
         )
     recorded = trace(args.trace) if args.trace else None  # a path that cannot be written is found before loading
+    if args.trace and is_standard_output(args.trace):
+        args.stdout = sys.stderr
     model: Any = common.load_dense(args) if args.dense else common.load_sparse(args)
     tokenizer = common.load_tokenizer(args)
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
+    check_ids(model, inputs["input_ids"])
     if args.num_return_sequences > 1:
         return _several(args, model, tokenizer, inputs["input_ids"], recorded)
     sampling = {"do_sample": args.temperature > 0}

@@ -20,6 +20,13 @@ def emit(file: TextIO | None, text: str) -> None:
         file.flush()
     except BrokenPipeError:
         raise
+    except UnicodeEncodeError as error:
+        raise OutputError(
+            "standard output",
+            expected="an encoding that has all characters of the result",
+            found=f"{error.encoding} without {error.object[error.start]!a}",
+            fix="Set PYTHONIOENCODING=utf-8, or use --json.",
+        ) from error
     except OSError as error:
         raise OutputError(
             "standard output",

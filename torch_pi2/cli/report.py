@@ -6,6 +6,7 @@ The file needs no network and nothing beside it. What it lacks is listed at its 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import asdict
 
     from torch_pi2 import report
+    from torch_pi2.runtime.files import is_standard_output, to_replace
     from torch_pi2.runtime.trace import check_path
 
     check_path(args.out)
+    if is_standard_output(args.out):
+        args.stdout = sys.stderr
     found = report.collect(
         args.folder, trace=args.trace, accesses=args.accesses, measured=args.measured, plan=args.plan, progress=True
     )
     path = report.write(found, args.out)
-    return {"file": str(path), "bytes": path.stat().st_size, "report": asdict(found)}
+    size = None if to_replace(path) is None else path.stat().st_size
+    return {"file": str(path), "bytes": size, "report": asdict(found)}
 
 
 def render(result: dict[str, Any]) -> str:
-    lines = [f"{result['file']}: {common.size(result['bytes'])}"]
+    lines = [result["file"] if result["bytes"] is None else f"{result['file']}: {common.size(result['bytes'])}"]
     for lacking in result["report"]["missing"]:
         lines.append(f"not in it: {lacking['plot']}. {lacking['why']}")
         lines += [f"    {line}" for line in lacking["how"].splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ EXAMPLE = "torch-pi2 run bundle --prompt 'def main(' --max-new-tokens 64 --budge
 
 
 def _ids(text: str) -> list[int]:
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):  # int() takes more; the C++ runner does not
+        raise ValueError(text)
     return [int(part) for part in text.split(",")]
 
 
@@ -32,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=common.positive, default=64, metavar="N")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--top-p", type=float, default=1.0, metavar="P")
-    add("--seed", type=int, default=0, help="of the first sequence; the next has this and 1")
+    add("--seed", type=common.seed, default=0, help="of the first sequence; the next has this and 1")
     add("--num-return-sequences", type=common.positive, default=1, metavar="N", help="answers to one prompt")
     add("--budget", metavar="BYTES", help="memory for all of it but Python, such as 2GiB (default: as it takes)")
     add("--store", type=Path, metavar="PATH", help="the neuron store, or its folder, if it is not in BUNDLE")

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--distinct-layers", type=common.positive, metavar="N", help="make N layers' neurons; the others have copies"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=common.seed, default=0)
 
 
 def _shape(text: str) -> str | dict[str, Any]:

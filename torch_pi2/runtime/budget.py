@@ -52,7 +52,7 @@ def parse_bytes(value: float | str) -> int:
     found: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
         found = value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value, re.ASCII) if isinstance(value, str) else None
     if match is not None and match.group(2) in _UNITS:
         found = float(match.group(1)) * _UNITS[match.group(2)]
     if not 0 <= found < math.inf:

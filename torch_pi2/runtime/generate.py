@@ -8,6 +8,7 @@ smaller, its keys and values with it, and the plan follows (:func:`torch_pi2.fol
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from torch_pi2.runtime.decode import Decoder
 from torch_pi2.runtime.fields import argument
 
 _log = logging.getLogger("torch_pi2")
+
+#: Logits are divided by it: by less they would not be finite.
+LEAST_TEMPERATURE = 1e-6
 
 #: What a generation configuration may ask for that :func:`generate` does not do, and the values that mean nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
@@ -120,6 +124,7 @@ def generate(
         )
     else:
         _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
+    check_ids(model, input_ids)  # of a model that has ids, which a decoder sees to
 
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids)
@@ -158,10 +163,11 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature > 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+        if not (LEAST_TEMPERATURE <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ConfigError(
                 "sampling",
-                expected="a temperature above 0, top_k of 0 or more, top_p above 0 and at most 1",
+                expected=f"a temperature of {LEAST_TEMPERATURE:g} or more, top_k of 0 or more, top_p above 0 and at "
+                "most 1",
                 found=f"{self.temperature:g}, {self.top_k} and {self.top_p:g}",
                 fix="Correct it, or leave do_sample out.",
             )
@@ -212,6 +218,19 @@ def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None
             expected="one prompt, int64 [1, tokens]",
             found=f"{str(input_ids.dtype).removeprefix('torch.')} {list(input_ids.shape)}",
             fix="Call it once for each prompt; model.generate takes several.",
+        )
+
+
+def check_ids(model: nn.Module, input_ids: torch.Tensor) -> None:
+    """Raises ConfigError: one is not in the vocabulary of ``model``."""
+    vocab: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
+    if wrong.numel():
+        raise ConfigError(
+            "input_ids",
+            expected=f"tokens of 0 to {vocab - 1}, the model's vocabulary",
+            found=f"the token {int(wrong[0])}",
+            fix="Use the tokenizer of this model.",
         )
 
 
