@@ -242,6 +242,29 @@ def test_a_chain_runs_whole_or_raises(run: Callable[[nn.Module], Any]) -> None:
     assert close(run(model)(X_BTH), model(X_BTH))
 
 
+#: What PEFT does to put an adapter on; the real one is no dependency.
+PEFT = """
+def inject_adapter(model, target, made):
+    for name in [name for name, _ in model.named_modules() if name.endswith(target)]:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, made(model.get_submodule(name)))
+"""
+
+
+def test_an_adapter_put_on_later_is_refused_or_heeded() -> None:
+    peft: dict[str, Any] = {"__name__": "peft.tuners"}
+    exec(PEFT, peft)
+    adapter = type("Lora", (nn.Linear,), {"__module__": "peft.tuners"})(1, 1)
+    model = _exact(tiny("llama-relu"), IDS_BT)
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(ConfigError, match=r"assigning up_proj of model\.layers\.0\.mlp"):
+        peft["inject_adapter"](model, "up_proj", lambda linear: adapter)
+    assert [name for name, _ in model.named_modules()] == names
+    peft["inject_adapter"](model, "q_proj", lambda linear: adapter)
+    with pytest.raises(ConfigError, match=r"adapters in it \(model\.layers\.0\.self_attn\.q_proj\).*merge_and_unload"):
+        torch_pi2.save(model, "never made")
+
+
 class Adapted(nn.Linear):
     """Weights that are changed as PEFT changes them: through ``.data``."""
 

@@ -427,18 +427,38 @@ def test_only_an_earlier_result_is_replaced(drelu, tmp_path: Path, stranger: str
     assert sorted(folder.rglob("*")) == before
 
 
-def test_save_replaces_neither_its_source_nor_the_current_folder(
+def test_save_replaces_no_folder_around_its_source_nor_the_current_one(
     drelu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_pi2.optimize(drelu)
     folder = torch_pi2.save(drelu, tmp_path / "m")
     again = torch_pi2.load(folder, trust_remote_code=True)
-    for target in (folder, folder / "sub"):
-        with pytest.raises(errors.ConfigError, match="save's folders: expected two separate ones"):
-            torch_pi2.save(again, target)
+    with pytest.raises(errors.ConfigError, match="save's folders: expected two separate ones"):
+        torch_pi2.save(again, folder / "sub")
+    assert torch_pi2.save(again, folder) == folder  # an earlier result, by what was made of it
     monkeypatch.chdir(folder)
     with pytest.raises(errors.ArtifactError, match="found the current folder"):
         torch_pi2.save(drelu, ".")
+
+
+def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = torch_pi2.optimize(tiny_models.tiny("llama-relu"), config=torch_pi2.Config(method="exact"))
+    folder = torch_pi2.save(model, tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        errors.ArtifactError, match=r"expected tensors of every .*found no model\.layers\.1\.self_attn\.q_p"
+    ):
+        torch_pi2.load(folder)
+
+
+def test_to_empty_is_refused() -> None:
+    model = torch_pi2.optimize(tiny_models.tiny("llama-relu"), config=torch_pi2.Config(method="exact"))
+    with pytest.raises(errors.ConfigError, match=r"expected conversions that keep them.*to_empty.*restore"):
+        model.to_empty(device="cpu")
 
 
 def test_save_and_load_refusals(drelu, tmp_path: Path) -> None:

@@ -88,6 +88,19 @@ def test_compiled_decoding_merges_linears_of_one_input_and_moves_their_rows_once
     assert torch.equal(expected(model, PROMPT_BT), want)
 
 
+def test_code_compiled_with_one_thread_is_right_with_two():
+    """Inductor keeps it for both: what one thread does once, two must not do twice."""
+    model, threads = tiny("llama-relu"), torch.get_num_threads()
+    decoder = Decoder(model, max_tokens=24)
+    want = expected(model, PROMPT_BT)
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert torch.equal(decoded(decoder, PROMPT_BT), want)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_compiled_decoders_of_two_models_do_not_share_code():
     first, second = (Decoder(tiny("llama-relu", seed=seed), max_tokens=16) for seed in (0, 1))
     assert torch.equal(decoded(first, PROMPT_BT), expected(first.model, PROMPT_BT))

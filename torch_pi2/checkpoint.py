@@ -57,7 +57,8 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     """Write an optimised ``model`` to ``folder``; an earlier result there is replaced only when all is written.
 
     Raises:
-        ConfigError: the model is dense, or ``folder`` is, is in or contains the one that it was loaded from.
+        ConfigError: the model is dense, has PEFT's adapters in it, or ``folder`` is in or contains the one that it was
+            loaded from.
         ArtifactError: the folder cannot be written, or holds other files.
         UnsupportedModelError: a quantised model that could not be loaded again.
     """
@@ -71,7 +72,16 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         )
     parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
-    check_separate("save", getattr(model, "name_or_path", ""), folder)
+    source = getattr(model, "name_or_path", "")
+    if Path(source).resolve() != folder:  # an earlier result may be replaced by what was made of it
+        check_separate("save", source, folder)
+    if adapters := [name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")]:
+        raise ConfigError(
+            f"saving a {type(model).__name__}",
+            expected="a model that can be built from its configuration",
+            found=f"adapters in it ({adapters[0] or 'the model itself'})",
+            fix="model = model.merge_and_unload() first.",
+        )
     quantised = weights_of(model) != "float"
     if quantised:
         check_known_experts(f"saving a quantised {type(model).__name__}", model)
@@ -411,8 +421,13 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             fix=f"{how_to_install('hf')}, or pass model=...",
         ) from error
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, dtype=dtype or "auto", local_files_only=True
+        model: nn.Module
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ArtifactError(
@@ -421,4 +436,11 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             found=str(error).splitlines()[0],
             fix="Pass trust_remote_code=True if the checkpoint brings its own code, or model=... to load into.",
         ) from error
+    if missing := sorted(loading["missing_keys"]):  # transformers gives them random numbers
+        raise ArtifactError(
+            f"loading {folder}",
+            expected=f"tensors of every parameter of {type(model).__name__}",
+            found=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            fix="Save the model again, or load it with its own class and pass it as model=...",
+        )
     return model

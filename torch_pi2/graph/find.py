@@ -155,18 +155,17 @@ def named(left: Mapping[str, str], most: int = 8) -> str:
 def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
     """Owner -> reason of sites that no code of ours can read or replace."""
     found: dict[str, str] = {}
-    users: dict[int, list[tuple[str, FFNSite]]] = {}
+    users: dict[tuple[str, str], list[FFNSite]] = {}
     for site in sites:
         for ref in (site.gate, site.up, site.down):
             kind = type(model.get_parameter(ref.weight).detach()) if ref is not None else torch.Tensor
             if kind is not torch.Tensor:
                 found[site.owner] = f"weights of class {kind.__name__}, quantised or spread by another library"
             if ref is not None and ref.expert is None:
-                users.setdefault(id(model.get_parameter(ref.weight)), []).append((ref.weight, site))
-    for sharing in users.values():
-        count = len({id(site) for _, site in sharing})
-        if count > 1:
-            found |= dict.fromkeys((site.owner for _, site in sharing), f"{sharing[0][0]} is shared by {count} layers")
+                users.setdefault((site.owner, ref.weight), []).append(site)
+    for (owner, weight), shared in users.items():
+        if len({id(site) for site in shared}) > 1:
+            found[owner] = f"{weight} is shared by {len(shared)} layers of one module"
     return found
 
 

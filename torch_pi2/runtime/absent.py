@@ -258,6 +258,15 @@ class Holder(nn.Module):
         return type(self).__name__
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        known = torch.arange(3, 67, device="cpu")
+        given = fn(known)
+        if given.device == known.device and not torch.equal(given, known):
+            raise ConfigError(
+                f"values of {self.about()}",
+                expected="conversions that keep them, as model.to(dtype)",
+                found="one that does not (to_empty)",
+                fix="Call torch_pi2.restore(model) first.",
+            )
         without_absent(self.taken(), fn, lambda: super(Holder, self)._apply(fn, recurse))
         return self
 

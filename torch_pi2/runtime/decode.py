@@ -21,13 +21,16 @@ from torch_pi2.runtime.kv import KeyValues
 from torch_pi2.runtime.prompt import piece_of
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
-#: which do not gain from a second thread either. freezing would copy the weights.
+#: which do not gain from a second thread either. freezing would copy the weights. Code is for any number of threads: what is
+#: generated while torch has one would go wrong with two, and is kept on disk for all (so cpp.threads, which says that there
+#: are more than one; how many run is asked when it runs).
 _INDUCTOR = {
     "freezing": False,
     "size_asserts": False,
     "alignment_asserts": False,
     "scalar_asserts": False,
     "cpp.dynamic_threads": True,
+    "cpp.threads": 2,
     "cpp.min_chunk_size": 16384,
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -89,6 +90,12 @@ class StandIn(Holder):
         if not self._original:
             raise AttributeError(f"{type(self).__name__} stands for no module")
         return self._original[0]
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """As any module's. PEFT is shown those of the original, too: putting an adapter on one is refused by name."""
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if self._original and _adapters_are_put_on():
+            yield from list(self.original.named_modules(prefix=prefix))[1:]
 
     def about(self) -> str:
         return self._home[0].site.key if self._home else super().about()
@@ -235,6 +242,16 @@ class StandIn(Holder):
         if original and not ours and name not in self._modules and hasattr(original[0], name):
             self.refuse_assignment(name)
         super().__setattr__(name, value)
+
+
+def _adapters_are_put_on() -> bool:
+    """Whether PEFT asks for modules to put adapters on; it would pass over what it does not see."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "inject_adapter":
+            return str(frame.f_globals.get("__name__")).startswith("peft.")
+    return False
 
 
 class Passed(torch.Tensor):

@@ -69,7 +69,7 @@ def skeleton(
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     try:
-        with _LargeOnMeta():
+        with _LargeOnMeta(), torch.random.fork_rng(devices=[]):
             model: Any = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code, dtype=dtype or config.dtype or stored or torch.float32
             )
