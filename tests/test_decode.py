@@ -90,13 +90,13 @@ def test_compiled_decoding_merges_linears_of_one_input_and_moves_their_rows_once
 
 def test_code_compiled_with_one_thread_is_right_with_two():
     """Inductor keeps it for both: what one thread does once, two must not do twice."""
-    model, threads = tiny("llama-relu"), torch.get_num_threads()
-    decoder = Decoder(model, max_tokens=24)
-    want = expected(model, PROMPT_BT)
+    model, threads = quantised("qwen2"), torch.get_num_threads()
+    decoder, both_BT = Decoder(model, max_tokens=13, batch=2), torch.cat((PROMPT_BT, PROMPT_BT.flip(1)))
+    want = expected(model, both_BT)
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            assert torch.equal(decoded(decoder, PROMPT_BT), want)
+            assert torch.equal(decoded(decoder, both_BT), want)
     finally:
         torch.set_num_threads(threads)
 

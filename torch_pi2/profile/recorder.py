@@ -153,7 +153,7 @@ def record(
             "FFN sites that never ran",
             expected="every site's up and down matmul to use its own weights",
             found=f"none for {', '.join(silent[:4])}{', ...' if len(silent) > 4 else ''}",
-            fix="Turn autocast and compiled forwards off while profiling, and give layers that share a weight their own.",
+            fix="Turn autocast and compiled forwards off meanwhile, and give layers that share a weight their own.",
         )
     return counts
 

@@ -21,9 +21,9 @@ from torch_pi2.runtime.kv import KeyValues
 from torch_pi2.runtime.prompt import piece_of
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
-#: which do not gain from a second thread either. freezing would copy the weights. Code is for any number of threads: what is
-#: generated while torch has one would go wrong with two, and is kept on disk for all (so cpp.threads, which says that there
-#: are more than one; how many run is asked when it runs).
+#: which do not gain from a second thread either. freezing would copy the weights. Code is kept on disk for any number of
+#: threads, which it asks for when it runs; cpp.threads says that there may be more than one: what is generated for one
+#: would do twice with two what is to be done once.
 _INDUCTOR = {
     "freezing": False,
     "size_asserts": False,
