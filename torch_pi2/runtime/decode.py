@@ -21,7 +21,7 @@ from torch_pi2.runtime.kv import KeyValues
 from torch_pi2.runtime.prompt import piece_of
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
-#: which do not gain from a second thread either. freezing would copy the weights. Code is kept on disk for any number of
+#: which do not gain from a second thread either. freezing would copy the weights. Code is kept on disk for any count of
 #: threads, which it asks for when it runs; cpp.threads says that there may be more than one: what is generated for one
 #: would do twice with two what is to be done once.
 _INDUCTOR = {
