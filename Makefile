@@ -48,7 +48,7 @@ test: test-cpp test-python
 # Two workers, and OpenMP threads that sleep while they wait: spinning, they would take each other's cores.
 PYTEST_WORKERS ?= 2
 test-python: install runner
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --skipped-to build/skipped
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --skipped-to=build/skipped
 
 # Those again, for who has installed what they need since.
 test-skipped: install runner
