@@ -332,7 +332,7 @@ def activation_sizes(model_config: Any, dtype: torch.dtype) -> tuple[int, int]:
     keys = kv_bytes(model_config, 1, dtype) // (2 * model_config.num_hidden_layers)
     norm, attention = 8 * max(hidden, queries) + size * queries, 6 * size * queries + 4 * keys
     chosen = getattr(model_config, "num_experts_per_tok", None) or 0
-    experts = 4 * hidden * (chosen + 2) + size * hidden if chosen else 0
+    experts = 4 * hidden * (2 * chosen + 2) + size * hidden if chosen else 0
     scores = heads * (4 + size) if getattr(model_config, "attn_logit_softcapping", None) else 0
     return int(3 * size * hidden + max(norm, attention, experts)), 3 + size + scores
 
