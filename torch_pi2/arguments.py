@@ -87,16 +87,26 @@ def _check(hint: Any, value: Any, name: str) -> None:
         if str in kinds and Path in kinds:
             expected = expected.replace("text or a Path", "the name of a file or folder")
         raise ConfigError(name, expected=expected, found=shown(value), fix="Correct it.")
+    for part in _alternatives(hint):
+        if isinstance(value, Mapping) and typing.get_origin(part) is Mapping:
+            for key, element in value.items():
+                _check(typing.get_args(part)[1], element, f"{name}[{shown(key)}]")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
     """The types that an annotation allows; ``object`` for what cannot be compared."""
     if hint is None:
         return (type(None),)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return tuple(kind for part in typing.get_args(hint) for kind in _kinds(part))
+    if len(parts := _alternatives(hint)) > 1:
+        return tuple(kind for part in parts for kind in _kinds(part))
     kind = typing.get_origin(hint) or hint
-    known = isinstance(kind, type) and kind is not Any and not getattr(kind, "_is_protocol", False)
+    known = isinstance(kind, type) and kind is not Any
+    if getattr(kind, "_is_protocol", False):
+        known = getattr(kind, "_is_runtime_protocol", False)
     return (kind,) if known else (object,)
 
 

@@ -36,6 +36,7 @@ from torch_pi2.runtime.reading import parse, read_bytes
 from torch_pi2.store.dense import load_dense as quantized_as_dense
 from torch_pi2.store.offloaded import load_offloaded
 from torch_pi2.store.parts import Parts
+from torch_pi2.store.skeleton import model_config, named_class
 from torch_pi2.store.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.store.storefile import STORE_FILE, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE
@@ -420,9 +421,10 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             found="neither",
             fix=f"{how_to_install('hf')}, or pass model=...",
         ) from error
+    named = named_class(model_config(folder, trust_remote_code=trust_remote_code))
     try:
         model: nn.Module
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = (named or AutoModelForCausalLM).from_pretrained(
             folder,
             trust_remote_code=trust_remote_code,
             dtype=dtype or "auto",
@@ -432,7 +434,7 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
     except (OSError, ValueError, SafetensorError) as error:
         raise ArtifactError(
             f"loading {folder}",
-            expected="a causal language model that transformers can build",
+            expected="a model that transformers can build",
             found=str(error).splitlines()[0],
             fix="Pass trust_remote_code=True if the checkpoint brings its own code, or model=... to load into.",
         ) from error

@@ -31,6 +31,7 @@ from torch_pi2.ops import load
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.runtime.fields import argument
 from torch_pi2.runtime.modes import fresh_settings
 from torch_pi2.runtime.offload import open_stores, unreadable
 
@@ -132,6 +133,10 @@ def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mappi
     if isinstance(plan, str | Path):
         plan, beside = _load_plan(Path(plan))
         predictors = beside if predictors is None else predictors
+    if not isinstance(plan, Plan | None):
+        argument(plan, "plan of the torch_pi2 backend").wrong("a Plan, or a folder that has one")
+    if not isinstance(predictors, Mapping | None):
+        argument(predictors, "predictors of the torch_pi2 backend").wrong("what torch_pi2.fit gives")
     return plan, predictors or {}
 
 

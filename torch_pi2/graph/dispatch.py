@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -27,12 +27,14 @@ from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member
 from torch_pi2.graph.routed import masked
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.plan.plan import Plan
 from torch_pi2.runtime.hooks import has_hooks
 from torch_pi2.runtime.modes import fresh_settings
 
 aten = torch.ops.aten
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """The part of a predictor that the modes use."""
 
@@ -215,7 +217,7 @@ class NeuronClusterMode(TorchDispatchMode):
 
     @checked
     @fresh_settings()
-    def __init__(self, plan: Any, predictors: Mapping[str, Scorer] | None = None) -> None:
+    def __init__(self, plan: Plan, predictors: Mapping[str, Scorer] | None = None) -> None:
         super().__init__()
         predictors = predictors or {}
         self._plan = plan

@@ -8,6 +8,8 @@ from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteErro
 from torch_pi2.ops import load
 from torch_pi2.ops.rows import GROUP, VALUE_BYTES
 
+#: Dtypes that the kernels have.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: What ``weights`` may be where it is not "float".
 KINDS = tuple(VALUE_BYTES)
 #: Magnitude of a weight from which even the largest float16 scale is too small.
@@ -38,7 +40,7 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
             found=str(w.device),
             fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
         )
-    if w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if w.dtype not in FLOATS:
         raise DtypeError(
             f"dtype of {what}",
             expected="float32, bfloat16 or float16",

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import CalibrationError
+from torch_pi2.runtime.fields import argument
 
 #: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.
 MIN_TOKENS = 64
@@ -176,6 +177,8 @@ def _encode(text: str, tokenizer: Any) -> torch.Tensor:
             found="tokenizer=None",
             fix="Pass tokenizer=AutoTokenizer.from_pretrained(...) or ids instead of text.",
         )
+    if not callable(tokenizer):
+        argument(tokenizer, "tokenizer").wrong("a tokenizer: called with a text, it gives its ids")
     found = tokenizer(text)
     if isinstance(found, Mapping) or hasattr(found, "input_ids"):
         found = found["input_ids"]
@@ -219,7 +222,15 @@ def _from_dict(item: Mapping[str, Any]) -> Batch:
         return Batch(None, grid, (), kwargs)
     ids_BT = _check_ids(torch.as_tensor(ids), "input_ids")
     ids_BT = ids_BT.reshape(1, -1) if ids_BT.dim() == 1 else ids_BT
-    mask_BT = torch.ones_like(ids_BT).bool() if mask is None else torch.as_tensor(mask).bool().reshape(ids_BT.shape)
+    mask_BT = torch.ones_like(ids_BT).bool() if mask is None else torch.as_tensor(mask).bool()
+    if mask_BT.numel() != ids_BT.numel():
+        raise CalibrationError(
+            "attention_mask",
+            expected=f"one for every id, {tuple(ids_BT.shape)}",
+            found=f"{tuple(mask_BT.shape)}",
+            fix="Pass the mask that the tokenizer gave with these ids, or none.",
+        )
+    mask_BT = mask_BT.reshape(ids_BT.shape)
     return Batch(ids_BT, mask_BT, (), kwargs)
 
 

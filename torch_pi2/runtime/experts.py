@@ -136,7 +136,7 @@ class SparseExperts(StandIn):
         Raises:
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
         """
-        check_ffn_input(self.site, self.training, hidden_states)
+        check_ffn_input(self.site, self.training, hidden_states, self.dtype)
         return self._compute(hidden_states, top_k_index, top_k_weights).to(result_dtype(hidden_states))
 
     def _compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
 from torch_pi2.graph.sites import FFNSite, FFNWeights, LinearRef, check_weights
 from torch_pi2.ops import load
-from torch_pi2.ops.quantized import KINDS, check_kind
+from torch_pi2.ops.quantized import FLOATS, KINDS, check_kind
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.plan.plan import METHODS, PREDICTED, LayerPlan
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
@@ -444,7 +444,7 @@ class SparseFFN(StandIn):
 
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
-        check_ffn_input(self.site, self.training, x)
+        check_ffn_input(self.site, self.training, x, self.dtype)
 
     # --- the dense parameters, reconstructed from the bundles and written back into them ---
 
@@ -558,11 +558,19 @@ class SparseFFN(StandIn):
         return f"{s.hidden} -> {s.intermediate} -> {s.hidden}, {form}, {self.method}, {self.n_hot} hot{stored}"
 
 
-def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor) -> None:
-    """Raises on a wrong hidden size, where a dense layer would record a gradient, and on hooks of all modules."""
+def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype) -> None:
+    """Raises on a wrong hidden size, dtypes that no kernel has (``weights``: the parameters'), where a dense layer would record a gradient, and on hooks of all modules."""
     if not torch.compiler.is_compiling():
         refuse_global_hooks(site.key)
         _refuse_tangent(site, x)
+    for what, dtype in (("input", x.dtype), ("weights", weights)):
+        if dtype not in FLOATS:
+            raise DtypeError(
+                f"{what} of {site.key}",
+                expected="float32, bfloat16 or float16",
+                found=str(dtype).removeprefix("torch."),
+                fix="Convert the model with model.float(), or torch_pi2.restore(model) first to have it in another dtype.",
+            )
     if x.shape[-1] != site.hidden:
         raise ShapeError(
             f"hidden size of the input of {site.key}",

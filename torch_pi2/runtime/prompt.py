@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.ops import ACTIVATIONS, load
+from torch_pi2.ops.quantized import FLOATS
 from torch_pi2.runtime.bundles import bundle_rows
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def sparse_only() -> Iterator[None]:
 
 def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
-    if _stays(layer, x) or x.dtype not in _DTYPES or not layer.in_memory:
+    if _stays(layer, x) or x.dtype not in FLOATS or not layer.in_memory:
         return False
     if layer.int8_activations and layer.has_tiles:  # the operator's
         return False
@@ -104,9 +105,6 @@ def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
     if layer.by_batch:
         least = least and max(least, layer.by_batch[-1][0] + 1)
     return least == 0 or max(x.numel() // layer.site.hidden, getattr(_off, "whole", 0)) < least
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.autocast("cpu", enabled=False)

@@ -49,6 +49,22 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         raise _not_built(folder, error) from error
 
 
+def named_class(config: Any) -> Any:
+    """The class that ``config`` says it is of, such as ``BertModel``, if it is one of transformers' own.
+
+    None: say nothing, so that it is a causal language model, whatever class that is.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(config, "auto_map", None):
+        return None
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    found = None if known or not isinstance(name, str) or not name.isidentifier() else getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
 def skeleton(
     folder: str | Path,
     *,
@@ -56,7 +72,7 @@ def skeleton(
     stored: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """The causal language model of the configuration in ``folder``, in evaluation mode.
+    """The model of the configuration in ``folder`` (:func:`named_class`), in evaluation mode.
 
     Args:
         dtype: of the parameters; None: that of the configuration, or ``stored`` where it says nothing (as transformers
@@ -70,8 +86,11 @@ def skeleton(
 
     try:
         with _LargeOnMeta(), torch.random.fork_rng(devices=[]):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code, dtype=dtype or config.dtype or stored or torch.float32
+            kind = dtype or config.dtype or stored or torch.float32
+            model: Any = (
+                AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=kind)
+                if (named := named_class(config)) is None
+                else named._from_config(config, dtype=kind)
             )
         if (Path(folder) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -84,7 +103,7 @@ def skeleton(
 def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
     return ArtifactError(
         f"loading {folder}",
-        expected="a causal language model that transformers can build",
+        expected="a model that transformers can build",
         found=" ".join(str(error).split())[:300],
         fix="Pass trust_remote_code=True if the checkpoint brings its own code.",
     )

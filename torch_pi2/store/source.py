@@ -9,13 +9,13 @@ from typing import Self
 import torch
 
 from torch_pi2.errors import ArtifactError, DtypeError
+from torch_pi2.ops.quantized import FLOATS
 from torch_pi2.runtime.fields import Field
 from torch_pi2.runtime.reading import parse, read_bytes
 from torch_pi2.store.tensorfile import Spec, TensorReader
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
