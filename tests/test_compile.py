@@ -211,6 +211,19 @@ def test_matmul_spelling_in_place_and_functional_graphs():
     assert count_op_calls(lambda: fast(X_BTH)) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": 5}, "plan of the torch_pi2 backend: expected a Plan, or a folder that has one, found 5"),
+        ({"predictors": 5}, "predictors of the torch_pi2 backend: expected what torch_pi2.fit gives, found 5"),
+        ({"nope": 1}, "expected only plan, predictors, found nope"),
+    ],
+)
+def test_options_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(Exception, match=f"ConfigError: .*{message}"):
+        compiled(plain(nn.Linear(HIDDEN, HIDDEN)), **options)(X_BTH)
+
+
 def test_plan_folder_brings_its_predictors(tmp_path) -> None:
     """options={"plan": "my-sparse-model/pi2"} uses the predictors that lie beside the plan."""
     import torch_pi2

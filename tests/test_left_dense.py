@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_pi2
 from torch_pi2.config import Config
-from torch_pi2.errors import NoFFNFoundError, Pi2Error, UnsupportedModelError
+from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.experts import all_experts
 from torch_pi2.graph.find import search
 from torch_pi2.profile.data import batches
@@ -150,6 +150,47 @@ def test_a_layer_left_dense_is_named(name: str, caplog: pytest.LogCaptureFixture
     model.torch_pi2.plan.save(tmp_path)
     assert torch_pi2.plan.__module__  # the plan keeps it
     assert type(model.torch_pi2.plan).load(tmp_path).made_by["left"] == {key: reason}
+
+
+class Routed(nn.Module):
+    """Experts in a list, of which a call reaches one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(FunctionalBlock() for _ in range(3))
+
+    def forward(self, x):
+        return self.experts[int(x.argmax()) % 1](x)
+
+
+def test_layers_that_the_example_does_not_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch_pi2.optimize(nn.Sequential(FunctionalBlock(), Routed()).eval(), [(X_BTH,)], EXACT)
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1.experts.0"]
+    assert set(model.torch_pi2.left) == {"1.experts.1", "1.experts.2"}
+    assert "1.experts.1, 1.experts.2 (the example inputs do not reach it)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["1", "1.banana"])
+def test_backward_hooks_do_not_keep_layers_dense(name: str) -> None:
+    model = nn.Sequential(FunctionalBlock(), FunctionalBlock()).eval()
+    fired: list[str] = []
+    model.get_submodule(name).register_full_backward_hook(lambda *_: fired.append("after"))
+    model.get_submodule(name).register_full_backward_pre_hook(lambda *_: fired.append("before"))
+    wanted = model(X_BTH).detach()
+    torch_pi2.optimize(model, [(X_BTH,)], EXACT)
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1"]
+    with torch.no_grad():
+        assert close(model(X_BTH), wanted)
+    with pytest.raises(GradientError):
+        model(X_BTH.clone().requires_grad_())
+    torch_pi2.restore(model)
+    model(X_BTH.clone().requires_grad_()).sum().backward()
+    assert sorted(fired) == ["after", "before"]
+
+
+def test_masks_have_the_shape_of_their_ids() -> None:
+    with pytest.raises(CalibrationError, match=r"attention_mask: expected one for every id, \(16, 16\), found \(3,\)"):
+        list(batches([{"input_ids": IDS_NT, "attention_mask": torch.ones(3)}]))
 
 
 def test_gemma3n_names_its_first_layer() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from torch_pi2.errors import (
     ConfigError,
+    DtypeError,
     GradientError,
     NonFiniteError,
     ShapeError,
@@ -256,6 +257,19 @@ def test_dtype_changes_follow():
     assert layer.predictor_a_scale.dtype == layer.predictor_bias.dtype == torch.float32
     assert model(X_BTH.bfloat16()).dtype == torch.bfloat16
     assert_same_state(restore(model), dense.state_dict())
+
+
+@pytest.mark.parametrize("make", [FunctionalBlock, lambda: sequential(nn.ReLU())], ids=["lazy", "chain"])
+@torch.no_grad()
+def test_dtypes_that_no_kernel_has_are_refused(make) -> None:
+    model = plain(make())
+    rewrite(model, make_plan(model, (X_BTH,)))
+    wanted = model(X_BTH)
+    with pytest.raises(DtypeError, match="input of .*: expected float32, bfloat16 or float16, found float64"):
+        model(X_BTH.double())
+    with pytest.raises(DtypeError, match="weights of .*: expected float32, bfloat16 or float16, found float64"):
+        sparse_layers(model.double())[0](X_BTH)
+    assert torch.equal(model.float()(X_BTH), wanted)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -34,6 +35,7 @@ from torch_pi2.runtime.files import replacing_folder
 from torch_pi2.store import pack as packing
 from torch_pi2.store.crc32c import continue_crc32c, crc32c, crc32c_by_table, has_operator
 from torch_pi2.store.parts import Parts
+from torch_pi2.store.quantize import quantize
 from torch_pi2.store.sparse import load_sparse
 from torch_pi2.store.storefile import PADDING, StoreReader, open_weights, part_of, tensor_check
 from torch_pi2.store.superblock import LayerEntry, Superblock, slot_bytes
@@ -302,6 +304,32 @@ def test_a_store_is_the_model_it_was_packed_from(tmp_path: Path, name: str, weig
     files = [load_file(str(tmp_path / n / "pi2" / "weights.safetensors")) for n in ("q", "saved")]
     assert all(torch.equal(files[0][n], files[1][n]) for n in files[0])
     assert sorted(os.listdir(tmp_path)) == ["direct", "float", "q", "saved", "store"]
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+#: Models that are no causal language model: their configuration names their class.
+CLASSES: dict[str, Callable[[], Any]] = {
+    "encoder": lambda: transformers.BertModel(transformers.BertConfig(**SIZES, hidden_act="relu")),
+    "classifier": lambda: transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**SIZES, hidden_act="relu", pad_token_id=0)
+    ),
+    "no head": lambda: transformers.LlamaModel(transformers.LlamaConfig(**SIZES, hidden_act="relu")),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@torch.no_grad()
+def test_models_are_of_the_class_that_their_configuration_names(tmp_path: Path, name: str) -> None:
+    model, ids = CLASSES[name]().eval(), torch.arange(3, 12)[None]
+    wanted, kind = model(ids)[0], type(model)
+    torch_pi2.save(torch_pi2.optimize(model), tmp_path / "saved")
+    pack(tmp_path / "saved", tmp_path / "store")
+    quantize(tmp_path / "saved", tmp_path / "q", "int8")
+    for folder, error in (("saved", 1e-5), ("store", 1e-5), ("q", 5e-2)):
+        loaded = torch_pi2.load(tmp_path / folder)
+        assert type(loaded) is kind
+        torch.testing.assert_close(loaded(ids)[0], wanted, rtol=0, atol=error * float(wanted.abs().max()))
+        assert type(load_dense(tmp_path / folder)) is kind
 
 
 def test_predictors_and_configuration_come_along(tmp_path: Path) -> None:

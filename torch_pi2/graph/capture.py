@@ -7,6 +7,7 @@ At this level an FFN is still ``linear, act, linear, mul, linear``, and example 
 from __future__ import annotations
 
 import types
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,9 +122,20 @@ def _fresh_caller() -> Any:
 
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and the user's random state put back afterwards."""
-    with evaluating(model), torch.random.fork_rng(devices=[]):
-        yield
+    """Evaluation mode, without backward hooks (which break graphs, and never run without gradients).
+
+    The user's random state is put back afterwards, as are mode and hooks.
+    """
+    hooks = ("_backward_hooks", "_backward_pre_hooks")
+    kept = [(module, name, vars(module)[name]) for module in model.modules() for name in hooks if vars(module)[name]]
+    try:
+        for module, name, _ in kept:
+            vars(module)[name] = OrderedDict()
+        with evaluating(model), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, name, those in kept:
+            vars(module)[name] = those
 
 
 def _refuse_meta(model: nn.Module) -> None:

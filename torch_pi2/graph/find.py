@@ -28,7 +28,7 @@ from torch_pi2.graph.experts import (
     unknown_experts,
     without_experts,
 )
-from torch_pi2.graph.left import left_dense
+from torch_pi2.graph.left import left_dense, not_reached
 from torch_pi2.graph.match import Match, Projection, Seen, Stream, match_ffns
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops.activations import ACTIVATIONS
@@ -127,6 +127,8 @@ def search(
         taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
         for loose in left_dense(graph.gm, constants, taken):
             left[_owner_of(graph, names, [n for n in loose.parameters if n in graph.tensors])] = loose.reason
+    reached = {id(tensor) for graph in graphs for tensor in graph.tensors.values()}
+    left |= not_reached(model, reached, known_experts(experts))
     sites = _with_experts(model, sites, known_experts(experts))
     other = unknown_experts(model, experts) | _unusable(model, sites)
     sites = [site for site in sites if site.owner not in other]

@@ -8,12 +8,12 @@ of activations stop the walk.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from torch_pi2.graph.elementwise import ELEMENTWISE, op_name
 
@@ -72,6 +72,23 @@ def left_dense(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], take
             if reason:
                 left.append(Left(parameters, reason))
     return left
+
+
+def not_reached(model: nn.Module, reached: Set[int], apart: Iterable[str]) -> dict[str, str]:
+    """Name -> reason of modules that hold the linears of a feed-forward layer, none of which ran in any graph.
+
+    Args:
+        reached: ids of the parameters in graphs. apart: names of modules that were looked at in another way.
+    """
+    found: dict[str, str] = {}
+    known = tuple(f"{name}." for name in apart)
+    for name, module in model.named_modules():
+        weights = [part.weight for part in module.children() if isinstance(part, nn.Linear)]
+        shapes = {tuple(weight.shape) for weight in weights}
+        is_ffn = len(weights) in (2, 3) and len(shapes) == 2 and {(h, i) for i, h in shapes} == shapes
+        if is_ffn and reached.isdisjoint(map(id, weights)) and not f"{name}.".startswith(known):
+            found[name] = "the example inputs do not reach it"
+    return found
 
 
 def _firsts(
