@@ -265,9 +265,9 @@ def test_dtypes_that_no_kernel_has_are_refused(make) -> None:
     model = plain(make())
     rewrite(model, make_plan(model, (X_BTH,)))
     wanted = model(X_BTH)
-    with pytest.raises(DtypeError, match="input of .*: expected float32, bfloat16 or float16, found float64"):
+    with pytest.raises(DtypeError, match=r"input of .*: expected float32, bfloat16 or float16, found float64"):
         model(X_BTH.double())
-    with pytest.raises(DtypeError, match="weights of .*: expected float32, bfloat16 or float16, found float64"):
+    with pytest.raises(DtypeError, match=r"weights of .*: expected float32, bfloat16 or float16, found float64"):
         sparse_layers(model.double())[0](X_BTH)
     assert torch.equal(model.float()(X_BTH), wanted)
 

@@ -16,7 +16,7 @@
 
 #include "pi2/offload.h"
 #include "pi2/thread_pool.h"
-#include "tests/store_fixture.h"
+#include "tests/faulty_store.h"
 
 namespace {
 
@@ -96,53 +96,10 @@ namespace {
 using namespace pi2;
 using namespace pi2_test;
 
-constexpr std::int64_t kNeurons = 150, kHidden = 96, kBundle = 3 * row_bytes(DType::kQ4, kHidden);
+constexpr std::int64_t kBundle = 3 * row_bytes(DType::kQ4, kHidden);
 
-// A layer's input, and what it computes in memory. Every third neuron fires, and the first are neighbours.
-struct Work {
-  std::int64_t layer, tokens;
-  std::vector<float> x, y, wanted;
-  std::vector<std::uint8_t> active;
-  bool whole;  // every neuron, of inputs rounded to int8: a prompt's matrix products, where there are some
-
-  Work(std::mt19937& rng, const StoreFixture& store, std::int64_t of_layer, std::int64_t of_tokens, bool of_all = false)
-      : layer(of_layer), tokens(of_tokens), x(floats(rng, of_tokens * kHidden)), y(x.size()), whole(of_all) {
-    for (std::int64_t i = 0; i < tokens * kNeurons; ++i)
-      active.push_back(i % kNeurons < 20 || rng() % static_cast<unsigned>(3 * tokens) == 0);
-    FfnArgs args = arguments();
-    args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
-    sparse_ffn(args, serial());
-    wanted = y;
-  }
-
-  FfnArgs arguments() {
-    FfnArgs args;
-    args.x = x.data();
-    args.y = y.data();
-    args.tokens = tokens;
-    args.hidden = kHidden;
-    args.neurons = kNeurons;
-    args.w_dtype = DType::kQ4;
-    args.active = whole ? nullptr : active.data();
-    args.int8_activations = whole;
-    return args;
-  }
-
-  std::string run(Offload* offload, const ParallelFor& parallel) {
-    std::fill(y.begin(), y.end(), -1.0f);
-    return offload->ffn(layer, Predictor(), arguments(), parallel);
-  }
-
-  bool same() const { return std::memcmp(wanted.data(), y.data(), y.size() * sizeof(float)) == 0; }
-};
-
-StoreFixture store_of(std::mt19937& rng) { return StoreFixture(rng, 2, kNeurons, 3, kHidden, DType::kQ4); }
-
-std::unique_ptr<Offload> opened(const StoreFixture& store, const OffloadOptions& options) {
-  std::string problem;
-  std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
-  PI2_CHECK(offload != nullptr || problem.find("io_uring is not available") != std::string::npos, "%s",
-            problem.c_str());
+std::unique_ptr<Offload> open_store(const StoreFixture& store, const OffloadOptions& options) {
+  std::unique_ptr<Offload> offload = opened(store, options);
   injection().unit = offload != nullptr && offload->describe().find("direct") != std::string::npos ? 512 : 1;
   return offload;
 }
@@ -198,7 +155,6 @@ struct Kind {
   const char* reason;  // null: it is made good
 };
 
-constexpr long kAll = 1L << 40;
 const Kind kKinds[] = {
     {Fault::kInterrupted, 3, EINTR, nullptr},
     {Fault::kShort, 1, 0, nullptr},
@@ -246,7 +202,7 @@ long check_calls(std::mt19937& rng) {
   for (const OffloadOptions& options : settings()) {
     for (Work& work : works) {
       injection().arm(Fault::kNone, 0, 0);
-      const std::unique_ptr<Offload> sound = opened(store, options);
+      const std::unique_ptr<Offload> sound = open_store(store, options);
       injection().reads = 0;
       PI2_CHECK(work.run(sound.get(), pool.parallel()).empty() && work.same(), "without a fault");
       const long reads = injection().reads;
@@ -254,7 +210,7 @@ long check_calls(std::mt19937& rng) {
       for (const Kind& kind : kKinds) {
         long injected = 0, failed = 0;
         for (const long n : moments(reads, work.tokens > 3 ? 4 : 12)) {
-          const std::unique_ptr<Offload> offload = opened(store, options);
+          const std::unique_ptr<Offload> offload = open_store(store, options);
           injection().arm(kind.fault, n, kind.count, kind.error);
           const std::string found = work.run(offload.get(), pool.parallel());
           injected += injection().injected;
@@ -291,7 +247,7 @@ long check_guesses(std::mt19937& rng) {
     if (options.cache_bytes == 0) continue;
     for (const Kind& kind : kKinds) {
       injection().arm(Fault::kNone, 0, 0);
-      const std::unique_ptr<Offload> offload = opened(store, options);
+      const std::unique_ptr<Offload> offload = open_store(store, options);
       PI2_CHECK(first.run(offload.get(), pool.parallel()).empty(), "before");
       offload->stats(true);
       long failed = 0;
@@ -327,13 +283,13 @@ long check_preload(std::mt19937& rng) {
   for (const std::int64_t bytes : {30 * 192, 1 << 20}) {
     options.cache_bytes = bytes;
     injection().arm(Fault::kNone, 0, 0);
-    const std::unique_ptr<Offload> sound = opened(store, options);
+    const std::unique_ptr<Offload> sound = open_store(store, options);
     injection().reads = 0;
     PI2_CHECK(sound->preload().empty(), "without a fault");
     const long reads = injection().reads;
     for (const Kind& kind : kKinds) {
       for (const long n : moments(reads)) {
-        const std::unique_ptr<Offload> offload = opened(store, options);
+        const std::unique_ptr<Offload> offload = open_store(store, options);
         injection().arm(kind.fault, n, kind.count, kind.error);
         const std::string found = offload->preload();
         PI2_CHECK(injection().injected > 0, "no fault at %ld of %ld reads", n, reads);
@@ -369,7 +325,7 @@ long check_arranging(std::mt19937& rng) {
     for (const Kind& kind : kKinds) {
       for (const long n : {1L, 2L, 5L}) {
         injection().arm(Fault::kNone, 0, 0);
-        const std::unique_ptr<Offload> offload = opened(store, options);
+        const std::unique_ptr<Offload> offload = open_store(store, options);
         injection().arm(kind.fault, n, kind.count, kind.error);
         PI2_CHECK(offload->arrange({kNeurons, kNeurons}).empty(), "arrange");
         wait(offload.get());
@@ -416,7 +372,7 @@ long check_opening(std::mt19937& rng) {
   Work work(rng, store, 1, 1);
   OffloadOptions options;
   injection().arm(Fault::kNone, 0, 0);
-  opened(store, options);
+  open_store(store, options);
   const long reads = injection().reads;
   PI2_CHECK(reads >= 5, "%ld reads", reads);
   long cases = 0, refused = 0;
@@ -432,7 +388,7 @@ long check_opening(std::mt19937& rng) {
                 problem.c_str());
       refused += offload == nullptr;
       injection().arm(Fault::kNone, 0, 0);
-      if (offload == nullptr) offload = opened(store, options);
+      if (offload == nullptr) offload = open_store(store, options);
       check_recovered(offload.get(), &work, serial(), false);
       ++cases;
     }
@@ -446,7 +402,7 @@ long check_company(std::mt19937& rng) {
   const StoreFixture store = store_of(rng);
   for (const OffloadOptions& options : settings()) {
     injection().arm(Fault::kNone, 0, 0);
-    const std::unique_ptr<Offload> offload = opened(store, options);
+    const std::unique_ptr<Offload> offload = open_store(store, options);
     std::vector<Work> works;
     for (int i = 0; i < 4; ++i) works.emplace_back(rng, store, i % 2, i < 2 ? 1 : 2 + 38 * (i % 2));
     std::vector<std::thread> threads;
@@ -481,7 +437,7 @@ long check_late(std::mt19937& rng) {
   for (OffloadOptions options : settings()) {
     options.io_threads = 64;  // so that all of them have begun
     injection().arm(Fault::kNone, 0, 0);
-    const std::unique_ptr<Offload> offload = opened(store, options);
+    const std::unique_ptr<Offload> offload = open_store(store, options);
     for (int round = 0; round < 5; ++round, ++cases) {
       injection().late = true;
       injection().arm(Fault::kError, 1 + round, 1);
@@ -527,7 +483,7 @@ long check_descriptors(std::mt19937& rng) {
       options.pipeline = i % 4 < 2;
       options.direct = i < 4;
       options.io_threads = 1 + i;
-      const std::unique_ptr<Offload> offload = opened(store, options);
+      const std::unique_ptr<Offload> offload = open_store(store, options);
       if (offload == nullptr) continue;
       const std::vector<int> own = descriptors_of(store.path);
       PI2_CHECK(!own.empty(), "no descriptor");
@@ -586,7 +542,7 @@ long check_damage(std::mt19937& rng) {
       OffloadOptions options;
       options.engine = engine;
       options.cache_bytes = i % 2 == 0 ? 0 : 1 << 20;
-      const std::unique_ptr<Offload> offload = opened(store, options);
+      const std::unique_ptr<Offload> offload = open_store(store, options);
       if (offload == nullptr) continue;
       const std::int64_t a = static_cast<std::int64_t>(rng() % 20),
                          b = (a + 1 + static_cast<std::int64_t>(rng() % 19)) % 20;
@@ -627,7 +583,7 @@ long check_signals(std::mt19937& rng) {
     OffloadOptions options;
     options.engine = engine;
     options.io_threads = 2;
-    const std::unique_ptr<Offload> offload = opened(store, options);
+    const std::unique_ptr<Offload> offload = open_store(store, options);
     if (offload == nullptr) continue;
     std::atomic<bool> over{false};
     std::thread sender([&over] {

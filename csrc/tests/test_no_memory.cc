@@ -19,7 +19,7 @@
 
 #include "pi2/offload.h"
 #include "pi2/thread_pool.h"
-#include "tests/store_fixture.h"
+#include "tests/faulty_store.h"
 
 namespace {
 
@@ -83,55 +83,6 @@ namespace {
 
 using namespace pi2;
 using namespace pi2_test;
-
-constexpr std::int64_t kNeurons = 150, kHidden = 96;
-constexpr long kAll = 1L << 40;
-
-// A layer's input, and what it computes in memory.
-struct Work {
-  std::int64_t layer, tokens;
-  std::vector<float> x, y, wanted;
-  std::vector<std::uint8_t> active;
-
-  Work(std::mt19937& rng, const StoreFixture& store, std::int64_t of_layer, std::int64_t of_tokens)
-      : layer(of_layer), tokens(of_tokens), x(floats(rng, of_tokens * kHidden)), y(x.size()) {
-    for (std::int64_t i = 0; i < tokens * kNeurons; ++i)
-      active.push_back(i % kNeurons < 20 || rng() % static_cast<unsigned>(3 * tokens) == 0);
-    FfnArgs args = arguments();
-    args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
-    sparse_ffn(args, serial());
-    wanted = y;
-  }
-
-  FfnArgs arguments() {
-    FfnArgs args;
-    args.x = x.data();
-    args.y = y.data();
-    args.tokens = tokens;
-    args.hidden = kHidden;
-    args.neurons = kNeurons;
-    args.w_dtype = DType::kQ4;
-    args.active = active.data();
-    return args;
-  }
-
-  std::string run(Offload* offload, const ParallelFor& parallel) {
-    std::fill(y.begin(), y.end(), -1.0f);
-    return offload->ffn(layer, Predictor(), arguments(), parallel);
-  }
-
-  bool same() const { return std::memcmp(wanted.data(), y.data(), y.size() * sizeof(float)) == 0; }
-};
-
-StoreFixture store_of(std::mt19937& rng) { return StoreFixture(rng, 2, kNeurons, 3, kHidden, DType::kQ4); }
-
-std::unique_ptr<Offload> opened(const StoreFixture& store, const OffloadOptions& options) {
-  std::string problem;
-  std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
-  PI2_CHECK(offload != nullptr || problem.find("io_uring is not available") != std::string::npos, "%s",
-            problem.c_str());
-  return offload;
-}
 
 std::vector<OffloadOptions> settings() {
   std::vector<OffloadOptions> all;

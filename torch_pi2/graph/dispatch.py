@@ -257,8 +257,9 @@ class NeuronClusterMode(TorchDispatchMode):
     def __enter__(self) -> NeuronClusterMode:
         self._calls.clear()  # a call that an exception cut short
         model = self._plan.model()
-        for layer in self._layers.values() if model is not None else ():
-            _refuse_hooks(model, layer.site)
+        if model is not None:
+            for layer in self._layers.values():
+                _refuse_hooks(model, layer.site)
         super().__enter__()
         return self
 

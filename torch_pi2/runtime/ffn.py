@@ -559,7 +559,9 @@ class SparseFFN(StandIn):
 
 
 def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype) -> None:
-    """Raises on a wrong hidden size, dtypes that no kernel has (``weights``: the parameters'), where a dense layer would record a gradient, and on hooks of all modules."""
+    """Raises on a wrong hidden size, dtypes that no kernel has (of ``x`` or of the ``weights``), where a dense layer
+    would record a gradient, and on hooks of all modules.
+    """
     if not torch.compiler.is_compiling():
         refuse_global_hooks(site.key)
         _refuse_tangent(site, x)
@@ -569,7 +571,7 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: tor
                 f"{what} of {site.key}",
                 expected="float32, bfloat16 or float16",
                 found=str(dtype).removeprefix("torch."),
-                fix="Convert the model with model.float(), or torch_pi2.restore(model) first to have it in another dtype.",
+                fix="Convert the model with model.float(), or call torch_pi2.restore(model) for other dtypes.",
             )
     if x.shape[-1] != site.hidden:
         raise ShapeError(
