@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pi2.errors import ArtifactError
+from torch_pi2.export.api import check_bundle_folder
 from torch_pi2.export.manifest import Manifest, Method, Model, describe_files, sealed
 
 HASH = "0123456789abcdef" * 4
@@ -264,6 +265,18 @@ def test_an_edit_by_hand_is_refused_unless_it_is_meant(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text())))
     with pytest.raises(ArtifactError, match="in the first line, found none: it was changed or damaged"):
         Manifest.load(folder)
+
+
+def test_a_damaged_bundle_may_be_exported_again(folder: Path, tmp_path: Path) -> None:
+    """That is what its refusal advises."""
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace("qnn:SM8650", "qnn:SM8550"))
+    with pytest.raises(ArtifactError, match="export again"):
+        Manifest.load(folder)
+    check_bundle_folder(folder)
+    (folder / "notes.txt").touch()
+    with pytest.raises(ArtifactError, match="an earlier bundle, found other files"):
+        check_bundle_folder(folder)
 
 
 def test_a_field_of_later_is_passed_over(folder: Path) -> None:
