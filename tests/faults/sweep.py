@@ -212,10 +212,9 @@ class Export(Writing):
 
         self.model = torch_pi2.optimize(one_layer())
         lower.trace, lower.lower = once(lower.trace), once(lower.lower)
+        # the traced program knows its layers by the name under which they were registered
         self.kept, registered = ExitStack(), api.registered
-        name = once(
-            lambda layers: self.kept.enter_context(registered(layers))
-        )  # what was traced knows its layers by it
+        name = once(lambda layers: self.kept.enter_context(registered(layers)))
         api.registered = lambda layers: nullcontext(name(layers))
         torch_pi2.export(self.model, self.older, max_tokens=16, batches=(1,))
         with (self.older / "manifest.json").open("a") as file:
