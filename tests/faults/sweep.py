@@ -22,7 +22,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -208,32 +207,26 @@ class Export(Writing):
     def make_older(self) -> None:
         from exported import one_layer
 
-        from torch_pi2.export import api, lower
+        from torch_pi2.export import api
+        from torch_pi2.runtime.files import atomic_write
 
         self.model = torch_pi2.optimize(one_layer())
-        lower.trace, lower.lower = once(lower.trace), once(lower.lower)
-        # the traced program knows its layers by the name under which they were registered
-        self.kept, registered = ExitStack(), api.registered
-        name = once(lambda layers: self.kept.enter_context(registered(layers)))
-        api.registered = lambda layers: nullcontext(name(layers))
+        write, kept = api._write_program, []
+
+        def write_again(path: Path, *args: Any) -> Any:
+            if not kept:
+                kept.append((write(path, *args), path.read_bytes()))
+            else:
+                atomic_write(path, kept[0][1])
+            return kept[0][0]
+
+        api._write_program = write_again
         torch_pi2.export(self.model, self.older, max_tokens=16, batches=(1,))
         with (self.older / "manifest.json").open("a") as file:
             file.write("\n")
 
     def write(self) -> None:
         torch_pi2.export(self.model, self.out, max_tokens=16, batches=(1,))
-
-
-def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``function`` returned the first time."""
-    found: list[Any] = []
-
-    def kept(*args: Any, **settings: Any) -> Any:
-        if not found:
-            found.append(function(*args, **settings))
-        return found[0]
-
-    return kept
 
 
 OPERATIONS: dict[str, Callable[[Path], Operation]] = {
