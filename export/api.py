@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from torch_pi2.api import Optimized, parts_of
 from torch_pi2.arguments import checked
+from torch_pi2.base.version import __version__
 from torch_pi2.config import Config
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError
 from torch_pi2.export.calibrate import inputs_of
@@ -516,9 +517,7 @@ def _manifest(
 
 
 def _made_by(decoder: bool, request: _Request) -> dict[str, str]:
-    import torch_pi2
-
-    found = {"torch_pi2": torch_pi2.__version__, "torch": torch.__version__, "executorch": EXECUTORCH}
+    found = {"torch_pi2": __version__, "torch": torch.__version__, "executorch": EXECUTORCH}
     if decoder:
         found["transformers"] = importlib.metadata.version("transformers")
     if request.linears != "float32":

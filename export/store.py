@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from torch_pi2.base.version import __version__
 from torch_pi2.export.blob import PREDICTORS, TENSORS, Blob
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.plan.plan import Plan
@@ -78,8 +79,6 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
     Raises:
         ArtifactError: the file cannot be written, or a bundle cannot be read.
     """
-    import torch_pi2
-
     kinds = {kind_of(ffn) for ffn in layers}
     assert len(kinds) == 1, kinds  # optimize and load give every layer the same
     kind = kinds.pop()
@@ -97,7 +96,7 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
         "layers": json.dumps([ffn.site.key for ffn in layers]),
         "orders_hash": plan.orders_hash,
         "checks": json.dumps(dict.fromkeys(layout.others, _NO_CHECK)),
-        "provenance": json.dumps({"torch_pi2": torch_pi2.__version__, "from": "torch_pi2.export", "weights": kind}),
+        "provenance": json.dumps({"torch_pi2": __version__, "from": "torch_pi2.export", "weights": kind}),
     }
     about["metadata_check"] = metadata_check(about)
     with TensorWriter(path, layout.specs, about, progress=progress, order=list(layout.specs)) as out:

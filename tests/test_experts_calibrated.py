@@ -24,9 +24,12 @@ from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.rewrite import rewrite, sparse_layers
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.plan.greedy import greedy_plan
-from torch_pi2.predict import FittedPredictors, LowRank, PredictorCard, SignBit
-from torch_pi2.predict import fit as fit_predictors
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.protocol import PredictorCard
+from torch_pi2.predict.signbit import SignBit
 from torch_pi2.predict.signbit_fit import fit_signbit
+from torch_pi2.predict.size import FittedPredictors
+from torch_pi2.predict.size import fit as fit_predictors
 from torch_pi2.profile import MIN_TOKENS, ActivationStats, batches, collect_samples
 from torch_pi2.profile import profile as profile_sites
 from torch_pi2.profile.samples import bytes_per_token, routed_tokens, samples_bytes

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_pi2.errors import GradientError, ShapeError
 from torch_pi2.ops import load, reference, rows
-from torch_pi2.predict import pack_signs
+from torch_pi2.predict.signbit import pack_signs
 
 load()
 ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")

@@ -22,7 +22,7 @@ from torch_pi2.checkpoint import load_dense
 from torch_pi2.cli import common, main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
 from torch_pi2.plan.plan import Plan
-from torch_pi2.predict import load_predictors, save_predictors
+from torch_pi2.predict.size import load_predictors, save_predictors
 from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader, block_checks, part_of, tensor_check

@@ -16,18 +16,17 @@ from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.sites import FFNSite, FFNWeights, LinearRef
 from torch_pi2.plan.plan import weights_hash
-from torch_pi2.predict import (
-    LowRank,
-    calibrate,
-    exact_gate,
+from torch_pi2.predict.lowrank import ALWAYS, LowRank, quantise_rows
+from torch_pi2.predict.size import (
+    FittedPredictors,
+    causal_lm_loss,
+    cold_neurons,
     fit,
+    initial_rank,
     load_predictors,
-    measure,
     save_predictors,
-    train_lowrank,
 )
-from torch_pi2.predict.lowrank import ALWAYS, quantise_rows
-from torch_pi2.predict.size import FittedPredictors, causal_lm_loss, cold_neurons, initial_rank
+from torch_pi2.predict.train import calibrate, exact_gate, measure, train_lowrank
 from torch_pi2.profile.data import Batch
 from torch_pi2.profile.run import profile
 from torch_pi2.profile.samples import Samples

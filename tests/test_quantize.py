@@ -34,7 +34,9 @@ from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.plan import Plan
-from torch_pi2.predict import FittedPredictors, LowRank, PredictorCard, load_predictors
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.protocol import PredictorCard
+from torch_pi2.predict.size import FittedPredictors, load_predictors
 from torch_pi2.profile.text import stdlib_text
 from torch_pi2.quant.linears import find_linears
 from torch_pi2.runtime.linear import QuantLinear

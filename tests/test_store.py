@@ -29,7 +29,7 @@ from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
 from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.predict import save_predictors
+from torch_pi2.predict.size import save_predictors
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.files import replacing_folder
 from torch_pi2.store import pack as packing

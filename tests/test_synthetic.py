@@ -15,7 +15,9 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
 from torch_pi2.plan.plan import Plan
-from torch_pi2.predict import LowRankRows, SignBit, load_predictors
+from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.predict.signbit import SignBit
+from torch_pi2.predict.size import load_predictors
 from torch_pi2.store.firing import (
     LOCALITY,
     TOPIC_IDS,

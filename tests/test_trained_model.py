@@ -13,7 +13,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.eval import bits_per_byte
 from torch_pi2.eval.formats import compare_formats
-from torch_pi2.predict import FittedPredictors
+from torch_pi2.predict.size import FittedPredictors
 from torch_pi2.profile.text import stdlib_text
 from torch_pi2.runtime import counters
 

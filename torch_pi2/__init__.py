@@ -8,6 +8,7 @@ Importing has no side effects: nothing is printed, downloaded, loaded or set.
 
 import torch_pi2.export as export
 from torch_pi2.api import fit, optimize, plan, profile, restore
+from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint import load, save
 from torch_pi2.config import Config
 from torch_pi2.errors import Pi2Error
@@ -24,8 +25,6 @@ from torch_pi2.runtime.watch import watch
 from torch_pi2.store.pack import pack
 from torch_pi2.store.quantize import quantize
 from torch_pi2.store.synthetic import synthetic
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Config",

@@ -8,8 +8,8 @@ Qualcomm's libraries are proprietary (Qualcomm AI Stack License) and not part of
 them. They are only ever loaded in a process of their own (:mod:`torch_pi2.export.qnn.compile`).
 """
 
+from torch_pi2.export.qnn.job import problems
 from torch_pi2.export.qnn.lower import Lowered, check, lower_hot
-from torch_pi2.export.qnn.sdk import problems
 from torch_pi2.export.qnn.settings import PRECISIONS, SOCS, Graph, Settings
 
 __all__ = ["PRECISIONS", "SOCS", "Graph", "Lowered", "Settings", "check", "lower_hot", "problems"]

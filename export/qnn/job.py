@@ -164,3 +164,24 @@ def _error(facts: dict[str, str]) -> Pi2Error:
     kind = getattr(errors, facts.pop("kind"))
     made: Pi2Error = kind(facts.pop("what"), **facts)
     return made
+
+
+def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:
+    """Everything that stands in the way of compiling for ``soc``; empty: nothing. Each says how to mend it.
+
+    Args:
+        soc: a part number, for instance ``SM8650``.
+        compile: also load the libraries and compile one small layer, in a process of its own (some 10 seconds).
+    """
+    found: list[Pi2Error] = []
+    for step in (lambda: sdk.check_soc(soc), sdk.check_host, sdk.check_executorch, sdk.find):
+        try:
+            step()
+        except Pi2Error as error:
+            found.append(error)
+    if compile and not found:
+        try:
+            probe(soc)
+        except Pi2Error as error:
+            found.append(error)
+    return found

@@ -14,7 +14,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
+from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
 from torch_pi2.export.qnn.settings import SOCS
 from torch_pi2.extras import how_to_install
 from torch_pi2.runtime.executorch import EXECUTORCH
@@ -146,29 +146,6 @@ def check_build(build: str) -> None:
             found=f"{build}, whose device structure ExecuTorch {EXECUTORCH} does not know",
             fix=f"Unset QNN_SDK_ROOT and pip install {PACKAGE}=={next(iter(PACKAGE_VERSIONS))}.",
         )
-
-
-def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:
-    """Everything that stands in the way of compiling for ``soc``; empty: nothing. Each says how to mend it.
-
-    Args:
-        soc: a part number, for instance ``SM8650``.
-        compile: also load the libraries and compile one small layer, in a process of its own (some 10 seconds).
-    """
-    found: list[Pi2Error] = []
-    for step in (lambda: check_soc(soc), check_host, check_executorch, find):
-        try:
-            step()
-        except Pi2Error as error:
-            found.append(error)
-    if compile and not found:
-        from torch_pi2.export.qnn.job import probe
-
-        try:
-            probe(soc)
-        except Pi2Error as error:
-            found.append(error)
-    return found
 
 
 def environment(libraries: Libraries, root: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch_pi2.runtime.fields import shown
 if TYPE_CHECKING:
     from torch import nn
 
-    from torch_pi2.predict import FittedPredictors
+    from torch_pi2.predict.size import FittedPredictors
     from torch_pi2.profile.stats import ActivationStats
 
 #: Characters taken from one place of a file of the standard library.
@@ -253,14 +253,14 @@ def load_stats(folder: Path) -> ActivationStats:
 
 def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
     """Predictors of ``folder``, refused if they were not fitted to the weights with ``model_hash``."""
-    from torch_pi2 import predict
+    from torch_pi2.predict.size import load_predictors
     from torch_pi2.store.parts import Parts
 
     if folder is not None and folder.is_dir():
         with Parts(folder) as parts:
             if parts.has("predictors"):
                 return parts.predictors(model_hash)
-    return None if folder is None else predict.load_predictors(folder, model_hash=model_hash)
+    return None if folder is None else load_predictors(folder, model_hash=model_hash)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

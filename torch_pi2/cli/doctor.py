@@ -117,10 +117,10 @@ def _target(target: str, compile: bool) -> dict[str, Any]:
         )
     problems: list[Pi2Error] = [*_packages(), *_backend()]
     if kind == "qnn":
-        from torch_pi2.export.qnn import sdk
+        from torch_pi2.export.qnn.job import problems as problems_of
 
         known = {problem.what for problem in problems}
-        problems += [p for p in sdk.problems(soc, compile=compile) if p.what not in known]
+        problems += [p for p in problems_of(soc, compile=compile) if p.what not in known]
     parts = ("what", "expected", "found", "fix")
     return {"name": target, "problems": [{name: getattr(p, name) for name in parts} for p in problems]}
 

@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.version import __version__
 from torch_pi2.errors import ConfigError
 from torch_pi2.plan.hardware_json import from_plain, limited, to_plain, wrong
 from torch_pi2.plan.reading import Reads, check_reads
@@ -506,7 +507,6 @@ def _check_rates(rates: Rates, where: str, *, complete: bool) -> None:
 
 def cached_path() -> Path:
     """Where what was measured on this machine with this version is kept: ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    from torch_pi2 import __version__
     from torch_pi2.bench import machine
 
     about = machine.describe()["machine"]

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from torch_pi2.checkpoint import load
 from torch_pi2.plan.hardware import Bandwidth, Glue, ThreadFactor
 from torch_pi2.plan.measure_compute import Grid, sparse_cases
 from torch_pi2.plan.measure_fit import median_us, six_digits
 from torch_pi2.plan.measure_weights import Weights
+from torch_pi2.store.synthetic import synthetic
 
 #: Rows that are gathered: a row of int4 for H = 2048 and 4096, a bundle of it, a bundle of bfloat16.
 _ROWS = (1152, 2304, 6912, 24576)
@@ -115,7 +117,6 @@ def glue(*, real: bool, tick: Callable[[float], None]) -> Glue:
 
 def _outside_us(folder: Path, layers: int, hidden: int, compiled: bool) -> float:
     """Microseconds of a step of one token: of the faster quarter, as what disturbs only makes it longer."""
-    import torch_pi2
     from torch_pi2.bench.attention import calls_of_step, timed_apart
     from torch_pi2.runtime.decode import Decoder
 
@@ -130,8 +131,8 @@ def _outside_us(folder: Path, layers: int, hidden: int, compiled: bool) -> float
             "head_dim": 64,
             "vocab_size": 256,
         }
-        torch_pi2.synthetic(where, shape, weights="int4", active=0.1)
-    model: Any = torch_pi2.load(where, activations="int8")
+        synthetic(where, shape, weights="int4", active=0.1)
+    model: Any = load(where, activations="int8")
     decoder = Decoder(model, max_tokens=_PROMPT + _STEPS + 8, compiled=compiled)
     next_B1 = decoder.prompt(torch.arange(_PROMPT)[None])
     found = []

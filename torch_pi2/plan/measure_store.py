@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from torch_pi2.checkpoint import load
 from torch_pi2.plan.hardware import StoreCosts
 from torch_pi2.plan.measure_fit import six_digits
 from torch_pi2.runtime import timings
-from torch_pi2.runtime.offload import store_of
+from torch_pi2.runtime.offload import OffloadConfig, stats, store_of
+from torch_pi2.store.pack import pack
+from torch_pi2.store.synthetic import synthetic
 
 #: Of the model that is made for it: four layers of a 1B model, 113 MB of neurons.
 _SHAPE = {
@@ -42,24 +45,22 @@ def store_costs(folder: Path, *, real: bool, tick: Callable[[float], None]) -> S
     neuron that is wanted. ``slot_us``: how much longer where the cache holds little, for each slot that is read, in
     steps of many tokens.
     """
-    import torch_pi2
-
     with tempfile.TemporaryDirectory(dir=folder) as made:
         dense, store = Path(made) / "m", Path(made) / "s"
-        torch_pi2.synthetic(dense, _SHAPE if real else _SMALL, weights="int4", active=0.1, rank=64)
-        torch_pi2.pack(dense, store)
+        synthetic(dense, _SHAPE if real else _SMALL, weights="int4", active=0.1, rank=64)
+        pack(dense, store)
         tick(0.5)
-        alone_us, _, _ = _step(torch_pi2.load(dense, activations="int8"), 1)
+        alone_us, _, _ = _step(load(dense, activations="int8"), 1)
         shutil.rmtree(dense)
-        whole = torch_pi2.load(store, activations="int8", budget=1 << 40)
+        whole = load(store, activations="int8", budget=1 << 40)
         found_us, wanted, _ = _step(whole, 1)
         many_us, _, _ = _step(whole, _MANY)
-        budget = torch_pi2.stats(whole)["budget"]
+        budget = stats(whole)["budget"]
         del whole
         tick(0.25)
         some = budget.smallest + budget.in_slots(math.floor(_CACHED * budget.neurons))
-        how = torch_pi2.OffloadConfig(preload=False, hot_share=0.0)
-        read_us, _, missed = _step(torch_pi2.load(store, activations="int8", budget=some, offload=how), _MANY)
+        how = OffloadConfig(preload=False, hot_share=0.0)
+        read_us, _, missed = _step(load(store, activations="int8", budget=some, offload=how), _MANY)
         tick(0.25)
     return StoreCosts(
         lookup_us=six_digits(max(0.0, found_us - alone_us) / max(1.0, wanted)),

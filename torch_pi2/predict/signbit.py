@@ -7,12 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, ShapeError
-from torch_pi2.graph.sites import FFNSite, FFNWeights
+from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.ops.reference import predict_signbit
 from torch_pi2.predict.protocol import PredictorCard
-from torch_pi2.predict.train import measure
-from torch_pi2.profile.samples import Samples
 
 #: What a sign-bit predictor is stored as.
 SIGNBIT_TENSORS = ("signs", "hidden", "margin")
@@ -42,7 +39,7 @@ class SignBit:
 
     Attributes:
         signs: uint8 ``[I, ceil(H / 64) * 8]`` (:func:`pack_signs`), original neuron order; hidden: H.
-        margin: 0 or more; set by :meth:`calibrate`.
+        margin: 0 or more; set by :func:`torch_pi2.predict.signbit_fit.calibrate_signbit`.
         threshold: the same on :meth:`scores`.
         card: measured quality, or None before calibration.
     """
@@ -65,7 +62,7 @@ class SignBit:
                 "margin of a sign-bit predictor",
                 expected="a finite number, 0 or more",
                 found=str(margin),
-                fix="Calibrate it with SignBit.calibrate.",
+                fix="Calibrate it with calibrate_signbit.",
             )
         self.signs, self.hidden, self.margin, self.card = signs, hidden, margin, card
 
@@ -97,54 +94,6 @@ class SignBit:
     def active(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` bool."""
         return predict_signbit(x_TH, self.signs, self.hidden, self.margin)
-
-    def calibrate(
-        self,
-        held_back: Samples,
-        site: FFNSite,
-        *,
-        target_recall: float = 0.95,
-        neurons: torch.Tensor | None = None,
-        weights: FFNWeights | None = None,
-    ) -> SignBit:
-        """A copy with the largest margin that reaches ``target_recall`` on ``held_back``, and its card.
-
-        Args:
-            neurons: those that are predicted (the cold ones); None: all.
-            weights: with them the card has ``mass_recall``.
-
-        Raises:
-            ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
-        """
-        if not 0 < target_recall <= 1:
-            raise ConfigError(
-                "target_recall",
-                expected="more than 0, at most 1",
-                found=str(target_recall),
-                fix="0.95 is a good start.",
-            )
-        if not len(held_back):
-            raise CalibrationError(
-                "held-back samples", expected="at least one token", found="none", fix="Collect more tokens."
-            )
-        index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
-        # A histogram over 0..H instead of all scores: exact, and small for any number of tokens.
-        count_H = torch.zeros(self.hidden + 1, dtype=torch.int64)
-        rows = torch.arange(len(held_back)).split(1024)
-        for some in rows:
-            agree = self.scores(held_back.x_NH[some].float())[:, index]
-            hit = agree[held_back.fired(some)[:, index]].round().long()
-            count_H += torch.bincount(hit, minlength=self.hidden + 1)
-        total = int(count_H.sum())
-        at_least_H = count_H.flip(0).cumsum(0).flip(0)  # pairs that fire and agree in so many places or more
-        enough = torch.nonzero(at_least_H >= math.ceil(target_recall * total)).flatten()
-        # Without a single firing neuron nothing need be predicted.
-        needed = int(enough[-1]) if total else self.hidden
-        # Half a place below the count that must still pass, so that rounding cannot exclude it.
-        margin = max(0.0, (needed - 0.5) / (self.hidden - needed + 0.5))
-        new = SignBit(self.signs, self.hidden, margin)
-        new.card = measure(new, held_back, site, neurons=neurons, weights=weights)
-        return new
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is stored: the signs, H (bits past it are padding) and the margin."""

@@ -44,7 +44,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BLOCK = -1, -3, 1 << 20
 #: What compiling a step takes besides, measured: for each layer, and at all.
 _COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
 #: As csrc/include/pi2/ffn.h and predict.h have them.
-_PROMPT_TOKENS, _PROMPT_NEURONS, _TOKEN_TILE, _MASK_BYTES, _CHUNKS = 512, 512, 64, 1 << 23, 16
+_PROMPT_TOKENS, _PROMPT_NEURONS, _MASK_BYTES, _CHUNKS = 512, 512, 1 << 23, 16
+_TOKEN_TILE = 64
 
 
 def parse_bytes(value: float | str) -> int:

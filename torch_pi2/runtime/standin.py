@@ -60,6 +60,11 @@ class StandIn(Holder):
         self._released: tuple[str, ...] = ()
         self._silent: tuple[nn.Module, ...] = ()
 
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether it stands where another module stood; finding layers asks that of every module there is."""
+        return bool(self._original)
+
     def stand_for(self, original: nn.Module, home: SparseFFN | SparseExperts, names: Mapping[str, str]) -> None:
         """Take the place of ``original``; its parameters ``names`` live in ``home`` (see the class)."""
         self._original, self._home, self._names = (original,), (home,), dict(names)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from torch_pi2.arguments import checked
+from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint import PI2_FOLDER, check_replaceable, check_separate
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.plan.plan import LayerPlan, Plan
@@ -172,13 +173,11 @@ def _bundled(source: Path, made: Path, weights: str, trust_remote_code: bool, pr
 
 def _source_marker(source: Path, weights: str) -> str:
     """What bundles are made of: every file that is read or copied for them, and who makes them."""
-    import torch_pi2
-
     weight_files = [p for pattern in ("*.safetensors", "*.index.json") for p in source.glob(pattern)]
     plan = [p for p in (source / PI2_FOLDER).glob("*") if p.is_file()]
     files = sorted((*weight_files, *small_files(source), *plan))
     stamps = [(str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return json.dumps([torch_pi2.__version__, weights, str(source), stamps])
+    return json.dumps([__version__, weights, str(source), stamps])
 
 
 def _pack(
@@ -225,7 +224,6 @@ def _check_parts(parts: Parts, plan: Plan, source: Path) -> None:
 
 def _provenance(source: Path, reader: QuantizedWeights) -> str:
     """Where a store comes from, as JSON: nothing that would differ from one packing to the next."""
-    import torch_pi2
 
     origin: dict[str, Any] = {}
     if isinstance(reader, StoreReader):
@@ -239,7 +237,7 @@ def _provenance(source: Path, reader: QuantizedWeights) -> str:
             about = parse(text, config)
             known = about if isinstance(about, dict) else {}
             origin |= {name: known[name] for name in ("model_type", "architectures") if name in known}
-    about_us = {"torch_pi2": torch_pi2.__version__, "from": reader.file_format}
+    about_us = {"torch_pi2": __version__, "from": reader.file_format}
     return json.dumps(about_us | {"weights": reader.kind, "model": origin})
 
 
