@@ -66,7 +66,9 @@ base = machine.peak_rss_bytes()
 if group:
     (cap.Path(group) / "memory.limit_in_bytes").write_text(str(budget + int(4 << 20)))
     cap.join(group)
-use(torch_pi2.load(folder, budget=budget, activations=activations), 1000)
+model = torch_pi2.load(folder, budget=budget, activations=activations)
+for _ in range(8 if way == "generate" else 1):  # what one call frees must not add to the next one
+    use(model, 1000)
 print(json.dumps({"budget": budget, "peak": machine.peak_rss_bytes() - base}))
 """
 
@@ -208,7 +210,7 @@ def test_memory_that_is_freed_goes_back() -> None:
     """Blocks of some MB, which glibc would keep after the first of them was freed."""
     code = """
 import torch
-from torch_pi2.runtime.budget import give_back_freed_memory
+from torch_pi2.base.heap import give_back_freed_memory
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 give_back_freed_memory()

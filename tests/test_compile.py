@@ -14,7 +14,8 @@ from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, GatedBlock
 from torch import nn
 
 import torch_pi2.compile as compile_module
-from torch_pi2.graph.rewrite import rewrite
+from torch_pi2.base import warn
+from torch_pi2.graph.rewrite import restore, rewrite
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
@@ -22,7 +23,7 @@ X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-    compile_module._warned.clear()
+    warn._said.clear()
 
 
 def compiled(model, **options):
@@ -333,3 +334,13 @@ def test_reading_that_fails_raises_what_modules_raise(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_module, "_inductor", lambda *_: fails)
     with pytest.raises(RuntimeError, match="something else"):
         torch.compile(layer, backend="torch_pi2", fullgraph=True)(x)
+
+
+@torch.no_grad()
+def test_layers_that_are_code_of_a_bigger_block_are_said_to_be_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = plain(FunctionalBlock())
+    rewrite(model, make_plan(model, (X_BTH,)))
+    warn._said.clear()
+    found = torch.compile(model, backend="eager", fullgraph=True)(X_BTH)
+    assert "computes feed-forward layers densely, and slowly, whose activation is code of" in caplog.text
+    assert close(found, restore(model)(X_BTH))

@@ -13,7 +13,7 @@ from tiny_models import VOCAB, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.errors import ConfigError, ShapeError, UnsupportedModelError
+from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
 from torch_pi2.graph.rewrite import sparse_layers
 from torch_pi2.runtime.attention import packed_attention, packed_sdpa
 from torch_pi2.runtime.decode import Decoder
@@ -214,3 +214,26 @@ def test_a_prompt_that_failed_leaves_nothing_to_go_on_from(monkeypatch: pytest.M
     monkeypatch.undo()
     with pytest.raises(ShapeError, match="expected a prompt before it"):
         decoder.step(token)
+
+
+WRONG_IDS: dict[str, tuple[Any, str]] = {
+    "list": ([1, 2], "prompt: expected a tensor of ids \\[B, T\\], found a list"),
+    "one row": (torch.arange(3), "prompt: expected a tensor of ids \\[B, T\\], found \\[3\\]"),
+    "floats": (torch.ones(1, 3), "prompt: expected integer token ids, found float32"),
+    "negative": (torch.tensor([[-1]]), "prompt: expected tokens of 0 to .*, found the token -1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_IDS)
+def test_ids_are_checked(name: str) -> None:
+    ids, message = WRONG_IDS[name]
+    with pytest.raises(Pi2Error, match=message):
+        Decoder(tiny("llama-relu"), max_tokens=8).prompt(ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"max_tokens": 5.5}, "whole number"), ({"backend": "x"}, "inductor")]
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Decoder(tiny("llama-relu"), **({"max_tokens": 8} | settings))

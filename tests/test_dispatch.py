@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tiny_models import tiny
 from torch import nn
 
+import torch_pi2
 from torch_pi2.errors import ConfigError, GradientError, StaleArtifactError
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.active import ActiveNeurons
@@ -367,3 +368,14 @@ def test_masked_mode_counts_and_keeps_hot() -> None:
             torch.testing.assert_close(ffn(x), dense)
         with PredictedMaskMode(ffn, [site], {}):
             assert torch.equal(ffn(x), dense)
+
+
+def test_what_the_mode_cannot_see_through_is_refused() -> None:
+    model = tiny("llama-relu")
+    plan = torch_pi2.optimize(tiny("llama-relu")).torch_pi2.plan
+    plan.bind(model)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match=r"without torch\.autocast"):
+        NeuronClusterMode(plan).__enter__()
+    torch_pi2.optimize(model)
+    with pytest.raises(ConfigError, match="expected a dense model, found one that torch_pi2 has rewritten"):
+        NeuronClusterMode(plan)

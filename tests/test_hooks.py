@@ -304,3 +304,30 @@ def test_the_compile_backend(where: int) -> None:
         assert close(torch.compile(model, backend=backend)(X_BTH), wanted)
         handle.remove()
         assert not close(model(X_BTH), wanted)
+
+
+STATE_HOOKS = {
+    "before loading": lambda module, seen: module.register_load_state_dict_pre_hook(lambda *_: seen.append(1)),
+    "after loading": lambda module, seen: module.register_load_state_dict_post_hook(lambda *_: seen.append(1)),
+    "before saving": lambda module, seen: module.register_state_dict_pre_hook(lambda *_: seen.append(1)),
+    "after saving": lambda module, seen: module.register_state_dict_post_hook(lambda *_: seen.append(1)),
+}
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+@pytest.mark.parametrize("name", STATE_HOOKS)
+@pytest.mark.parametrize("where", ["0", "0.up", "0.down"])
+def test_hooks_of_state_dicts_run_or_are_refused(where: str, name: str, registered: str) -> None:
+    model, seen = plain(MLP()), list[int]()
+    part, plan = model.get_submodule(where), make_plan(model, (X_BTH,))
+    if registered == "before":
+        STATE_HOOKS[name](part, seen)
+    rewrite(model, plan)
+    if registered == "after" and where != "0" and name != "before loading":
+        with pytest.raises(ConfigError, match="a hook inside 0: expected a module that runs"):
+            STATE_HOOKS[name](part, seen)
+        return
+    if registered == "after":
+        STATE_HOOKS[name](model[0] if where == "0" else part, seen)
+    model.load_state_dict(model.state_dict())
+    assert len(seen) == 1

@@ -121,10 +121,35 @@ def weight_normed() -> nn.Module:
     return block
 
 
+class SharedInside(nn.Module):
+    """Gate and up are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(HIDDEN, INTERMEDIATE)
+        self.up.weight = self.gate.weight
+        self.down = nn.Linear(INTERMEDIATE, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.relu(self.gate(x)) * self.up(x))
+
+
+class SharedBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.down.bias = self.up.bias
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "tied": (Tied, "1.up", "its matmuls share weights"),
     "weight_norm": (weight_normed, "1", "weights that are no parameter [out, in] as it is"),
     "shared up": (SharedUp, "1", "1.up.weight is shared by 2 layers of one module"),
+    "shared inside": (SharedInside, "1", "1.gate.weight stands in two places of it"),
+    "shared bias": (SharedBias, "1", "1.up.bias stands in two places of it"),
     "used twice": (UsedTwice, "1", "linear uses what it computes inside"),
     "norm": (Normed, "1", "layer_norm between its matmuls"),
     "topk": (TopK, "1", "topk between its matmuls"),
@@ -141,7 +166,10 @@ def test_a_layer_left_dense_is_named(name: str, caplog: pytest.LogCaptureFixture
     make, key, reason = LEFT[name]
     model = nn.Sequential(FunctionalBlock(), make()).eval()
     wanted = model(X_BTH)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     torch_pi2.optimize(model, [(X_BTH,)], EXACT)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
     if name != "cast":  # which may round another way what differs in the last bit
         assert close(model(X_BTH), wanted)
     assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0"]
@@ -167,7 +195,49 @@ def test_layers_that_the_example_does_not_reach_are_named(caplog: pytest.LogCapt
     model = torch_pi2.optimize(nn.Sequential(FunctionalBlock(), Routed()).eval(), [(X_BTH,)], EXACT)
     assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1.experts.0"]
     assert set(model.torch_pi2.left) == {"1.experts.1", "1.experts.2"}
-    assert "1.experts.1, 1.experts.2 (the example inputs do not reach it)" in caplog.text
+    assert (
+        "1.experts.1, 1.experts.2 (the example inputs do not reach it, or it is kept from torch.compile)" in caplog.text
+    )
+
+
+class Counting(nn.Module):
+    """Keeps something of every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+        self.calls, self.seen, self.last = 0, [], {}
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.last["x"] = x
+        return self.down(F.relu(self.up(x)))
+
+
+@torch.no_grad()
+def test_what_a_forward_does_besides_goes_on_and_is_not_done_by_probes() -> None:
+    model = Counting().eval()
+    model = nn.Sequential(FunctionalBlock(), model).eval()
+    wanted = model(X_BTH)
+    torch_pi2.optimize(model, [(X_BTH,)], EXACT)
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1"]
+    counting, before = model[1], model[1].calls
+    assert close(model(X_BTH), wanted)
+    assert counting.calls == before + 1
+    assert set(counting.seen) == {X_BTH.shape}
+    assert counting.last["x"].shape == X_BTH.shape
+
+
+def test_auto_with_little_data_fits_no_predictors(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"), IDS_NT[:8], Config(batch_size=4, seq_len=16))
+    assert not model.torch_pi2.predictors
+    assert "8 sequences are too few to fit predictors to (10): none are" in caplog.text
+
+
+def test_layers_that_a_plan_leaves_dense_are_named() -> None:
+    model = torch_pi2.optimize(tiny("llama"), IDS_NT, Config(method="dense", batch_size=4, seq_len=16))
+    assert set(model.torch_pi2.left.values()) == {"choosing neurons would not pay"}
 
 
 @pytest.mark.parametrize("name", ["1", "1.banana"])

@@ -259,7 +259,7 @@ def test_dtype_changes_follow():
     assert_same_state(restore(model), dense.state_dict())
 
 
-@pytest.mark.parametrize("make", [FunctionalBlock, lambda: sequential(nn.ReLU())], ids=["lazy", "chain"])
+@pytest.mark.parametrize("make", [lambda: MLP(), lambda: sequential(nn.ReLU())], ids=["owner", "chain"])
 @torch.no_grad()
 def test_dtypes_that_no_kernel_has_are_refused(make) -> None:
     model = plain(make())

@@ -30,7 +30,7 @@ from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.plan.greedy import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.plan.plan import PREDICTED, Plan, lossy_methods, weights_hash
 from torch_pi2.predict.signbit_fit import fit_signbit
-from torch_pi2.predict.size import AnyPredictor, FittedPredictors, causal_lm_loss, cold_neurons
+from torch_pi2.predict.size import MIN_SEQUENCES, AnyPredictor, FittedPredictors, causal_lm_loss, cold_neurons
 from torch_pi2.predict.size import fit as fit_predictors
 from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profile.run import profile as profile_sites
@@ -65,7 +65,8 @@ class Optimized:
     @property
     def left(self) -> dict[str, str]:
         """Layers that look feed-forward and stay dense: name -> reason."""
-        return dict(self.plan.made_by.get("left", {}))
+        chosen = {y.site.key: "choosing neurons would not pay" for y in self.plan.layers if y.method == "dense"}
+        return chosen | dict(self.plan.made_by.get("left", {}))
 
     @property
     def lossy(self) -> bool:
@@ -433,6 +434,10 @@ def _machine(hardware: Any, has_data: bool) -> Any:
 def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
     """Whether ``auto`` may fit predictors: only a next-token loss says how large they must be."""
     if not data:
+        return False
+    sequences = sum(1 if b.input_ids is None or b.kwargs else len(b.input_ids) for b in data)
+    if sequences < MIN_SEQUENCES:
+        _log.warning("%d sequences are too few to fit predictors to (%d): none are", sequences, MIN_SEQUENCES)
         return False
     try:
         with evaluating(model):

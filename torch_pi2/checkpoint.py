@@ -409,7 +409,6 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None) -> nn.Module:
-    from safetensors import SafetensorError
 
     read_config(folder)  # transformers says less of a damaged one
     try:
@@ -431,11 +430,11 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # transformers raises what its classes do
         raise ArtifactError(
             f"loading {folder}",
             expected="a model that transformers can build",
-            found=str(error).splitlines()[0],
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
             fix="Pass trust_remote_code=True if the checkpoint brings its own code, or model=... to load into.",
         ) from error
     if missing := sorted(loading["missing_keys"]):  # transformers gives them random numbers

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_pi2.base.warn import warn_once
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.left import left_dense
 from torch_pi2.graph.match import Match, Projection, match_ffns
@@ -78,7 +78,7 @@ def backend(
     sparse: list[_Sparse] = []
     merged: list[torch.Tensor] = []
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
-        _warn_once("a graph that needs gradients is compiled densely; call the model under torch.no_grad()")
+        warn_once("a graph that needs gradients is compiled densely; call the model under torch.no_grad()")
     else:
         changed = _copy(gm)
         sparse = _make_sparse(changed, example_inputs, plan, predictors)
@@ -156,16 +156,6 @@ def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
             plan = parts.plan()
             _plans[folder] = (stamp, plan, parts.predictors(plan.model_hash))
     return _plans[folder][1:]
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        _log.warning(message)
-        warnings.warn(f"torch_pi2: {message}", stacklevel=3)
 
 
 # --- bundles, shared by all graphs over the same weights ---
@@ -261,15 +251,15 @@ def _make_sparse(
     tensors = {n: t for n, t in zip(placeholders, example_inputs) if isinstance(t, torch.nn.Parameter)}
     matches, seen = match_ffns(gm, tensors)
     if not matches and not seen.unknown and not _has_our_ops(gm):
-        _warn_once("a graph without feed-forward layers is left to Inductor")
+        warn_once("a graph without feed-forward layers is left to Inductor")
     for projections, computed in seen.unknown:
-        _warn_once(f"{_name(projections[-1].weight)} stays dense: another formula, of {computed}")
+        warn_once(f"{_name(projections[-1].weight)} stays dense: another formula, of {computed}")
     for projections, reason in seen.left:
-        _warn_once(f"{_name(projections[-1].weight)} stays dense: {reason}")
+        warn_once(f"{_name(projections[-1].weight)} stays dense: {reason}")
     taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
     # Of a model that optimize() has rewritten, it has said what is left.
     for loose in [] if _has_our_ops(gm) else left_dense(gm, _weights(gm, example_inputs), taken):
-        _warn_once(f"{_name(loose.parameters[-1])} stays dense: {loose.reason}")
+        warn_once(f"{_name(loose.parameters[-1])} stays dense: {loose.reason}")
     position = {node: index for index, node in enumerate(placeholders)}
     chosen = [(match, _planned_layer(match, plan)) for match in matches]
     if plan is not None:
@@ -278,16 +268,16 @@ def _make_sparse(
     replaced: dict[fx.Node, fx.Node] = {}  # an FFN may be the input of the next one
     for match, layer in chosen:
         if layer is None and match.activation not in SPARSE_ACTIVATIONS:
-            _warn_once(f"layers with {match.activation} stay dense without a plan: no output of theirs is exactly zero")
+            warn_once(f"layers with {match.activation} stay dense without a plan: no output of theirs is exactly zero")
             continue
         if not _keeps_shape(match):
-            _warn_once(f"{_name(match.down.weight)} stays dense: its output has another shape or dtype than its input")
+            warn_once(f"{_name(match.down.weight)} stays dense: its output has another shape or dtype than its input")
             continue
         nodes = _parameter_nodes(match)
         try:
             packed = _pack(match, nodes, tensors, layer, predictors)
         except (DeviceError, DtypeError, NonFiniteError) as error:
-            _warn_once(str(error))
+            warn_once(str(error))
             continue
         extra = _replace(gm, match, packed.ffn, replaced)
         sparse.append(_Sparse(packed, [position[node] for node in nodes.values()], extra))
@@ -465,7 +455,7 @@ def _planned_layer(match: Match, plan: Plan | None) -> LayerPlan | None:
     ]
     exact = [layer for layer in found if layer.site.down.weight == name] or found
     if len(exact) != 1:
-        _warn_once(
+        warn_once(
             f"{name} fits {len(exact)} layers of the plan, so it runs without it"
             + ("; the graph is broken inside the model, use torch_pi2.optimize before torch.compile" if exact else "")
         )

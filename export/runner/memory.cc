@@ -21,6 +21,12 @@ Memory memory_of_process() {
   return memory;
 }
 
+void share_heap() {
+#ifdef __GLIBC__
+  mallopt(M_ARENA_MAX, 2);
+#endif
+}
+
 void trim_heap() {
 #ifdef __GLIBC__
   malloc_trim(0);

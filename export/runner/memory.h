@@ -13,6 +13,9 @@ struct Memory {
 // As Linux says in /proc; zeros where that cannot be read.
 Memory memory_of_process();
 
+// From now on threads share a heap: with one each, as many of them keep what they have freed.
+void share_heap();
+
 // Gives back what was freed since the start: a tokenizer's file in pieces takes much more than what is kept of it.
 void trim_heap();
 

@@ -24,11 +24,13 @@ double since(std::chrono::steady_clock::time_point start) {
 
 // What the budget leaves for neurons.
 std::int64_t cache_of(const Options& options, const Manifest& manifest) {
-  const std::int64_t left = options.budget - manifest.fixed_bytes;
+  // The manifest counts a few threads; each has a stack and buffers of its own.
+  const std::int64_t fixed = manifest.fixed_bytes + std::int64_t{std::max(0, options.threads - 8)} * (128 << 10);
+  const std::int64_t left = options.budget - fixed;
   if (left < 1024) {
-    const auto mib = std::to_string((manifest.fixed_bytes + (1 << 20) - 1) >> 20) + " MiB";
+    const auto mib = std::to_string((fixed + (1 << 20) - 1) >> 20) + " MiB";
     throw Problem("--budget",
-                  "more than " + std::to_string(manifest.fixed_bytes) + " bytes (" + mib +
+                  "more than " + std::to_string(fixed) + " bytes (" + mib +
                       "), which it takes without any neurons",
                   std::to_string(options.budget) + " bytes", "Give it more, or export with fewer tokens or batches.");
   }
@@ -46,7 +48,10 @@ std::int64_t set_engine(const Options& o, const Manifest& manifest) {
   std::int64_t cache_bytes = 0;
   const fs::path store = o.store.empty() ? fs::path(o.bundle) / "model.pi2" : fs::path(o.store);
   set_engine_option("store_path", fs::absolute(store).string());
-  if (o.budget >= 0) cache_bytes = cache_of(o, manifest);
+  if (o.budget >= 0) {
+    share_heap();
+    cache_bytes = cache_of(o, manifest);
+  }
   // All of them: what an earlier session has set is still there.
   set_engine_option("cache_bytes_kib", o.budget < 0 ? "" : std::to_string(cache_bytes / 1024));
   set_engine_option("threads", o.threads > 0 ? std::to_string(o.threads) : "");

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from torch_pi2.errors import ConfigError
+    from torch_pi2.runtime.decode import check_vocabulary
     from torch_pi2.runtime.files import is_standard_output
-    from torch_pi2.runtime.generate import check_ids
     from torch_pi2.runtime.trace import trace
 
     if not 0 < args.top_p <= 1:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
-    check_ids(model, inputs["input_ids"])
+    check_vocabulary(model, inputs["input_ids"])
     if args.num_return_sequences > 1:
         return _several(args, model, tokenizer, inputs["input_ids"], recorded)
     sampling = {"do_sample": args.temperature > 0}

@@ -42,7 +42,8 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
             "example inputs",
             expected="args or kwargs for one forward call of the model",
             found=f"none, and {type(model).__name__} has no config.vocab_size to make them from",
-            fix="Pass them, e.g. find_sites(model, args=(x,)).",
+            fix="Pass them: optimize(model, calibration=[(x,)]), find_sites(model, args=(x,)). Folders are read by "
+            "pack and quantize only if their models take input_ids.",
         )
     ids_BT = (torch.arange(16, dtype=torch.int64).reshape(2, 8) + 3) % vocab_size
     inputs: dict[str, Any] = {"input_ids": ids_BT}

@@ -219,7 +219,14 @@ class NeuronClusterMode(TorchDispatchMode):
     @fresh_settings()
     def __init__(self, plan: Plan, predictors: Mapping[str, Scorer] | None = None) -> None:
         super().__init__()
-        predictors = predictors or {}
+        predictors, model = predictors or {}, plan.model()
+        if model is not None and any(getattr(part, "is_stand_in", False) for part in model.modules()):
+            raise ConfigError(
+                "NeuronClusterMode",
+                expected="a dense model",
+                found="one that torch_pi2 has rewritten",
+                fix="Call torch_pi2.restore(model) first.",
+            )
         self._plan = plan
         self._params: dict[str, torch.Tensor] = plan.parameters()
         self._layers: dict[str, _Layer] = {}
@@ -256,6 +263,13 @@ class NeuronClusterMode(TorchDispatchMode):
 
     def __enter__(self) -> NeuronClusterMode:
         self._calls.clear()  # a call that an exception cut short
+        if torch.is_autocast_enabled("cpu"):
+            raise ConfigError(
+                "NeuronClusterMode",
+                expected="to be entered without torch.autocast, which gives matmuls copies of the weights",
+                found="autocast",
+                fix="Turn it off, or use torch_pi2.optimize, which works with it.",
+            )
         model = self._plan.model()
         if model is not None:
             for layer in self._layers.values():

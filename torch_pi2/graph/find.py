@@ -157,11 +157,16 @@ def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
     found: dict[str, str] = {}
     users: dict[tuple[str, str], list[FFNSite]] = {}
     for site in sites:
+        mine: set[tuple[str | None, tuple[int, int] | None]] = set()
         for ref in (site.gate, site.up, site.down):
             kind = type(model.get_parameter(ref.weight).detach()) if ref is not None else torch.Tensor
             if kind is not torch.Tensor:
                 found[site.owner] = f"weights of class {kind.__name__}, quantised or spread by another library"
             if ref is not None and ref.expert is None:
+                for name in (ref.weight, ref.bias):
+                    if name and (name, ref.rows) in mine:
+                        found[site.owner] = f"{name} stands in two places of it"
+                    mine.add((name, ref.rows))
                 users.setdefault((site.owner, ref.weight), []).append(site)
     for (owner, weight), shared in users.items():
         if len({id(site) for site in shared}) > 1:

@@ -15,9 +15,12 @@ Experts are replaced together, by the first way: the module that holds them.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -398,6 +401,37 @@ def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
     return f"computes something else as well, where no probe comes ({missed})" if missed else None
 
 
+@contextmanager
+def _as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
+    """What the code within it does to attributes of modules is undone, and named in the list: it would not be done."""
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    before = {module: dict(vars(module)) for module in modules}
+    inside = {(module, name): copy.copy(v) for module in modules for name, v in vars(module).items() if _holds(v)}
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        for module, attributes in before.items():
+            now = vars(module)
+            changed += [name for name in {**attributes, **now} if attributes.get(name, now) is not now.get(name, now)]
+            now.clear()
+            now.update(attributes)
+        for (module, name), was in inside.items():
+            holder = vars(module)[name]
+            if [*map(id, _inside(holder))] != [*map(id, _inside(was))]:
+                changed.append(name)
+                holder.clear()
+                (holder.update if isinstance(holder, dict | set) else holder.extend)(was)
+
+
+def _holds(value: Any) -> bool:
+    return type(value) in (list, dict, set, deque)
+
+
+def _inside(holder: Any) -> list[Any]:
+    return [*holder, *holder.values()] if isinstance(holder, dict) else [*holder]
+
+
 def _more_than(site: FFNSite, model: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
     """Name of a tensor in ``modules`` that is none of the FFN's.
 
@@ -426,8 +460,10 @@ def _owner_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence
         return f"owner: it also holds {more}"
     if hooks := hooks_inside(site.owner, owner):
         return f"owner: {hooks}, {_SILENT}"
-    with evaluating(owner):
+    with evaluating(owner), _as_it_was(owner) as changed:
         problem = _runs_to(owner.forward, probes)
+    if changed and not problem:
+        problem = f"keeps something of each call ({changed[0]})"
     return f"owner: {site.owner} {problem}" if problem else [Swap(owner, ffn)]
 
 
@@ -456,8 +492,10 @@ def _chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence
             h = module.forward(h)
         return h
 
-    with evaluating(*modules):
+    with evaluating(*modules), _as_it_was(*modules) as changed:
         problem = _runs_to(run, probes)
+    if changed and not problem:
+        problem = f"keep something of each call ({changed[0]})"
     if problem:
         return f"chain: {' -> '.join(names)} {problem}"
     swaps = [Swap(modules[0], ffn)]
@@ -485,8 +523,10 @@ def _lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
         probe = torch.randn((1, 11, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
         probe = (probe * token_magnitudes(parameters["weight"].dtype, (1, 11))).to(parameters["weight"].dtype)
         wanted = nn.functional.linear(probe, parameters["weight"], parameters.get("bias"))
-        with evaluating(module):
+        with evaluating(module), _as_it_was(module) as changed:
             problem = _runs_to(module.forward, [(probe, wanted)])
+        if changed and not problem:
+            problem = f"keeps something of each call ({changed[0]})"
         if problem:
             return f"lazy: {name} is not a plain linear layer ({problem})"
     roles = [role for members in sources.values() for role in members]

@@ -64,6 +64,8 @@ ReadTensor = Callable[[str], torch.Tensor | None]
 
 _log = logging.getLogger("torch_pi2")
 _FIX = "Fit them again."
+#: Of calibration data, to fit predictors to.
+MIN_SEQUENCES = 10
 _HIGHEST_RECALL = 0.999
 
 
@@ -457,10 +459,10 @@ def _split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
             rows.append(batch)
         else:
             rows.extend(Batch(ids[b : b + 1], mask[b : b + 1]) for b in range(len(ids)))
-    if len(rows) < 10:
+    if len(rows) < MIN_SEQUENCES:
         raise CalibrationError(
             "sequences to fit predictors on",
-            expected="at least 10 (6 to fit, 2 to calibrate, 2 to evaluate)",
+            expected=f"at least {MIN_SEQUENCES} (6 to fit, 2 to calibrate, 2 to evaluate)",
             found=str(len(rows)),
             fix="Pass more text or a smaller seq_len.",
         )

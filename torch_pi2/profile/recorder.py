@@ -153,7 +153,8 @@ def record(
             "FFN sites that never ran",
             expected="every site's up and down matmul to use its own weights",
             found=f"none for {', '.join(silent[:4])}{', ...' if len(silent) > 4 else ''}",
-            fix="Turn autocast and compiled forwards off meanwhile, and give layers that share a weight their own.",
+            fix="If it shares a weight with another layer, leave calibration out, or give it its own; "
+            "else turn autocast and compiled forwards off meanwhile.",
         )
     return counts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import math
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from torch_pi2.arguments import checked
+from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
@@ -39,8 +39,6 @@ _POLICY_BYTES = {"s3-fifo": 4, "lfu": 1}
 PIECE_TOKENS = 1024
 #: Objects of a model, stacks of the threads that read, and what the allocator keeps.
 _OBJECT_BYTES = 8 << 20
-#: glibc's numbers of the settings, and the size from which on what is freed goes back to the system at once.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BLOCK = -1, -3, 1 << 20
 #: What compiling a step takes besides, measured: for each layer, and at all.
 _COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
 #: As csrc/include/pi2/ffn.h and predict.h have them.
@@ -352,19 +350,6 @@ def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
     sums = max(_CHUNKS * tile * entry.hidden, (tokens + _PROMPT_NEURONS) * entry.hidden + tile * _PROMPT_NEURONS)
     ids = (tokens // tile + 2) * entry.neurons
     return 4 * (2 * tokens * entry.hidden + sums) + 8 * ids + min(_MASK_BYTES, tokens * entry.neurons)
-
-
-def give_back_freed_memory() -> None:
-    """From now on what this process frees goes back to the system (glibc; elsewhere nothing is done).
-
-    glibc would learn from the first prompt to keep blocks of up to 32 MB for the next: twice a prompt's activations.
-    Blocks of :data:`_LARGE_BLOCK` and more are mapped one by one instead; decoding has none.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
-        libc.mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK)
-        libc.malloc_trim(0)
 
 
 @contextmanager

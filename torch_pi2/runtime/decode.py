@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 from torch_pi2.runtime.adapt import engine_of
 from torch_pi2.runtime.attention import packed_attention
 from torch_pi2.runtime.budget import room_for_compiling
+from torch_pi2.runtime.fields import argument
 from torch_pi2.runtime.kv import KeyValues
 from torch_pi2.runtime.prompt import piece_of
 
@@ -33,6 +34,31 @@ _INDUCTOR = {
     "cpp.threads": 2,
     "cpp.min_chunk_size": 16384,
 }
+
+
+def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
+    """Raises ShapeError or DtypeError unless these are token ids ``[B, T]``."""
+    is_tensor = isinstance(ids_BT, torch.Tensor)
+    if not is_tensor or ids_BT.dim() != 2:
+        found = str(list(ids_BT.shape)) if is_tensor else f"a {type(ids_BT).__name__}"
+        raise ShapeError(what, expected="a tensor of ids [B, T]", found=found, fix="A row for each sequence.")
+    if ids_BT.is_floating_point() or ids_BT.is_complex() or ids_BT.dtype is torch.bool:
+        raise DtypeError(
+            what, expected="integer token ids", found=str(ids_BT.dtype).removeprefix("torch."), fix="Tokenise the text."
+        )
+
+
+def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "input_ids") -> None:
+    """Raises ConfigError: one is not in the vocabulary of ``model``."""
+    vocab: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
+    if wrong.numel():
+        raise ConfigError(
+            what,
+            expected=f"tokens of 0 to {vocab - 1}, the model's vocabulary",
+            found=f"the token {int(wrong[0])}",
+            fix="Use the tokenizer of this model.",
+        )
 
 
 class Decoder:
@@ -80,6 +106,9 @@ class Decoder:
         logits: bool = False,
         chunk_tokens: int = 0,
     ) -> None:
+        argument(max_tokens, "Decoder(max_tokens)").whole(0)
+        argument(batch, "Decoder(batch)").whole(0)
+        argument(backend, "Decoder(backend)").text(torch._dynamo.list_backends(exclude_tags=()))
         if max_tokens < 2 or batch < 1:
             raise ConfigError(
                 "max_tokens, batch",
@@ -109,6 +138,8 @@ class Decoder:
         Raises:
             ShapeError: more sequences than there is room for, or a prompt that leaves no room.
         """
+        _check_ids(ids_BT, "prompt")
+        check_vocabulary(self.model, ids_BT, "prompt")
         batch, tokens = ids_BT.shape
         if not (1 <= batch <= self.rows and 1 <= tokens < self.max_tokens):
             rows = f"1 to {self.rows}" if self.rows > 1 else "1"
@@ -140,6 +171,7 @@ class Decoder:
             ShapeError: the cache is full, no prompt has been read, or another batch size.
         """
         self._check_read("decoding step")
+        _check_ids(next_B1, "decoding step")
         if self.length >= self.max_tokens or next_B1.shape != (self.batch, 1):
             raise ShapeError(
                 "decoding step",

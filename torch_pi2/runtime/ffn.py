@@ -360,6 +360,7 @@ class SparseFFN(StandIn):
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
+        refuse_vmap(self.site, x)
         y: torch.Tensor = torch.ops.pi2.predicted_ffn(
             x,
             self.bundles,
@@ -586,6 +587,17 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: tor
             expected="inference, without gradients",
             found="an input that requires grad" if x.requires_grad else "a model in training mode",
             fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
+        )
+
+
+def refuse_vmap(site: FFNSite, x: torch.Tensor) -> None:
+    """Raise ConfigError within ``torch.vmap``, for layers that compute what it has no rule for."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
+        raise ConfigError(
+            f"input of {site.key}",
+            expected="a tensor outside of torch.vmap",
+            found="one within it",
+            fix="Call the model with a batch instead, or torch_pi2.restore(model) first.",
         )
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch_pi2.arguments import checked
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.runtime.adapt import Engine, engine_of
-from torch_pi2.runtime.decode import Decoder
+from torch_pi2.runtime.decode import Decoder, check_vocabulary
 from torch_pi2.runtime.fields import argument
 
 _log = logging.getLogger("torch_pi2")
@@ -124,7 +124,7 @@ def generate(
         )
     else:
         _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
-    check_ids(model, input_ids)  # of a model that has ids, which a decoder sees to
+    check_vocabulary(model, input_ids)  # of a model that has ids, which a decoder sees to
 
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids)
@@ -218,19 +218,6 @@ def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None
             expected="one prompt, int64 [1, tokens]",
             found=f"{str(input_ids.dtype).removeprefix('torch.')} {list(input_ids.shape)}",
             fix="Call it once for each prompt; model.generate takes several.",
-        )
-
-
-def check_ids(model: nn.Module, input_ids: torch.Tensor) -> None:
-    """Raises ConfigError: one is not in the vocabulary of ``model``."""
-    vocab: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
-    if wrong.numel():
-        raise ConfigError(
-            "input_ids",
-            expected=f"tokens of 0 to {vocab - 1}, the model's vocabulary",
-            found=f"the token {int(wrong[0])}",
-            fix="Use the tokenizer of this model.",
         )
 
 

@@ -20,6 +20,9 @@ from torch_pi2.errors import ConfigError
 
 _FORWARD = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _PRE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+#: Around state_dict() and load_state_dict(). Those before loading run wherever they are.
+_STATE = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_BEFORE_LOADING = "_load_state_dict_pre_hooks"
 
 
 class NoHooks(OrderedDict[int, Any]):
@@ -43,7 +46,7 @@ class NoHooks(OrderedDict[int, Any]):
 
 def share_hooks(original: nn.Module, stand_in: nn.Module) -> None:
     """What was or will be registered on either is registered on both."""
-    for attribute in (*_FORWARD, *_PRE):
+    for attribute in (*_FORWARD, *_PRE, *_STATE, _BEFORE_LOADING):
         object.__setattr__(stand_in, attribute, getattr(original, attribute))
 
 
@@ -64,7 +67,7 @@ def hooks_inside(prefix: str, module: nn.Module) -> str | None:
     """A part of ``module`` that would be silenced if ``module`` were replaced, in words."""
     parts = {name: part for name, part in module.named_modules(prefix=prefix) if part is not module}
     for name, part in parts.items():
-        if has_hooks(part):
+        if has_hooks(part) or any(getattr(part, attribute) for attribute in _STATE):
             return f"{name} has a hook"
     return own_forward({prefix: module, **parts})
 
@@ -128,13 +131,13 @@ def allow_assignments(module: nn.Module) -> None:
 def refuse_hooks(modules: Iterable[nn.Module], runs: str) -> None:
     """``modules`` do not run any more, being parts of the FFN ``runs``."""
     for module in modules:
-        for attribute in (_FORWARD[0], _PRE[0]):
+        for attribute in (_FORWARD[0], _PRE[0], *_STATE):
             object.__setattr__(module, attribute, NoHooks(runs))
 
 
 def allow_hooks(modules: Iterable[nn.Module]) -> None:
     """Undo :func:`refuse_hooks`."""
     for module in modules:
-        for attribute in (_FORWARD[0], _PRE[0]):
+        for attribute in (_FORWARD[0], _PRE[0], *_STATE):
             if isinstance(getattr(module, attribute), NoHooks):
                 object.__setattr__(module, attribute, OrderedDict())

@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
+from torch_pi2.base.warn import log_once
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import Formula, computes
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
 from torch_pi2.runtime.absent import is_metadata
-from torch_pi2.runtime.ffn import SparseFFN, result_dtype
+from torch_pi2.runtime.ffn import SparseFFN, refuse_vmap, result_dtype
 from torch_pi2.runtime.standin import StandIn
 
 _log = logging.getLogger("torch_pi2")
@@ -231,6 +232,14 @@ def _related(func: Any, args: tuple[Any, ...], result: LazyFFN) -> LazyFFN:
     return result
 
 
+def _warn_compiled(_context: Any) -> None:
+    """While a graph is compiled."""
+    log_once(
+        "torch.compile computes feed-forward layers densely, and slowly, whose activation is code of a bigger block: "
+        "run such a model without it, or move each layer with its activation into a module of its own"
+    )
+
+
 class LazySource(StandIn):
     """Stands for a first linear (gate, up, or both fused) and returns a :class:`LazyFFN` of its result."""
 
@@ -252,6 +261,9 @@ class LazySource(StandIn):
                 "torch_pi2.restore(model) gives, which is dense.",
             )
         if torch.compiler.is_compiling():  # Dynamo sees an ordinary dense layer
+            from torch._dynamo.comptime import comptime
+
+            comptime(_warn_compiled)
             return self.dense(x)
         width = home.site.intermediate * len(self.roles)
         shape = (*x.shape[:-1], width)
@@ -291,6 +303,8 @@ class LazyDown(StandIn):
             return None
         found = list(leaves(h.note))
         x = found[0].x
+        if len(found) > 1:
+            refuse_vmap(self._home[0].site, x)  # whether inputs are equal has no rule there
         if any(leaf.source._home[0] is not self._home[0] or not _equal(leaf.x, x) for leaf in found):
             return None
         if h.numel() * x.shape[-1] != x.numel() * self._home[0].site.intermediate:

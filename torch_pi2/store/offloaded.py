@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.rewrite import predictor_tensors
 from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.runtime.budget import divide, give_back_freed_memory
+from torch_pi2.runtime.budget import divide
 from torch_pi2.runtime.experts import OffloadedExperts, SparseExperts
 from torch_pi2.runtime.ffn import SparseFFN
 from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN, Store

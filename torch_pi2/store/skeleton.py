@@ -45,7 +45,7 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers raises what its classes do
         raise _not_built(folder, error) from error
 
 
@@ -59,7 +59,8 @@ def named_class(config: Any) -> Any:
 
     if getattr(config, "auto_map", None):
         return None
-    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    named = getattr(config, "architectures", None)
+    name = named[0] if isinstance(named, list) and named else ""
     known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     found = None if known or not isinstance(name, str) or not name.isidentifier() else getattr(transformers, name, None)
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
@@ -94,7 +95,7 @@ def skeleton(
             )
         if (Path(folder) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers raises what its classes do
         raise _not_built(folder, error) from error
     result: nn.Module = model.eval()
     return result
