@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import torch_pi2
+from torch_pi2.base.files import atomic_write
 from torch_pi2.bench import ffn
 from torch_pi2.cli import bench, doctor
 from torch_pi2.cli.common import percent, size, stdlib_sample, table
-from torch_pi2.config import Config
 from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode_many, work
-from torch_pi2.runtime.files import atomic_write
+from torch_pi2.spec.config import Config
 
 MODEL = Path(__file__).resolve().parent / "models" / "drelu-stdlib-5m"
 PROMPT = 'def read_config(path):\n    """Read a configuration file'

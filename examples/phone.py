@@ -23,9 +23,9 @@ import torch
 from transformers import AutoTokenizer
 
 import torch_pi2
+from torch_pi2.base.files import atomic_write
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.run import Bundle
-from torch_pi2.runtime.files import atomic_write
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = (

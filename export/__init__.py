@@ -19,8 +19,8 @@ from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.failures import named_failures
-from torch_pi2.graph.rewrite import homes, is_optimized
-from torch_pi2.runtime.lazy import LazyDown
+from torch_pi2.layers.lazy import LazyDown
+from torch_pi2.layers.of_model import homes, is_optimized
 
 __all__ = ["program"]
 

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from torch_pi2.api import Optimized, parts_of
-from torch_pi2.arguments import checked
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.version import __version__
-from torch_pi2.config import Config
+from torch_pi2.decode.budget import wanted_neurons
+from torch_pi2.decode.executorch import EXECUTORCH, check_executorch
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError
 from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.chat import write_chat
@@ -45,10 +46,9 @@ from torch_pi2.export.markers import registered
 from torch_pi2.export.memory import fixed_bytes
 from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 from torch_pi2.export.store import StoreFacts, blob_of, kind_of, write_store
-from torch_pi2.runtime.budget import wanted_neurons
-from torch_pi2.runtime.executorch import EXECUTORCH, check_executorch
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.files import atomic_write, replacing_folder
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.rewrite.handle import Optimized, parts_of
+from torch_pi2.spec.config import Config
 from torch_pi2.store.storefile import StoreReader
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_pi2.store.crc32c import crc32c
+from torch_pi2.base.crc32c import crc32c
 
 MAGIC, VERSION, BYTES = b"PI2BLOB\0", 1, 512
 #: In the order of the blob; of a sign-bit predictor ``a`` is the signs.

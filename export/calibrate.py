@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.config import Config
+from torch_pi2.base.evaluating import evaluating
+from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.profile.data import batches
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.modes import evaluating
+from torch_pi2.spec.config import Config
 
 #: Tokens of which a layer's inputs are kept.
 TOKENS = 512

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import ConfigError
-from torch_pi2.runtime.files import atomic_write
 
 CHAT_FILE = "chat.json"
 FORMAT = "torch_pi2.chat"

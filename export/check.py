@@ -15,7 +15,7 @@ import torch
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.decoder import Lanes
 from torch_pi2.export.failures import named_failures
-from torch_pi2.runtime.prompt import sparse_only
+from torch_pi2.layers.prompt import sparse_only
 
 #: Tokens that are read at the beginning and at the end, and the fewest that a bundle has room for.
 _HEAD, _TAIL, _LEAST = 40, 8, 3

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import ArtifactError, LibraryMissingError
-from torch_pi2.extras import how_to_install
 
 #: Bytes of the head of a file that has an extended header, as ExecuTorch's C++ reads them.
 _HEAD = 64

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.sites import FFNSite
+from torch_pi2.layers.bundles import bundle_rows
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.plan.hardware_plan import HardwarePlan
-from torch_pi2.profile.stats import ActivationStats
-from torch_pi2.runtime.bundles import bundle_rows
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.offload import OffloadedFFN
+from torch_pi2.spec.machine_plan import HardwarePlan
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.spec.stats import ActivationStats
 
 #: Neurons of a chunk: matrices of 512 x H keep a phone's NPU busy, and four of them are a step in the plan.
 CHUNK = 512

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import ConfigError, LibraryMissingError
-from torch_pi2.extras import how_to_install
-from torch_pi2.runtime.absent import AbsentParameter
-from torch_pi2.runtime.linear import QuantLinear
+from torch_pi2.layers.linear import QuantLinear
 
 #: What ``export(linears=...)`` may be.
 LINEARS = ("float32", "int8", "int4")

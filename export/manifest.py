@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from torch_pi2.base.crc32c import continue_crc32c
+from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.errors import ArtifactError
-from torch_pi2.runtime.files import atomic_write, parse_json, read_text
-from torch_pi2.store.crc32c import continue_crc32c
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "torch_pi2.bundle"

@@ -20,9 +20,9 @@ import torch
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.hot import bundles_of
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
 from torch_pi2.ops import load
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.prompt import skips_predictor, takes_prompt_path
 
 #: What :class:`~torch_pi2.export.partitioner.Pi2Partitioner` takes, and the role in the blob.
 ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2}

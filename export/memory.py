@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from torch_pi2.runtime.budget import engine_bytes, scratch_bytes
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.decode.budget import scratch_bytes
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.store.budget import engine_bytes
 from torch_pi2.store.superblock import LayerEntry
 
 #: The runner with its libraries, stacks and thread pool, before anything is loaded (11 MB on x86-64), and the 4 MiB

@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 
-from torch_pi2.arguments import checked
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import argument
+from torch_pi2.base.files import check_not_standard_output
+from torch_pi2.base.units import parse_bytes
+from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
@@ -29,10 +33,6 @@ from torch_pi2.errors import (
 )
 from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
-from torch_pi2.runtime import executorch as backend
-from torch_pi2.runtime.budget import parse_bytes
-from torch_pi2.runtime.fields import argument
-from torch_pi2.runtime.files import check_not_standard_output
 
 #: As csrc/bindings/executorch/problem.h writes it.
 _PROBLEM = re.compile(r"(?P<what>.+?): expected (?P<expected>.+?), found (?P<found>.+?)\. (?P<fix>.+)", re.DOTALL)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.graph.rewrite import is_optimized
-from torch_pi2.runtime.experts import SparseExperts
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.lazy import LazyDown, LazySource
-from torch_pi2.runtime.standin import StandIn
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.lazy import LazyDown, LazySource
+from torch_pi2.layers.of_model import is_optimized
+from torch_pi2.layers.standin import StandIn
 
 #: Plain attributes of a model that are the library's, and not to be copied with it.
 _OURS = ("torch_pi2", "torch_pi2_store")

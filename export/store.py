@@ -15,14 +15,15 @@ from pathlib import Path
 
 import torch
 
+from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.base.version import __version__
 from torch_pi2.export.blob import PREDICTORS, TENSORS, Blob
+from torch_pi2.layers.ffn import PREDICTOR_TENSORS, SparseFFN
+from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.plan.plan import Plan
-from torch_pi2.runtime.ffn import PREDICTOR_TENSORS, SparseFFN
-from torch_pi2.runtime.offload import OffloadedFFN
-from torch_pi2.runtime.prompt import PREDICTED_SHARE, PROMPT_TOKENS
-from torch_pi2.store.crc32c import crc32c
+from torch_pi2.spec.plan import Plan
 from torch_pi2.store.slots import cluster_size, layer_entry, write_slots
 from torch_pi2.store.storefile import (
     STORE_FORMAT,
@@ -41,7 +42,6 @@ from torch_pi2.store.superblock import (
     slot_bytes,
     superblock_bytes,
 )
-from torch_pi2.store.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.store.weights import metadata, stored_row_bytes
 
 _NO_CHECK = "0" * 8

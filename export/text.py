@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 from torch_pi2.export.chat import render_messages
-from torch_pi2.extras import how_to_install
 
 #: Tokens of the prompt that an answer is decoded after: what a token looks like depends on the one before.
 _CONTEXT = 8

@@ -17,24 +17,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_pi2.checkpoint import read_config
+from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.errors import Pi2Error
-from torch_pi2.graph.sites import FFNSite, LinearRef
-from torch_pi2.plan.hardware import Accelerator, Bandwidth, Hardware, Kernel, Line, Rates, ThreadFactor
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.plan.reading import ReadRate, Reads
+from torch_pi2.machine.device import find_device
+from torch_pi2.machine.device_presets import PRESETS
+from torch_pi2.machine.hardware import Accelerator, Bandwidth, Hardware, Kernel, Line, Rates, ThreadFactor
+from torch_pi2.machine.reads import ReadRate, Reads
+from torch_pi2.observe.accesses import Accesses, StoredLayer
+from torch_pi2.predict.file import FitReport, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.predict.protocol import PredictorCard
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.predict.size import FitReport, FittedPredictors, load_predictors, save_predictors
-from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
-from torch_pi2.runtime.accesses import Accesses, StoredLayer
-from torch_pi2.store.device_presets import PRESETS
-from torch_pi2.store.devices import find_device
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.store.folder import read_config
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.storefile import StoreReader
-from torch_pi2.store.tensorfile import Spec, TensorWriter
 from torch_pi2.store.weights import QuantizedWeights
 
 HASH = "ab" * 32
@@ -138,7 +138,7 @@ def _machine() -> Hardware:
 def _write_stores(root: Path) -> None:
     from test_store import toy
 
-    from torch_pi2.store.pack import pack
+    from torch_pi2.checkpoint.pack import pack
 
     folder = toy(root / "toy")
     pack(folder, root / "packed")

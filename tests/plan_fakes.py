@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_pi2.plan.hardware import StoreCosts
-from torch_pi2.plan.plan import Plan
+from torch_pi2.machine.hardware import StoreCosts
 from torch_pi2.plan.shape import LayerShape, ModelShape
-from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 
 GB = 1e3  # bytes in a microsecond at 1 GB/s
 
@@ -36,7 +36,7 @@ class FakeAccelerator:
 
 @dataclass(frozen=True)
 class FakeHardware:
-    """As ``torch_pi2.plan.hardware.Hardware``: memory 20 GB/s in runs and 10 gathered, 100 macs a nanosecond.
+    """As ``torch_pi2.machine.hardware.Hardware``: memory 20 GB/s in runs and 10 gathered, 100 macs a nanosecond.
 
     Attributes: each is a rate that a test may change. A read of ``block`` bytes takes ``read_at_us`` and its bytes at
     ``drive_gb_per_s``; ``depth`` of them are under way together, of which the drive serves ``lanes`` at once.

@@ -19,9 +19,9 @@ from torch import nn
 from torch.func import functional_call
 
 import torch_pi2
+from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.rewrite import rewrite
-from torch_pi2.runtime.absent import AbsentParameter
+from torch_pi2.rewrite.rewrite import rewrite
 
 IDS_BT = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(2))
 

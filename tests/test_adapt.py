@@ -17,17 +17,19 @@ from tiny_models import LAYERS, VOCAB, tiny
 from torch import nn
 
 import torch_pi2
+from torch_pi2.decode.adapt import Engine, engine_of, follow
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
-from torch_pi2.graph.rewrite import rewrite, sparse_layers
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.layers.prompt import skips_predictor, sparse_only, takes_prompt_path
+from torch_pi2.observe import counters
 from torch_pi2.plan.greedy import plan_without_data
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.plan.plan import Plan, weights_hash
-from torch_pi2.runtime import counters
-from torch_pi2.runtime.adapt import Engine, engine_of, follow
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN
-from torch_pi2.runtime.prompt import skips_predictor, sparse_only, takes_prompt_path
+from torch_pi2.rewrite.rewrite import rewrite
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import Plan, weights_hash
 from torch_pi2.store.shapes import SHAPES
 
 IDS = torch.arange(1, 9)[None]

@@ -12,9 +12,9 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2 import errors
+from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.observe import counters
 from torch_pi2.profile import text
-from torch_pi2.runtime import counters
-from torch_pi2.runtime.prompt import sparse_only
 
 QUICK = {"calibration_tokens": 2000, "seq_len": 32}
 
@@ -290,7 +290,7 @@ def test_mixed_dtypes(drelu) -> None:
 
 
 def test_mixed_dtypes_by_name() -> None:
-    from torch_pi2.graph.sites import check_weights
+    from torch_pi2.spec.site import check_weights
 
     model = tiny_models.tiny("drelu")
     site = torch_pi2.find_sites(model)[0]

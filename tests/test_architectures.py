@@ -10,8 +10,8 @@ from test_rewrite import assert_same_state, count_op_calls, make_plan
 from tiny_models import BUILDERS, EXPECTED, HIDDEN, INTERMEDIATE, LAYERS, VOCAB, tiny
 
 from torch_pi2.graph import find_sites
-from torch_pi2.graph.rewrite import restore, rewrite
-from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.rewrite.rewrite import restore, rewrite
 
 ARCHITECTURES = sorted(BUILDERS)
 

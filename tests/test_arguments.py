@@ -14,11 +14,11 @@ import torch
 from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.arguments import checked
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.export.api import export
 from torch_pi2.export.run import Bundle
-from torch_pi2.runtime.budget import parse_bytes
 
 #: What is passed as every argument in turn.
 ODD: dict[str, Any] = {

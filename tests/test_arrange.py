@@ -15,10 +15,11 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.layers.offloaded import Store
+from torch_pi2.observe.accesses import Accesses
+from torch_pi2.observe.replay import OPTIMAL, as_run, replay
 from torch_pi2.ops import load
-from torch_pi2.runtime.accesses import Accesses
-from torch_pi2.runtime.offload import OffloadConfig, Store
-from torch_pi2.runtime.replay import OPTIMAL, as_run, replay
+from torch_pi2.spec.offload import OffloadConfig
 
 __all__ = ["folder"]  # a fixture
 

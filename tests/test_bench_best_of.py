@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import torch_pi2
-from torch_pi2.bench import best_of, machine
+from torch_pi2.base import process as machine
+from torch_pi2.bench import best_of
 from torch_pi2.bench.table import page as results_page
 from torch_pi2.cli.bench import render
+from torch_pi2.decode.adapt import engine_of
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.rewrite import sparse_layers
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.runtime.adapt import engine_of
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 
 PROMPT, EVERY, ROUNDS = 5, 2, 2
 

@@ -16,14 +16,15 @@ import torch
 from tiny_models import HIDDEN, INTERMEDIATE, LAYERS, VOCAB, tiny
 
 import torch_pi2
-from torch_pi2.bench import attention, decode, layer, table, traffic
+from torch_pi2.bench import decode, layer, table, traffic
 from torch_pi2.bench.gguf import write_gguf
 from torch_pi2.bench.peer import Peer, PeerError
 from torch_pi2.bench.subject import Subject
 from torch_pi2.cli import main
 from torch_pi2.cli.bench import render
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
-from torch_pi2.runtime.decode import Decoder
+from torch_pi2.observe import attention
 
 needs_gguf = pytest.mark.skipif(
     importlib.util.find_spec("gguf") is None, reason="package gguf is not installed (extra bench)"

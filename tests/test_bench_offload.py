@@ -16,7 +16,7 @@ from torch_pi2.bench.peer import PeerError
 from torch_pi2.cli import main
 from torch_pi2.cli.bench import render
 from torch_pi2.errors import ConfigError
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.offload import OffloadConfig
 
 
 @pytest.fixture(scope="module")

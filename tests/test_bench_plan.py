@@ -17,10 +17,10 @@ from torch_pi2.bench.timed_steps import PROMPT, Round, Steps
 from torch_pi2.cli import main
 from torch_pi2.cli.bench import render
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.rewrite import sparse_layers
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.plan.plan import Plan
-from torch_pi2.profile.stats import ActivationStats
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import ActivationStats
 
 
 @pytest.fixture(scope="module")

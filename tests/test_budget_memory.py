@@ -14,11 +14,12 @@ import torch
 
 import torch_pi2
 from torch_pi2.bench import cap
+from torch_pi2.decode.budget import room_for_compiling
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
-from torch_pi2.runtime.budget import PIECE_TOKENS, Budget, room_for_compiling
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.offload import OffloadConfig
-from torch_pi2.runtime.prompt import piece_of
+from torch_pi2.layers.prompt import piece_of
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.store.budget import PIECE_TOKENS, Budget
 
 #: What the system rounds up to where it charges a group, and tables of pages.
 _MARGIN = 4 << 20
@@ -28,8 +29,9 @@ _SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 _RUN = """
 import ctypes, gc, json, sys
 import torch, torch_pi2, transformers
-from torch_pi2.bench import cap, machine
-from torch_pi2.runtime.decode import Decoder
+from torch_pi2.bench import cap
+from torch_pi2.base import process as machine
+from torch_pi2.decode.decode import Decoder
 
 tiny, folder, activations, way, group = sys.argv[1:]
 torch.set_num_threads(2)

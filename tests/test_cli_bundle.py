@@ -16,11 +16,11 @@ from test_cli import Ran
 from tiny_bundle import ROOM, shared_bundle
 
 from torch_pi2 import cli
+from torch_pi2.base.extras import how_to_install
 from torch_pi2.cli import doctor
 from torch_pi2.errors import LibraryMissingError
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.run import Bundle
-from torch_pi2.extras import how_to_install
 
 
 @pytest.fixture(scope="session")

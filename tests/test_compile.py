@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_pi2.compile as compile_module
 from torch_pi2.base import warn
-from torch_pi2.graph.rewrite import restore, rewrite
+from torch_pi2.rewrite.rewrite import restore, rewrite
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 

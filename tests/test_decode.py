@@ -13,12 +13,12 @@ from tiny_models import VOCAB, tiny
 from torch import nn
 
 import torch_pi2
+from torch_pi2.decode.attention import packed_attention, packed_sdpa
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.kv import static_cache
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
-from torch_pi2.graph.rewrite import sparse_layers
-from torch_pi2.runtime.attention import packed_attention, packed_sdpa
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.kv import static_cache
-from torch_pi2.runtime.linear import QuantLinear
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import sparse_layers
 
 PROMPT_BT = torch.randint(VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
 NEW = 6

@@ -18,11 +18,11 @@ from torch_pi2.errors import ConfigError, GradientError, StaleArtifactError
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.active import ActiveNeurons
 from torch_pi2.graph.dispatch import NeuronClusterMode, PredictedMaskMode
-from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.ops.reference import sparse_ffn
-from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.spec.site import FFNSite, LinearRef
 
 H, I = 12, 37  # noqa: E741  the package's suffixes; 37 is no multiple of 8
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from torch_pi2.errors import ConfigError, StaleArtifactError
-from torch_pi2.graph.sites import FFNSite, LinearRef
-from torch_pi2.plan.drift import Drift, drift, update
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.observe.drift import Drift, drift, update
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.firing import power_law
 
 NEURONS, LAYERS, HOT = 2000, 3, 300

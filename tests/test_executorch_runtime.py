@@ -22,9 +22,9 @@ import torch
 from pte import Layer, Store, call, layer, one_call, write_pte
 from torch import nn
 
+from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
 from torch_pi2.export.blob import Blob
-from torch_pi2.runtime import executorch as backend
 
 TOKENS = torch.export.Dim("tokens", min=1, max=64)
 HIDDEN = 32

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import torch_pi2
-from torch_pi2.checkpoint import load_dense
+from torch_pi2.checkpoint.quantize import quantize
+from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli.inspect import describe
 from torch_pi2.cli.synthetic import _shape
-from torch_pi2.config import Config
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import (
     ArtifactError,
     CalibrationError,
@@ -29,17 +30,17 @@ from torch_pi2.errors import (
 )
 from torch_pi2.graph import FFNSite, find_sites
 from torch_pi2.graph.experts import experts_form, probe_experts
-from torch_pi2.graph.rewrite import rewrite, sparse_layers
+from torch_pi2.layers.experts import OffloadedExperts, SparseExperts, expert_groups
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.greedy import plan_without_data
-from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
-from torch_pi2.quant.linears import Storage
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.experts import OffloadedExperts, SparseExperts, expert_groups
-from torch_pi2.runtime.offload import OffloadConfig
-from torch_pi2.store.quantize import quantize
+from torch_pi2.rewrite.linears import Storage
+from torch_pi2.rewrite.rewrite import rewrite
+from torch_pi2.rewrite.skeleton import skeleton
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.store.shapes import SHAPES
-from torch_pi2.store.skeleton import skeleton
 from torch_pi2.store.storefile import StoreReader
 
 SIZES = {

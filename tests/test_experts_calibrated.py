@@ -14,28 +14,30 @@ from test_experts import build, logits, off
 from torch import nn
 
 import torch_pi2
-from torch_pi2.api import Optimized, _apply, _fit, _profile
+from torch_pi2.api import _fit, _profile
 from torch_pi2.cli.inspect import describe, render
-from torch_pi2.config import Config
 from torch_pi2.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.eval import compare_decode, ffn_modules, nats_per_token, work
+from torch_pi2.fit.fit import fit as fit_predictors
+from torch_pi2.fit.signbit_fit import fit_signbit
 from torch_pi2.graph import FFNSite, find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
-from torch_pi2.graph.rewrite import rewrite, sparse_layers
+from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.plan.greedy import greedy_plan
+from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.predict.protocol import PredictorCard
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.predict.signbit_fit import fit_signbit
-from torch_pi2.predict.size import FittedPredictors
-from torch_pi2.predict.size import fit as fit_predictors
 from torch_pi2.profile import MIN_TOKENS, ActivationStats, batches, collect_samples
 from torch_pi2.profile import profile as profile_sites
+from torch_pi2.profile.inputs import EXPERT_TOKENS, gather_inputs
 from torch_pi2.profile.samples import bytes_per_token, routed_tokens, samples_bytes
-from torch_pi2.quant.inputs import EXPERT_TOKENS, gather_inputs
-from torch_pi2.quant.linears import Storage
-from torch_pi2.runtime.experts import OffloadedExperts, SparseExperts
+from torch_pi2.rewrite.handle import Optimized, _apply
+from torch_pi2.rewrite.linears import Storage
+from torch_pi2.rewrite.rewrite import rewrite
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.predictor import PredictorCard
 
 SMOOTH: dict[str, dict[str, Any]] = {
     "Mixtral": {"hidden_act": "silu"},

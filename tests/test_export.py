@@ -9,7 +9,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import program
-from torch_pi2.runtime.prompt import sparse_only
+from torch_pi2.layers.prompt import sparse_only
 
 
 class Block(nn.Module):
@@ -32,9 +32,9 @@ class Two(nn.Module):
 
 
 def test_operators_are_in_the_program_and_any_length_runs() -> None:
-    from torch_pi2.graph.rewrite import rewrite
     from torch_pi2.plan.greedy import plan_without_data
-    from torch_pi2.plan.plan import weights_hash
+    from torch_pi2.rewrite.rewrite import rewrite
+    from torch_pi2.spec.plan import weights_hash
 
     model = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
     x = torch.randn(2, 5, 24)

@@ -15,6 +15,7 @@ from tiny_models import _hf, randomise, tiny
 from torch import nn
 
 import torch_pi2
+from torch_pi2.decode.executorch import load_library, set_options
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, UnsupportedModelError
 from torch_pi2.export.check import check_traced
 from torch_pi2.export.contents import describe_program
@@ -27,9 +28,8 @@ from torch_pi2.export.markers import cold_part, registered
 from torch_pi2.export.run import Bundle
 from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 from torch_pi2.export.store import write_store
-from torch_pi2.graph.rewrite import sparse_layers
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.runtime.executorch import load_library, set_options
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.store.storefile import StoreReader
 
 PROMPT = [7, 30, 201, 5, 90, 11]

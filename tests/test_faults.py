@@ -23,9 +23,10 @@ from test_store import SMALL, Damaged, parts_beside, store_of, toy
 from torch import nn
 
 import torch_pi2
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.offload import OffloadConfig, Store
+from torch_pi2.layers.offloaded import Store
+from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.storefile import StoreReader
 
 IDS = torch.arange(1, 13)[None]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from torch_pi2.base import files
+from torch_pi2.base.files import replacing_folder
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.runtime import files
-from torch_pi2.runtime.files import replacing_folder
 
 MESSAGE = r"writing .*/m: expected a folder that can be written, found .*; nothing was left half-written\."
 

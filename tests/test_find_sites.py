@@ -12,7 +12,8 @@ from torch import nn
 
 from torch_pi2.errors import CalibrationError, ConfigError, DeviceError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph import FFNSite, find_sites
-from torch_pi2.graph.activation import Formula, identify
+from torch_pi2.graph.activation import identify
+from torch_pi2.spec.formula import Formula
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
@@ -290,7 +291,7 @@ def test_a_model_that_dynamo_cannot_capture_is_refused_with_the_reason():
 def test_an_optimised_model_is_refused():
     from test_rewrite import make_plan
 
-    from torch_pi2.graph.rewrite import rewrite
+    from torch_pi2.rewrite.rewrite import rewrite
 
     model = tiny("llama-relu")
     rewrite(model, make_plan(model))

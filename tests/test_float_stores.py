@@ -19,16 +19,17 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.checkpoint import load_dense
+from torch_pi2.checkpoint import bundled
+from torch_pi2.checkpoint.quantize import Quantizer
+from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.layers.experts import OffloadedExperts
+from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops import reference_store
-from torch_pi2.runtime.experts import OffloadedExperts
-from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN, Store
-from torch_pi2.store import bundled
+from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.quantize import Quantizer
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import WEIGHT_CODES
 
@@ -307,7 +308,7 @@ def test_commands(tmp_path: Path, saved: Path, quick: None, capsys: pytest.Captu
 
 _MEMORY = """
 import re, sys, torch, torch_pi2
-from torch_pi2.store import bundled
+from torch_pi2.checkpoint import bundled
 def read(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 torch.set_num_threads(1)

@@ -16,11 +16,11 @@ from tiny_models import VOCAB, tiny
 from torch import fx, nn
 
 import torch_pi2
+from torch_pi2.decode.adapt import Engine, follow
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.generate import Generated, Sampling, generate, pick
 from torch_pi2.errors import ConfigError, ShapeError
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.runtime.adapt import Engine, follow
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.generate import Generated, Sampling, generate, pick
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 
 IDS = torch.randint(1, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
 NEW = 10

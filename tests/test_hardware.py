@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from torch_pi2.cli.hardware_text import describe
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-from torch_pi2.plan.hardware import (
+from torch_pi2.machine.find import cached_path, find_hardware
+from torch_pi2.machine.hardware import (
     KERNELS,
     PREDICTORS,
     Accelerator,
@@ -28,11 +29,9 @@ from torch_pi2.plan.hardware import (
     Line,
     Rates,
     ThreadFactor,
-    cached_path,
-    find_hardware,
 )
-from torch_pi2.plan.hardware_presets import PRESETS
-from torch_pi2.plan.reading import ReadRate, Reads, monotone
+from torch_pi2.machine.presets import PRESETS
+from torch_pi2.machine.reads import ReadRate, Reads, monotone
 
 MIB = 1 << 20
 

@@ -19,8 +19,9 @@ import torch_pi2
 from torch_pi2.compile import backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.graph.dispatch import NeuronClusterMode
-from torch_pi2.graph.rewrite import is_optimized, restore, rewrite
-from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import is_optimized
+from torch_pi2.rewrite.rewrite import restore, rewrite
 
 IDS_BT = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(2))
 

@@ -30,8 +30,8 @@ from hostile import (
     write_sound,
 )
 
+from torch_pi2.base.reading import MOST_DEPTH, parse
 from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
-from torch_pi2.runtime.reading import MOST_DEPTH, parse
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import Superblock
 

@@ -19,9 +19,9 @@ from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, Pi2Error
-from torch_pi2.graph.sites import FFNSite, LinearRef
-from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 
 #: Imports once, and forks for each process that is to be killed.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -220,7 +220,7 @@ def test_no_room_is_named_and_nothing_is_left(sources: Path, tmp_path: Path, wri
 
 
 def _hold(out: Path, held: Any) -> None:
-    from torch_pi2.runtime.files import claimed
+    from torch_pi2.base.files import claimed
 
     with claimed(out):
         held.set()
@@ -228,7 +228,7 @@ def _hold(out: Path, held: Any) -> None:
 
 
 def test_a_file_waits_for_another_that_is_being_written(tmp_path: Path) -> None:
-    from torch_pi2.runtime.files import atomic_write
+    from torch_pi2.base.files import atomic_write
 
     held = _FORKS.Event()
     process = _FORKS.Process(target=_hold, args=(tmp_path / "a.json", held))

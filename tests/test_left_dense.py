@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_pi2
-from torch_pi2.config import Config
 from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.experts import all_experts
 from torch_pi2.graph.find import search
 from torch_pi2.profile.data import batches
+from torch_pi2.spec.config import Config
 
 IDS_NT = torch.randint(3, VOCAB, (16, 16), generator=torch.Generator().manual_seed(0))
 X_BTH = torch.randn(2, 40, HIDDEN, generator=torch.Generator().manual_seed(1))

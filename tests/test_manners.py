@@ -80,7 +80,7 @@ def test_the_probe_itself_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_public_names_are_functions_even_after_their_rooms_are_imported() -> None:
     """``profile`` and ``plan`` name both a function and a package; the function must win on ``torch_pi2``."""
     code = (
-        "import torch_pi2, torch_pi2.profile.text, torch_pi2.plan.plan\n"
+        "import torch_pi2, torch_pi2.profile.text, torch_pi2.spec.plan\n"
         "names = 'profile fit plan optimize save load restore NeuronClusterMode'.split()\n"
         "assert set(names) <= set(torch_pi2.__all__), torch_pi2.__all__\n"
         "assert all(callable(getattr(torch_pi2, name)) for name in names)\n"

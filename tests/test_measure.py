@@ -14,13 +14,14 @@ import torch
 
 from torch_pi2 import cli
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
+from torch_pi2.machine.find import cached_path, find_hardware
+from torch_pi2.machine.hardware import Hardware
+from torch_pi2.measure import compute as measure_compute
+from torch_pi2.measure.fit import Case, Samples, Size, fit, time_into
+from torch_pi2.measure.measure import measure
+from torch_pi2.measure.reads import drive
+from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
-from torch_pi2.plan import measure_compute
-from torch_pi2.plan.hardware import Hardware, cached_path, find_hardware
-from torch_pi2.plan.measure import measure
-from torch_pi2.plan.measure_fit import Case, Samples, Size, fit, time_into
-from torch_pi2.plan.measure_reads import drive
-from torch_pi2.plan.measure_weights import Weights
 
 MIB = 1 << 20
 
@@ -216,7 +217,7 @@ def test_doctor_measures_saves_and_knows_it_afterwards(
         return looked[0]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(sys.modules["torch_pi2.plan.measure"], "measure", quick)
+    monkeypatch.setattr(sys.modules["torch_pi2.measure.measure"], "measure", quick)
     assert cli.main(["doctor"]) == 0
     assert "not measured yet: torch-pi2 doctor --measure" in capsys.readouterr().out
     assert cli.main(["doctor", "--measure", "--measure-folder", str(tmp_path)]) == 0

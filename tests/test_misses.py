@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from plan_fakes import fake_layer, fake_shape
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.observe.accesses import Accesses, StoredLayer
+from torch_pi2.observe.replay import replay
 from torch_pi2.plan.curve import layer_curve, predicted_share
 from torch_pi2.plan.misses import FrequencyMisses, ReplayMisses, resident_slots
 from torch_pi2.plan.shape import ModelShape
-from torch_pi2.runtime.accesses import Accesses, StoredLayer
-from torch_pi2.runtime.replay import replay
 
 NONE = [0, 0]
 

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.units import parse_bytes
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store
 from torch_pi2.ops import load, reference_store
-from torch_pi2.runtime.budget import parse_bytes
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.offload import STATISTICS, OffloadConfig, OffloadedFFN, Store
+from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.storefile import StoreReader
 
 IDS = torch.arange(1, 25).reshape(2, 12)
@@ -61,7 +62,7 @@ def test_the_bits_do_not_depend_on_the_budget(
 ) -> None:
     plain, store = folders
     in_memory = torch_pi2.load(plain, activations=activations)
-    with torch_pi2.runtime.prompt.sparse_only():
+    with torch_pi2.layers.prompt.sparse_only():
         wanted = logits(in_memory)
     for extra in (0, 100_000, 1 << 30):
         model = torch_pi2.load(store, activations=activations, budget=smallest(store) + extra, offload=config)
@@ -104,7 +105,7 @@ def test_compiled_decoding_over_a_store(folders: tuple[Path, Path]) -> None:
     tokens = []
     for model in (torch_pi2.load(plain), torch_pi2.load(store, budget=smallest(store) + 200_000)):
         decoder = Decoder(model, max_tokens=24)
-        with torch_pi2.runtime.prompt.sparse_only():
+        with torch_pi2.layers.prompt.sparse_only():
             token = decoder.prompt(IDS[:1])
         tokens.append([int(token)])
         for _ in range(6):
@@ -221,7 +222,7 @@ def test_copies_share_the_store_and_conversions_leave_it(folders: tuple[Path, Pa
 
 def test_long_prompts_compute_what_models_in_memory_compute(folders: tuple[Path, Path]) -> None:
     """A layer whose predictor keeps much gets all neurons of a long prompt, in memory or not."""
-    from torch_pi2.runtime.prompt import PREDICTED_SHARE, skips_predictor
+    from torch_pi2.layers.prompt import PREDICTED_SHARE, skips_predictor
 
     model = torch_pi2.load(folders[1], budget="1GiB")
     layer = next(m for m in model.modules() if isinstance(m, OffloadedFFN))

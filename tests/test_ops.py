@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torch_pi2.errors import GradientError, LibraryMissingError, ShapeError
+from torch_pi2.observe import counters
 from torch_pi2.ops import ACTIVATIONS, library, load, reference
-from torch_pi2.runtime import counters
 
 load()
 ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")

@@ -16,7 +16,7 @@ from torch import nn
 import torch_pi2
 import torch_pi2.compile as compile_module
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.graph.rewrite import sites_of
+from torch_pi2.layers.of_model import sites_of
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 MAGNITUDES = (1e-3, 1.0, 30.0, 1e3, 1e5, 1e9)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from torch_pi2.base.files import atomic_write, is_standard_output, replacing_folder
 from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.errors import ArtifactError
-from torch_pi2.runtime.files import atomic_write, is_standard_output, replacing_folder
-from torch_pi2.runtime.trace import check_path
+from torch_pi2.observe.trace import check_path
 
 REPO = Path(__file__).resolve().parent.parent
 

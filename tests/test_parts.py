@@ -18,15 +18,15 @@ from test_store import SMALL, Damaged, logits, parts_beside, recorded, rename_ch
 
 import torch_pi2
 from torch_pi2 import compile as compiling
-from torch_pi2.checkpoint import load_dense
+from torch_pi2.base.tensorfile import Spec
+from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common, main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
-from torch_pi2.plan.plan import Plan
-from torch_pi2.predict.size import load_predictors, save_predictors
-from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.predict.file import load_predictors, save_predictors
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader, block_checks, part_of, tensor_check
-from torch_pi2.store.tensorfile import Spec
 
 KEY = "model.layers.{}.mlp"
 

@@ -15,8 +15,8 @@ from test_store import SMALL
 import torch_pi2
 from torch_pi2 import cli, errors
 from torch_pi2.plan.diff import diff
-from torch_pi2.plan.plan import Plan
-from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 
 PHONE = "sm8650-ufs4.0"
 LAYERS, NEURONS = SMALL["num_hidden_layers"], SMALL["intermediate_size"]

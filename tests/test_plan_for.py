@@ -10,10 +10,10 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2 import errors
-from torch_pi2.graph.rewrite import sparse_layers
-from torch_pi2.plan.hardware import find_hardware
-from torch_pi2.plan.plan import Plan
-from torch_pi2.runtime.adapt import engine_of
+from torch_pi2.decode.adapt import engine_of
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.spec.plan import Plan
 from torch_pi2.store.parts import Parts
 
 PRESET = "sm8650-ufs4.0"

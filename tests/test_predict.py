@@ -12,25 +12,18 @@ from torch import nn
 
 from torch_pi2 import ops
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.fit.fit import causal_lm_loss, cold_neurons, fit, initial_rank
+from torch_pi2.fit.train import calibrate, exact_gate, measure, train_lowrank
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
-from torch_pi2.graph.sites import FFNSite, FFNWeights, LinearRef
-from torch_pi2.plan.plan import weights_hash
+from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.lowrank import ALWAYS, LowRank, quantise_rows
-from torch_pi2.predict.size import (
-    FittedPredictors,
-    causal_lm_loss,
-    cold_neurons,
-    fit,
-    initial_rank,
-    load_predictors,
-    save_predictors,
-)
-from torch_pi2.predict.train import calibrate, exact_gate, measure, train_lowrank
 from torch_pi2.profile.data import Batch
 from torch_pi2.profile.run import profile
 from torch_pi2.profile.samples import Samples
-from torch_pi2.profile.stats import pack_bits
+from torch_pi2.spec.plan import weights_hash
+from torch_pi2.spec.site import FFNSite, FFNWeights, LinearRef
+from torch_pi2.spec.stats import pack_bits
 
 H, I = 16, 45  # noqa: E741  the package's suffixes; 45 is no multiple of 8
 

@@ -22,11 +22,11 @@ from torch_pi2.errors import (
     UnsupportedModelError,
 )
 from torch_pi2.graph import find_sites
-from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profile.run import profile
 from torch_pi2.profile.samples import collect_samples, sample_groups
-from torch_pi2.profile.stats import ActivationStats, Reservoir, pack_bits, unpack_bits
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.spec.stats import ActivationStats, Reservoir, pack_bits, unpack_bits
 
 H, I = 12, 37  # noqa: E741  the package's suffixes; 37 is no multiple of 8
 
@@ -380,7 +380,7 @@ def test_nan_weights_meta_and_no_sites_are_refused() -> None:
 def test_matmuls_with_other_weights_are_noticed() -> None:
     """Autocast works on copies of the weights: better an error than statistics of nothing."""
     with (
-        pytest.raises(UnsupportedModelError, match=r"FFN sites that never ran: .* Turn autocast"),
+        pytest.raises(UnsupportedModelError, match=r"FFN sites that never ran: .* else turn autocast"),
         torch.autocast("cpu", torch.bfloat16),
     ):
         profile(Gated("relu"), calls(), [gated_site("relu")])

@@ -13,6 +13,7 @@ from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.errors import (
     CalibrationError,
     ConfigError,
@@ -22,13 +23,13 @@ from torch_pi2.errors import (
     ShapeError,
     UnsupportedModelError,
 )
-from torch_pi2.graph.rewrite import rewrite, sparse_layers
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.rows import row_bytes
-from torch_pi2.quant.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
-from torch_pi2.quant.linears import Storage, find_linears, quantize_linears
-from torch_pi2.runtime.absent import AbsentParameter
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.linear import QuantLinear
+from torch_pi2.profile.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
+from torch_pi2.rewrite.linears import Storage, find_linears, quantize_linears
+from torch_pi2.rewrite.rewrite import rewrite
 
 IDS = torch.arange(3, 35).reshape(2, 16) % 64
 CALIBRATION = torch.randint(3, 64, (40, 32), generator=torch.Generator().manual_seed(5))
@@ -452,7 +453,7 @@ def test_broken_weights_are_refused_before_anything_is_changed() -> None:
 
 
 def test_a_layer_that_fails_late_leaves_a_running_model_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_pi2.graph import rewrite as module
+    from torch_pi2.rewrite import rewrite as module
 
     model, real = tiny("drelu"), module._check_quantised
 
@@ -472,14 +473,14 @@ def test_a_layer_that_fails_late_leaves_a_running_model_and_says_so(monkeypatch:
 
 
 def test_an_interruption_between_ffns_and_linears_leaves_a_running_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_pi2 import api
+    from torch_pi2.rewrite import handle
 
     def interrupt(*_args: object, **_kwargs: object) -> None:
         raise KeyboardInterrupt
 
     model = tiny("drelu")
     wanted = logits(model)
-    monkeypatch.setattr(api, "quantize_linears", interrupt)
+    monkeypatch.setattr(handle, "quantize_linears", interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8"))
     assert "dequantised weights now: load the checkpoint again" in caught.value.__notes__[0]

@@ -11,11 +11,13 @@ from test_rewrite import make_plan, predictor
 from tiny_models import HIDDEN, tiny
 from torch import nn
 
-from torch_pi2.graph.rewrite import rewrite, sparse_layers
-from torch_pi2.quant.linears import Storage
-from torch_pi2.runtime import counters, prompt
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.prompt import PREDICTED_SHARE, PROMPT_TOKENS, sparse_only, takes_prompt_path
+from torch_pi2.layers import prompt
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS, sparse_only, takes_prompt_path
+from torch_pi2.observe import counters
+from torch_pi2.rewrite.linears import Storage
+from torch_pi2.rewrite.rewrite import rewrite
 
 X = torch.randn(3, 20, HIDDEN, generator=torch.Generator().manual_seed(4))
 

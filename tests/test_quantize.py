@@ -19,7 +19,8 @@ from tiny_models import BUILDERS, randomise, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.checkpoint import load_dense
+from torch_pi2.base.tensorfile import TensorReader
+from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import main
 from torch_pi2.errors import (
     ArtifactError,
@@ -30,18 +31,17 @@ from torch_pi2.errors import (
     StaleArtifactError,
 )
 from torch_pi2.graph.find import find_sites
-from torch_pi2.graph.rewrite import sparse_layers
-from torch_pi2.graph.sites import FFNSite
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.plan.plan import Plan
+from torch_pi2.predict.file import FittedPredictors, load_predictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.predict.protocol import PredictorCard
-from torch_pi2.predict.size import FittedPredictors, load_predictors
 from torch_pi2.profile.text import stdlib_text
-from torch_pi2.quant.linears import find_linears
-from torch_pi2.runtime.linear import QuantLinear
-from torch_pi2.store.skeleton import skeleton
-from torch_pi2.store.tensorfile import TensorReader
+from torch_pi2.rewrite.linears import find_linears
+from torch_pi2.rewrite.skeleton import skeleton
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.spec.site import FFNSite
 
 TRAINED = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 NAMES = ["llama-relu", "llama", "qwen2", "phi3", "opt", "llama-bias", "gemma"]
@@ -205,8 +205,8 @@ def test_shards_and_large_matrices_in_chunks(tmp_path: Path, monkeypatch: pytest
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     torch_pi2.quantize(tmp_path / "one", tmp_path / "a")
-    monkeypatch.setattr("torch_pi2.store.quantize._CHUNK", 700)
-    monkeypatch.setattr("torch_pi2.store.dense._CHUNK", 5)
+    monkeypatch.setattr("torch_pi2.checkpoint.quantize._CHUNK", 700)
+    monkeypatch.setattr("torch_pi2.checkpoint.dense._CHUNK", 5)
     torch_pi2.quantize(tmp_path / "many", tmp_path / "b")
     files = [load_file(str(tmp_path / name / "pi2" / "weights.safetensors")) for name in "ab"]
     assert files[0].keys() == files[1].keys()
@@ -360,7 +360,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def break_file(folder: Path, change: str) -> None:
     path = folder / "pi2" / "weights.safetensors"
     tensors = load_file(str(path))
-    from torch_pi2.store.tensorfile import TensorReader
+    from torch_pi2.base.tensorfile import TensorReader
 
     with TensorReader(path) as reader:
         meta = dict(reader.metadata)

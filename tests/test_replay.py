@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.files import atomic_folder_files
+from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-from torch_pi2.runtime.accesses import Accesses
-from torch_pi2.runtime.budget import Budget
-from torch_pi2.runtime.files import atomic_folder_files
-from torch_pi2.runtime.offload import POLICIES, OffloadConfig
-from torch_pi2.runtime.replay import OPTIMAL, as_run, lru_curve, replay, slots_of
-from torch_pi2.store.tensorfile import read_tensors
+from torch_pi2.observe.accesses import Accesses
+from torch_pi2.observe.replay import OPTIMAL, as_run, lru_curve, replay, slots_of
+from torch_pi2.spec.offload import POLICIES, OffloadConfig
+from torch_pi2.store.budget import Budget
 
 IDS = torch.arange(1, 25).reshape(2, 12)
 CLOSED = r"model\.pi2: expected .* an open store, found a store that has been closed"

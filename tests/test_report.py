@@ -21,18 +21,18 @@ import torch_pi2
 from torch_pi2 import report
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, LibraryMissingError, Pi2Error, StaleArtifactError
-from torch_pi2.graph.sites import FFNSite, LinearRef
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.observe.accesses import Accesses
+from torch_pi2.observe.replay import as_run
 from torch_pi2.report import facts, figures_plan, looks, page
 from torch_pi2.report.collect import firing
 from torch_pi2.report.measured import read_measured
 from torch_pi2.report.planned import planned
 from torch_pi2.report.style import THEMES
 from torch_pi2.report.timeline import MOST_SPANS, read_trace
-from torch_pi2.runtime.accesses import Accesses
-from torch_pi2.runtime.replay import as_run
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.parts import Parts
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

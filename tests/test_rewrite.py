@@ -22,11 +22,12 @@ from torch_pi2.errors import (
     UnsupportedModelError,
 )
 from torch_pi2.graph import find_sites
-from torch_pi2.graph.rewrite import is_optimized, restore, rewrite, sites_of, sparse_layers
-from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
-from torch_pi2.runtime.ffn import PREDICTOR_TENSORS, SparseFFN
-from torch_pi2.runtime.lazy import LazyDown, LazyFFN, LazySource
-from torch_pi2.runtime.standin import Absorbed
+from torch_pi2.layers.ffn import PREDICTOR_TENSORS, SparseFFN
+from torch_pi2.layers.lazy import LazyDown, LazyFFN, LazySource
+from torch_pi2.layers.of_model import is_optimized, sites_of, sparse_layers
+from torch_pi2.layers.standin import Absorbed
+from torch_pi2.rewrite.rewrite import restore, rewrite
+from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 

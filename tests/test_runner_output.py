@@ -18,7 +18,7 @@ import test_runner
 from test_runner import call, refused, run
 from test_runner_requests import predicted
 
-from torch_pi2.runtime.files import claimed
+from torch_pi2.base.files import claimed
 
 __all__ = ["predicted"]  # a fixture
 

@@ -10,14 +10,14 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, ShapeError, StaleArtifactError
+from torch_pi2.fit.signbit_fit import calibrate_signbit
+from torch_pi2.fit.train import measure
+from torch_pi2.observe import counters
+from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.signbit import SignBit, pack_signs
-from torch_pi2.predict.signbit_fit import calibrate_signbit
-from torch_pi2.predict.size import FittedPredictors, load_predictors, save_predictors
-from torch_pi2.predict.train import measure
 from torch_pi2.profile.samples import Samples
-from torch_pi2.profile.stats import pack_bits
 from torch_pi2.profile.text import stdlib_text
-from torch_pi2.runtime import counters
+from torch_pi2.spec.stats import pack_bits
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 
@@ -164,7 +164,7 @@ def test_plans_need_the_right_predictor(trained: nn.Module, tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"expected one for method 'lowrank', found one for 'signbit'"):
         torch_pi2.plan(trained, stats, fitted, config=torch_pi2.Config(method="lowrank"))
     plan = torch_pi2.plan(trained, stats, fitted, config=config)
-    from torch_pi2.graph.rewrite import rewrite
+    from torch_pi2.rewrite.rewrite import rewrite
 
     with pytest.raises(ConfigError, match="expected tensors signs, hidden, margin, as its plan says 'signbit'"):
         rewrite(trained, plan, {})

@@ -21,10 +21,10 @@ from torch_pi2.bench.offload import MODES
 from torch_pi2.cli import main
 from torch_pi2.cli.bench import render
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.machine.device import Device, find_device, parse_device
+from torch_pi2.machine.device_presets import PRESETS
 from torch_pi2.ops import load
-from torch_pi2.runtime.offload import OffloadConfig
-from torch_pi2.store.device_presets import PRESETS
-from torch_pi2.store.devices import Device, find_device, parse_device
+from torch_pi2.spec.offload import OffloadConfig
 
 Description = dict[str, Any]
 
@@ -211,7 +211,7 @@ def test_the_bits_over_a_simulated_device_and_its_time(
     (tmp_path / "slow.json").write_text(json.dumps(SLOW))
     in_memory = torch_pi2.load(plain)
     ids = torch.arange(1, 4)[None]
-    with torch_pi2.runtime.prompt.sparse_only():
+    with torch_pi2.layers.prompt.sparse_only():
         wanted = logits(in_memory, ids)
     real = OffloadConfig(engine="pread", pipeline=pipeline)
     model = torch_pi2.load(store, budget=smallest(store), offload=real)

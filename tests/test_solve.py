@@ -17,7 +17,6 @@ from plan_fakes import FakeAccelerator, FakeHardware, fake_layer, fake_shape
 from torch_pi2.errors import ConfigError
 from torch_pi2.plan.baselines import KINDS, fixed_plan
 from torch_pi2.plan.cost import step_cost
-from torch_pi2.plan.hardware_plan import HardwarePlan
 from torch_pi2.plan.misses import FrequencyMisses, resident_slots
 from torch_pi2.plan.prompt_cost import prompt_cost, switch_point
 from torch_pi2.plan.search import Choice, Space, hot_counts, prices, resident_counts
@@ -25,7 +24,8 @@ from torch_pi2.plan.settings import prompt_plan
 from torch_pi2.plan.shape import ModelShape
 from torch_pi2.plan.solve import solve
 from torch_pi2.plan.task import Task
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.machine_plan import HardwarePlan
+from torch_pi2.spec.offload import OffloadConfig
 
 QUICK = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 CONTEXT = 64

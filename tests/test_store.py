@@ -24,22 +24,22 @@ from safetensors.torch import load_file
 from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.checkpoint import load_dense
+from torch_pi2.base.crc32c import continue_crc32c, crc32c, crc32c_by_table, has_operator
+from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
+from torch_pi2.checkpoint import pack as packing
+from torch_pi2.checkpoint.quantize import quantize
+from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.checkpoint.sparse import load_sparse
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
-from torch_pi2.graph.sites import FFNSite, LinearRef
-from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.predict.size import save_predictors
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.files import replacing_folder
-from torch_pi2.store import pack as packing
-from torch_pi2.store.crc32c import continue_crc32c, crc32c, crc32c_by_table, has_operator
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.predict.file import save_predictors
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.quantize import quantize
-from torch_pi2.store.sparse import load_sparse
 from torch_pi2.store.storefile import PADDING, StoreReader, open_weights, part_of, tensor_check
 from torch_pi2.store.superblock import LayerEntry, Superblock, slot_bytes
-from torch_pi2.store.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.store.weights import bundle_specs, metadata
 
 #: The toys have no predictors: without it, their neurons would be in clusters.
@@ -368,7 +368,7 @@ _KILLED = """
 import hashlib, json, os, shutil, signal, sys, torch
 from pathlib import Path
 import torch_pi2
-from torch_pi2.store import pack as packing
+from torch_pi2.checkpoint import pack as packing
 torch.set_num_threads(1)
 packing._RECORD = 3000
 source, root = Path(sys.argv[1]), Path(sys.argv[2])

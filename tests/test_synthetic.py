@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 import torch_pi2
-from torch_pi2.checkpoint import load_dense
+from torch_pi2.base.tensorfile import TensorReader
+from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
-from torch_pi2.plan.plan import Plan
+from torch_pi2.predict.file import load_predictors
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.predict.size import load_predictors
+from torch_pi2.spec.plan import Plan
 from torch_pi2.store.firing import (
     LOCALITY,
     TOPIC_IDS,
@@ -30,7 +31,6 @@ from torch_pi2.store.firing import (
     random_rows,
 )
 from torch_pi2.store.shapes import SHAPES
-from torch_pi2.store.tensorfile import TensorReader
 
 ACTIVE, LAYERS = 0.1, 4
 SMALL = {

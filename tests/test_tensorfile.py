@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from torch_pi2.base.tensorfile import DTYPES, Spec, TensorReader, TensorWriter
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
-from torch_pi2.store.tensorfile import DTYPES, Spec, TensorReader, TensorWriter
 from torch_pi2.store.weights import QuantizedWeights, metadata
 
 

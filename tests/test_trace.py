@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.files import atomic_write
 from torch_pi2.bench import offload
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.observe.trace import COUNTERS, STAGES
 from torch_pi2.ops import load
-from torch_pi2.runtime.files import atomic_write
-from torch_pi2.runtime.offload import OffloadConfig, OffloadedFFN
-from torch_pi2.runtime.trace import COUNTERS, STAGES
+from torch_pi2.spec.offload import OffloadConfig
 
 IDS = torch.arange(1, 9).reshape(1, 8)
 #: Rounding of the file's microseconds.
@@ -131,7 +132,7 @@ def chunks_of(neurons: int) -> int:
 def test_layers_in_memory(folders: tuple[Path, Path], tmp_path: Path) -> None:
     model = torch_pi2.load(folders[0])
     run(model)
-    with torch_pi2.runtime.prompt.sparse_only(), torch_pi2.trace(tmp_path / "out.json") as recorded:
+    with torch_pi2.layers.prompt.sparse_only(), torch_pi2.trace(tmp_path / "out.json") as recorded:
         run(model, 3)
     about, events = read(tmp_path / "out.json")
     check(events)

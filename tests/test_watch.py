@@ -19,24 +19,24 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.api import Optimized, _apply
-from torch_pi2.config import Config
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, StaleArtifactError
 from torch_pi2.graph import find_sites
-from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.layers.bundles import bundle_rows
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.observe import watch as watch_module
+from torch_pi2.observe.drift import update
+from torch_pi2.observe.watch import Watch, watch
+from torch_pi2.observe.watched import save_stats, watched_stats
 from torch_pi2.ops import ACTIVATIONS, load
-from torch_pi2.plan.drift import update
-from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.predict.size import FittedPredictors
-from torch_pi2.profile.stats import ActivationStats
-from torch_pi2.profile.watched import save_stats, watched_stats
-from torch_pi2.runtime import watch as watch_module
-from torch_pi2.runtime.bundles import bundle_rows
-from torch_pi2.runtime.experts import SparseExperts
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.prompt import sparse_only
-from torch_pi2.runtime.watch import Watch, watch
+from torch_pi2.rewrite.handle import Optimized, _apply
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.spec.stats import ActivationStats
 
 SIZES = (1, 2, 4, 8, 16)
 VOCABULARY = 64

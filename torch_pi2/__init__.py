@@ -9,22 +9,23 @@ Importing has no side effects: nothing is printed, downloaded, loaded or set.
 import torch_pi2.export as export
 from torch_pi2.api import fit, optimize, plan, profile, restore
 from torch_pi2.base.version import __version__
-from torch_pi2.checkpoint import load, save
-from torch_pi2.config import Config
+from torch_pi2.checkpoint.pack import pack
+from torch_pi2.checkpoint.quantize import quantize
+from torch_pi2.checkpoint.save_load import load, save
+from torch_pi2.checkpoint.synthetic import synthetic
+from torch_pi2.decode.adapt import follow
+from torch_pi2.decode.budget import set_budget
+from torch_pi2.decode.generate import generate
 from torch_pi2.errors import Pi2Error
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.layers.offloaded import stats
+from torch_pi2.observe.accesses import record_accesses
+from torch_pi2.observe.trace import trace
+from torch_pi2.observe.watch import watch
 from torch_pi2.plan.machine import plan_for
-from torch_pi2.runtime.accesses import record_accesses
-from torch_pi2.runtime.adapt import follow
-from torch_pi2.runtime.budget import set_budget
-from torch_pi2.runtime.generate import generate
-from torch_pi2.runtime.offload import OffloadConfig, stats
-from torch_pi2.runtime.trace import trace
-from torch_pi2.runtime.watch import watch
-from torch_pi2.store.pack import pack
-from torch_pi2.store.quantize import quantize
-from torch_pi2.store.synthetic import synthetic
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.offload import OffloadConfig
 
 __all__ = [
     "Config",

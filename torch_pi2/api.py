@@ -11,34 +11,37 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.arguments import checked
-from torch_pi2.config import Config
-from torch_pi2.errors import CalibrationError, ConfigError, DtypeError
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import evaluating, fresh_settings
+from torch_pi2.decode.adapt import follow, let_go
+from torch_pi2.errors import CalibrationError, DtypeError
+from torch_pi2.fit.fit import MIN_SEQUENCES, causal_lm_loss, cold_neurons
+from torch_pi2.fit.fit import fit as fit_predictors
+from torch_pi2.fit.signbit_fit import fit_signbit
 from torch_pi2.graph.find import Found, search
-from torch_pi2.graph.rewrite import abandon, rewrite, sparse_layers
-from torch_pi2.graph.rewrite import restore as restore_modules
-from torch_pi2.graph.sites import FFNSite
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.plan.greedy import greedy_plan, hot_cut, plan_without_data
-from torch_pi2.plan.plan import PREDICTED, Plan, lossy_methods, weights_hash
-from torch_pi2.predict.signbit_fit import fit_signbit
-from torch_pi2.predict.size import MIN_SEQUENCES, AnyPredictor, FittedPredictors, causal_lm_loss, cold_neurons
-from torch_pi2.predict.size import fit as fit_predictors
+from torch_pi2.plan.machine import plan_for
+from torch_pi2.predict.file import AnyPredictor, FittedPredictors
 from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profile.run import profile as profile_sites
 from torch_pi2.profile.samples import bytes_per_token, samples_bytes
-from torch_pi2.profile.stats import ActivationStats
-from torch_pi2.quant.inputs import InputStats, gather_inputs
-from torch_pi2.quant.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
-from torch_pi2.runtime.modes import evaluating, fresh_settings
+from torch_pi2.rewrite.handle import Optimized, apply, parts_of
+from torch_pi2.rewrite.rewrite import restore as restore_modules
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.plan import PREDICTED, Plan, lossy_methods, weights_hash
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.spec.stats import ActivationStats
 
 _log = logging.getLogger("torch_pi2")
 
@@ -46,42 +49,6 @@ _log = logging.getLogger("torch_pi2")
 _FIT_TOKENS = 20_000
 _SIGNBIT_TOKENS = 8192
 _FIT_BYTES = 2 << 30
-
-
-@dataclass
-class Optimized:
-    """What an optimised model was made with; attached to it as ``model.torch_pi2``.
-
-    ``quantization``: name of a linear layer or key of an FFN -> what quantising did to it; empty for float weights.
-    ``weights``: "float", or the kind of the quantised ones.
-    """
-
-    plan: Plan
-    predictors: FittedPredictors
-    stats: ActivationStats | None
-    quantization: dict[str, LayerError] = field(default_factory=dict)
-    weights: str = "float"
-
-    @property
-    def left(self) -> dict[str, str]:
-        """Layers that look feed-forward and stay dense: name -> reason."""
-        chosen = {y.site.key: "choosing neurons would not pay" for y in self.plan.layers if y.method == "dense"}
-        return chosen | dict(self.plan.made_by.get("left", {}))
-
-    @property
-    def lossy(self) -> bool:
-        """Whether other numbers come out than those of the dense model with the weights it was made from."""
-        return self.weights != "float" or bool(lossy_methods(self.plan))
-
-    @property
-    def loss_change(self) -> float | None:
-        """How much larger the loss was than that of the dense model on held-out calibration data, 0.01: 1 %.
-
-        0 if nothing is lossy; None: not measured, as of thresholds and of quantised weights.
-        """
-        if not self.lossy:
-            return 0.0
-        return None if self.weights != "float" else self.plan.made_by.get("loss_change")
 
 
 def _calibration(data: Any, tokenizer: Any, config: Config) -> list[Batch]:
@@ -220,7 +187,7 @@ def fit(
     experts get none: the router has left out most of their neurons, and each would have to be trained.
 
     ``data`` must give next-token logits (a causal language model); for other models use
-    :func:`torch_pi2.predict.fit` with a ``loss_fn``.
+    :func:`torch_pi2.fit.fit.fit` with a ``loss_fn``.
 
     Raises:
         CalibrationError, StaleArtifactError (statistics of other weights), ConfigError.
@@ -346,8 +313,8 @@ def optimize(
     threshold and, if asked for by ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained``
     and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit, unless weights are quantised.
     What an optimised model no longer has (weights of its FFNs as parameters, modules within them) raises by name
-    whoever reads, changes or calls it (:mod:`torch_pi2.runtime.absent`); hooks are kept or refused by name
-    (:mod:`torch_pi2.runtime.hooks`).
+    whoever reads, changes or calls it (:mod:`torch_pi2.base.absent`); hooks are kept or refused by name
+    (:mod:`torch_pi2.base.hooks`).
 
     Args:
         model: any ``nn.Module`` on the CPU with feed-forward layers of a known form.
@@ -386,11 +353,8 @@ def optimize(
         predictors = _fit(model, data, found.sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
-    _apply(model, Optimized(made, fitted, stats), progress, config, data)
+    apply(model, Optimized(made, fitted, stats), progress, config, data)
     if hardware is not None:
-        from torch_pi2.plan.machine import plan_for
-        from torch_pi2.runtime.adapt import follow
-
         parts_of(model).plan = plan_for(model, hardware, progress=progress)
         follow(model, parts_of(model).plan)
     _say_lossy(parts_of(model), config, progress)
@@ -419,8 +383,6 @@ def _say_lossy(parts: Optimized, config: Config, progress: bool) -> None:
 
 def _machine(hardware: Any, has_data: bool) -> Any:
     """The profile of ``hardware``, before minutes of work. Raises ConfigError, ArtifactError, CalibrationError."""
-    from torch_pi2.plan.hardware import Hardware, find_hardware
-
     if not has_data:
         raise CalibrationError(
             "optimize(hardware=...)",
@@ -435,15 +397,15 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
     """Whether ``auto`` may fit predictors: only a next-token loss says how large they must be."""
     if not data:
         return False
-    sequences = sum(1 if b.input_ids is None or b.kwargs else len(b.input_ids) for b in data)
-    if sequences < MIN_SEQUENCES:
-        _log.warning("%d sequences are too few to fit predictors to (%d): none are", sequences, MIN_SEQUENCES)
-        return False
     try:
         with evaluating(model):
             causal_lm_loss(model, data[0])
     except CalibrationError:
         _log.warning("%s gives no next-token logits: no predictors are fitted to it", type(model).__name__)
+        return False
+    sequences = sum(1 if b.input_ids is None or b.kwargs else len(b.input_ids) for b in data)
+    if sequences < MIN_SEQUENCES:
+        _log.warning("%d sequences are too few to fit predictors to (%d): none are", sequences, MIN_SEQUENCES)
         return False
     return True
 
@@ -462,68 +424,7 @@ def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> 
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left
-    return _apply(model, Optimized(made, FittedPredictors(), None), progress, config)
-
-
-def _apply(
-    model: nn.Module,
-    parts: Optimized,
-    progress: bool,
-    config: Config | None = None,
-    data: list[Batch] | None = None,
-) -> nn.Module:
-    config = config or Config()
-    if config.weights == "float":
-        rewrite(model, parts.plan, parts.predictors, progress=progress)
-    else:
-        _apply_quantised(model, parts, progress, config, data)
-        parts.weights = config.weights
-    # A plain attribute: nn.Module would refuse nothing here, but state_dict and parameters() must not see it.
-    object.__setattr__(model, "torch_pi2", parts)
-    return model
-
-
-def _apply_quantised(
-    model: nn.Module, parts: Optimized, progress: bool, config: Config, data: list[Batch] | None
-) -> None:
-    sites = [layer.site for layer in parts.plan.layers]
-    weighted = config.quantization == "weighted"
-    if weighted and not data:
-        raise CalibrationError(
-            "optimize(quantization='weighted')",
-            expected="calibration data",
-            found="none",
-            fix="Pass calibration=..., or leave quantization out.",
-        )
-    linears, _ = find_linears(model, sites, data[0] if data else None)
-    check_linears(linears, config.weights)
-    inputs: dict[str, InputStats] = {}
-    if data:
-        some = data if weighted else data[:1]  # the first batch is enough to measure errors of outputs
-        inputs = gather_inputs(model, some, sites, linears, progress=progress)
-    storage = Storage(config.weights, config.activations == "int8", inputs, weighted)
-    check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
-    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage)
-    try:
-        for layer in sparse_layers(model):
-            parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
-        parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
-    except BaseException as error:  # no memory, or interrupted
-        abandon(model, error)
-        raise
-
-
-def parts_of(model: nn.Module) -> Optimized:
-    """Plan, predictors and statistics of an optimised model. Raises ConfigError if it is not one."""
-    parts = getattr(model, "torch_pi2", None)
-    if not isinstance(parts, Optimized):
-        raise ConfigError(
-            type(model).__name__,
-            expected="a model that torch_pi2.optimize has rewritten",
-            found="a dense model",
-            fix="Call torch_pi2.optimize(model, ...) first.",
-        )
-    return parts
+    return apply(model, Optimized(made, FittedPredictors(), None), progress, config)
 
 
 @checked
@@ -536,8 +437,6 @@ def restore(model: nn.Module) -> nn.Module:
     Raises:
         ConfigError: weights are quantised, which cannot be undone.
     """
-    from torch_pi2.runtime.adapt import let_go
-
     restore_modules(model)
     let_go(model)
     if isinstance(getattr(model, "torch_pi2", None), Optimized):

@@ -20,20 +20,23 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import argument
 from torch_pi2.base.warn import warn_once
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.left import left_dense
 from torch_pi2.graph.match import Match, Projection, match_ffns
-from torch_pi2.graph.merge import merge_linears
-from torch_pi2.graph.rewrite import predictor_tensors
-from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.offloaded import open_stores, unreadable
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
-from torch_pi2.plan.plan import LayerPlan, Plan, weights_hash
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.fields import argument
-from torch_pi2.runtime.modes import fresh_settings
-from torch_pi2.runtime.offload import open_stores, unreadable
+from torch_pi2.predict.file import PREDICTORS_FILE
+from torch_pi2.rewrite.merge import merge_linears
+from torch_pi2.rewrite.rewrite import predictor_tensors
+from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.store.parts import Parts
+from torch_pi2.store.storefile import STORE_FILE
 
 _log = logging.getLogger("torch_pi2")
 
@@ -145,10 +148,6 @@ _plans: dict[Path, tuple[int, Plan, Mapping[str, Any]]] = {}
 
 def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
     """Plan and predictors of a folder, the same objects until it changes (their identity keys the bundles)."""
-    from torch_pi2.predict.size import PREDICTORS_FILE
-    from torch_pi2.store.parts import Parts
-    from torch_pi2.store.storefile import STORE_FILE
-
     files = [path for name in ("plan.json", PREDICTORS_FILE, STORE_FILE) if (path := folder / name).is_file()]
     stamp = sum(path.stat().st_mtime_ns for path in files)
     if folder not in _plans or _plans[folder][0] != stamp:

@@ -55,7 +55,7 @@ bool is_standard_output(const std::string& path) {
   return path == "-" || (stat(path.c_str(), &there) == 0 && fstat(STDOUT_FILENO, &out) == 0 && same_file(there, out));
 }
 
-// Beside `target`, as torch_pi2/runtime/files.py names it: who writes one in Python respects and removes it, too.
+// Beside `target`, as torch_pi2/base/files.py names it: who writes one in Python respects and removes it, too.
 std::string beside(const std::string& target, const char* end) {
   const std::size_t name = target.rfind('/') + 1;
   return target.substr(0, name) + "." + target.substr(name) + end;

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.files import atomic_write
+from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import CompileError, Pi2Error, VersionError
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import graph_program, quantize
 from torch_pi2.export.qnn.settings import Settings
-from torch_pi2.runtime.executorch import EXECUTORCH
-from torch_pi2.runtime.files import atomic_write
 
 _TRAFFIC = re.compile(
     rb"spill_bytes=(\d+)\s+fill_bytes=(\d+)\s+write_total_bytes=(\d+)\s+read_total_bytes=(\d+)", re.MULTILINE

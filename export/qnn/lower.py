@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn.job import Compiled, Job, job, probe
 from torch_pi2.export.qnn.quantize import check_calibration, graph_program
 from torch_pi2.export.qnn.settings import Graph, Settings
-from torch_pi2.runtime.executorch import EXECUTORCH
 
 
 @dataclass(frozen=True)

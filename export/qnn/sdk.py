@@ -14,10 +14,10 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
 from torch_pi2.export.qnn.settings import SOCS
-from torch_pi2.extras import how_to_install
-from torch_pi2.runtime.executorch import EXECUTORCH
 
 #: Versions of onnxruntime-qnn that ExecuTorch's adaptor works with. 2.3, 2.4, 2.6 and 2.7 do not: the field
 #: ``socModel`` of QNN's device configuration lies 4 bytes further there (tried, all five).

@@ -30,7 +30,7 @@ from test_store import SMALL
 
 import torch_pi2
 from torch_pi2.errors import Pi2Error
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.offload import OffloadConfig
 
 #: What a call of a kind fails with: once, and from the k-th on.
 ERRORS = {
@@ -207,8 +207,8 @@ class Export(Writing):
     def make_older(self) -> None:
         from exported import one_layer
 
+        from torch_pi2.base.files import atomic_write
         from torch_pi2.export import api
-        from torch_pi2.runtime.files import atomic_write
 
         self.model = torch_pi2.optimize(one_layer())
         write, kept = api._write_program, []

@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torch_pi2.bench import machine
+from torch_pi2.base import process as machine
 from torch_pi2.bench.plan_model import Source, every_cold, find_folder
 from torch_pi2.bench.subject import Subject, check_share
 from torch_pi2.bench.timed_steps import PROMPT, watched
+from torch_pi2.decode.adapt import engine_of, follow
+from torch_pi2.decode.attention import packed_attention
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan
-from torch_pi2.plan.plan import Plan
-from torch_pi2.runtime.adapt import engine_of, follow
-from torch_pi2.runtime.attention import packed_attention
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 FOLLOWS, UNPLANNED = "follows", "unplanned"
 #: Rounds that are not timed: caches fill, and what is compiled is compiled.
@@ -73,7 +73,7 @@ def run(
         ConfigError: a setting makes no sense, or there is no hardware profile. Pi2Error: what making, loading and
             planning raise.
     """
-    from torch_pi2.plan.hardware import find_hardware
+    from torch_pi2.machine.find import find_hardware
     from torch_pi2.plan.misses import ReplayMisses
     from torch_pi2.plan.shape import ModelShape
     from torch_pi2.plan.solve import solve

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.bench import attention, machine, traffic
+from torch_pi2.base import process as machine
+from torch_pi2.bench import traffic
 from torch_pi2.bench.gguf import write_gguf
 from torch_pi2.bench.memory import BYTES, Memory
 from torch_pi2.bench.peer import Peer
 from torch_pi2.bench.subject import Subject
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.rewrite import sparse_layers
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.observe import attention, counters, timings
 from torch_pi2.ops import load as load_library
-from torch_pi2.runtime import counters, timings
-from torch_pi2.runtime.decode import Decoder
 
 PEERS = ("llama.cpp", "torch")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, UnsupportedModelError
-from torch_pi2.extras import how_to_install
 
 #: Hugging Face model types and llama.cpp's name for the same computation.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.bench import machine
+from torch_pi2.base import process as machine
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load
 from torch_pi2.ops.rows import GROUP, row_bytes

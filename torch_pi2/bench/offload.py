@@ -18,19 +18,21 @@ from typing import Any
 
 import torch
 
-from torch_pi2.bench import cap, machine
+from torch_pi2.base import process as machine
+from torch_pi2.bench import cap
 from torch_pi2.bench.gguf import write_gguf
 from torch_pi2.bench.peer import Peer, PeerError
 from torch_pi2.bench.subject import check_share
-from torch_pi2.checkpoint import PI2_FOLDER
+from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
-from torch_pi2.runtime.budget import Budget, divide
-from torch_pi2.runtime.offload import OffloadConfig
-from torch_pi2.runtime.trace import check_path
-from torch_pi2.store.devices import find_device
+from torch_pi2.machine.device import find_device
+from torch_pi2.observe.trace import check_path
+from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.store.budget import Budget
 from torch_pi2.store.firing import TOPIC_TOKENS
+from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 
 _log = logging.getLogger("torch_pi2")

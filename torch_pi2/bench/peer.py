@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import LibraryMissingError, Pi2Error
-from torch_pi2.extras import how_to_install
 
 Round = Callable[[int, int], dict[str, Any]]
 Load = Callable[[Mapping[str, Any]], tuple[dict[str, Any], Round]]

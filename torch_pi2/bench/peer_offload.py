@@ -34,12 +34,12 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     from transformers import AutoModelForCausalLM  # noqa: F401 imported by what loads a model: counts as overhead
 
     import torch_pi2
-    from torch_pi2.bench import machine
+    from torch_pi2.base import process as machine
     from torch_pi2.bench.subject import Subject
+    from torch_pi2.decode.decode import Decoder
+    from torch_pi2.observe.trace import trace
     from torch_pi2.ops import load as load_library
-    from torch_pi2.runtime.decode import Decoder
-    from torch_pi2.runtime.offload import OffloadConfig
-    from torch_pi2.runtime.trace import trace
+    from torch_pi2.spec.offload import OffloadConfig
     from torch_pi2.store.firing import TokenStream
 
     torch.set_num_threads(settings["threads"])

@@ -14,8 +14,8 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     """``settings``: folder (of a quantised model), threads, context (tokens)."""
     import torch
 
-    from torch_pi2.checkpoint import load_dense
-    from torch_pi2.runtime.decode import Decoder
+    from torch_pi2.checkpoint.save_load import load_dense
+    from torch_pi2.decode.decode import Decoder
 
     torch.set_num_threads(settings["threads"])
     model: Any = load_dense(settings["folder"], dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
 """The solved plan against plans that need no solving, by batch size, in memory and over a store.
 
 ``planned`` is what the solver makes of a hardware profile and of how often neurons fire; ``greedy`` has hot what fires
-often (:class:`~torch_pi2.config.Config`), ``all-hot`` everything, ``all-cold`` nothing, ``random`` as many as greedy,
+often (``Config``), ``all-hot`` everything, ``all-cold`` nothing, ``random`` as many as greedy,
 but any. All of them run one model, on the same tokens, in alternation. What plans are made of (statistics, recorded
 accesses) comes from other tokens.
 """
@@ -17,20 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_pi2.bench import cap, machine
+from torch_pi2.base import process as machine
+from torch_pi2.bench import cap
 from torch_pi2.bench.plan_model import Shuffled, Source, Tokens, every_cold, find_folder
 from torch_pi2.bench.subject import Subject, check_share
 from torch_pi2.bench.timed_steps import PROMPT, Round, Steps, watched
-from torch_pi2.checkpoint import PI2_FOLDER
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load as load_library
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan
-from torch_pi2.profile.stats import ActivationStats
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 PLANNED = "planned"
 PLANNERS = (PLANNED, "greedy", "all-hot", "all-cold", "random")
@@ -88,7 +89,7 @@ def run(
         ConfigError: a setting makes no sense, there is no hardware profile, or too little memory for all planners at
             once. Pi2Error: what making, packing, loading and planning raise.
     """
-    from torch_pi2.plan.hardware import find_hardware
+    from torch_pi2.machine.find import find_hardware
 
     load_library()
     _check(batch, memory, ffn_in_memory, planners, tokens, rounds)
@@ -212,7 +213,7 @@ def _shape(settings: _Settings, model: Any, stats: ActivationStats) -> Any:
 
 def _follow(model: Any, plan: HardwarePlan, batch: int) -> None:
     """Let ``model`` run as ``plan`` says for ``batch`` sequences."""
-    from torch_pi2.runtime.adapt import follow
+    from torch_pi2.decode.adapt import follow
 
     follow(model, plan).batch(batch)
 

@@ -17,22 +17,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.tensorfile import new_tensor
 from torch_pi2.bench.timed_steps import PROMPT, Steps
-from torch_pi2.checkpoint import PI2_FOLDER
-from torch_pi2.config import Config
+from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.rewrite import sparse_layers
-from torch_pi2.plan.plan import Plan
-from torch_pi2.profile.stats import ActivationStats
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.observe.accesses import Accesses, record_accesses
 from torch_pi2.profile.text import stdlib_text
-from torch_pi2.runtime.accesses import Accesses, record_accesses
-from torch_pi2.runtime.budget import Budget, divide
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.store.budget import Budget
 from torch_pi2.store.firing import TokenStream
+from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.skeleton import model_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader, open_weights, weights_path
-from torch_pi2.store.tensorfile import new_tensor
 
 #: Where folders are made and kept for the next time.
 WORK = Path("work") / "bench"

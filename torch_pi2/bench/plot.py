@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.files import atomic_write
 from torch_pi2.bench.offload import MODES
 from torch_pi2.bench.table import read_result
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
-from torch_pi2.extras import how_to_install
-from torch_pi2.runtime.files import atomic_write
 
 #: What results in one drawing have in common.
 _SAME = ("shape", "weights", "activations", "synthetic", "threads", "tokens", "simulated", "machine", "versions")

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from torch_pi2.bench.machine import describe
-from torch_pi2.runtime.files import atomic_write
+from torch_pi2.base.files import atomic_write
+from torch_pi2.base.process import describe
 
 CHUNK, CHUNKS, BATCHES = 512, (1, 2, 4), (1, 2, 4)
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from torch_pi2.checkpoint.sparse import weights_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.store.shapes import SHAPES
-from torch_pi2.store.sparse import weights_of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import ArtifactError
-from torch_pi2.runtime.files import atomic_write
 
 _HEAD = """# Measured results
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torch_pi2.profile.stats import ActivationStats
-from torch_pi2.runtime import timings
-from torch_pi2.runtime.attention import packed_attention
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.offload import store_of
+from torch_pi2.decode.attention import packed_attention
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.layers.offloaded import store_of
+from torch_pi2.observe import timings
+from torch_pi2.spec.stats import ActivationStats
 
 #: Tokens of each sequence's prompt.
 PROMPT = 8
@@ -84,7 +84,7 @@ class Steps:
 
 def watched(model: nn.Module, batches: Sequence[int], feed: Callable[[], None]) -> ActivationStats:
     """How often neurons of ``model`` fire while ``feed`` runs it."""
-    from torch_pi2.runtime.watch import watch
+    from torch_pi2.observe.watch import watch
 
     with watch(model, batch_sizes=tuple(batches)) as counted:
         feed()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.graph.rewrite import sparse_layers
-from torch_pi2.runtime.experts import SparseExperts
-from torch_pi2.runtime.ffn import SparseFFN
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
 
 #: Buffers of a SparseFFN that a forward pass does not read.
 _UNREAD = ("order", "inverse")

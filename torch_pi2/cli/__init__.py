@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
+from torch_pi2.base.fields import argument, shown
 from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-from torch_pi2.runtime.fields import argument, shown
 
 #: verb -> one line of help, in the order in which they are used.
 VERBS = {

@@ -288,8 +288,8 @@ def _run_decode(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_offload(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.base.files import check_not_standard_output
     from torch_pi2.bench import offload
-    from torch_pi2.runtime.files import check_not_standard_output
 
     if args.trace is not None:
         check_not_standard_output(args.trace, "--trace")  # what is traced is another process

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.config import ACTIVATIONS, METHODS, QUANTIZATIONS, WEIGHTS, Config
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.fields import shown
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
-from torch_pi2.extras import how_to_install
-from torch_pi2.runtime.fields import shown
+from torch_pi2.spec.config import ACTIVATIONS, METHODS, QUANTIZATIONS, WEIGHTS, Config
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from torch_pi2.predict.size import FittedPredictors
-    from torch_pi2.profile.stats import ActivationStats
+    from torch_pi2.predict.file import FittedPredictors
+    from torch_pi2.spec.stats import ActivationStats
 
 #: Characters taken from one place of a file of the standard library.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -54,7 +54,7 @@ def seed(text: str) -> int:
 
 def temperature(text: str) -> float:
     """0 for greedy decoding, or what logits can be divided by, for argparse."""
-    from torch_pi2.runtime.generate import LEAST_TEMPERATURE
+    from torch_pi2.decode.generate import LEAST_TEMPERATURE
 
     value = float(text)
     if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
@@ -96,7 +96,7 @@ def add_text(parser: argparse.ArgumentParser, default: str = "stdlib") -> None:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """The fields of :class:`torch_pi2.config.Config`; what is not given keeps the default of that class."""
+    """The fields of :class:`torch_pi2.spec.config.Config`; what is not given keeps the default of that class."""
     group = parser.add_argument_group(
         "settings (lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations)"
     )
@@ -240,7 +240,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
 
 
 def load_stats(folder: Path) -> ActivationStats:
-    from torch_pi2.profile.stats import ActivationStats
+    from torch_pi2.spec.stats import ActivationStats
     from torch_pi2.store.parts import Parts
 
     if folder.is_dir():
@@ -253,7 +253,7 @@ def load_stats(folder: Path) -> ActivationStats:
 
 def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
     """Predictors of ``folder``, refused if they were not fitted to the weights with ``model_hash``."""
-    from torch_pi2.predict.size import load_predictors
+    from torch_pi2.predict.file import load_predictors
     from torch_pi2.store.parts import Parts
 
     if folder is not None and folder.is_dir():

@@ -15,9 +15,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.extras import how_to_install
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
-from torch_pi2.extras import how_to_install
 
 EXAMPLE = "torch-pi2 doctor --target qnn:SM8650"
 
@@ -80,8 +80,8 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, save, and say what was found."""
     import torch
 
-    from torch_pi2.plan.hardware import cached_path
-    from torch_pi2.plan.measure import measure
+    from torch_pi2.machine.find import cached_path
+    from torch_pi2.measure.measure import measure
 
     folder = args.measure_folder
     if folder is not None and not folder.is_dir():
@@ -97,7 +97,8 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
 
 def _cached() -> dict[str, Any]:
     """Whether there is a profile of this machine."""
-    from torch_pi2.plan.hardware import Hardware, cached_path
+    from torch_pi2.machine.find import cached_path
+    from torch_pi2.machine.hardware import Hardware
 
     path = cached_path()
     if not path.is_file():
@@ -146,7 +147,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _backend() -> list[Pi2Error]:
     """Whether our library for ExecuTorch can be loaded."""
-    from torch_pi2.runtime.executorch import load_library
+    from torch_pi2.decode.executorch import load_library
 
     try:
         load_library()
@@ -239,7 +240,7 @@ def _render_hardware(found: dict[str, Any] | None) -> str:
         return ""
     if "profile" in found:
         from torch_pi2.cli.hardware_text import describe
-        from torch_pi2.plan.hardware import Hardware
+        from torch_pi2.machine.hardware import Hardware
 
         return f"hardware   measured: {found['path']}\n\n{describe(Hardware.from_json(json.dumps(found['profile'])))}\n"
     if found["path"] is None:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.cli.inspect import describe
-    from torch_pi2.predict.size import save_predictors
+    from torch_pi2.predict.file import save_predictors
 
     common.check_out(args.out)
     stats, config = common.load_stats(args.stats), common.config_of(args)

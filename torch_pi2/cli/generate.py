@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from torch_pi2.base.files import is_standard_output
+    from torch_pi2.decode.decode import check_vocabulary
     from torch_pi2.errors import ConfigError
-    from torch_pi2.runtime.decode import check_vocabulary
-    from torch_pi2.runtime.files import is_standard_output
-    from torch_pi2.runtime.trace import trace
+    from torch_pi2.observe.trace import trace
 
     if not 0 < args.top_p <= 1:
         raise ConfigError(
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _several(args: argparse.Namespace, model: Any, tokenizer: Any, ids_BT: Any, recorded: Any) -> dict[str, Any]:
-    from torch_pi2.runtime.generate import generate
+    from torch_pi2.decode.generate import generate
 
     started = time.perf_counter()
     with recorded or nullcontext():

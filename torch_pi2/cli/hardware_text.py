@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_pi2.cli import common
+from torch_pi2.machine.hardware import Glue, Hardware, Line
 from torch_pi2.ops.rows import row_bytes
-from torch_pi2.plan.hardware import Glue, Hardware, Line
 
 #: What a line is shown for: an int4 layer of a 7B model.
 _HIDDEN, _INTERMEDIATE = 4096, 14336

@@ -14,9 +14,9 @@ from torch_pi2.cli.bundles import describe_bundle, render_bundle
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.plan import Plan
-    from torch_pi2.predict.size import FittedPredictors
-    from torch_pi2.profile.stats import ActivationStats
+    from torch_pi2.predict.file import FittedPredictors
+    from torch_pi2.spec.plan import Plan
+    from torch_pi2.spec.stats import ActivationStats
 
 #: Tokens whose keys and values have room in the budgets that are shown: the default of ``torch_pi2.load``.
 _CONTEXT = 1024
@@ -142,9 +142,9 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: FittedPredictors)
     """What ``torch_pi2.load(budget=)`` can be given, with the defaults; ``unknown``: why nothing can be said."""
     import torch
 
-    from torch_pi2.runtime.budget import divide
-    from torch_pi2.runtime.offload import OffloadConfig
-    from torch_pi2.store.skeleton import model_config
+    from torch_pi2.decode.budget import divide
+    from torch_pi2.rewrite.skeleton import model_config
+    from torch_pi2.spec.offload import OffloadConfig
     from torch_pi2.store.storefile import StoreReader
 
     try:

@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
-    from torch_pi2.api import parts_of
-    from torch_pi2.checkpoint import check_replaceable, check_separate
     from torch_pi2.cli.inspect import describe
+    from torch_pi2.rewrite.handle import parts_of
+    from torch_pi2.store.folder import check_replaceable, check_separate
 
     common.check_out(args.out)
     check_replaceable(args.out)

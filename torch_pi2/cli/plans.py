@@ -12,11 +12,11 @@ from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
-    from torch_pi2.plan.hardware_plan import HardwarePlan
-    from torch_pi2.plan.plan import Plan
+    from torch_pi2.machine.hardware import Hardware
     from torch_pi2.plan.shape import ModelShape
-    from torch_pi2.profile.stats import ActivationStats
+    from torch_pi2.spec.machine_plan import HardwarePlan
+    from torch_pi2.spec.plan import Plan
+    from torch_pi2.spec.stats import ActivationStats
 
 
 # --- planning for a machine ---
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     """The plan that ``args`` ask for, written to ``--out``; what is predicted, beside what simple plans would take."""
+    from torch_pi2.machine.find import find_hardware
     from torch_pi2.plan.baselines import KINDS, fixed_plan
-    from torch_pi2.plan.hardware import find_hardware
     from torch_pi2.plan.machine import check_recall, free, with_hardware
 
     hardware = find_hardware(args.hardware)
@@ -58,7 +58,7 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     others = {name: fixed_plan(shape, hardware, name, **how) for name in KINDS} if kind == "optimum" else {}
     result: dict[str, Any] = {"out": None, "hardware": _facts(found, hardware), "buckets": _buckets(found, others)}
     if live is not None:
-        from torch_pi2.plan.drift import drift
+        from torch_pi2.observe.drift import drift
 
         if first_shape is not None:
             first = with_hardware(free(first), _planned(first_shape, hardware, kind, how, only))
@@ -93,7 +93,7 @@ def _is_ours(args: argparse.Namespace) -> bool:
 
 def _check_store(args: argparse.Namespace) -> None:
     """Raises ConfigError: a budget, and MODEL has no store."""
-    from torch_pi2.runtime.budget import parse_bytes
+    from torch_pi2.base.units import parse_bytes
     from torch_pi2.store.storefile import STORE_FILE
 
     if args.budget is None:
@@ -110,8 +110,8 @@ def _check_store(args: argparse.Namespace) -> None:
 
 def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
     """Arguments of :func:`torch_pi2.plan.solve.solve` and ``fixed_plan``."""
+    from torch_pi2.base.units import parse_bytes
     from torch_pi2.plan.task import BATCHES
-    from torch_pi2.runtime.budget import parse_bytes
 
     how: dict[str, Any] = {
         "budget_bytes": None if args.budget is None else parse_bytes(args.budget),
@@ -164,7 +164,7 @@ def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Pla
         model = _loaded(args, folder)
     else:
         import torch_pi2
-        from torch_pi2.api import parts_of
+        from torch_pi2.rewrite.handle import parts_of
 
         predictors = common.load_predictors(args.predictors, stats.model_hash)
         config = common.config_of(args)
@@ -176,7 +176,7 @@ def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Pla
 def _loaded(args: argparse.Namespace, folder: Path, **how: Any) -> Any:
     """A folder of ours; one with a store with as little memory as a token wants, unless ``how`` has a budget."""
     import torch_pi2
-    from torch_pi2.runtime.offload import OffloadConfig
+    from torch_pi2.spec.offload import OffloadConfig
     from torch_pi2.store.storefile import STORE_FILE
 
     if os.path.lexists(folder / "pi2" / STORE_FILE) and not how:
@@ -194,7 +194,7 @@ def updated(stats: Any, folder: Path | None) -> tuple[Any, ActivationStats | Non
     """``stats`` with the counts of ``folder`` added, and these alone; just these where ``stats`` is None."""
     if folder is None:
         return stats, None
-    from torch_pi2.plan.drift import update
+    from torch_pi2.observe.drift import update
 
     live = common.load_stats(folder)
     return (live if stats is None else update(stats, live)), live

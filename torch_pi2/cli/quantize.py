@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.config import QUANTIZATIONS
+from torch_pi2.spec.config import QUANTIZATIONS
 
 EXAMPLE = "torch-pi2 quantize my-sparse-model my-int4-model --weights int4"
 

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import asdict
 
     from torch_pi2 import report
-    from torch_pi2.runtime.files import is_standard_output, to_replace
-    from torch_pi2.runtime.trace import check_path
+    from torch_pi2.base.files import is_standard_output, to_replace
+    from torch_pi2.observe.trace import check_path
 
     check_path(args.out)
     if is_standard_output(args.out):

@@ -114,7 +114,7 @@ def _prompt(args: argparse.Namespace) -> Any:
 
 def _set_threads(count: int) -> None:
     """Of ExecuTorch's pool, which XNNPACK and our delegate share; there is no other function for it in Python."""
-    from torch_pi2.runtime.executorch import load_library
+    from torch_pi2.decode.executorch import load_library
 
     load_library()
     from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool

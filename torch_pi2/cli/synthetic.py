@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.reading import parse
 from torch_pi2.cli import common
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.runtime.reading import parse
 
 EXAMPLE = "torch-pi2 synthetic m7b --shape mistral-7b --active 0.1 --weights int4"
 

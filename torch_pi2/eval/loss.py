@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
-from torch_pi2.runtime.modes import evaluating
-from torch_pi2.runtime.prompt import sparse_only
+from torch_pi2.layers.prompt import sparse_only
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.sites import FFNSite
-from torch_pi2.runtime.modes import evaluating
+from torch_pi2.spec.site import FFNSite
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.observe import counters
+
 
 @dataclass
 class Work:
@@ -54,12 +57,9 @@ def work() -> Iterator[Work]:
     """Counts what the operators do inside the block; the result is complete when the block ends.
 
     Inside, layers work sparsely however many tokens there are, as in decoding, so that there is something to count
-    (:func:`torch_pi2.runtime.prompt.sparse_only`). The counters are process-wide, so nothing else may run sparse layers
+    (:func:`torch_pi2.layers.prompt.sparse_only`). The counters are process-wide, so nothing else may run sparse layers
     meanwhile. They are not reset.
     """
-    from torch_pi2.runtime import counters
-    from torch_pi2.runtime.prompt import sparse_only
-
     done = Work()
     before = counters.read()
     with sparse_only():

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.graph.reach import MAGNITUDES, Reach
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.runtime.modes import fresh_settings
+from torch_pi2.spec.formula import Formula, apply_formula
 
 #: Maps one probe per source projection (``[..., N]`` float64) to the region's result (``[..., I]``).
 Region = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -27,22 +28,6 @@ _TOLERANCE = 2e-5
 _MANY = 2048
 #: Where to probe around such a number, relative to it.
 _AROUND = (-2.0, -1.001, -1.0, -0.999, -0.5, 0.5, 0.999, 1.0, 1.0005, 1.001, 2.0)
-
-
-@dataclass(frozen=True)
-class Formula:
-    """What a region computes from its one or two streams.
-
-    Attributes:
-        activation: a name in ``ops.ACTIVATIONS``.
-        on_up: activation on both streams (dReLU).
-        gate: index of the gate stream, None for a plain FFN; up: index of the other.
-    """
-
-    activation: str
-    on_up: bool
-    gate: int | None
-    up: int
 
 
 def identify(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int) -> Formula | str:
@@ -73,15 +58,6 @@ def computes(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: in
     if tried is None or len(tried[0].streams) != (1 if formula.gate is None else 2):
         return False
     return all(one.is_(formula) for one in tried)
-
-
-def apply_formula(formula: Formula, streams: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``h`` from the streams, each ``[T, I]``."""
-    act = ACTIVATIONS[formula.activation]
-    up = streams[formula.up]
-    if formula.gate is None:
-        return act(up)
-    return act(streams[formula.gate]) * (act(up) if formula.on_up else up)
 
 
 def _hypotheses(n_streams: int) -> list[Formula]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import CalibrationError, DeviceError, UnsupportedModelError
-from torch_pi2.runtime.modes import evaluating
 
 
 @dataclass

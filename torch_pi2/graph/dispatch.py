@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_pi2.arguments import checked
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.hooks import has_hooks
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.active import ActiveNeurons
 from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member
 from torch_pi2.graph.routed import masked
-from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.plan.plan import Plan
-from torch_pi2.runtime.hooks import has_hooks
-from torch_pi2.runtime.modes import fresh_settings
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.site import FFNSite
 
 aten = torch.ops.aten
 

@@ -3,7 +3,7 @@
 Structure says which modules these are, not names: parameters ``gate_up_proj [E, 2I, H]`` (gate rows first) and
 ``down_proj [E, H, I]`` and no others, an activation that :mod:`torch_pi2.graph.activation` recognises, and
 ``forward(hidden_states, top_k_index, top_k_weights)``, as the experts of transformers have. That their forward computes
-what these say is seen on random input before one is replaced (:mod:`torch_pi2.graph.rewrite`).
+what these say is seen on random input before one is replaced (:mod:`torch_pi2.rewrite.rewrite`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_pi2.base.absent import Holder
+from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.graph.activation import Formula, identify
+from torch_pi2.graph.activation import identify
 from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
-from torch_pi2.graph.sites import FFNSite, LinearRef
-from torch_pi2.runtime.absent import Holder
-from torch_pi2.runtime.modes import fresh_settings
+from torch_pi2.spec.formula import Formula, dense_reference
+from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
@@ -33,17 +34,6 @@ _ABOUT_EXPERTS = re.compile("expert|moe|top_k|router|routing", re.IGNORECASE)
 _PROBE_TOKENS, _PROBE_CHOICES = 24, 2
 #: Sizes to try the code of experts with, and how many of them.
 _SMALL_H, _SMALL_I, _SMALL_EXPERTS = 16, 24, 4
-
-
-@dataclass(frozen=True)
-class ExpertsForm:
-    """A module of experts: their number E, I neurons each, H; ``activation`` and ``on_up`` as in an ``FFNSite``."""
-
-    experts: int
-    intermediate: int
-    hidden: int
-    activation: str
-    on_up: bool
 
 
 def looks_like_experts(module: nn.Module) -> bool:
@@ -230,8 +220,6 @@ ExpertsProbe = tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 
 def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
     """Random tokens over all experts of one module, by random weights, and what the sites say comes out."""
-    from torch_pi2.runtime.ffn import dense_reference
-
     first = sites[0]
     count, dtype = len(sites), first.weights(model).up.dtype
     choices = min(_PROBE_CHOICES, count)

@@ -16,23 +16,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torch_pi2.arguments import checked
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.errors import ConfigError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
 from torch_pi2.graph.elementwise import op_name
-from torch_pi2.graph.experts import (
-    ExpertsForm,
-    all_experts,
-    expert_sites,
-    known_experts,
-    unknown_experts,
-    without_experts,
-)
+from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, unknown_experts, without_experts
 from torch_pi2.graph.left import left_dense, not_reached
 from torch_pi2.graph.match import Match, Projection, Seen, Stream, match_ffns
-from torch_pi2.graph.sites import FFNSite, LinearRef
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.runtime.modes import fresh_settings
+from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 
 _log = logging.getLogger("torch_pi2")
 

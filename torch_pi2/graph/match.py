@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_pi2.graph.activation import Formula, identify
+from torch_pi2.graph.activation import identify
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
+from torch_pi2.spec.formula import Formula
 
 Tensors = Mapping[fx.Node, torch.Tensor]
 

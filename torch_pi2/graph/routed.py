@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.graph.experts import ARGUMENTS
-from torch_pi2.graph.sites import FFNSite, FFNWeights
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.spec.site import FFNSite, FFNWeights
 
 
 class Routed(NamedTuple):

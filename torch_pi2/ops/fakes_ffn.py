@@ -46,7 +46,7 @@ def ffn_output(x: torch.Tensor, bundles: torch.Tensor, weights: str) -> torch.Te
             "bundles",
             expected="[neurons, 3 or 2, hidden]",
             found=str(tuple(bundles.shape)),
-            fix="Build them with torch_pi2.runtime.ffn.",
+            fix="Build them with torch_pi2.layers.ffn.",
         )
     if weights in VALUE_BYTES:
         wanted = row_bytes(weights, x.shape[-1])

@@ -7,11 +7,11 @@ Operators, all under ``torch.ops.pi2``:
 * ``linear`` (functional and ``.out``), ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_resize``, ``store_arrange``: neuron stores by number, see
-  :mod:`torch_pi2.runtime.offload`; ``stored_ffn``: a layer whose neurons are in one.
-* ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.runtime.accesses`; ``replay``,
-  ``replay_check``, ``replay_distances``: what caches would have had of it, see :mod:`torch_pi2.runtime.replay`.
+  :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
+* ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.observe.accesses`; ``replay``,
+  ``replay_check``, ``replay_distances``: what caches would have had of it, see :mod:`torch_pi2.observe.replay`.
 * ``experts_ffn`` and ``stored_experts``: mixtures of experts, see :mod:`torch_pi2.ops.reference_experts`.
-* ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.store.devices`.
+* ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
@@ -20,9 +20,9 @@ Operators, all under ``torch.ops.pi2``:
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
   clock, since the last reset; at most 256 sizes, further ones together as kind 3.
 * ``trace_start(capacity) -> bool``, ``trace_stop() -> int64 [n, 7]``, ``trace_threads() -> int64 [n, 4]``: see
-  :mod:`torch_pi2.runtime.trace`, which uses them.
+  :mod:`torch_pi2.observe.trace`, which uses them.
 * ``firing_start``, ``firing_start_stored``, ``firing_read``, ``firing_tokens``, ``firing_stop``: what fires, by the
-  number of a watch; see :mod:`torch_pi2.runtime.watch`.
+  number of a watch; see :mod:`torch_pi2.observe.watch`.
 * ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_pi2.config import Config
 from torch_pi2.errors import ConfigError
-from torch_pi2.plan.hardware_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan
 from torch_pi2.plan.misses import MissCurve
 from torch_pi2.plan.search import STEP, Choice, hot_counts
 from torch_pi2.plan.settings import prompt_plan
 from torch_pi2.plan.shape import LayerShape, ModelShape
 from torch_pi2.plan.task import BATCHES, Task, assemble, by_policy, check
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 #: ``greedy``: hot is what fires for a large share of tokens, whatever the batch and the machine (the first plan,
 #: :mod:`torch_pi2.plan.greedy`). ``all-hot``, ``all-cold``: as far as layers allow. ``random``: as many as chance says.

@@ -18,10 +18,10 @@ from torch_pi2.plan.curve import TIMES, layer_curve, linear_ms
 from torch_pi2.plan.misses import FrequencyMisses, MissCurve, resident_slots
 from torch_pi2.plan.prompt_cost import best_chunk, prompt_cost, switch_point
 from torch_pi2.plan.shape import LayerShape, ModelShape
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.offload import OffloadConfig
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 __all__ = ["PARTS", "Cost", "best_chunk", "layer_curve", "prompt_cost", "step_cost", "switch_point"]
 

@@ -16,7 +16,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.plan.shape import LayerShape, numbers
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 #: Columns of :func:`layer_curve` that are milliseconds of a step and add up to the layer.
 TIMES = ("predictor", "hot", "cold", "merge")
@@ -123,7 +123,7 @@ def layer_curve(
 
     All is multiplied by the share of steps in which an expert has tokens (:func:`expert_use`); experts share a call.
     Source: papers.md 11.1 (PowerInfer-2, arXiv 2406.06282, section 5, as worked out there); rates from
-    :class:`~torch_pi2.plan.hardware.Hardware`.
+    :class:`~torch_pi2.machine.hardware.Hardware`.
 
     Args:
         accelerator: of the hot neurons, those that an accelerator computes; a number, or one for each of ``hots``.

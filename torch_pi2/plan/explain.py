@@ -12,21 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torch_pi2.decode.attention import packed_attention
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.rewrite import homes
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.of_model import homes
+from torch_pi2.layers.offloaded import store_of
+from torch_pi2.observe import timings
+from torch_pi2.observe.attention import SPARE_TOKENS, milliseconds
 from torch_pi2.ops import load as load_library
 from torch_pi2.plan.cost import Cost, step_cost
 from torch_pi2.plan.misses import MissCurve
-from torch_pi2.plan.plan import Plan
 from torch_pi2.plan.shape import ModelShape
-from torch_pi2.runtime import timings
-from torch_pi2.runtime.attention import packed_attention
-from torch_pi2.runtime.decode import Decoder
-from torch_pi2.runtime.offload import store_of
+from torch_pi2.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
-    from torch_pi2.profile.stats import ActivationStats
+    from torch_pi2.machine.hardware import Hardware
+    from torch_pi2.spec.stats import ActivationStats
 
 #: What a run can tell apart, and the parts of :data:`torch_pi2.plan.cost.PARTS` that are in it.
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -229,9 +231,6 @@ class _Run:
     """A model that is decoded and timed."""
 
     def __init__(self, model: nn.Module, batch: int, tokens: int, compiled: bool) -> None:
-        from torch_pi2.bench.attention import SPARE_TOKENS
-        from torch_pi2.runtime.experts import SparseExperts
-
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is not None and tokens + SPARE_TOKENS > positions:
             raise ConfigError(
@@ -301,8 +300,6 @@ class _Run:
         return found | {"misses": (stats["wanted"] - stats["hits"]) / steps if stats else 0.0}
 
     def _sdpa(self, next_B1: torch.Tensor) -> float | None:
-        from torch_pi2.bench.attention import milliseconds
-
         def evict() -> torch.Tensor:
             return torch.ones(_EVICT_BYTES, dtype=torch.uint8).sum()
 

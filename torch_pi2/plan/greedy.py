@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_pi2.config import Config
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.sites import FFNSite
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
-from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite
 
 if TYPE_CHECKING:
-    from torch_pi2.predict.size import AnyPredictor
-    from torch_pi2.profile.stats import ActivationStats
+    from torch_pi2.predict.file import AnyPredictor
+    from torch_pi2.spec.stats import ActivationStats
 
 _log = logging.getLogger("torch_pi2")
 

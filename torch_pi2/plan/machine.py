@@ -9,21 +9,22 @@ from typing import Any
 
 from torch import nn
 
-from torch_pi2.api import parts_of
-from torch_pi2.arguments import checked
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.plan.hardware import Hardware, find_hardware
-from torch_pi2.plan.hardware_plan import HardwarePlan
+from torch_pi2.layers.offloaded import store_of
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.machine.hardware import Hardware
+from torch_pi2.observe.accesses import Accesses
 from torch_pi2.plan.misses import MissCurve, ReplayMisses
-from torch_pi2.plan.plan import Plan
 from torch_pi2.plan.shape import ModelShape
 from torch_pi2.plan.solve import solve
 from torch_pi2.plan.task import BATCHES
-from torch_pi2.profile.stats import ActivationStats
-from torch_pi2.runtime.accesses import Accesses
-from torch_pi2.runtime.budget import parse_bytes
-from torch_pi2.runtime.modes import fresh_settings
-from torch_pi2.runtime.offload import store_of
+from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.spec.machine_plan import HardwarePlan
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.parts import Parts
 
 #: Steps of recorded accesses that are replayed for each question: enough for hit rates, in seconds even for 7B.
@@ -61,7 +62,7 @@ def plan_for(
         accelerator_memory: for hot neurons there.
         batches: numbers of sequences to plan for. context: tokens of each that memory has room for.
         accesses: of :class:`torch_pi2.record_accesses`: what the cache misses is then replayed, not estimated.
-        compiled: whether steps are going to be (:class:`~torch_pi2.runtime.decode.Decoder`).
+        compiled: whether steps are going to be (:class:`~torch_pi2.decode.decode.Decoder`).
         progress: a line on standard error, on terminals only, if it takes over two seconds.
         quality: ``min_recall``, ``one_boundary``: see :func:`torch_pi2.plan.solve.solve`.
 
@@ -77,7 +78,7 @@ def plan_for(
             f"planning a {type(model).__name__}",
             expected="statistics: how often neurons fire decides which are hot",
             found="none",
-            fix="Pass stats=: of torch_pi2.profile, torch_pi2.watch or torch_pi2.profile.watched.watched_stats.",
+            fix="Pass stats=: of torch_pi2.profile, torch_pi2.watch or torch_pi2.observe.watched.watched_stats.",
         )
     machine = hardware if isinstance(hardware, Hardware) else find_hardware(hardware)
     base = free(parts.plan)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.observe.accesses import Accesses
 from torch_pi2.ops import load
 from torch_pi2.plan.curve import expert_use, predicted_share
 from torch_pi2.plan.shape import LayerShape, ModelShape
-from torch_pi2.runtime.accesses import Accesses
 
 #: Counts by layer.
 Counts = Sequence[int]
@@ -123,7 +123,7 @@ class ReplayMisses:
 
     Args:
         accesses: of a model with the layers of ``shape``, recorded while one sequence was decoded.
-        policy: of the cache (``torch_pi2.runtime.offload.POLICIES``).
+        policy: of the cache (``torch_pi2.spec.offload.POLICIES``).
         passes: most steps that are replayed for each question; fewer are faster, more are steadier.
 
     Raises:

@@ -10,7 +10,7 @@ from torch_pi2.plan.curve import TIMES, expert_use, layer_curve, linear_ms, sums
 from torch_pi2.plan.shape import LayerShape, ModelShape
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 #: Tokens of a prompt for which a layer of a store is read once, at most (csrc/include/pi2/ffn.h: ``kPromptTokens``).
 MOST_CHUNK = 512

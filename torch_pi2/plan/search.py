@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torch_pi2.plan.curve import TIMES, expert_use, layer_curve, predicted_share
-from torch_pi2.plan.hardware_plan import ACCELERATOR_CHUNK
 from torch_pi2.plan.shape import LayerShape, ModelShape
+from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 #: Hot neurons are a multiple of this (64 keeps runs of bundles whole pages), or ``base_hot``, or all.
 STEP = 64

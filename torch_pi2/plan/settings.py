@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.plan.hardware_plan import Bucket, PromptPlan
 from torch_pi2.plan.prompt_cost import MOST_CHUNK, best_chunk, switch_point
 from torch_pi2.plan.shape import ModelShape
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.machine_plan import Bucket, PromptPlan
+from torch_pi2.spec.offload import OffloadConfig
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 #: Reads of a figure, enough for any depth.
 _READS = 4096

@@ -13,30 +13,23 @@ import numpy as np
 import torch
 from torch import nn
 
+from torch_pi2.decode.budget import activation_bytes, activation_sizes
 from torch_pi2.errors import ConfigError, StaleArtifactError
-from torch_pi2.graph.rewrite import homes
 from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.rows import GROUP, VALUE_BYTES
-from torch_pi2.plan.plan import PREDICTED, LayerPlan, Plan
-from torch_pi2.runtime.budget import (
-    Budget,
-    activation_bytes,
-    activation_sizes,
-    engine_bytes,
-    kv_bytes,
-    piece_tokens,
-    place_bytes,
-)
-from torch_pi2.runtime.experts import SparseExperts
-from torch_pi2.runtime.ffn import SparseFFN
-from torch_pi2.runtime.linear import QuantLinear
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.store.budget import Budget, engine_bytes, kv_bytes, piece_tokens, place_bytes
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import WEIGHT_CODES, LayerEntry, slot_bytes
 
 if TYPE_CHECKING:
-    from torch_pi2.profile.stats import ActivationStats
+    from torch_pi2.spec.stats import ActivationStats
 
 _FLOAT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -58,9 +51,9 @@ class LayerShape:
         bundle_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
             is read for them. stored_bytes: from one slot to the next in the file (0: as ``pack`` aligns them).
         kernel: ``weights/activations``, such as ``int4/int8`` or ``bfloat16/float``.
-        method: of :data:`torch_pi2.plan.plan.METHODS`. exact_zeros: what does not fire adds exactly zero, and its down
+        method: of :data:`torch_pi2.spec.plan.METHODS`. exact_zeros: what does not fire adds exactly zero, and its down
             row is not read (activations of the ReLU family).
-        predictor: of :data:`torch_pi2.plan.hardware.PREDICTORS`, or None. rank: of a low-rank one.
+        predictor: of :data:`torch_pi2.machine.hardware.PREDICTORS`, or None. rank: of a low-rank one.
             predictor_bytes: as if no neuron were hot. recall: share of firing pairs that it finds.
             predicted_active: mean share of the neurons from ``base_hot`` on that it lets through, for one token.
         chosen: share of tokens that an expert gets (1: no expert). experts: how many share one call.
@@ -133,7 +126,7 @@ class LayerShape:
         """Float64 ``[I]``: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
 
         Between measured sizes the next smaller and larger are interpolated in log2(batch), as
-        :meth:`torch_pi2.profile.stats.LayerStats.frequency` does. Beyond the largest, n, groups of n tokens are
+        :meth:`torch_pi2.spec.stats.LayerStats.frequency` does. Beyond the largest, n, groups of n tokens are
         independent of each other: ``1 - (1 - f(n)) ** (batch / n)``, which is too much where tokens are alike.
         """
         found: np.ndarray = self.kept(("frequency", batch), lambda: self._frequency(batch))
@@ -160,7 +153,7 @@ class ModelShape:
         fixed_bytes: in memory always: all but predictors, keys and values, and neurons.
         compiled: whether steps are compiled (:class:`torch_pi2.Decoder`).
         kv_dtype: of keys and values.
-        activations: of a prompt, see :func:`torch_pi2.runtime.budget.activation_sizes`.
+        activations: of a prompt, see :func:`torch_pi2.decode.budget.activation_sizes`.
     """
 
     layers: tuple[LayerShape, ...]
@@ -193,7 +186,7 @@ class ModelShape:
         return replace(self, layers=tuple(layer.with_cluster(cluster) for layer in self.layers))
 
     def budget(self, cache_bytes: int, *, batch: int, context: int, config: OffloadConfig) -> Budget:
-        """What a model over a store with such a cache takes, by the arithmetic of :mod:`torch_pi2.runtime.budget`.
+        """What a model over a store with such a cache takes, by the arithmetic of :mod:`torch_pi2.decode.budget`.
 
         ``kv`` is of ``batch`` sequences of ``context`` tokens. ``token`` (what one wants) is left at 0, ``total`` is
         what all takes together.
@@ -412,7 +405,7 @@ def _most(bytes_of: list[tuple[str, int]]) -> str | None:
 
 
 def _predictor(part: SparseFFN) -> str:
-    """Its name in :data:`torch_pi2.plan.hardware.PREDICTORS`."""
+    """Its name in :data:`torch_pi2.machine.hardware.PREDICTORS`."""
     if part.predictor_signs is not None:
         return "signbit"
     int8 = "/int8" if part.int8_activations and part.predictor_weights else ""

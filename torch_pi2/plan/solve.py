@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.plan.baselines import KINDS, simple_choice
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan
 from torch_pi2.plan.misses import MissCurve
 from torch_pi2.plan.search import Choice, Price, Space, prices
 from torch_pi2.plan.settings import prompt_plan, read_ms, stream_ms
 from torch_pi2.plan.shape import ModelShape
 from torch_pi2.plan.task import BATCHES, Task, assemble, by_policy, check
 from torch_pi2.plan.tiers import caps
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 #: Of the cache, what never leaves it: tried where misses can tell them apart; else the first, as measured for ``lfu``
 #: (:class:`torch_pi2.OffloadConfig`).

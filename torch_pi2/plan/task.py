@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.plan.cost import Cost, step_cost
-from torch_pi2.plan.hardware_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.plan.misses import FrequencyMisses, MissCurve, resident_slots
 from torch_pi2.plan.search import Choice, resident_counts
 from torch_pi2.plan.settings import offload_settings, thread_roles
 from torch_pi2.plan.shape import ModelShape
-from torch_pi2.runtime.offload import OffloadConfig
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.offload import OffloadConfig
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware import Hardware
+    from torch_pi2.machine.hardware import Hardware
 
 #: Sizes that are planned for unless others are asked for.
 BATCHES = (1, 2, 4, 8, 16)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch_pi2.plan.hardware_plan import ACCELERATOR_CHUNK
 from torch_pi2.plan.placement import Tier, choose, place
 from torch_pi2.plan.search import Price, Space
 from torch_pi2.plan.settings import read_ms
 from torch_pi2.plan.task import Task
+from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK
 
 #: By layer, the most neurons on an accelerator.
 Counts = tuple[int, ...]

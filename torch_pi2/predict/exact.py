@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.graph.sites import FFNSite, FFNWeights
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.predict.protocol import PredictorCard
+from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.spec.site import FFNSite, FFNWeights
 
 
 class ExactGate:

@@ -7,7 +7,7 @@ import torch
 from torch_pi2.errors import ArtifactError
 from torch_pi2.ops.rows import VALUE_BYTES, row_bytes, values
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.predict.protocol import PredictorCard
+from torch_pi2.spec.predictor import PredictorCard
 
 
 class LowRankRows(LowRank):

@@ -9,7 +9,7 @@ import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.ops.reference import predict_signbit
-from torch_pi2.predict.protocol import PredictorCard
+from torch_pi2.spec.predictor import PredictorCard
 
 #: What a sign-bit predictor is stored as.
 SIGNBIT_TENSORS = ("signs", "hidden", "margin")
@@ -39,7 +39,7 @@ class SignBit:
 
     Attributes:
         signs: uint8 ``[I, ceil(H / 64) * 8]`` (:func:`pack_signs`), original neuron order; hidden: H.
-        margin: 0 or more; set by :func:`torch_pi2.predict.signbit_fit.calibrate_signbit`.
+        margin: 0 or more; set by :func:`torch_pi2.fit.signbit_fit.calibrate_signbit`.
         threshold: the same on :meth:`scores`.
         card: measured quality, or None before calibration.
     """

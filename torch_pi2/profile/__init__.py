@@ -4,7 +4,7 @@ from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profile.recorder import ActivationRecorder
 from torch_pi2.profile.run import profile
 from torch_pi2.profile.samples import Samples, collect_samples, sample_groups
-from torch_pi2.profile.stats import ActivationStats, LayerStats
+from torch_pi2.spec.stats import ActivationStats, LayerStats
 
 __all__ = [
     "MIN_TOKENS",

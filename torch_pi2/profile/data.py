@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import argument
 from torch_pi2.errors import CalibrationError
-from torch_pi2.runtime.fields import argument
 
 #: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.
 MIN_TOKENS = 64

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.graph.sites import FFNSite
 from torch_pi2.profile.data import Batch
+from torch_pi2.spec.site import FFNSite
 
 
 @dataclass

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.matmuls import MatmulIndex
-from torch_pi2.graph.sites import FFNSite, check_weights
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profile.data import Batch
 from torch_pi2.profile.firing import Firing, Sink, real_tokens
 from torch_pi2.profile.routed import RoutedRecorder
-from torch_pi2.runtime.modes import evaluating
+from torch_pi2.spec.site import FFNSite, check_weights
 
 
 class ActivationRecorder(TorchDispatchMode):

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from torch_pi2.graph.routed import chosen_shares
-from torch_pi2.graph.sites import FFNSite
-from torch_pi2.plan.plan import weights_hash
 from torch_pi2.profile.data import batches
 from torch_pi2.profile.firing import Firing
 from torch_pi2.profile.recorder import record, threshold_map
 from torch_pi2.profile.samples import routed_tokens
-from torch_pi2.profile.stats import HIST_BINS, ActivationStats, LayerStats, Reservoir, pack_bits, score_bins
+from torch_pi2.spec.plan import weights_hash
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats, Reservoir, pack_bits, score_bins
 
 
 class _Counter:

@@ -12,11 +12,11 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
-from torch_pi2.graph.sites import FFNSite
 from torch_pi2.profile.data import batches
 from torch_pi2.profile.firing import Firing
 from torch_pi2.profile.recorder import record, threshold_map
-from torch_pi2.profile.stats import Reservoir, pack_bits, unpack_bits
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.spec.stats import Reservoir, pack_bits, unpack_bits
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Samples:
 
     Attributes:
         x_NH: ``[N, H]`` its inputs, model dtype.
-        fired_bits: ``[N, ceil(I/8)]`` uint8, see :func:`torch_pi2.profile.stats.pack_bits`.
+        fired_bits: ``[N, ceil(I/8)]`` uint8, see :func:`torch_pi2.spec.stats.pack_bits`.
         intermediate: I.
     """
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from torch_pi2.errors import StaleArtifactError
+from torch_pi2.observe.accesses import Accesses
+from torch_pi2.observe.replay import OPTIMAL, replay, replay_all
 from torch_pi2.report.facts import Cache, CacheSize
-from torch_pi2.runtime.accesses import Accesses
-from torch_pi2.runtime.replay import OPTIMAL, replay, replay_all
 
 #: Policies that are compared, beside the run's.
 POLICIES = ("lru", "lfu")

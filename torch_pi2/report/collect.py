@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from torch_pi2.checkpoint.save_load import planned_anew
 from torch_pi2.errors import ArtifactError
-from torch_pi2.profile.stats import ActivationStats, LayerStats
 from torch_pi2.report import missing
 from torch_pi2.report.caches import read_accesses
 from torch_pi2.report.facts import Firing, Report
@@ -18,6 +18,8 @@ from torch_pi2.report.measured import read_measured
 from torch_pi2.report.model import describe
 from torch_pi2.report.planned import planned
 from torch_pi2.report.timeline import read_trace
+from torch_pi2.spec.stats import ActivationStats, LayerStats
+from torch_pi2.store.parts import Parts
 
 #: Points of a curve: as many as a line 300 pixels wide shows.
 _POINTS = 60
@@ -45,9 +47,6 @@ def collect(
         ArtifactError: nothing of ours is in the folder; a file is missing or damaged.
         StaleArtifactError: statistics, predictors or accesses are of other weights; ``plan`` is for another folder.
     """
-    from torch_pi2.checkpoint import planned_anew
-    from torch_pi2.store.parts import Parts
-
     folder = Path(folder)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
     with Parts(inner) as parts:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError
 from torch_pi2.report.facts import Measured, Rivals
-from torch_pi2.runtime.reading import parse, read_bytes
 
 #: Parts of ``bench decode`` by those of a plan; ``ffn``: hot, cold, io and merge together.
 _DECODE = {

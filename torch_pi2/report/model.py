@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.checkpoint import read_config
-from torch_pi2.plan.plan import Plan
-from torch_pi2.profile.stats import ActivationStats
+from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.report.facts import Model
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.store.folder import read_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
-from torch_pi2.store.tensorfile import Spec, TensorReader
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
 
 #: Regions of a store by what the report calls them.

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import LibraryMissingError
-from torch_pi2.extras import how_to_install
 from torch_pi2.report import figures, figures_plan, figures_run
 from torch_pi2.report.facts import Report
 from torch_pi2.report.header import header
 from torch_pi2.report.looks import Plot
 from torch_pi2.report.style import CSS, JS, THEMES
 from torch_pi2.report.tables import layers, missing
-from torch_pi2.runtime.files import atomic_write
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "

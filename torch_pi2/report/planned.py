@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torch_pi2.plan.plan import LayerPlan, Plan
 from torch_pi2.report.facts import Bucket, Hardware, Planned, Predictor, Row
+from torch_pi2.spec.plan import LayerPlan, Plan
 
 if TYPE_CHECKING:
-    from torch_pi2.plan.hardware_plan import HardwarePlan
-    from torch_pi2.predict.protocol import PredictorCard
-    from torch_pi2.predict.size import AnyPredictor
+    from torch_pi2.predict.file import AnyPredictor
+    from torch_pi2.spec.machine_plan import HardwarePlan
+    from torch_pi2.spec.predictor import PredictorCard
 
 #: By bucket: hot, accelerator and resident neurons of each layer.
 _Counts = list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_pi2.base.reading import ROOM_BYTES, parse, read_bytes
 from torch_pi2.errors import ArtifactError
+from torch_pi2.observe.trace import STAGES
 from torch_pi2.report.facts import Span, Timeline
-from torch_pi2.runtime.reading import ROOM_BYTES, parse, read_bytes
-from torch_pi2.runtime.trace import STAGES
 
 #: Most spans that are drawn: more make a page slow on a phone.
 MOST_SPANS = 2500

@@ -30,8 +30,8 @@ import torch
 
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.predict.lowrank_rows import LowRankRows
-from torch_pi2.predict.protocol import PredictorCard
 from torch_pi2.predict.signbit import SignBit
+from torch_pi2.spec.predictor import PredictorCard
 from torch_pi2.store.weights import FLOAT_KINDS
 
 #: Share of a block's neurons that makes ``_ACTIVATIONS`` of its activations.

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from torch_pi2.graph.sites import FFNSite, LinearRef
+from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.source import Checkpoint
 
 #: Part of a parameter's name -> what checkpoints may have in its place.

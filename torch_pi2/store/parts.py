@@ -16,9 +16,13 @@ from typing import Any, Self
 
 import torch
 
+from torch_pi2.base.artifact import check_artifact
+from torch_pi2.base.fields import Field
+from torch_pi2.base.files import read_text
+from torch_pi2.base.reading import parse
+from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError
-from torch_pi2.plan.plan import PREDICTED, Plan
-from torch_pi2.predict.size import (
+from torch_pi2.predict.file import (
     PREDICTORS_FILE,
     AnyPredictor,
     FittedPredictors,
@@ -26,19 +30,9 @@ from torch_pi2.predict.size import (
     load_predictors,
     predictors_of,
 )
-from torch_pi2.profile.stats import (
-    STATS_FILE,
-    STATS_FORMAT,
-    STATS_VERSION,
-    ActivationStats,
-    check_artifact,
-    parse_layers,
-)
-from torch_pi2.runtime.fields import Field
-from torch_pi2.runtime.files import read_text
-from torch_pi2.runtime.reading import parse
+from torch_pi2.spec.plan import PREDICTED, Plan
+from torch_pi2.spec.stats import STATS_FILE, STATS_FORMAT, STATS_VERSION, ActivationStats, parse_layers
 from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
-from torch_pi2.store.tensorfile import Spec, TensorReader
 
 #: Part -> the file without which it is not there, and the file of its tensors.
 _FILES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import ConfigError, LibraryMissingError
-from torch_pi2.extras import how_to_install
 
 #: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
 #: ``smallthinker-4b`` those of SmallThinker-4B-A0.6B's experts, with the attention of Qwen3-MoE.

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from torch_pi2.graph.sites import FFNSite
-from torch_pi2.plan.plan import PREDICTED, Plan
-from torch_pi2.store.crc32c import crc32c
+from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.tensorfile import TensorWriter
+from torch_pi2.spec.plan import PREDICTED, Plan
+from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.storefile import PIECE, check_bytes
 from torch_pi2.store.superblock import MOST_CLUSTER, WEIGHT_CODES, LayerEntry
-from torch_pi2.store.tensorfile import TensorWriter
 from torch_pi2.store.weights import stored_row_bytes
 
 #: Of a slot of clusters, at most: from here on devices read at full speed.

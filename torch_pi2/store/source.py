@@ -8,11 +8,11 @@ from typing import Self
 
 import torch
 
+from torch_pi2.base.fields import Field
+from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, DtypeError
 from torch_pi2.ops.quantized import FLOATS
-from torch_pi2.runtime.fields import Field
-from torch_pi2.runtime.reading import parse, read_bytes
-from torch_pi2.store.tensorfile import Spec, TensorReader
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.tensorfile import Spec, new_tensor
 from torch_pi2.errors import StaleArtifactError
-from torch_pi2.graph.sites import FFNSite
-from torch_pi2.plan.plan import LayerPlan, Plan
-from torch_pi2.store.crc32c import crc32c
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.superblock import PAGE, SECTOR, WEIGHT_CODES, LayerEntry, Superblock, hash_bytes
-from torch_pi2.store.tensorfile import Spec, new_tensor
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, stored_row_bytes
 
 STORE_FILE = "model.pi2"

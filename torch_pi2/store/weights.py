@@ -15,13 +15,13 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from torch_pi2.base.fields import Field
+from torch_pi2.base.reading import parse
+from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
-from torch_pi2.graph.sites import MOST_SIZE, FFNSite
 from torch_pi2.ops.rows import row_bytes
-from torch_pi2.plan.plan import Plan
-from torch_pi2.runtime.fields import Field
-from torch_pi2.runtime.reading import parse
-from torch_pi2.store.tensorfile import Spec, TensorReader
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.site import MOST_SIZE, FFNSite
 
 WEIGHTS_FILE = "weights.safetensors"
 WEIGHTS_VERSION = "1"
@@ -30,7 +30,8 @@ FORMAT = "torch_pi2.weights"
 KINDS = ("int4", "int8")
 #: Formats of bundles that are not quantised.
 FLOAT_KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: How a layer's modules are replaced: see :mod:`torch_pi2.graph.rewrite`. The third way needs weights to be tried with.
+#: How a layer's modules are replaced: see :mod:`torch_pi2.rewrite.rewrite`.
+#: The third way needs weights to be tried with.
 WAYS = ("owner", "chain")
 
 

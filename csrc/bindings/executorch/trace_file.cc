@@ -12,7 +12,7 @@
 namespace pi2::et {
 namespace {
 
-// In the order of Stage and TraceCounter, and named as torch_pi2.runtime.trace names them.
+// In the order of Stage and TraceCounter, and named as torch_pi2.observe.trace names them.
 struct Named {
   const char* name;
   const char* args[2];

@@ -13,7 +13,7 @@ Tensor device_times(std::vector<double> device, int64_t range_bytes, int64_t dep
   STD_TORCH_CHECK(problem.empty(), "pi2: device: ", problem);
   STD_TORCH_CHECK(depth >= 1 && offsets.size() == bytes.size(),
                   "pi2: reads: expected as many offsets as sizes and a depth of 1 or more, found ", offsets.size(),
-                  ", ", bytes.size(), " and ", depth, ". See torch_pi2.store.devices.Device.");
+                  ", ", bytes.size(), " and ", depth, ". See torch_pi2.machine.device.Device.");
   model.set_range(range_bytes);
   const std::vector<double> ends = closed_loop(model, depth, offsets, bytes);
   Tensor out = torch::stable::empty({static_cast<int64_t>(ends.size())}, ScalarType::Double);

@@ -24,7 +24,7 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias
   check_plain(bundles, "bundles");
   STD_TORCH_CHECK(bundles.dim() == 3 && (bundles.size(1) == 2 || bundles.size(1) == 3) && bundles.is_contiguous(),
                   "pi2: bundles: expected contiguous [neurons, 3 (gate, up, down) or 2 (up, down), hidden], found ",
-                  bundles.dim(), " dimensions. Build them with torch_pi2.runtime.ffn.");
+                  bundles.dim(), " dimensions. Build them with torch_pi2.layers.ffn.");
   FfnArgs args;
   args.w_dtype = weights_dtype(weights, bundles, "bundles");
   const bool quantized = is_quantized(args.w_dtype);

@@ -1,4 +1,4 @@
-// torch.ops.pi2.firing_*: which neurons fire while a model is used, see torch_pi2.runtime.watch.
+// torch.ops.pi2.firing_*: which neurons fire while a model is used, see torch_pi2.observe.watch.
 #include "pi2/firing.h"
 
 #include <map>
@@ -48,7 +48,7 @@ int64_t begin(const std::shared_ptr<Watched>& watch, const std::vector<WatchedLa
 
 void check_cuts(const std::vector<double>& cuts, size_t layers) {
   STD_TORCH_CHECK(cuts.size() == layers, "pi2: cuts: expected ", layers, ", one for each layer, found ", cuts.size(),
-                  ". See torch_pi2.runtime.watch.");
+                  ". See torch_pi2.observe.watch.");
   for (const double cut : cuts)
     STD_TORCH_CHECK(cut >= 0, "pi2: cuts: expected 0 or more, found ", cut, ". Check the thresholds.");
 }

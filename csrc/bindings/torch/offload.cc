@@ -104,7 +104,7 @@ std::string store_preload(int64_t store) { return store_of(store)->preload(); }
 
 std::string store_describe(int64_t store) { return store_of(store)->describe(); }
 
-// In the order of torch_pi2.runtime.offload.STATISTICS.
+// In the order of torch_pi2.layers.offloaded.STATISTICS.
 Tensor store_stats(int64_t store, bool reset) {
   const OffloadStats s = store_of(store)->stats(reset);
   const int64_t all[] = {s.calls,   s.wanted,  s.hits,  s.reads,    s.bytes_read, s.evictions,   s.uncached,

@@ -1,6 +1,6 @@
 // torch.ops.pi2.store_resize, store_arrange, store_record, store_recorded: the cache of an open store, and what its
-// calls want; replay*: what other caches would have had of it. See torch_pi2.runtime.accesses and
-// torch_pi2.runtime.replay.
+// calls want; replay*: what other caches would have had of it. See torch_pi2.observe.accesses and
+// torch_pi2.observe.replay.
 #include "pi2/replay.h"
 
 #include <stdexcept>
@@ -42,7 +42,7 @@ void check(const Tensor& tensor, ScalarType dtype, int64_t dims, const char* nam
   check_plain(tensor, name);
   STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.dim() == dims && tensor.is_contiguous(), "pi2: ", name,
                   ": expected contiguous ", expected, ", found ", shape_of(tensor),
-                  tensor.scalar_type() == dtype ? "" : " of another dtype", ". See torch_pi2.runtime.replay.");
+                  tensor.scalar_type() == dtype ? "" : " of another dtype", ". See torch_pi2.observe.replay.");
 }
 
 // Calls `run` with the accesses and the layers of `about`, int64 [layers, 2]: neurons, and neurons in a slot.
@@ -84,7 +84,7 @@ Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, std::st
               double hot_share, bool preload, int64_t window, std::vector<int64_t> fixed) {
   STD_TORCH_CHECK(slots >= 0 && hot_share >= 0 && hot_share <= 1 && window >= 0,
                   "pi2: replay: expected no negative numbers and a hot share of 0 to 1, found ", slots, " slots, ",
-                  hot_share, " and a window of ", window, ". See torch_pi2.runtime.replay.");
+                  hot_share, " and a window of ", window, ". See torch_pi2.observe.replay.");
   const ReplayOptions options{policy, slots, hot_share, preload, window, fixed};
   return with(layers, streamed, bits, about, [&](const AccessView& view, const std::vector<ReplayLayer>& all) {
     const std::vector<ReplayCounts> counts =

@@ -1,4 +1,4 @@
-// torch.ops.pi2.trace_*: what each thread did, see torch_pi2.runtime.trace.
+// torch.ops.pi2.trace_*: what each thread did, see torch_pi2.observe.trace.
 #include "pi2/trace.h"
 
 #include <mutex>

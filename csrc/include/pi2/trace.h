@@ -7,7 +7,7 @@
 
 namespace pi2 {
 
-// What took time. In the order of torch_pi2.runtime.trace.STAGES; docs/TRACES.md says what each means.
+// What took time. In the order of torch_pi2.observe.trace.STAGES; docs/TRACES.md says what each means.
 enum class Stage : std::int32_t {
   kFfn,  // whole calls, on the thread that called
   kPredict,
@@ -25,7 +25,7 @@ enum class Stage : std::int32_t {
   kRead,  // asynchronous: from submission to the end
 };
 
-// What has a value. In the order of torch_pi2.runtime.trace.COUNTERS.
+// What has a value. In the order of torch_pi2.observe.trace.COUNTERS.
 enum class TraceCounter : std::int32_t { kReading, kBytesRead, kHotBundles, kColdBundles };
 
 enum class TraceKind : std::int32_t { kSpan, kAsync, kCounter };

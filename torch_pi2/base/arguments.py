@@ -1,0 +1,124 @@
+"""What callers pass to public functions has the types that the functions say, or is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from torch_pi2.base.fields import shown
+from torch_pi2.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number", type(None): "None"}
+#: Whole numbers as the core and PyTorch's generators have them.
+_MOST_WHOLE = 1 << 62
+_MOST_NUMBER: Any = 1e300
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, whose arguments are compared with its annotations first. Wrong ones raise ConfigError."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _check_call(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_fields(made: Any) -> None:
+    """Of a dataclass, in its ``__post_init__``. Raises ConfigError: a field is not what its annotation says."""
+    hints = _hints(type(made).__init__)
+    for field in fields(made):
+        if field.init:
+            _check(hints[field.name], getattr(made, field.name), f"{type(made).__name__}.{field.name}")
+
+
+def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    signature, name = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
+    try:
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as error:
+        raise _wrong_call(name, signature, str(error)) from error
+    hints = _hints(function)
+    for argument, value in given.items():
+        if argument in hints:
+            _check(hints[argument], value, f"{name}({argument})")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise _wrong_call(name, signature, str(error)) from error
+
+
+def _wrong_call(name: str, signature: inspect.Signature, found: str) -> ConfigError:
+    wanted = ", ".join(p.name for p in signature.parameters.values() if p.default is p.empty and p.name != "self")
+    return ConfigError(f"{name}()", expected=f"arguments {wanted}", found=found, fix=f"See help(torch_pi2.{name}).")
+
+
+@cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """By argument: its annotation. Names that only type checkers import, and ``*args``, are left out."""
+    scope = getattr(inspect.unwrap(function), "__globals__", {})
+    found: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name == "self":
+            continue
+        try:
+            found[parameter.name] = eval(parameter.annotation, scope)
+        except NameError:
+            found[parameter.name] = Any
+    return found
+
+
+def _check(hint: Any, value: Any, name: str) -> None:
+    kinds = _kinds(hint)
+    if not any(_is(kind, value) for kind in kinds):
+        expected = " or ".join(dict.fromkeys(_WORDS.get(kind) or f"a {kind.__name__}" for kind in kinds))
+        if str in kinds and Path in kinds:
+            expected = expected.replace("text or a Path", "the name of a file or folder")
+        raise ConfigError(name, expected=expected, found=shown(value), fix="Correct it.")
+    for part in _alternatives(hint):
+        if isinstance(value, Mapping) and typing.get_origin(part) is Mapping:
+            for key, element in value.items():
+                _check(typing.get_args(part)[1], element, f"{name}[{shown(key)}]")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows; ``object`` for what cannot be compared."""
+    if hint is None:
+        return (type(None),)
+    if len(parts := _alternatives(hint)) > 1:
+        return tuple(kind for part in parts for kind in _kinds(part))
+    kind = typing.get_origin(hint) or hint
+    known = isinstance(kind, type) and kind is not Any
+    if getattr(kind, "_is_protocol", False):
+        known = getattr(kind, "_is_runtime_protocol", False)
+    return (kind,) if known else (object,)
+
+
+def _is(kind: Any, value: Any) -> bool:
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    if kind is int:
+        return isinstance(value, numbers.Integral) and abs(int(value)) < _MOST_WHOLE
+    if kind is float:
+        return isinstance(value, numbers.Real) and -_MOST_NUMBER < value < _MOST_NUMBER
+    if kind is Path:
+        return isinstance(value, os.PathLike) and "\0" not in os.fspath(value)
+    if kind is str:
+        return isinstance(value, str) and "\0" not in value
+    return isinstance(value, kind) and not (kind is Sequence and isinstance(value, str | bytes))

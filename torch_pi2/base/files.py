@@ -1,0 +1,336 @@
+"""Files written whole or not at all, by one process at a time; read back with errors that help.
+
+What is being written is ``.NAME.partial`` beside ``NAME``, and ``.NAME.lock`` is locked meanwhile; an earlier folder is
+``.NAME.old`` for the moment in which it is replaced. A process that is killed leaves them, and the next one that writes
+``NAME`` takes the lock, which nobody holds any more, and removes the rest, or goes on with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.base.fields import shown
+from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.errors import ArtifactError, ConfigError
+
+Tensors = Mapping[str, torch.Tensor]
+
+#: How long a file waits for another process that writes the same one; folders do not wait.
+_PATIENCE_S = 10.0
+
+
+def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
+    """Write ``data``, or its pieces, to ``path``. Raises ArtifactError if it cannot.
+
+    A regular file, or what a link leads to, is replaced whole: another beside it, fsync, rename. Devices and pipes are
+    written to, and ``-`` is standard output.
+    """
+    whole = data.encode() if isinstance(data, str) else data
+    pieces = [whole] if isinstance(whole, bytes) else whole
+    try:
+        target = to_replace(path)
+        if target is None:
+            return _write_to(path, pieces)
+        with claimed(target, patience_s=_PATIENCE_S) as temporary:
+            _write_synced(temporary, pieces)
+            os.replace(temporary, target)
+    except OSError as error:
+        raise not_written(Path(path), error) from error
+
+
+def to_replace(path: str | Path) -> Path | None:
+    """The regular file that ``path`` is or is to be, where links lead; None: a device or pipe, to be written to."""
+    if str(path) == "-":
+        return None
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return Path(os.path.realpath(path))
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "the name of a folder")
+    return Path(os.path.realpath(path)) if stat.S_ISREG(mode) and not _led_to(path).startswith("/proc/") else None
+
+
+def _led_to(path: str | Path) -> str:
+    """Where links lead, but for an open file's (``/dev/stdout``): another in its place would not be what is open."""
+    at = os.fspath(path)
+    while True:
+        at = os.path.join(os.path.realpath(os.path.dirname(at)), os.path.basename(at))
+        if at.startswith("/proc/") or not os.path.islink(at):
+            return at
+        at = os.path.join(os.path.dirname(at), os.readlink(at))
+
+
+def _descriptor(path: str | Path) -> int | None:
+    """The open file of this process that ``path`` names: ``-``, ``/dev/stdout``, ``/dev/fd/3``."""
+    if str(path) == "-":
+        return 1
+    found = re.fullmatch(rf"/proc/{os.getpid()}/fd/([0-9]+)", _led_to(path))
+    return None if found is None else int(found[1])
+
+
+def is_standard_output(path: str | Path) -> bool:
+    """Whether ``path`` names standard output, so that nothing else may be written there."""
+    number = _descriptor(path)
+    try:
+        return number is not None and os.path.samestat(os.fstat(number), os.fstat(1))
+    except OSError:  # closed
+        return number == 1
+
+
+def check_not_standard_output(path: str | Path, what: str) -> None:
+    """Raises ConfigError: ``path`` names standard output, where ``what`` is not written."""
+    if is_standard_output(path):
+        raise ConfigError(what, expected="a file", found=f"standard output ({path})", fix="Name a file.")
+
+
+def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
+    number = _descriptor(path)
+    try:
+        if number == 1:
+            if sys.__stdout__ is None:  # closed, and the number may be another file's by now
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        # opened by its name, a file would be written from its beginning
+        with open(path if number is None else os.dup(number), "wb") as file:
+            file.writelines(pieces)
+    except OSError as error:
+        raise ArtifactError(
+            f"writing {'standard output' if str(path) == '-' else path}",
+            expected="a device or pipe that takes all of it",
+            found=f"{error.strerror or error}",
+            fix="Part of it may have been written; choose a file.",
+        ) from error
+
+
+def _write_synced(path: Path, data: Iterable[bytes]) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as f:
+        f.writelines(data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def not_written(path: Path, error: OSError) -> ArtifactError:
+    """What to raise when ``path`` could not be written and nothing of it is left."""
+    return ArtifactError(
+        f"writing {path}",
+        expected="a folder that can be written",
+        found=f"{error.strerror or error}",
+        fix="Choose another output folder or free some space; nothing was left half-written.",
+    )
+
+
+@contextmanager
+def claimed(target: Path, *, keep: bool = False, patience_s: float = 0.0) -> Iterator[Path]:
+    """Where to write what is to be ``target``, for one process at a time: a path beside it, to be renamed at the end.
+
+    Nothing is there, or with ``keep`` what the last process left that was killed or interrupted. What is there when
+    the block raises is removed, or with ``keep`` only after errors: a full disk is not kept full.
+
+    Raises:
+        ArtifactError: another process writes it, for longer than ``patience_s``. OSError: it cannot be written there.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
+    with _locked(target, patience_s):
+        if old.is_dir() and not os.path.lexists(target):  # killed between the two renames of _swap_in
+            old.rename(target)
+        _remove(old)
+        if not keep or partial.is_symlink():
+            _remove(partial)
+        try:
+            yield partial
+        except BaseException as error:
+            if not keep or isinstance(error, Exception):
+                _remove(partial)
+            raise
+        _remove(partial)
+
+
+@contextmanager
+def _locked(target: Path, patience_s: float) -> Iterator[None]:
+    """The lock of ``target``; it ends with the process, however that ends."""
+    path, until = target.with_name(f".{target.name}.lock"), time.monotonic() + patience_s
+    while (file := _lock(path)) is None:
+        if time.monotonic() >= until:
+            raise ArtifactError(
+                f"writing {target}",
+                expected="no other process that writes it",
+                found=f"one that has locked {path.name}",
+                fix="Wait for it, or choose another name.",
+            )
+        time.sleep(0.02)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(file)
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor of ``path``, locked; None: another process has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(path)):  # not one that was given back in between
+                mine, file = file, -1
+                return mine
+        except BlockingIOError:
+            return None
+        except FileNotFoundError:
+            pass
+        finally:
+            if file >= 0:
+                os.close(file)
+
+
+def _remove(path: Path) -> None:
+    """``path`` and all in it, as far as it goes."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def check_not_current(folder: Path) -> None:
+    """Raises ArtifactError: ``folder``, which is to be replaced, is the current one. A shell would stay in the old."""
+    if folder.is_dir() and os.path.samestat(os.stat(folder), os.stat(".")):
+        raise ArtifactError(
+            f"writing {folder}",
+            expected="a folder that can be replaced",
+            found="the current folder",
+            fix="Name another, or this one from outside of it.",
+        )
+
+
+@contextmanager
+def replacing_folder(folder: Path, *, keep: bool = False) -> Iterator[Path]:
+    """Write a whole folder or nothing: gives an empty one beside it, which takes its place when the block ends.
+
+    All files are on disk before they get their names. If the block raises, or the last step fails, ``folder`` is as it
+    was. Whether an existing ``folder`` may be replaced is for the caller to check.
+
+    Args:
+        keep: after a kill or an interrupt the next block goes on with what this one wrote, instead of nothing.
+
+    Raises:
+        ArtifactError: another process writes it, there is a file in its place, or for any OSError, in the block too.
+    """
+    folder = Path(os.path.realpath(folder))
+    check_not_current(folder)
+    try:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with claimed(folder, keep=keep) as staging:
+            staging.mkdir(exist_ok=keep)
+            yield staging
+            _sync_files(staging)
+            _swap_in(staging, folder)
+    except Exception as error:
+        problem = _of_the_system(error)
+        if problem is None:
+            raise
+        raise not_written(folder, problem) from error
+
+
+def _of_the_system(error: Exception) -> OSError | None:
+    """``error`` as an OSError, if it is one, or one that a library in Rust (safetensors, tokenizers) wraps in words."""
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+
+
+def _sync_files(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            file = os.open(Path(parent) / name, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+        _sync_names(Path(parent))
+
+
+def _sync_names(folder: Path) -> None:
+    """What ``folder`` calls its files, to disk; some file systems cannot, and lose at most a rename."""
+    with suppress(OSError):
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def _swap_in(staging: Path, folder: Path) -> None:
+    """Put ``staging`` in the place of ``folder``; the old content goes last, or comes back."""
+    old = folder.with_name(f".{folder.name}.old")
+    try:
+        if folder.exists():
+            folder.rename(old)
+        staging.rename(folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    _sync_names(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def atomic_folder_files(folder: str | Path, files: Mapping[str, str | bytes | tuple[Tensors, dict[str, str]]]) -> None:
+    """Write several files into ``folder``, each atomically; a tensor entry is ``(tensors, metadata)``."""
+    from safetensors.torch import save
+
+    for name, content in files.items():
+        if isinstance(content, tuple):
+            tensors, metadata = content
+            content = save({k: v.contiguous() for k, v in tensors.items()}, metadata=metadata)
+        atomic_write(Path(folder) / name, content)
+
+
+def read_text(path: str | Path) -> str:
+    """The text of one of our JSON files. Raises ArtifactError if it is missing, no regular file, or no text."""
+    data = read_bytes(path)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ArtifactError(
+            str(path), expected="JSON", found=f"damage ({error})", fix="Make the artefact again."
+        ) from error
+
+
+def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -> dict[str, Any]:
+    """The content of a JSON file of ours, read from ``where``, with its ``format`` and ``version`` checked.
+
+    ``versions``: those that can be read, the one that is written last.
+    """
+    data = parse(text, where)
+    if not isinstance(data, dict):
+        data, found = {}, type(data).__name__
+    else:
+        found = " version ".join(shown(data.get(name)).strip("'") for name in ("format", "version"))
+    if data.get("format") != format_name or type(data.get("version")) is not int or data["version"] not in versions:
+        raise ArtifactError(
+            str(where),
+            expected=f"{format_name} version {versions[-1]}",
+            found=found,
+            fix="Use the torch_pi2 that wrote it, or make it again.",
+        )
+    return data

@@ -1,0 +1,436 @@
+"""Safetensors files of any size, written and read tensor by tensor within bounded memory.
+
+The writer knows names, shapes and dtypes beforehand, so the header is written first and the tensors go to their places
+in any order; the file appears under its name only when all of them are there. The reader copies straight from the
+file into the memory that the tensor keeps: no mapping, whose pages would count twice, and no second copy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+
+from torch_pi2.base.fields import shown
+from torch_pi2.base.files import claimed, not_written
+from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.ops import load
+
+#: Names of dtypes in safetensors headers.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: Where the data begins is a multiple of this; tensors as large as a page begin on one too, see ``in_file_order``.
+ALIGNMENT = 4096
+#: Largest header that the safetensors library accepts.
+_MAX_HEADER = 100_000_000
+#: Bytes per system call: enough for full bandwidth, few enough that a progress bar moves.
+_PIECE = 8 << 20
+#: Numbers in a tensor: fewer than that fit into 63 bits as bytes of any dtype.
+_LARGEST = 1 << 60
+_EXPECTED, _FIX = "a whole safetensors file", "Copy it again, or make it again."
+#: Of a tensor: more than any has, fewer than torch takes.
+_MOST_AXES = 32
+#: From this size on, memory is asked for in huge pages.
+_HUGE = 4 << 20
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Spec:
+        return Spec(tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; writing to it writes to the tensor."""
+    view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def in_file_order(specs: Mapping[str, Spec]) -> list[str]:
+    """Names, those first whose sizes are divisible by the largest power of two (a page at most).
+
+    Safetensors allows no gaps between tensors. In this order every tensor begins at a multiple of what divides its
+    own size, so that matrices, whose sizes are whole pages in all but toy models, begin on a page.
+    """
+    return sorted(specs, key=lambda name: -math.gcd(specs[name].nbytes, ALIGNMENT) if specs[name].nbytes else 0)
+
+
+#: Of a tensor that is copied, at a time.
+_COPY_BYTES = 1 << 24
+
+
+class TensorWriter:
+    """Writes one safetensors file, used as a context manager.
+
+    Args:
+        path: appears when the block ends without an exception; until then the data is in a temporary file beside it.
+        specs: all tensors of the file.
+        metadata: strings by name.
+        progress: a progress bar on standard error if it is a terminal and writing takes over two seconds.
+        order: names in the order in which they lie in the file (default: large ones on pages, see in_file_order).
+
+    Raises:
+        ArtifactError: the file cannot be written. ConfigError (on leaving): tensors were declared and not written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        specs: Mapping[str, Spec],
+        metadata: Mapping[str, str],
+        *,
+        progress: bool = False,
+        order: Sequence[str] | None = None,
+    ) -> None:
+        self.path, self.specs = Path(path), dict(specs)
+        self._claim = ExitStack()
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        self._entries = header
+        self._start: dict[str, int] = {}
+        end = 0
+        for name in in_file_order(self.specs) if order is None else order:
+            spec = self.specs[name]
+            self._start[name] = end
+            header[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [end, end + spec.nbytes],
+            }
+            end += spec.nbytes
+        self._header = self._encoded()
+        self._data = len(self._header)
+        self._left = {name: spec.nbytes for name, spec in self.specs.items()}
+        self._total, self._progress = end, progress
+        self._file = -1
+
+    def _encoded(self) -> bytes:
+        text = json.dumps(self._entries, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    def set_metadata(self, name: str, value: str) -> None:
+        """Replace a value that was not known at the beginning by another of the same length."""
+        self._entries["__metadata__"][name] = value
+        header = self._encoded()
+        assert len(header) == self._data
+        try:
+            self._pwrite(memoryview(header), 0)
+        except OSError as error:
+            self._fail(error)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the finished file."""
+        return self._data + self._total
+
+    def offset(self, name: str) -> int:
+        """Where in the file tensor ``name`` begins."""
+        return self._data + self._start[name]
+
+    def __enter__(self) -> Self:
+        from tqdm import tqdm
+
+        try:
+            self._file = self._open()
+            self._pwrite(memoryview(self._header), 0)
+        except OSError as error:
+            self._discard()
+            self._fail(error)
+        except BaseException:
+            self._discard()
+            raise
+        show = self._progress and sys.stderr.isatty()
+        self._bar = tqdm(total=self._total, desc="write", unit="B", unit_scale=True, disable=not show, delay=2)
+        return self
+
+    def _open(self) -> int:
+        self._temporary = self._claim.enter_context(claimed(self.path))
+        return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
+        """Write ``tensor`` as ``name``, or as its rows from ``row`` on; it has the dtype and row shape declared.
+
+        Raises:
+            ConfigError: not as declared. ArtifactError: the disk is full or gone.
+        """
+        spec = self.specs[name]
+        whole = tuple(tensor.shape) == spec.shape and row == 0
+        rows = tensor.dim() > 0 and tuple(tensor.shape[1:]) == spec.shape[1:] and row + len(tensor) <= spec.shape[0]
+        if tensor.dtype != spec.dtype or not (whole or rows) or tensor.nbytes > self._left[name]:
+            raise ConfigError(
+                f"tensor {name} of {self.path.name}",
+                expected=f"{spec}, as declared, once",
+                found=f"{Spec.of(tensor)} at row {row} with {self._left[name]} bytes left to write",
+                fix="Declare what is written, and write each row once.",
+            )
+        per_row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
+        self._put(name, tensor, row * per_row)
+
+    def write_bytes(self, name: str, data: torch.Tensor, at: int) -> None:
+        """Write ``data``, uint8 ``[n]``, as the bytes of ``name`` from ``at`` on. Raises as ``write`` does."""
+        if data.dtype != torch.uint8 or data.nbytes > self._left[name] or at + data.nbytes > self.specs[name].nbytes:
+            raise ConfigError(
+                f"tensor {name} of {self.path.name}",
+                expected=f"bytes of {self.specs[name]}, once",
+                found=f"{Spec.of(data)} at byte {at} with {self._left[name]} left to write",
+                fix="Declare what is written, and write each byte once.",
+            )
+        self._put(name, data, at)
+
+    def copy(self, name: str, source: str) -> None:
+        """Write the bytes of tensor ``source``, all of them written before, as ``name``. Raises as ``write`` does."""
+        size = self.specs[source].nbytes
+        file = os.open(self._temporary, os.O_RDONLY)
+        try:
+            for start in range(0, size, _COPY_BYTES):
+                data = bytearray(os.pread(file, min(_COPY_BYTES, size - start), self.offset(source) + start))
+                self.write_bytes(name, torch.frombuffer(data, dtype=torch.uint8), start)
+        finally:
+            os.close(file)
+
+    def _put(self, name: str, tensor: torch.Tensor, at: int) -> None:
+        try:
+            self._pwrite(_bytes_of(tensor.contiguous()), self.offset(name) + at)
+        except OSError as error:
+            self._fail(error)
+        self._left[name] -= tensor.nbytes
+        self._bar.update(tensor.nbytes)
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file, data[done : done + _PIECE], offset + done)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        missing = [name for name, left in self._left.items() if left]
+        if kind is not None or missing:
+            self._discard()
+        if kind is not None:
+            return
+        if missing:
+            raise ConfigError(
+                f"tensors of {self.path.name}",
+                expected=f"all {len(self.specs)} that were declared",
+                found=f"{len(missing)} not or not wholly written, e.g. {missing[0]}",
+                fix="Write them before the block ends; nothing was left half-written.",
+            )
+        try:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = -1
+            os.replace(self._temporary, self.path)
+        except OSError as problem:
+            self._discard()
+            self._fail(problem)
+        self._claim.close()
+
+    def _discard(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._claim.close()
+
+    def _fail(self, error: OSError) -> NoReturn:
+        raise not_written(self.path, error) from error
+
+
+class TensorReader:
+    """A safetensors file: its header, checked, and its tensors one at a time. Close it, or use it as a context manager.
+
+    Attributes:
+        specs: shape and dtype of every tensor.
+        metadata: strings by name.
+
+    Raises:
+        ArtifactError: missing, truncated, or its header is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = open_file(path, "a safetensors file")
+        try:
+            self.specs, self._start, self.metadata = self._read_header()
+        except OSError as error:
+            self.close()
+            self._damaged(str(error.strerror or error))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _damaged(self, reason: str) -> NoReturn:
+        raise ArtifactError(
+            str(self.path),
+            expected=_EXPECTED,
+            found=f"damage ({reason})",
+            fix=_FIX,
+        )
+
+    def _pread(self, size: int, at: int) -> bytes:
+        """``size`` bytes from ``at`` on, fewer only at the end of the file."""
+        parts = []
+        while size and (part := os.pread(self._file, size, at)):
+            parts.append(part)
+            size, at = size - len(part), at + len(part)
+        return b"".join(parts)
+
+    def _read_header(self) -> tuple[dict[str, Spec], dict[str, int], dict[str, str]]:
+        size = os.fstat(self._file).st_size
+        length = int.from_bytes(self._pread(8, 0), "little")
+        if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
+            self._damaged(f"a header of {length} bytes in a file of {size}")
+        header = parse(self._pread(length, 8), self.path, expected=_EXPECTED, fix=_FIX, room=ROOM_BYTES + 2 * size)
+        try:
+            if not isinstance(header, dict):
+                raise TypeError(f"the header is a {type(header).__name__}")
+            metadata = header.pop("__metadata__", {})
+            if not all(isinstance(s, str) for s in (*metadata.keys(), *metadata.values())):
+                raise TypeError("metadata that is not text")
+            for text in (*metadata.keys(), *metadata.values()):
+                text.encode()  # raises for half a character
+            entries = {name: _entry(name, value) for name, value in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self._damaged(f"{type(error).__name__}: {shown(str(error))}")
+        end = 0
+        for name, (spec, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
+            if start != end or stop - start != spec.nbytes:
+                self._damaged(f"{name}, {spec}, at bytes {start} to {stop} after {end}")
+            end = stop
+        if 8 + length + end != size:
+            self._damaged(f"{size} bytes where the header says {8 + length + end}")
+        specs = {name: spec for name, (spec, _, _) in entries.items()}
+        return specs, {name: 8 + length + start for name, (_, start, _) in entries.items()}, metadata
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Tensor ``name``, or its rows ``[start, stop)``, in memory of its own; large ones in huge pages.
+
+        Raises:
+            ArtifactError: the file has no such tensor, or cannot be read to its end.
+        """
+        spec = self.spec(name)
+        shape = spec.shape if rows is None else (rows[1] - rows[0], *spec.shape[1:])
+        tensor = new_tensor(shape, spec.dtype)
+        self.read_into(name, tensor, row=0 if rows is None else rows[0])
+        return tensor
+
+    def spec(self, name: str) -> Spec:
+        """Raises ArtifactError if the file has no such tensor."""
+        if name not in self.specs:
+            raise ArtifactError(
+                str(self.path),
+                expected=f"a tensor {name}",
+                found=f"{len(self.specs)} others",
+                fix="The file is of another model or another version; make it again.",
+            )
+        return self.specs[name]
+
+    def read_into(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
+        """Fill a contiguous ``tensor`` of the same dtype with ``name``, from its row ``row`` on."""
+        spec = self.spec(name)
+        per_row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
+        if tensor.dtype != spec.dtype or not tensor.is_contiguous() or row * per_row + tensor.nbytes > spec.nbytes:
+            raise ConfigError(
+                f"memory for {name}",
+                expected=f"contiguous, {spec}",
+                found=f"{Spec.of(tensor)} for its rows from {row}",
+                fix="Allocate it with the shape and dtype that TensorReader.specs says.",
+            )
+        self._read(name, _bytes_of(tensor), row * per_row)
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of tensor ``name`` as they are in the file, uint8."""
+        data = torch.empty(stop - start, dtype=torch.uint8)
+        self._read(name, _bytes_of(data), start)
+        return data
+
+    def offset(self, name: str) -> int:
+        """Where in the file tensor ``name`` begins."""
+        return self._start[name]
+
+    def _read(self, name: str, data: memoryview, at: int) -> None:
+        start, done = self._start[name] + at, 0
+        while done < len(data):
+            try:
+                got = os.preadv(self._file, [data[done : done + _PIECE]], start + done)
+            except OSError as error:
+                self._damaged(f"{name}: {error.strerror or error}")
+            if got == 0:
+                self._damaged(f"{name} ends after {done} of {len(data)} bytes")
+            done += got
+
+
+def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that is not yet filled; if large, the system is asked for huge pages before anything is written to it."""
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    if tensor.nbytes >= _HUGE:
+        load()
+        torch.ops.pi2.advise_huge_pages(tensor)
+    return tensor
+
+
+def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, in memory of their own. Raises ArtifactError."""
+    with TensorReader(path) as file:
+        return {name: file.read(name) for name in file.specs}, file.metadata
+
+
+def _entry(name: str, value: Any) -> tuple[Spec, int, int]:
+    """One entry of a header. Raises KeyError, TypeError or ValueError on anything but what the format allows."""
+    shape, offsets = value["shape"], value["data_offsets"]
+    numbers = [*shape, *offsets]
+    sizes = [n for n in numbers if type(n) is int and n >= 0]
+    good = len(offsets) == 2 and len(shape) <= _MOST_AXES and len(sizes) == len(numbers)
+    # zeros left out: torch cannot make a tensor of (0, 2**60, 2**60) either
+    if not good or math.prod(n for n in shape if n) >= _LARGEST:
+        raise ValueError(f"shape {shown(shape)} or offsets {shown(offsets)} of {name}")
+    if value["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {value['dtype']!r} of {name}")
+    return Spec(tuple(shape), DTYPES[value["dtype"]]), offsets[0], offsets[1]

@@ -1,0 +1,27 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from torch_pi2.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}{u}": 1024**i for i, p in enumerate("KMGT", 1) for u in ("i", "iB")}
+_UNITS |= {f"{p}{u}": 1000**i for i, p in enumerate("KMGT", 1) for u in ("", "B")}
+
+
+def parse_bytes(value: float | str) -> int:
+    """``2.5GiB``, ``700MB``, ``1G`` (decimal) or a number of bytes. Raises ConfigError."""
+    found: float = -1
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        found = value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value, re.ASCII) if isinstance(value, str) else None
+    if match is not None and match.group(2) in _UNITS:
+        found = float(match.group(1)) * _UNITS[match.group(2)]
+    if not 0 <= found < math.inf:
+        raise ConfigError(
+            "budget", expected="bytes, or text such as 2.5GiB or 700MB", found=repr(value), fix="Correct it."
+        )
+    return int(found)

@@ -1,0 +1,1 @@
+"""Folders on disk: saved, loaded, packed, quantised, synthetic."""

@@ -1,0 +1,102 @@
+"""Loading a model whose neurons stay in its store, under a byte budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.heap import give_back_freed_memory
+from torch_pi2.checkpoint.sparse import load_sparse
+from torch_pi2.decode.budget import divide
+from torch_pi2.errors import ConfigError
+from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.rewrite.rewrite import predictor_tensors
+from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.store.storefile import STORE_FILE, StoreReader
+from torch_pi2.store.weights import FLOAT_KINDS, QuantizedWeights
+
+
+def load_offloaded(
+    folder: Path,
+    pi2: Path,
+    plan: Plan,
+    predictors: dict[str, Any],
+    total: int,
+    config: OffloadConfig,
+    context: int,
+    strict: bool = False,
+    *,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    int8_activations: bool,
+    progress: bool,
+) -> nn.Module:
+    """The model of ``folder`` with ``total`` bytes of memory; see :func:`torch_pi2.load`.
+
+    ``predictors`` is emptied: layers have their own copies, and there must not be two when the cache is filled.
+    """
+    if not (pi2 / STORE_FILE).exists():
+        raise ConfigError(
+            f"load({folder}, budget=...)",
+            expected=f"a folder with a neuron store (pi2/{STORE_FILE})",
+            found="weights that are read whole",
+            fix="Make one with torch_pi2.pack(folder, out).",
+        )
+    how: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "int8_activations": int8_activations,
+        "progress": progress,
+    }
+    with StoreReader(pi2 / STORE_FILE) as reader:
+        reader.check_activations(int8_activations)
+        reader.check_plan(plan)
+        hf = model_config(folder, trust_remote_code=trust_remote_code)
+        kind = dtype or hf.dtype or reader.float_dtype or torch.float32
+        budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind, strict=strict)
+        index_of, entries = {key: i for i, key in enumerate(reader.keys)}, reader.entries
+    store = Store(pi2 / STORE_FILE, budget.cache, config, token_bytes=budget.token)
+    store.most_tokens = budget.piece_tokens
+
+    def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
+        tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
+        return OffloadedFFN.over(
+            store,
+            index_of[layer.site.key],
+            layer.site,
+            layer,
+            weights.weights,
+            lowrank=tensors,
+            threshold=threshold,
+            int8_activations=int8_activations,
+            dtype=FLOAT_KINDS.get(weights.kind, kind),
+        )
+
+    def experts_over_store(parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:
+        def copied() -> Iterator[SparseFFN]:
+            for layer, part in zip(group, parts, strict=True):
+                predictors.pop(layer.site.key, None)
+                yield part
+
+        return OffloadedExperts(copied(), len(group), store, index_of[group[0].site.key])
+
+    give_back_freed_memory()
+    model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
+    give_back_freed_memory()  # what only loading needed, before the cache is filled
+    if config.preload:
+        store.preload()
+    if config.lookahead and len({entry.hidden for entry in entries}) == 1:
+        for module in model.modules():
+            if isinstance(module, OffloadedFFN):
+                module.announce()
+    # where torch_pi2.stats finds them; not among the modules
+    object.__setattr__(model, "torch_pi2_store", (store, budget))
+    return model

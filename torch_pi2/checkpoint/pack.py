@@ -1,0 +1,479 @@
+"""``torch_pi2.pack``: a folder becomes a neuron store, in pieces, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.files import atomic_write, replacing_folder
+from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
+from torch_pi2.base.version import __version__
+from torch_pi2.checkpoint.bundled import bundle
+from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate
+from torch_pi2.store.parts import PartFiles, Parts, check_predictors
+from torch_pi2.store.slots import cluster_size, layer_entry, write_slots
+from torch_pi2.store.storefile import (
+    PADDING,
+    PIECE,
+    STORE_FILE,
+    STORE_FORMAT,
+    STORE_VERSION,
+    SUPERBLOCK,
+    StoreReader,
+    block_checks,
+    hot_neurons,
+    metadata_check,
+    open_weights,
+    part_of,
+    tensor_check,
+    weights_path,
+)
+from torch_pi2.store.superblock import (
+    MOST_CLUSTER,
+    PAGE,
+    SECTOR,
+    Superblock,
+    hash_bytes,
+    slot_bytes,
+    superblock_bytes,
+)
+from torch_pi2.store.weights import FLOAT_KINDS, KINDS, QuantizedWeights, stored_row_bytes
+
+#: What the model has: nothing is rounded.
+FLOAT = "float"
+WEIGHTS = (*KINDS, FLOAT, *FLOAT_KINDS)
+#: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
+_RECORD = 64 << 20
+_PROGRESS, _PARTIAL, _BUNDLES = "progress.json", f".{STORE_FILE}.partial", "bundles"
+#: Stands in the header until all is written.
+_NO_CHECK = "0" * 8
+
+
+@dataclass
+class PackReport:
+    """What :func:`pack` did.
+
+    Attributes:
+        file_bytes: size of the store. bytes_written: by this call; fewer if it went on with an earlier one.
+        layers, neurons: in the store. resumed_layers: of them written by an earlier call. seconds: wall time.
+        regions: bytes of the file by what they are for (see :meth:`StoreReader.regions`).
+    """
+
+    file_bytes: int = 0
+    bytes_written: int = 0
+    layers: int = 0
+    neurons: int = 0
+    resumed_layers: int = 0
+    seconds: float = 0.0
+    regions: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@checked
+@fresh_settings()
+def pack(
+    folder_in: str | Path,
+    folder_out: str | Path,
+    *,
+    weights: str | None = None,
+    slot_align: int | None = None,
+    cluster: int | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> PackReport:
+    """Write the neuron store ``pi2/model.pi2`` of a folder, and everything else of it, to ``folder_out``.
+
+    No number is changed, unless ``weights`` says so: a packed model computes what the folder computes. Some ten MB of
+    memory are used whatever the size; for float checkpoints a layer's FFN at most. ``folder_out``
+    appears when all is there. A process that is killed or interrupted leaves ``.NAME.partial`` beside it, with which
+    the same call goes on, if the source is the same file (by size, time and hash) and the settings are the same;
+    otherwise it starts anew, as does every other call that writes ``folder_out``. After an error nothing is left.
+
+    Args:
+        folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint.
+        weights: of the neurons of a float checkpoint: ``float`` (default; the model's own dtype), or ``float32``,
+            ``bfloat16`` or ``float16``, rounded to where they are something else; everything else stays as it is.
+            ``int4`` or ``int8``: quantised, and other linear layers as well (lossy). Bundles are made in
+            ``.NAME.partial`` for the time being. Folders of bundles: None, or what they are.
+        slot_align: bytes from one neuron to the next are a multiple of it, a power of two from 512 to 65536 (default:
+            4096, the page that a device reads; 512 for neurons below that).
+        cluster: neurons that are read and kept together, a power of two up to 64. Default: 1 if there is a predictor
+            that says which are wanted; else all of a layer are, and clusters have some 200 KB, which devices read best.
+        trust_remote_code: passed to transformers, for float checkpoints with modelling code of their own.
+
+    Raises:
+        ConfigError: a setting makes no sense. ArtifactError: something is damaged, the disk is full, another process
+            packs there, or ``folder_out`` holds other files. StaleArtifactError: plan and weights do not belong
+            together. Whatever :func:`torch_pi2.quantize` raises.
+    """
+    source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
+    _check(weights, slot_align, cluster)
+    check_separate("pack", source, folder)
+    check_replaceable(folder)
+    start = time.perf_counter()
+    with replacing_folder(folder, keep=True) as staging:
+        made = None
+        if weights_path(source / PI2_FOLDER) is None:
+            made = _bundled(source, staging / _BUNDLES, weights or FLOAT, trust_remote_code, progress)
+        report = _pack(made or source, staging, None if made else weights, slot_align, cluster, progress)
+        for name in (_PROGRESS, _BUNDLES):
+            _remove(staging / name)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> None:
+    if weights not in (None, *WEIGHTS):
+        raise ConfigError("pack(weights=...)", expected=" or ".join(WEIGHTS), found=repr(weights), fix="Choose one.")
+    if slot_align is not None and (slot_align & (slot_align - 1) or not SECTOR <= slot_align <= 65536):
+        raise ConfigError(
+            "pack(slot_align=...)",
+            expected="a power of two from 512 to 65536",
+            found=repr(slot_align),
+            fix="Leave it out, or take the block size of the device.",
+        )
+    if cluster is not None and (cluster & (cluster - 1) or not 1 <= cluster <= MOST_CLUSTER):
+        raise ConfigError(
+            "pack(cluster=...)",
+            expected=f"a power of two from 1 to {MOST_CLUSTER}",
+            found=repr(cluster),
+            fix="Leave it out.",
+        )
+
+
+def _bundled(source: Path, made: Path, weights: str, trust_remote_code: bool, progress: bool) -> Path:
+    """A folder ``made`` of bundles, of the float checkpoint ``source``; one that a kill left is used again."""
+    make = quantize if weights in KINDS else bundle
+    about, marker = _source_marker(source, weights), made / PI2_FOLDER / "source.json"
+    if not marker.is_file() or marker.read_text() != about:
+        _remove(made)
+        make(source, made, weights, trust_remote_code=trust_remote_code, progress=progress)
+        atomic_write(marker, about)
+    return made
+
+
+def _source_marker(source: Path, weights: str) -> str:
+    """What bundles are made of: every file that is read or copied for them, and who makes them."""
+    weight_files = [p for pattern in ("*.safetensors", "*.index.json") for p in source.glob(pattern)]
+    plan = [p for p in (source / PI2_FOLDER).glob("*") if p.is_file()]
+    files = sorted((*weight_files, *small_files(source), *plan))
+    stamps = [(str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return json.dumps([__version__, weights, str(source), stamps])
+
+
+def _pack(
+    source: Path, staging: Path, weights: str | None, slot_align: int | None, cluster: int | None, progress: bool
+) -> PackReport:
+    pi2 = source / PI2_FOLDER
+    with Parts(pi2) as parts:
+        plan, inside = parts.plan(), parts.inside
+        _check_parts(parts, plan, source)
+    with open_weights(pi2) as reader, PartFiles(pi2, () if inside else None) as beside:
+        if weights not in (None, reader.kind, reader.weights):
+            raise ConfigError(
+                f"pack({source}, weights=...)",
+                expected=f"{reader.kind}, as the weights are",
+                found=repr(weights),
+                fix="Leave it out, or pack the float checkpoint.",
+            )
+        reader.check_plan(plan)
+        layout = _Layout(reader, beside, plan, slot_align, cluster, _provenance(source, reader))
+        for path in staging.iterdir():
+            if path.name not in (_PROGRESS, _PARTIAL) and path != source:
+                _remove(path)
+        (staging / PI2_FOLDER).mkdir()
+        copy_small_files(source, staging)
+        report = _write(layout, staging, progress)
+        with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
+            report.file_bytes, report.regions = made.file_bytes, made.regions()
+    return report
+
+
+def _remove(path: Path) -> None:
+    """A file or folder in the staging folder, if it is there. Raises OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _check_parts(parts: Parts, plan: Plan, source: Path) -> None:
+    """Raises ArtifactError or StaleArtifactError for predictors or statistics that do not belong to ``plan``."""
+    check_predictors(plan, parts.each_predictor(plan.model_hash), source)
+    parts.check_stats(plan.model_hash)
+
+
+def _provenance(source: Path, reader: QuantizedWeights) -> str:
+    """Where a store comes from, as JSON: nothing that would differ from one packing to the next."""
+
+    origin: dict[str, Any] = {}
+    if isinstance(reader, StoreReader):
+        model = reader.provenance().get("model")
+        origin |= model if isinstance(model, dict) else {}
+    config = source / "config.json"
+    if not origin and config.is_file():
+        text = read_bytes(config)  # once: what cannot be read is an error, not a store that says less
+        origin["config_sha256"] = hashlib.sha256(text).hexdigest()
+        with suppress(ArtifactError):
+            about = parse(text, config)
+            known = about if isinstance(about, dict) else {}
+            origin |= {name: known[name] for name in ("model_type", "architectures") if name in known}
+    about_us = {"torch_pi2": __version__, "from": reader.file_format}
+    return json.dumps(about_us | {"weights": reader.kind, "model": origin})
+
+
+class _Layout:
+    """What the store of a folder has in it, in which order, and where.
+
+    Attributes:
+        reader, beside, plan: of the folder. specs, metadata: of the store. others: its tensors that are copied as they
+            are: plan, predictors and statistics, then weights.
+    """
+
+    def __init__(
+        self,
+        reader: QuantizedWeights,
+        beside: PartFiles,
+        plan: Plan,
+        slot_align: int | None,
+        cluster: int | None,
+        provenance: str,
+    ) -> None:
+        self.reader, self.beside, self.plan = reader, beside, plan
+        for layer in plan.layers:
+            reader.read_bundles(layer.site, (0, 0))  # refuses what is not there
+        keys = [layer.site.key for layer in plan.layers]
+        ours = {f"{key}.{what}" for key in keys for what in ("bundles", "checks")} | {SUPERBLOCK}
+        weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
+        parts = dict(beside.specs)
+        if not parts:  # the reader has them
+            parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
+        others = parts | weights
+        groups = in_file_order(parts), in_file_order(weights)
+        self.others = [*groups[0], *groups[1]]
+        self.specs: dict[str, Spec] = {}
+        self._end = self._paddings = 0
+        self._add(SUPERBLOCK, Spec((superblock_bytes(len(keys)),), torch.uint8))
+        bundles = {layer.site.key: self._row_bytes(layer) * layer.site.rows_per_neuron for layer in plan.layers}
+        self.cluster = cluster or cluster_size(plan, max(bundles.values()))
+        self._slots = {key: slot_bytes(self.cluster * size, slot_align) for key, size in bundles.items()}
+        for layer in plan.layers:
+            self._to_page()
+            slots = Spec((-(-layer.site.intermediate // self.cluster), self._slots[layer.site.key]), torch.uint8)
+            self._add(f"{layer.site.key}.bundles", slots)
+        for layer in plan.layers:
+            self._add(f"{layer.site.key}.checks", Spec((4 * layer.site.intermediate,), torch.uint8))
+        for group in groups:
+            if group:
+                self._to_page()
+            for name in group:
+                self._add(name, others[name])
+        self.metadata = reader.metadata | {
+            "pi2_format": STORE_FORMAT,
+            "pi2_version": STORE_VERSION,
+            "sites": json.dumps({key: reader.way(key) for key in keys}),
+            "layers": json.dumps(keys),
+            "orders_hash": plan.orders_hash,
+            "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
+            "provenance": provenance,
+        }
+        self.metadata["metadata_check"] = metadata_check(self.metadata)
+
+    def _row_bytes(self, layer: LayerPlan) -> int:
+        return stored_row_bytes(self.reader.kind, layer.site.hidden)
+
+    def _add(self, name: str, spec: Spec) -> None:
+        self.specs[name] = spec
+        self._end += spec.nbytes
+
+    def _to_page(self) -> None:
+        if self._end % PAGE:
+            self._add(f"pi2.padding.{self._paddings}", Spec((-self._end % PAGE,), torch.uint8))
+            self._paddings += 1
+
+    def superblock(self, out: TensorWriter) -> bytes:
+        """The superblock, now that ``out`` knows where everything is. Raises ArtifactError for a hash that is none."""
+        try:
+            model_hash = hash_bytes(self.plan.model_hash)
+        except ValueError as error:
+            raise ArtifactError(
+                str(self.reader.path),
+                expected="a hexadecimal model_hash",
+                found=repr(self.plan.model_hash),
+                fix="Make the folder again.",
+            ) from error
+        kind, cluster = self.reader.kind, self.cluster
+        entries = (
+            layer_entry(layer.site, hot_neurons(layer), kind, cluster, self._slots[layer.site.key], out)
+            for layer in self.plan.layers
+        )
+        return Superblock(out.file_bytes, model_hash, tuple(entries)).pack()
+
+
+class _Writer(TensorWriter):
+    """Writes a store into a file that stays when the process is killed.
+
+    Args:
+        path: the store. partial: until all is written.
+
+    Attributes:
+        written: bytes, by this process.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        partial: Path,
+        specs: Mapping[str, Spec],
+        metadata: Mapping[str, str],
+        *,
+        progress: bool,
+    ) -> None:
+        super().__init__(path, specs, metadata, progress=progress, order=list(specs))
+        self._temporary, self.written = partial, 0
+
+    def identity(self, superblock: bytes, sources: Sequence[Path]) -> str:
+        """Of everything that decides the bytes: layout and settings, and the source files by size and time."""
+        digest = hashlib.sha256(self._header + superblock)
+        for source in sources:
+            about = source.stat()
+            digest.update(json.dumps([str(source), about.st_size, about.st_mtime_ns]).encode())
+        return digest.hexdigest()
+
+    def check_space(self) -> None:
+        """Raises ArtifactError if there is less space than is missing."""
+        there = self._temporary.stat().st_blocks * 512 if self._temporary.exists() else 0
+        needed, free = self.file_bytes - there, shutil.disk_usage(self._temporary.parent).free
+        if needed > free:
+            self._full(needed, free)
+
+    def _open(self) -> int:
+        file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        os.ftruncate(file, self.file_bytes)
+        return file
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        super()._pwrite(data, offset)
+        self.written += len(data)
+
+    def skip(self, names: Sequence[str]) -> None:
+        """Tensors that are there already."""
+        for name in names:
+            self._bar.update(self._left[name])
+            self._left[name] = 0
+
+    def sync(self) -> None:
+        """Everything written until now is on disk."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._fail(error)
+
+    def _discard(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _fail(self, error: OSError) -> NoReturn:
+        if error.errno == errno.ENOSPC:
+            self._full(sum(self._left.values()), shutil.disk_usage(self._temporary.parent).free, error)
+        super()._fail(error)
+
+    def _full(self, needed: int, free: int, error: OSError | None = None) -> NoReturn:
+        raise ArtifactError(
+            f"writing {self.path.name} of {self.file_bytes} bytes",
+            expected=f"{needed} bytes of free space in {self._temporary.parent.parent}",
+            found=f"{free}",
+            fix="Choose another output folder or free some space; nothing was left half-written.",
+        ) from error
+
+
+def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
+    """Write the store of ``layout`` into ``staging``, where an earlier call may have begun it."""
+    reader, layers = layout.reader, layout.plan.layers
+    store, partial = staging / PI2_FOLDER / STORE_FILE, staging / _PARTIAL
+    writer = _Writer(store, partial, layout.specs, layout.metadata, progress=progress)
+    superblock = layout.superblock(writer)
+    identity = writer.identity(superblock, [reader.path, *layout.beside.paths])
+    done, checks = _progress(staging, identity, writer.file_bytes)
+    if not done:
+        for path in (staging / _PROGRESS, partial):  # in this order: what is recorded must be there
+            path.unlink(missing_ok=True)
+    writer.check_space()
+    report = PackReport(layers=len(layers), neurons=sum(layer.site.intermediate for layer in layers))
+    report.resumed_layers = min(done, len(layers))
+    with writer as out:
+        out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock), dtype=torch.uint8))
+        for name in (name for name in layout.specs if PADDING.fullmatch(name)):
+            out.write(name, torch.zeros(layout.specs[name].shape, dtype=torch.uint8))
+        recorded = out.written
+        items: list[LayerPlan | str] = [*layers, *layout.others]
+        for index, item in enumerate(items):
+            if index < done:
+                out.skip(_tensors(item))
+                continue
+            if isinstance(item, LayerPlan):
+                _write_layer(item, reader, out, layout.cluster)
+            else:
+                checks[item] = _write_other(item, layout.beside if item in layout.beside.specs else reader, out)
+            if out.written - recorded >= _RECORD:
+                out.sync()
+                _record(staging, identity, index + 1, checks)
+                recorded = out.written
+        out.set_metadata("checks", json.dumps({name: checks[name] for name in layout.others}))
+    report.bytes_written = writer.written
+    return report
+
+
+def _progress(staging: Path, identity: str, file_bytes: int) -> tuple[int, dict[str, str]]:
+    """How many layers and tensors of this very store are there already, and checksums of the latter."""
+    with suppress(OSError, ArtifactError, ValueError, KeyError, TypeError):
+        found = parse(read_bytes(staging / _PROGRESS), _PROGRESS)
+        if found["identity"] == identity and (staging / _PARTIAL).stat().st_size == file_bytes:
+            return int(found["done"]), dict(found["checks"])
+    return 0, {}
+
+
+def _record(staging: Path, identity: str, done: int, checks: Mapping[str, str]) -> None:
+    """What is on disk before this is called is there after a kill."""
+    atomic_write(staging / _PROGRESS, json.dumps({"identity": identity, "done": done, "checks": dict(checks)}))
+
+
+def _tensors(item: LayerPlan | str) -> list[str]:
+    return [item] if isinstance(item, str) else [f"{item.site.key}.{what}" for what in ("bundles", "checks")]
+
+
+def _write_layer(layer: LayerPlan, reader: QuantizedWeights, out: _Writer, cluster: int) -> None:
+    site = layer.site
+    write_slots(site.key, site.intermediate, lambda *rows: reader.read_bundles(site, rows), out, cluster)
+
+
+def _write_other(name: str, reader: QuantizedWeights | PartFiles, out: _Writer) -> str:
+    """Copy a tensor; its checksum."""
+    size, blocks = reader.specs[name].nbytes, []
+    for start in range(0, size, PIECE):
+        data = reader.read_bytes(name, start, min(start + PIECE, size))
+        blocks.append(block_checks(data))
+        out.write_bytes(name, data, start)
+    if isinstance(reader, StoreReader):
+        reader.compare(name, blocks)
+    return tensor_check(name, reader.specs[name], blocks)

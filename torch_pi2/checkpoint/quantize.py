@@ -1,0 +1,472 @@
+"""``torch_pi2.quantize``: a float checkpoint becomes a quantised folder, one matrix in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.graph.experts import check_known_experts
+from torch_pi2.graph.find import find_sites
+from torch_pi2.layers.experts import expert_groups
+from torch_pi2.ops import load as load_library
+from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.quantized import quantize as quantize_rows
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.rewrite.linears import find_linears
+from torch_pi2.rewrite.place import TRIED_EXPERTS, check_names, find_experts_way, find_way
+from torch_pi2.rewrite.skeleton import places, put, skeleton
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
+from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, read_config
+from torch_pi2.store.names import ExpertMatrix, stored_name
+from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, float_kind, metadata
+
+#: Float32 bytes of the rows that are quantised at a time.
+_CHUNK = 2 << 20
+#: Stands in the header until the hash is known.
+_NO_HASH = "0" * 64
+
+
+@dataclass
+class QuantizeReport:
+    """What :func:`quantize` did.
+
+    Attributes:
+        weights: the format. bytes_in, bytes_out: of the weight files. seconds: wall time.
+        errors: name of every linear and key of every feed-forward layer -> ``|w' - w| / |w|`` over all its weights.
+    """
+
+    weights: str
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@checked
+@fresh_settings()
+def quantize(
+    folder_in: str | Path,
+    folder_out: str | Path,
+    weights: str = "int4",
+    *,
+    quantization: str = "rtn",
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> QuantizeReport:
+    """Quantise the Hugging Face checkpoint in ``folder_in`` (float safetensors) to ``folder_out``. Lossy.
+
+    Feed-forward layers become bundles, other linear layers rows; embeddings, norms and small layers stay as they are:
+    what ``optimize(model, weights=...)`` and ``save`` would write. A folder written by :func:`torch_pi2.save` keeps its
+    plan and predictors; of any other, neurons stay in the model's order with the exact gate (smooth activations: all of
+    them computed). Weights are read matrix by matrix.
+
+    Args:
+        weights: ``int4`` or ``int8``, groups of 32 with one scale, rounded to nearest.
+        quantization: ``rtn``. What ``weighted`` needs, the inputs of layers, only a running model has: see
+            :class:`torch_pi2.Config`.
+
+    Raises:
+        ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError, UnsupportedModelError,
+        NoFFNFoundError, CalibrationError: on any of them nothing is left half-written.
+    """
+    source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
+    _check(source, folder, weights, quantization)
+
+    def make(model: nn.Module, checkpoint: Checkpoint, plan: Plan, linears: dict[str, int]) -> Quantizer:
+        return Quantizer(model, checkpoint, plan, linears, weights)
+
+    return convert(source, folder, make, trust_remote_code=trust_remote_code, progress=progress)
+
+
+def convert(
+    source: Path,
+    folder: Path,
+    make: MakeWriter,
+    *,
+    with_linears: bool = True,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> QuantizeReport:
+    """Write ``folder``, with what ``make`` writes in the place of the weights of the float checkpoint ``source``.
+
+    Args:
+        with_linears: whether other linear layers than those of feed-forward layers are to be found.
+
+    Raises: as :func:`quantize`.
+    """
+    load_library()
+    check_replaceable(folder)
+    start = time.perf_counter()
+    read_config(source)  # raises if there is none
+    plan, linears = _layers_of(source, trust_remote_code, with_linears=with_linears)
+    with replacing_folder(folder) as staging:
+        (staging / PI2_FOLDER).mkdir()
+        copy_small_files(source, staging)
+        model = skeleton(source, trust_remote_code=trust_remote_code)
+        with Checkpoint(source) as checkpoint:
+            writer = make(model, checkpoint, plan, linears)
+            report, found_hash = writer.write(staging / PI2_FOLDER, progress)
+            report.bytes_in = checkpoint.nbytes
+        replace(plan, model_hash=found_hash).save(staging / PI2_FOLDER)
+        for name in ("predictors.safetensors", "stats.safetensors"):
+            if (source / PI2_FOLDER / name).exists():
+                shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
+        report.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def copy_small_files(source: Path, folder: Path) -> None:
+    """Everything of a checkpoint but its weights and its ``pi2/``."""
+    for path in small_files(source):
+        shutil.copyfile(path, folder / path.name)
+
+
+def small_files(source: Path) -> list[Path]:
+    """What :func:`copy_small_files` copies."""
+    found = {path for pattern in SMALL_FILES for path in source.glob(pattern)}
+    return sorted(path for path in found if not path.name.endswith(".index.json"))
+
+
+def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
+    if weights not in KINDS:
+        raise ConfigError(
+            "quantize(weights=...)", expected=" or ".join(KINDS), found=repr(weights), fix="Choose one of these."
+        )
+    if quantization != "rtn":
+        raise ConfigError(
+            "quantize(quantization=...)",
+            expected="rtn",
+            found=repr(quantization),
+            fix="Weighted errors need the running model and text: torch_pi2.optimize(model, text, "
+            "Config(weights=..., quantization='weighted')) and save, or torch-pi2 optimize with these options.",
+        )
+    check_separate("quantize", source, folder)
+
+
+def _layers_of(source: Path, trust_remote_code: bool, *, with_linears: bool) -> tuple[Plan, dict[str, int]]:
+    """The plan of a checkpoint, and name -> inputs of the linears to quantise: from the structure of its model."""
+    with torch.device("meta"):
+        model = skeleton(source, trust_remote_code=trust_remote_code)
+    check_known_experts(f"quantize({source})", model)
+    plan = Plan.load(source / PI2_FOLDER) if (source / PI2_FOLDER / "plan.json").exists() else _new_plan(model)
+    check_names(model, plan)
+    if not with_linears:
+        return plan, {}
+    linears, _ = find_linears(model, [layer.site for layer in plan.layers], on_meta=True)
+    return plan, {name: linear.in_features for name, linear in linears.items()}
+
+
+def _new_plan(model: nn.Module) -> Plan:
+    layers = []
+    for site in find_sites(model, strict=False, on_meta=True):
+        order = torch.arange(site.intermediate, dtype=torch.int32)
+        exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None  # nothing of an expert is hot
+        layers.append(LayerPlan(site, "exact" if exact else "dense", 0 if exact else site.intermediate, order))
+    return Plan(layers, _NO_HASH, {"planner": "none"})
+
+
+class Quantizer:
+    """Writes the weights file of one model.
+
+    Args:
+        model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``_NO_HASH``.
+        linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
+    """
+
+    def __init__(
+        self, model: nn.Module, checkpoint: Checkpoint, plan: Plan, linears: dict[str, int], kind: str
+    ) -> None:
+        self._checkpoint, self._plan, self._kind, self._linears = checkpoint, plan, kind, linears
+        refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
+        in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
+        groups = places(model)
+        self._alias = {name: names for names in groups for name in names}
+        biases = {f"{name}.bias" for name in linears if getattr(model.get_submodule(name), "bias", None) is not None}
+        elsewhere = in_sites | biases | {f"{name}.weight" for name in linears}
+        self._biases = sorted(biases)
+        # of the names of a tied tensor the first: a quantised output layer leaves it to the embedding
+        self._floats = [left[0] for names in groups if (left := [n for n in names if n not in elsewhere])]
+        for layer in plan.layers:
+            self._check_site(layer.site)
+        self._how = self._ways(model)
+        self._held: dict[torch.dtype, torch.Tensor] = {}
+
+    def _check_site(self, site: FFNSite) -> None:
+        """Raises ArtifactError or DtypeError if the checkpoint's tensors cannot be those of ``site``."""
+        for ref, rows, columns in (
+            (site.gate, site.intermediate, site.hidden),
+            (site.up, site.intermediate, site.hidden),
+            (site.down, site.hidden, site.intermediate),
+        ):
+            for name in () if ref is None or site.experts is not None else (ref.weight, ref.bias):
+                if ref is None or name is None:
+                    continue
+                stored = self._stored(name)
+                self._checkpoint.check_float(stored)
+                shape = self._checkpoint.spec(stored).shape
+                fits = ref.rows is None and shape[:1] == (rows,)
+                fits |= ref.rows is not None and ref.rows[1] - ref.rows[0] == rows and shape[:1] >= (ref.rows[1],)
+                if not fits or shape[1:] != ((columns,) if name == ref.weight else ()):
+                    raise ArtifactError(
+                        f"{stored} in {self._checkpoint.folder}",
+                        expected=f"{rows} rows" + (f" of {columns}" if name == ref.weight else ""),
+                        found=str(list(shape)),
+                        fix="The plan, or config.json, is of another model.",
+                    )
+
+        if site.experts is not None:
+            self._check_expert(site)
+
+    def _check_expert(self, site: FFNSite) -> None:
+        """As :meth:`_check_site`."""
+        for role, ref in refs_of(site):
+            found = ExpertMatrix(self._checkpoint, site, ref, role)
+            if not found.fits:
+                raise ArtifactError(
+                    f"{found.name} in {self._checkpoint.folder}",
+                    expected=f"{role} {list(found.shape)} of {site.key}",
+                    found=str(list(self._checkpoint.spec(found.name).shape)),
+                    fix="The plan, or config.json, is of another model.",
+                )
+            self._checkpoint.check_float(found.name)
+
+    def _ways(self, model: nn.Module) -> dict[str, str]:
+        """How each layer's modules can be replaced: tried with the weights of one layer of every form."""
+        by_form: dict[Any, str] = {}
+        ways: dict[str, str] = {}
+        for group in expert_groups(self._plan.layers):
+            site = group[0].site
+            if site.experts is not None:
+                experts = (site.owner_class, site.activation, site.intermediate, len(group))
+                if experts not in by_form:
+                    by_form[experts] = self._try_experts(model, group)
+                ways |= dict.fromkeys((layer.site.key for layer in group), by_form[experts])
+                continue
+            inner = tuple(name.rpartition(".")[2] for name in site.inner)
+            form = (site.owner_class, site.activation, site.activation_on_up, site.intermediate, site.owner_runs, inner)
+            if form not in by_form:
+                by_form[form] = self._try_ways(model, site)
+            ways[site.key] = by_form[form]
+        return ways
+
+    def _try_ways(self, model: nn.Module, site: FFNSite) -> str:
+        names = {name for ref in (site.gate, site.up, site.down) if ref for name in (ref.weight, ref.bias) if name}
+        empty = {name: model.get_parameter(name) for name in names}
+        try:
+            for name in names:
+                put(model, [name], self._checkpoint.read(self._stored(name)))
+            check_weights(site, site.weights(model))
+            return find_way(model, site)
+        finally:
+            for name, parameter in empty.items():
+                put(model, [name], parameter)
+
+    def _try_experts(self, model: nn.Module, group: list[LayerPlan]) -> str:
+        """Tried with some of the experts: all of a layer may be more than there is memory for."""
+        first = group[0].site
+        empty = {ref.weight: model.get_parameter(ref.weight) for ref in (first.up, first.down)}
+        dtype = self._checkpoint.spec(ExpertMatrix(self._checkpoint, first, first.up, "up").name).dtype
+        try:
+            for name, parameter in empty.items():
+                put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # the system gives what is written to
+            for layer in group[:TRIED_EXPERTS]:
+                for role, ref in refs_of(layer.site):
+                    found = ExpertMatrix(self._checkpoint, layer.site, ref, role)
+                    found.read_into(matrix := torch.empty(found.shape, dtype=dtype))
+                    ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)
+                check_weights(layer.site, layer.site.weights(model))
+            return find_experts_way(model, group)
+        finally:
+            for name, parameter in empty.items():
+                put(model, [name], parameter)
+
+    def _stored(self, name: str) -> str:
+        """The checkpoint's name of parameter ``name``, which may be tied to another."""
+        aliases = self._alias.get(name, [name])
+        return next((n for n in (name, *aliases) if n in self._checkpoint), stored_name(self._checkpoint, name))
+
+    def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
+        """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
+        specs = {name: self._checkpoint.spec(self._stored(name)) for name in self._floats}
+        specs |= {name: Spec(self._checkpoint.spec(self._stored(name)).shape, torch.float32) for name in self._biases}
+        for name, columns in self._linears.items():
+            rows = self._rows_of(f"{name}.weight", columns)
+            specs[f"{name}.weight"] = Spec((rows, row_bytes(self._kind, columns)), torch.uint8)
+        for layer in self._plan.layers:
+            specs |= bundle_specs(layer.site, self._kind)
+        report = QuantizeReport(self._kind)
+        digest = hashlib.sha256()
+        meta = metadata(self._kind, _NO_HASH, self._linears, self._how)
+        with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
+            for name in self._floats:
+                if not specs[name].shape:
+                    out.write(name, self._checkpoint.read(self._stored(name)))
+                    continue
+                for start, stop in _chunks(specs[name]):
+                    out.write(name, self._checkpoint.read(self._stored(name), (start, stop)), row=start)
+            for name in self._biases:
+                out.write(name, self._checkpoint.read(self._stored(name)).float())
+            for name in self._linears:
+                report.errors[name] = self._write_linear(name, out)
+            for layer in self._plan.layers:
+                report.errors[layer.site.key] = self._write_site(layer, out, digest)
+            found = digest.hexdigest()
+            if self._plan.model_hash not in (found, _NO_HASH):
+                raise StaleArtifactError(
+                    f"plan in {self._checkpoint.folder}",
+                    expected=f"feed-forward weights {self._plan.model_hash[:12]}",
+                    found=found[:12],
+                    fix="The weights were changed or converted since; optimise and save the model again.",
+                )
+            out.set_metadata("model_hash", found)
+        return report, found
+
+    def _rows_of(self, name: str, columns: int) -> int:
+        """Rows of a linear's weight. Raises ArtifactError or DtypeError if the checkpoint's cannot be it."""
+        stored = self._stored(name)
+        self._checkpoint.check_float(stored)
+        shape = self._checkpoint.spec(stored).shape
+        if len(shape) != 2 or shape[1] != columns:
+            raise ArtifactError(
+                f"{stored} in {self._checkpoint.folder}",
+                expected=f"[rows, {columns}]",
+                found=str(list(shape)),
+                fix="The weights are not those of config.json beside them.",
+            )
+        return shape[0]
+
+    def _write_linear(self, name: str, out: TensorWriter) -> float:
+        stored = self._stored(f"{name}.weight")
+        error = _Error()
+        for start, stop in _chunks(self._checkpoint.spec(stored)):
+            values = self._checkpoint.read(stored, (start, stop))
+            out.write(f"{name}.weight", self._rows(values, stored, error), row=start)
+        return error.relative
+
+    def _rows(self, values: torch.Tensor, name: str, error: _Error) -> torch.Tensor:
+        rows = quantize_rows(name, values, self._kind)
+        error.add(values, torch.ops.pi2.dequantize(rows, self._kind, values.shape[1], torch.float32))
+        return rows
+
+    def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
+        site, order = layer.site, layer.order.long()
+        specs = bundle_specs(site, self._kind)
+        bundles = self._scratch(specs[f"{site.key}.bundles"])
+        error = _Error()
+        refs = refs_of(site)
+        step = max(1, _CHUNK // (4 * site.hidden))
+        for row, (role, ref) in enumerate(refs):
+            matrix = self._matrix(site, ref, role)
+            _update(digest, matrix)
+            by_neuron = matrix.T if role == "down" else matrix
+            for start in range(0, site.intermediate, step):
+                part = by_neuron[order[start : start + step]].contiguous()
+                bundles[start : start + step, row] = self._rows(part, ref.weight, error)
+            del matrix, by_neuron
+        out.write(f"{site.key}.bundles", bundles)
+        self._write_biases(layer, out, digest)
+        return error.relative
+
+    def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
+        site, order = layer.site, layer.order.long()
+        for role, ref in refs_of(site):
+            if ref.bias is not None:
+                bias = self._checkpoint.read(self._stored(ref.bias), ref.rows)
+                _update(digest, bias)
+                name = f"{site.key}.bias_{role}"
+                made = converted(bias, out.specs[name].dtype, ref.bias)
+                out.write(name, made if role == "down" else made[order])
+
+    def _matrix(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
+        if ref.expert is not None:
+            found = ExpertMatrix(self._checkpoint, site, ref, role)
+            matrix = self._scratch(Spec(found.shape, self._checkpoint.spec(found.name).dtype))
+            found.read_into(matrix)
+            return matrix
+        stored = self._stored(ref.weight)
+        spec = self._checkpoint.spec(stored)
+        start, stop = ref.rows or (0, spec.shape[0])
+        matrix = self._scratch(Spec((stop - start, *spec.shape[1:]), spec.dtype))
+        self._checkpoint.read_into(stored, matrix, start)
+        return matrix
+
+    def _scratch(self, spec: Spec) -> torch.Tensor:
+        """Memory that every layer uses again: what is freed, malloc may keep, and it would add up."""
+        size = math.prod(spec.shape)
+        held = self._held.get(spec.dtype)
+        if held is None or held.numel() < size:
+            held = self._held[spec.dtype] = torch.empty(size, dtype=spec.dtype)
+        return held[:size].view(spec.shape)
+
+
+def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """``values`` of the checkpoint's tensor ``name`` in ``dtype``. Raises NonFiniteError: NaN or infinite there."""
+    made = values.to(dtype)
+    if not made.numel() or all(map(math.isfinite, map(float, made.aminmax()))):
+        return made
+    sound = bool(values.isfinite().all())
+    raise NonFiniteError(
+        f"values of {name}",
+        expected=f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {float_kind(dtype)}",
+        found=f"{float(values.abs().max()):.6g}",
+        fix="Pack it with weights='bfloat16' or 'float'." if sound else "The checkpoint is damaged; get it again.",
+    )
+
+
+def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
+    """The site's matrices, in the order of a bundle's rows."""
+    gate = [] if site.gate is None else [("gate", site.gate)]
+    return [*gate, ("up", site.up), ("down", site.down)]
+
+
+#: Skeleton, checkpoint, plan and linears to quantise -> what writes the weights.
+MakeWriter = Callable[[nn.Module, Checkpoint, Plan, dict[str, int]], Quantizer]
+
+
+class _Error:
+    """Relative error over chunks."""
+
+    def __init__(self) -> None:
+        self._wrong, self._all = 0.0, 0.0
+
+    def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
+        wanted = wanted.float()
+        self._all += float(wanted.square().sum(dtype=torch.float64))
+        self._wrong += float(found.sub_(wanted).square_().sum(dtype=torch.float64))
+
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self._wrong / self._all) if self._all else 0.0
+
+
+def _chunks(spec: Spec) -> Iterator[tuple[int, int]]:
+    rows = spec.shape[0] if spec.shape else 1
+    step = max(1, _CHUNK // max(4, 4 * math.prod(spec.shape[1:])))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _update(digest: Any, tensor: torch.Tensor) -> None:
+    """As :func:`torch_pi2.spec.plan.weights_hash` does."""
+    digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
+    digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)

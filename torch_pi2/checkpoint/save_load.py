@@ -1,0 +1,374 @@
+"""``save`` and ``load``: an optimised model on disk is an ordinary dense checkpoint plus a ``pi2/`` folder.
+
+``pi2/`` holds plan.json, plan.safetensors, predictors.safetensors and stats.safetensors. The rest is what
+``save_pretrained`` writes (or ``model.safetensors`` for other modules), so every other tool still reads it. A model
+with quantised weights has them in ``pi2/weights.safetensors``, and only its configuration and tokenizer outside;
+:func:`torch_pi2.pack` makes a store ``pi2/model.pi2`` of all that is in ``pi2/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.fields import argument
+from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.units import parse_bytes
+from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
+from torch_pi2.checkpoint.offloaded import load_offloaded
+from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
+from torch_pi2.decode.adapt import follow
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.graph.experts import check_known_experts
+from torch_pi2.layers.of_model import homes
+from torch_pi2.predict.file import FittedPredictors, save_predictors
+from torch_pi2.rewrite.handle import Optimized, apply, parts_of
+from torch_pi2.rewrite.skeleton import model_config, named_class
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import Plan, weights_hash
+from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, read_config
+from torch_pi2.store.parts import Parts
+from torch_pi2.store.storefile import weights_path
+
+_WEIGHTS = "model.safetensors"
+
+
+@checked
+@fresh_settings()
+def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
+    """Write an optimised ``model`` to ``folder``; an earlier result there is replaced only when all is written.
+
+    Raises:
+        ConfigError: the model is dense, has PEFT's adapters in it, or ``folder`` is in or contains the one that it was
+            loaded from.
+        ArtifactError: the folder cannot be written, or holds other files.
+        UnsupportedModelError: a quantised model that could not be loaded again.
+    """
+    stored = [home for home in homes(model) if not home.in_memory]
+    if stored:
+        raise ConfigError(
+            f"saving a {type(model).__name__} over a neuron store",
+            expected="a model in memory",
+            found=f"{len(stored)} layers whose weights are in a file already",
+            fix="Copy the store's folder, or load it without a budget.",
+        )
+    parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
+    check_replaceable(folder)
+    source = getattr(model, "name_or_path", "")
+    if Path(source).resolve() != folder:  # an earlier result may be replaced by what was made of it
+        check_separate("save", source, folder)
+    if adapters := [name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")]:
+        raise ConfigError(
+            f"saving a {type(model).__name__}",
+            expected="a model that can be built from its configuration",
+            found=f"adapters in it ({adapters[0] or 'the model itself'})",
+            fix="model = model.merge_and_unload() first.",
+        )
+    quantised = weights_of(model) != "float"
+    if quantised:
+        check_known_experts(f"saving a quantised {type(model).__name__}", model)
+    with replacing_folder(folder) as staging:
+        if quantised:
+            save_weights(model, parts.plan, staging / PI2_FOLDER)
+            # configuration and modelling code, with a file of no weights
+            model.save_pretrained(staging, state_dict={})  # type: ignore[operator]
+            for path in staging.glob("model*.safetensors*"):
+                path.unlink()
+        elif hasattr(model, "save_pretrained"):
+            model.save_pretrained(staging)  # type: ignore[operator]
+        else:
+            from safetensors.torch import save_model
+
+            save_model(model, str(staging / _WEIGHTS))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        parts.plan.save(staging / PI2_FOLDER)
+        save_predictors(staging / PI2_FOLDER, parts.predictors, parts.plan.model_hash)
+        if parts.stats is not None:
+            parts.stats.save(staging / PI2_FOLDER)
+    return folder
+
+
+class _Values:
+    """The dense parameters of an optimised model, in the one respect in which a site asks a model for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values: dict[str, torch.Tensor] = {}
+        for home in homes(model):
+            self._values |= home.dense_values()
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._values[name]
+
+
+def _parts_of_these_weights(model: nn.Module) -> Optimized:
+    """The parts of ``model``, whose weights may have been converted or loaded anew since they were made.
+
+    A plan without predictors or thresholds is right for any weights and is bound to the new ones; statistics are left
+    out then.
+
+    Raises:
+        StaleArtifactError: predictors or thresholds were fitted to other weights.
+    """
+    parts = parts_of(model)
+    if weights_of(model) != "float":
+        return parts  # rows cannot be changed any more; the hash stays that of the float weights
+    found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
+    if found == parts.plan.model_hash:
+        return parts
+    fitted = sorted({layer.method for layer in parts.plan.layers} & {"lowrank", "signbit", "threshold"})
+    if fitted:
+        raise StaleArtifactError(
+            f"plan with {' and '.join(fitted)} layers",
+            expected=f"the FFN weights it was fitted to ({parts.plan.model_hash[:12]})",
+            found=f"others ({found[:12]}): the model was converted or loaded anew since",
+            fix="Call torch_pi2.restore(model) and optimize it again.",
+        )
+    return Optimized(replace(parts.plan, model_hash=found), FittedPredictors(), None)
+
+
+@checked
+@fresh_settings()
+def load(
+    folder: str | Path,
+    *,
+    model: nn.Module | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype | None = None,
+    activations: str = "float",
+    budget: float | str | None = None,
+    offload: OffloadConfig | None = None,
+    context: int = 1024,
+    strict_budget: bool = False,
+    plan: Plan | str | Path | None = None,
+    progress: bool = False,
+) -> nn.Module:
+    """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
+
+    It is in evaluation mode. Quantised weights are read once, into the memory that they are computed from.
+
+    Args:
+        folder: a Hugging Face checkpoint with a ``pi2/`` folder in it. Nothing is downloaded.
+        model: an instance to load into, for models that transformers cannot build (float weights only).
+        trust_remote_code: passed to transformers, for checkpoints with modelling code of their own.
+        dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. Of a
+            quantised folder or a store: that of what is float in it but neurons, and of the hidden states.
+        activations: with quantised weights ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
+        budget: bytes (or ``"2.5GiB"``) for weights, cache, keys and values, and the activations of a forward pass, for
+            a folder with a store (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the bits do
+            not depend on it. Activations are of ``context`` tokens, 1,024 at most: :class:`torch_pi2.Decoder` and
+            :func:`torch_pi2.generate` read longer prompts in pieces, and other calls for more tokens are a warning.
+            Not in it: Python and PyTorch themselves, what a call returns (logits of all tokens, without
+            ``logits_to_keep=1``), and what of compiling a step the neuron cache cannot make room for (a warning says
+            how much). What is freed goes back to the system from then on, for all of the process (glibc's
+            ``mallopt``). None: all in memory.
+        offload: how neurons are read and kept; with ``budget`` only. Default: as the plan says, if it has a part for
+            hardware.
+        context: tokens whose keys and values, and activations, the budget is to have room for.
+        strict_budget: refuse a budget whose cache holds less than one token wants, instead of a warning: nearly
+            everything would come from flash each time. Both name the budget from which on it would not.
+        plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
+            of the same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's,
+            is followed as the number of sequences changes (:func:`torch_pi2.follow`).
+
+    Raises:
+        ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
+        UnsupportedModelError: experts of an unknown form. ConfigError: a setting that this folder cannot have.
+    """
+    folder = Path(folder)
+    pi2 = folder / PI2_FOLDER
+    argument(context, "load(context=...)").whole(1, 1 << 31)
+    if (offload is not None or strict_budget) and budget is None:
+        raise ConfigError(
+            f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
+            expected="a budget with it",
+            found="none: all weights would be in memory",
+            fix="Pass budget=..., for instance '2.5GiB'.",
+        )
+    with Parts(pi2) as parts:
+        made = planned_anew(parts.plan(), plan, folder)
+        predictors = parts.predictors(made.model_hash)
+        stats = parts.stats(made.model_hash) if budget is None else None  # they are in no budget
+    if weights_path(pi2) is not None:
+        _check_settings(folder, model, activations)
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "int8_activations": activations == "int8",
+            "progress": progress,
+        }
+        if budget is not None:
+            room, config = parse_bytes(budget), offload or _offload_of(made)
+            offloaded = load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
+            # Predictors would be in memory twice: the layers have theirs.
+            object.__setattr__(
+                offloaded, "torch_pi2", Optimized(made, FittedPredictors(), None, weights=weights_of(offloaded))
+            )
+            return _following(offloaded)
+        quantized = load_sparse(folder, pi2, made, predictors, **how)
+        object.__setattr__(quantized, "torch_pi2", Optimized(made, predictors, stats, weights=weights_of(quantized)))
+        return _following(quantized)
+    _check_float(folder, activations, budget)
+    if model is None:
+        model = _from_pretrained(folder, trust_remote_code, dtype)
+    else:
+        _load_weights(model, folder / _WEIGHTS)
+        if dtype is not None:
+            model = model.to(dtype)
+    return _following(apply(model.eval(), Optimized(made, predictors, stats), progress))
+
+
+def _following(model: nn.Module) -> nn.Module:
+    """``model``, which follows its plan if that has a part for hardware."""
+    plan = parts_of(model).plan
+    if plan.hardware is not None:
+        follow(model, plan)
+    return model
+
+
+def _offload_of(plan: Plan) -> OffloadConfig:
+    """What ``plan`` says of reading and keeping neurons. Raises ConfigError: it makes no sense."""
+    return OffloadConfig() if plan.hardware is None else OffloadConfig(**plan.hardware.offload)
+
+
+def planned_anew(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
+    """``other``, if there is one, in place of the folder's own. Raises StaleArtifactError: it is for another folder."""
+    if other is None:
+        return own
+    made = other if isinstance(other, Plan) else Plan.load(other)
+    for what, of in _FIXED:
+        expected, found = of(own), of(made)
+        if expected != found:
+            raise StaleArtifactError(
+                f"plan for {folder}",
+                expected=f"{what} as in its own plan" + (f" ({expected[:12]})" if isinstance(expected, str) else ""),
+                found="others" + (f" ({found[:12]})" if isinstance(found, str) else ""),
+                fix="Plan this folder itself: torch-pi2 plan FOLDER --hardware measured --out DIR.",
+            )
+    return made
+
+
+#: What weights and predictors in a folder belong to; how many neurons are hot, and when, may change.
+_FIXED: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
+    ("weights", lambda plan: plan.model_hash),
+    ("layers", lambda plan: [layer.site for layer in plan.layers]),
+    ("neuron orders", lambda plan: plan.orders_hash),
+    ("methods and thresholds", lambda plan: [(layer.method, layer.threshold) for layer in plan.layers]),
+)
+
+
+def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> None:
+    """Raises ConfigError for what a quantised folder cannot be loaded with."""
+    read_config(folder)  # raises if there is none
+    if model is not None:
+        raise ConfigError(
+            f"load({folder}, model=...)",
+            expected="no model: a quantised one is built from its configuration",
+            found=f"a {type(model).__name__}",
+            fix="Leave model out, or use load_dense for the float weights.",
+        )
+    if activations not in ("float", "int8"):
+        raise ConfigError("load(activations=...)", expected="float or int8", found=repr(activations), fix="Correct it.")
+
+
+def _check_float(folder: Path, activations: str, budget: float | str | None = None) -> None:
+    if budget is not None:
+        raise ConfigError(
+            f"load({folder}, budget=...)",
+            expected="a folder with a neuron store (pi2/model.pi2)",
+            found="float weights",
+            fix="Make one with torch_pi2.pack(folder, out), which changes no number.",
+        )
+    if activations != "float":
+        raise ConfigError(
+            f"load({folder}, activations=...)",
+            expected="float, as the weights are float",
+            found=repr(activations),
+            fix="Quantise the folder first (torch_pi2.quantize).",
+        )
+
+
+def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The dense equivalent of a folder of ours: the ordinary model, in evaluation mode, without anything sparse.
+
+    Of a quantised folder these are the numbers that its rows stand for (in float32 exactly, in bfloat16 rounded); of
+    any other folder the model that transformers loads.
+
+    Args:
+        dtype: of all weights (default: as the configuration says).
+
+    Raises:
+        ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
+    """
+    folder = Path(folder)
+    pi2 = folder / PI2_FOLDER
+    if weights_path(pi2) is None:
+        return _from_pretrained(folder, trust_remote_code, dtype).eval()
+    read_config(folder)  # raises if there is none
+    with Parts(pi2) as parts:
+        plan = parts.plan()
+    return quantized_as_dense(folder, pi2, plan, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_model
+
+    if not path.is_file():
+        raise ArtifactError(str(path), expected="the model's weights", found="nothing", fix="Check the folder's name.")
+    try:
+        load_model(model, str(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise ArtifactError(
+            str(path),
+            expected=f"the weights of this {type(model).__name__}",
+            found=str(error).splitlines()[0],
+            fix="Pass the model that was saved, built with the same sizes.",
+        ) from error
+
+
+def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None) -> nn.Module:
+
+    read_config(folder)  # transformers says less of a damaged one
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ArtifactError(
+            f"loading {folder}",
+            expected="the package transformers, or a model to load into",
+            found="neither",
+            fix=f"{how_to_install('hf')}, or pass model=...",
+        ) from error
+    named = named_class(model_config(folder, trust_remote_code=trust_remote_code))
+    try:
+        model: nn.Module
+        model, loading = (named or AutoModelForCausalLM).from_pretrained(
+            folder,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises what its classes do
+        raise ArtifactError(
+            f"loading {folder}",
+            expected="a model that transformers can build",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            fix="Pass trust_remote_code=True if the checkpoint brings its own code, or model=... to load into.",
+        ) from error
+    if missing := sorted(loading["missing_keys"]):  # transformers gives them random numbers
+        raise ArtifactError(
+            f"loading {folder}",
+            expected=f"tensors of every parameter of {type(model).__name__}",
+            found=f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            fix="Save the model again, or load it with its own class and pass it as model=...",
+        )
+    return model

@@ -1,0 +1,205 @@
+"""Quantised models in memory, to disk and back: rows and bundles as they are computed with, nothing float between."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.tensorfile import Spec, TensorWriter, new_tensor
+from torch_pi2.checkpoint.dense import untie
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.graph.experts import check_known_experts
+from torch_pi2.layers.experts import SparseExperts, expert_groups
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.ops import load as load_library
+from torch_pi2.rewrite.place import check_names, place, place_experts, way_taken
+from torch_pi2.rewrite.rewrite import predictor_tensors
+from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.store.storefile import open_weights
+from torch_pi2.store.weights import FLOAT_KINDS, WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
+
+_BIASES = ("bias_gate", "bias_up", "bias_down")
+
+#: Plan of a layer, the open file, dtype of the float parameters -> the layer.
+MakeLayer = Callable[[LayerPlan, QuantizedWeights, torch.dtype], SparseFFN]
+#: The layers of all experts of a module, how many they are -> the module.
+MakeExperts = Callable[[Iterable[SparseFFN], Sequence[LayerPlan]], SparseExperts]
+
+
+def weights_of(model: nn.Module) -> str:
+    """How the weights of an optimised model are stored: ``float``, ``int4`` or ``int8``."""
+    kinds = {getattr(layer, "weights", "float") for layer in sparse_layers(model)} | {
+        module.weights for module in model.modules() if isinstance(module, QuantLinear)
+    }
+    return next(iter(kinds - {"float"}), "float")
+
+
+def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
+    """Write ``weights.safetensors`` of a quantised ``model`` into ``folder``.
+
+    Raises:
+        UnsupportedModelError: not a Hugging Face model, or rewritten in a way that needs weights to be found.
+    """
+    if not hasattr(model, "save_pretrained"):
+        raise UnsupportedModelError(
+            f"saving a quantised {type(model).__name__}",
+            expected="a Hugging Face model, which can be built from its configuration",
+            found="another module",
+            fix="Save the float model, and quantise it again after loading.",
+        )
+    kind, layers = weights_of(model), sparse_layers(model)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, linear in linears.items():
+        tensors[f"{name}.weight"] = linear.rows
+        if linear.bias is not None:
+            tensors[f"{name}.bias"] = linear.bias
+    for layer in layers:
+        tensors[f"{layer.site.key}.bundles"] = layer.bundles
+        biases = {name: getattr(layer, name) for name in _BIASES}
+        tensors |= {f"{layer.site.key}.{name}": bias for name, bias in biases.items() if bias is not None}
+    tensors |= _floats(model)
+    ways = {layer.site.key: way_taken(model, layer) for layer in layers}
+    about = metadata(kind, plan.model_hash, {name: m.in_features for name, m in linears.items()}, ways)
+    specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
+    with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
+
+
+def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of the modules that are not ours; of tied ones the first name."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or id(tensor) in seen or name in module._non_persistent_buffers_set:
+                continue
+            if isinstance(tensor, AbsentParameter):
+                continue
+            seen.add(id(tensor))
+            found[f"{prefix}.{name}" if prefix else name] = tensor.detach()
+    return found
+
+
+def load_sparse(
+    folder: Path,
+    pi2: Path,
+    plan: Plan,
+    predictors: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    int8_activations: bool,
+    progress: bool,
+    make_layer: MakeLayer | None = None,
+    make_experts: MakeExperts | None = None,
+) -> nn.Module:
+    """The model of ``folder``, quantised or in a store, with all of its weights in place; see :func:`torch_pi2.load`.
+
+    Args:
+        make_layer, make_experts: for layers whose bundles stay in the file (default: they are read); experts are given
+            without their bundles.
+    """
+    load_library()
+    with open_weights(pi2) as weights:
+        weights.check_activations(int8_activations)
+        weights.check_plan(plan)
+        model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
+        check_known_experts(str(folder), model)
+        check_names(model, plan)
+        weights.check_linears(model)
+        kind = next(model.parameters()).dtype
+        groups = places(model)
+        refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
+        ours = {name for ref in refs for name in (ref.weight, ref.bias) if name}
+        for name, columns in _shown(weights.linears.items(), "linear layers", progress):
+            ours |= {f"{name}.weight", f"{name}.bias"}
+            _put_linear(model, weights, name, columns, int8_activations)
+
+        def empty(layer: LayerPlan) -> SparseFFN:
+            return _empty_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
+
+        for group in _shown(expert_groups(plan.layers), "feed-forward layers", progress):
+            if group[0].site.experts is not None:
+                for layer in group:
+                    weights.way(layer.site.key)  # raises if the file does not know it
+                parts = (empty(layer) for layer in group)
+                experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
+                if experts.in_memory:
+                    _read_experts(experts, weights)
+                place_experts(model, group, experts.eval())
+                continue
+            layer = group[0]
+            ffn = empty(layer) if make_layer is None else make_layer(layer, weights, kind)
+            _read_layer(ffn, weights)
+            place(model, layer.site, ffn, weights.way(layer.site.key))
+            ffn.eval()
+
+        def read(name: str, like: torch.Tensor) -> torch.Tensor | None:
+            return weights.read_like(name, like, kind)
+
+        fill(model, ([name for name in names if name not in ours] for names in groups), read, weights.path)
+    check_filled(model, weights.path)
+    untie(model, set(weights.linears))
+    return model
+
+
+def _shown(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:
+    from tqdm import tqdm
+
+    shown: Iterable[Any] = tqdm(list(items), f"load {what}", disable=not (progress and sys.stderr.isatty()), delay=2)
+    return shown
+
+
+def _put_linear(model: nn.Module, weights: QuantizedWeights, name: str, columns: int, int8_activations: bool) -> None:
+    parent, _, local = name.rpartition(".")
+    linear: Any = model.get_submodule(name)
+    rows = weights.read(f"{name}.weight")
+    bias = None
+    if linear.bias is not None:
+        weights.spec(f"{name}.bias")  # raises if there is none
+        bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
+    made = QuantLinear(rows, bias, columns, weights.kind, int8_activations)
+    made.dtype = linear.weight.dtype
+    setattr(model.get_submodule(parent), local, made.eval())
+
+
+def _empty_layer(
+    layer: LayerPlan, predictor: Any, weights: QuantizedWeights, int8_activations: bool, dtype: torch.dtype
+) -> SparseFFN:
+    tensors, threshold = predictor_tensors(predictor)
+    return SparseFFN.empty(
+        layer.site,
+        layer,
+        kind=weights.weights,
+        lowrank=tensors,
+        threshold=threshold,
+        int8_activations=int8_activations,
+        dtype=FLOAT_KINDS.get(weights.kind, dtype),
+    )
+
+
+def _read_layer(ffn: SparseFFN, weights: QuantizedWeights) -> None:
+    """Biases, and the bundles unless they stay in the file."""
+    for name, spec in bundle_specs(ffn.site, weights.kind).items():
+        if name != f"{ffn.site.key}.bundles":
+            put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
+        elif ffn.in_memory:
+            put(ffn, ["bundles"], weights.as_computed(weights.read_bundles(ffn.site)))
+
+
+def _read_experts(experts: SparseExperts, weights: QuantizedWeights) -> None:
+    bundles = new_tensor(experts.bundles.shape, experts.bundles.dtype)
+    for expert, site in enumerate(experts.sites):
+        bundles[expert] = weights.as_computed(weights.read_bundles(site))
+    put(experts, ["bundles"], bundles)

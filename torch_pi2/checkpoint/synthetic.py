@@ -1,0 +1,304 @@
+"""``torch_pi2.synthetic``: a checkpoint of a real model's sizes with random weights, straight to disk.
+
+For speed, never for quality. The feed-forward neurons fire as often as the papers measure
+(:mod:`torch_pi2.store.firing`): every embedding row is a fixed direction d of +-1 plus as much noise, the blocks add
+little to it, and norms pass it on. So every layer sees ``(d + n) / sqrt(2)``, with noise n that is another for every
+token.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.errors import ConfigError
+from torch_pi2.graph.experts import expert_sites
+from torch_pi2.ops import load as load_library
+from torch_pi2.predict.file import FittedPredictors, save_predictors
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
+from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
+from torch_pi2.store.folder import PI2_FOLDER, check_replaceable
+from torch_pi2.store.shapes import CLASSES, build_config
+from torch_pi2.store.weights import FLOAT_KINDS, KINDS, WEIGHTS_FILE, bundle_specs, metadata, stored_row_bytes
+
+#: What a block adds, relative to the noise of the embedding: 64 blocks change the stream by 16 %.
+_BLOCK = 0.02
+#: Rows made at a time.
+_CHUNK = 2048
+PREDICTORS = ("lowrank", "signbit", None)
+
+
+@checked
+@fresh_settings()
+def synthetic(
+    folder: str | Path,
+    shape: str | Mapping[str, Any] = "mistral-7b",
+    *,
+    active: float = 0.1,
+    weights: str = "int4",
+    hidden_act: str = "relu",
+    predictor: str | None = "lowrank",
+    rank: int = 512,
+    predictor_weights: str = "int4",
+    hot_frequency: float | None = None,
+    layers: int | None = None,
+    locality: float = LOCALITY,
+    distinct_layers: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Write a synthetic model to ``folder``; returns what it is (also in its config.json).
+
+    Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16, everything else quantised; or
+    all is float.
+    ``hidden_act`` "relu" gives ReGLU layers, a standard value of transformers' configurations.
+
+    Args:
+        shape: a name in ``torch_pi2.store.shapes.SHAPES``, or configuration values with ``model_type`` llama, mistral,
+            qwen2, mixtral, qwen3_moe or olmoe. Routers of experts choose all of them about equally often.
+        active: mean share of neurons that fire for a token, in every layer.
+        weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, for nothing quantised.
+        predictor: ``lowrank`` (of ``rank``, in ``predictor_weights``), ``signbit``, or None for the exact gate.
+        hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
+        layers: another number of layers than the shape's.
+        locality: part of the noise that tokens of one topic share (:mod:`torch_pi2.store.firing`); 0: none.
+        distinct_layers: feed-forward weights are made for so many layers, and those after them have copies, each with
+            its own place in the file: the size and the reads of the whole model in less time.
+
+    Raises:
+        ConfigError: a setting makes no sense. ArtifactError: the folder cannot be written, or holds other files.
+        LibraryMissingError: transformers is not installed.
+    """
+    load_library()
+    _check(active, weights, hidden_act, predictor, rank, predictor_weights, locality)
+    label = {
+        "synthetic": "random weights: speed means something, quality does not",
+        "shape": shape if isinstance(shape, str) else dict(shape),
+        "active": active,
+        "weights": weights,
+        "predictor": predictor,
+        "rank": rank if predictor == "lowrank" else 0,
+        "predictor_weights": predictor_weights if predictor == "lowrank" else None,
+        "hot_frequency": Config().hot_frequency if hot_frequency is None else hot_frequency,
+        "law": "p(u) = min(0.95, c u^-s), 43 % of neurons make 80 % of activations (PowerInfer, arXiv 2312.12456)",
+        "residual": RESIDUAL,
+        "locality": locality,
+        "seed": seed,
+    } | ({} if distinct_layers is None else {"distinct_layers": distinct_layers})
+    if distinct_layers is not None and distinct_layers < 1:
+        raise ConfigError(
+            "synthetic(distinct_layers=...)", expected="at least 1", found=repr(distinct_layers), fix="Correct it."
+        )
+    more = {"hidden_act": hidden_act} | ({} if layers is None else {"num_hidden_layers": layers})
+    more |= {"dtype": weights} if weights in FLOAT_KINDS else {}
+    config = build_config(shape, **more, torch_pi2_synthetic=label)
+    folder = Path(folder).resolve()
+    check_replaceable(folder)
+    with replacing_folder(folder) as staging:
+        config.save_pretrained(staging)
+        _Writer(config, label, progress).write(staging / PI2_FOLDER)
+    return label
+
+
+def _check(
+    active: float,
+    weights: str,
+    hidden_act: str,
+    predictor: str | None,
+    rank: int,
+    predictor_weights: str,
+    locality: float,
+) -> None:
+    checks = (
+        ("active", active, 0 < active <= 0.9, "more than 0, at most 0.9"),
+        ("weights", weights, weights in (*KINDS, *FLOAT_KINDS), " or ".join((*KINDS, *FLOAT_KINDS))),
+        ("hidden_act", hidden_act, hidden_act == "relu", "relu (ReGLU, which has exact zeros)"),
+        ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
+        ("rank", rank, rank >= 1, "at least 1"),
+        ("predictor_weights", predictor_weights, predictor_weights in KINDS, " or ".join(KINDS)),
+        ("locality", locality, 0 <= locality < 1, "0 or more, less than 1"),
+    )
+    for name, value, good, expected in checks:
+        if not good:
+            raise ConfigError(f"synthetic({name}=...)", expected=expected, found=repr(value), fix="Correct it.")
+
+
+def _check_all_sparse(config: Any) -> None:
+    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
+        raise ConfigError(
+            "shape",
+            expected="experts in every layer",
+            found=f"decoder_sparse_step {config.decoder_sparse_step}, mlp_only_layers {config.mlp_only_layers}",
+            fix="Leave these out: a synthetic model has layers of one form.",
+        )
+
+
+class _Writer:
+    """Writes the folder ``pi2/`` of one synthetic model."""
+
+    def __init__(self, config: Any, label: dict[str, Any], progress: bool) -> None:
+        self.config, self.label, self.progress = config, label, progress
+        self.kind = str(label["weights"])
+        self.dtype = FLOAT_KINDS.get(self.kind, torch.bfloat16)  # of what is not quantised
+        self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or self.hidden // self.heads
+        self.experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
+        if config.model_type == "qwen3_moe":
+            _check_all_sparse(config)
+            self.intermediate = config.moe_intermediate_size
+        self._generator = torch.Generator().manual_seed(int(label["seed"]))
+        self._d = direction(self.hidden, self._generator)
+        self._p = power_law(self.intermediate, float(label["active"]))
+        # which neurons of an expert are hot would depend on how often it is chosen
+        self.n_hot = 0 if self.experts else int((self._p >= float(label["hot_frequency"])).sum())
+
+    def sites(self) -> list[FFNSite]:
+        """As ``find_sites`` finds them."""
+        owners = [f"model.layers.{i}.mlp" for i in range(self.config.num_hidden_layers)]
+        class_name = CLASSES[self.config.model_type]
+        sites: list[FFNSite] = []
+        if self.experts:
+            form = ExpertsForm(self.experts, self.intermediate, self.hidden, "relu", False)
+            for owner in owners:
+                sites += expert_sites(f"{owner}.experts", form, f"{class_name}Experts", len(sites))
+            return sites
+        for index, owner in enumerate(owners):
+            gate, up, down = (LinearRef(f"{owner}.{name}_proj.weight") for name in ("gate", "up", "down"))
+            size = (self.hidden, self.intermediate)
+            sites.append(FFNSite(owner, index, "relu", False, gate, up, down, *size, owner, f"{class_name}MLP"))
+        return sites
+
+    def linears(self) -> dict[str, tuple[int, int, float]]:
+        """Name -> rows, columns and deviation of the weights of every linear that is quantised if anything is."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        unit = 1 / math.sqrt(self.hidden)
+        found: dict[str, tuple[int, int, float]] = {}
+        for i in range(self.config.num_hidden_layers):
+            attention = f"model.layers.{i}.self_attn"
+            found |= {
+                f"{attention}.{name}_proj": (n, self.hidden, unit) for name, n in (("q", q), ("k", kv), ("v", kv))
+            }
+            found[f"{attention}.o_proj"] = (self.hidden, q, _BLOCK / math.sqrt(q))
+        return found | {"lm_head": (self.config.vocab_size, self.hidden, unit)}
+
+    def floats(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of everything that stays float."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.config.vocab_size, self.hidden)}
+        for i in range(self.config.num_hidden_layers):
+            layer = f"model.layers.{i}"
+            shapes |= {f"{layer}.{n}_layernorm.weight": (self.hidden,) for n in ("input", "post_attention")}
+            if self.config.model_type == "qwen2":
+                rows = (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+                shapes |= {f"{layer}.self_attn.{n}_proj.bias": (heads * self.head_dim,) for n, heads in rows}
+            if self.experts:
+                shapes[f"{layer}.mlp.gate.weight"] = (self.experts, self.hidden)
+            if self.config.model_type in ("qwen3_moe", "olmoe"):
+                whole = self.config.model_type == "olmoe"  # one norm over all heads, not one for each
+                for n, heads in (("q", self.heads), ("k", self.kv_heads)):
+                    shapes[f"{layer}.self_attn.{n}_norm.weight"] = (self.head_dim * (heads if whole else 1),)
+        return shapes | {"model.norm.weight": (self.hidden,)}
+
+    def write(self, folder: Path) -> None:
+        sites, linears, floats = self.sites(), self.linears(), self.floats()
+        text = json.dumps([self.label, self.config.to_dict()], sort_keys=True, default=str)
+        model_hash = hashlib.sha256(f"torch_pi2.synthetic {text}".encode()).hexdigest()
+        specs = {name: Spec(shape, self.dtype) for name, shape in floats.items()}
+        in_floats = self.kind in FLOAT_KINDS
+        for name, (rows, columns, _) in linears.items():
+            quantised = Spec((rows, stored_row_bytes(self.kind, columns)), torch.uint8)
+            specs[f"{name}.weight"] = Spec((rows, columns), self.dtype) if in_floats else quantised
+        for site in sites:
+            specs |= bundle_specs(site, self.kind)
+        about = metadata(
+            self.kind,
+            model_hash,
+            {} if in_floats else {name: columns for name, (_, columns, _) in linears.items()},
+            {site.key: "owner" for site in sites},
+        ) | {"synthetic": json.dumps(self.label)}
+        predictors = FittedPredictors()
+        with TensorWriter(folder / WEIGHTS_FILE, specs, about, progress=self.progress) as out:
+            for name, shape in floats.items():
+                for row, tensor in self._float(name, shape):
+                    out.write(name, tensor.to(self.dtype), row=row)
+            for name, (rows, columns, deviation) in linears.items():
+                for start in range(0, rows, _CHUNK):
+                    count = min(_CHUNK, rows - start)
+                    made = random_rows(count, columns, self.kind, deviation, self._generator)
+                    out.write_bytes(f"{name}.weight", made.flatten(), start * made.shape[1])
+            per_layer = max(1, self.experts)
+            made_sites = per_layer * int(self.label.get("distinct_layers", len(sites)))
+            for index, site in enumerate(sites):
+                if index < made_sites:
+                    self._write_site(site, out, predictors)
+                    continue
+                twin = sites[index % made_sites].key
+                out.copy(f"{site.key}.bundles", f"{twin}.bundles")
+                if twin in predictors:
+                    predictors[site.key] = copy.deepcopy(predictors[twin])  # safetensors takes no shared memory
+        layers = [self._layer_plan(site, predictors) for site in sites]
+        Plan(layers, model_hash, {"planner": "synthetic", "synthetic": self.label}).save(folder)
+        if predictors:
+            save_predictors(folder, predictors, model_hash)
+
+    def _float(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        if name.endswith("embed_tokens.weight"):
+            for start in range(0, shape[0], _CHUNK):
+                rows = (min(_CHUNK, shape[0] - start), shape[1])
+                yield start, embedding_noise(*rows, float(self.label["locality"]), self._generator) + self._d
+        elif name.endswith("bias"):
+            yield 0, torch.randn(shape, generator=self._generator) * 0.1
+        elif name.endswith("mlp.gate.weight"):
+            # nothing along d, which all tokens have, and of one length: experts are chosen about equally often
+            router = torch.randn(shape, generator=self._generator)
+            router -= (router @ self._d)[:, None] * (self._d / self.hidden)
+            yield 0, router / router.norm(dim=1, keepdim=True)
+        else:
+            yield 0, torch.ones(shape)
+
+    def _write_site(self, site: FFNSite, out: TensorWriter, predictors: FittedPredictors) -> None:
+        predictor = self.label["predictor"]
+        gate = GateMaker(
+            self._d,
+            self._p,
+            self.kind,
+            self._generator,
+            predictor=predictor,
+            rank=int(self.label["rank"]),
+            predictor_weights=str(self.label["predictor_weights"] or "int4"),
+        )
+        # h = relu(gate) up has a second moment of about 1/4 where it is not zero
+        down = _BLOCK / math.sqrt(float(self.label["active"]) * self.intermediate / 4)
+        for start in range(0, self.intermediate, _CHUNK):
+            stop = min(start + _CHUNK, self.intermediate)
+            bundles = torch.empty((stop - start, 3, stored_row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
+            bundles[:, 0] = gate.rows(start, stop)
+            for row, deviation in ((1, 1 / math.sqrt(self.hidden)), (2, down)):
+                bundles[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)
+            out.write(f"{site.key}.bundles", bundles, row=start)
+        if predictor is not None and self.n_hot < self.intermediate:
+            predictors[site.key] = gate.predictor(self.n_hot)
+
+    def _layer_plan(self, site: FFNSite, predictors: FittedPredictors) -> LayerPlan:
+        order = torch.arange(self.intermediate, dtype=torch.int32)  # made in order of frequency
+        predictor = predictors.get(site.key)
+        method = str(self.label["predictor"] or "exact")
+        if predictor is None:
+            method = "exact"
+        share = 1.0
+        if predictor is not None and predictor.card is not None:
+            share = predictor.card.predicted_active
+        return LayerPlan(site, method, self.n_hot, order, 0.0, share)

@@ -1,0 +1,1 @@
+"""Text is generated: steps, keys and values, budgets."""

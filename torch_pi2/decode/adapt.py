@@ -1,0 +1,359 @@
+"""``follow``: a model that runs as its plan says while sequences begin and end.
+
+PowerInfer-2's engine changes its ratio of hot to cold neurons with the number of sequences that are decoded together
+(arXiv 2406.06282, section 4.1.2). Here each layer knows its hot neurons for every number of tokens
+(``SparseFFN.by_batch``), so that there is nothing to switch in it; what is switched is the cache of a store: how many
+neurons of each layer never leave it, and how large it is. What is missing is read in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import homes, sparse_layers
+from torch_pi2.layers.offloaded import OffloadedFFN, Store, store_and_budget
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
+from torch_pi2.spec.plan import Plan
+
+_log = logging.getLogger("torch_pi2")
+
+#: Switches whose times are remembered.
+_REMEMBERED = 256
+_ATTRIBUTE = "torch_pi2_engine"
+
+
+@checked
+@fresh_settings()
+def follow(model: nn.Module, plan: Plan | HardwarePlan) -> Engine:
+    """Let an optimised ``model`` run as ``plan`` says for the number of sequences that it decodes at a time.
+
+    Set before anything of it is compiled: graphs keep the hot neurons that they were made with. A model that follows a
+    plan already follows this one from then on. Experts, and layers with a threshold, keep their hot neurons.
+
+    Over a store the cache is the plan's, but never larger than the budget that the model has (:func:`torch_pi2.load`,
+    :func:`torch_pi2.set_budget`); a plan that was made for a model in memory leaves it alone.
+
+    Lossless without predictors. With one, more hot neurons are fewer that it can miss.
+
+    Raises:
+        ConfigError: the model is dense, or the plan has no part for hardware.
+        ShapeError: the plan is for other layers.
+        ArtifactError: the store has been closed.
+    """
+    hardware = plan.hardware if isinstance(plan, Plan) else plan
+    layers = sparse_layers(model)
+    if hardware is None or not layers:
+        raise ConfigError(
+            f"plan for {type(model).__name__}",
+            expected="a model with sparse layers, and a plan with a part for hardware",
+            found="a plan without" if layers else "a model without",
+            fix="Plan with --hardware (torch-pi2 plan)." if layers else "Call torch_pi2.optimize(model) first.",
+        )
+    _check(layers, hardware, plan if isinstance(plan, Plan) else None)
+    before = engine_of(model)
+    own = before if before is not None and before._model() is model else None  # else: that of what it is a copy of
+    settings = [(layer, layer.by_batch, layer.dense_from) for layer in layers if not _is_expert(layer)]
+    with nullcontext() if own is None else own._lock:
+        try:
+            engine = Engine(model, hardware, layers)
+        except BaseException:
+            for layer, by_batch, dense_from in settings:
+                layer.by_batch, layer.dense_from = by_batch, dense_from
+            raise
+        if own is not None:
+            own._closed = True  # the layers and the store are the new one's
+    if before is not None:
+        _unhook(model, before)
+    object.__setattr__(model, _ATTRIBUTE, engine)  # not among the modules
+    return engine
+
+
+def let_go(model: nn.Module) -> None:
+    """``model``, which may be dense by now, follows no plan any more; a store is left as it is."""
+    engine = engine_of(model)
+    if engine is None:
+        return
+    if engine._model() is model:
+        engine._leave()
+    else:  # a copy has that of what it was copied from, which goes on
+        _unhook(model, engine)
+        object.__delattr__(model, _ATTRIBUTE)
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """What :func:`follow` made last; None if ``model`` follows no plan."""
+    engine: Engine | None = model.__dict__.get(_ATTRIBUTE)
+    return engine
+
+
+class Engine:
+    """Keeps a model with its plan; :func:`follow` makes it.
+
+    It is told how many sequences there are by what decodes (:class:`~torch_pi2.decode.decode.Decoder`,
+    :func:`torch_pi2.generate`), and sees it for itself where nothing is compiled: ``model.generate`` with any number of
+    sequences. Thread-safe; of several threads that decode together each counts for itself.
+
+    Attributes:
+        plan: that is followed. bucket: its part that is in force.
+    """
+
+    def __init__(self, model: nn.Module, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
+        self.plan = plan
+        self.bucket = plan.bucket(1)
+        self._lock = threading.Lock()
+        self._sequences, self._switches, self._total_ms = 1, 0, 0.0
+        self._ms: deque[float] = deque(maxlen=_REMEMBERED)
+        # weakly: layers that are taken out of the model (torch_pi2.restore) give their memory back
+        self._model = weakref.ref(model)
+        own = [(i, layer) for i, layer in enumerate(layers) if _has_own_hot(layer)]
+        self._layers = [weakref.ref(layer) for _, layer in own]
+        for i, layer in own:
+            layer.by_batch = plan.layer_hot(i)
+        self._prompts = [
+            (weakref.ref(layer), plan.prompt.dense_from[i]) for i, layer in enumerate(layers) if not _is_expert(layer)
+        ]
+        beyond_steps = plan.buckets[-1].batch + 1
+        for ref, dense_from in self._prompts:
+            found = ref()
+            assert found is not None
+            found.dense_from = dense_from and max(dense_from, beyond_steps)
+        self._store = _store_of(model, plan)
+        self._places = [_place(layer) for layer in layers] if self._store else []
+        if self._store:
+            self._say_what_has_no_room()
+        first = homes(model)[0]
+        self._closed = False
+        self._switch(self.bucket)
+        self._hook = first.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def batch(self, sequences: int) -> None:
+        """From the next step on there are so many sequences. What is missing is read in the background.
+
+        Returns at once where the store's cache keeps its size, or there is none; another size waits for the layer that
+        is being computed, and takes milliseconds.
+
+        Raises:
+            ConfigError: less than 1. ArtifactError: the store has been closed.
+        """
+        if sequences == self._sequences:
+            return
+        if sequences < 1:
+            raise ConfigError("sequences", expected="1 or more", found=str(sequences), fix="A batch has at least one.")
+        with self._lock:
+            if self._closed:
+                return
+            bucket = self.plan.bucket(sequences)
+            if bucket is not self.bucket:
+                started = time.perf_counter()
+                self._switch(bucket)
+                self.bucket = bucket
+                took = (time.perf_counter() - started) * 1e3
+                self._switches, self._total_ms = self._switches + 1, self._total_ms + took
+                self._ms.append(took)
+            self._sequences = sequences
+
+    def refresh(self, room: int) -> None:
+        """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` gave it other ``room``.
+
+        Raises:
+            ArtifactError: the store has been closed.
+        """
+        with self._lock:
+            if not self._closed:
+                self._switch(self.bucket, room)
+
+    def stats(self) -> dict[str, Any]:
+        """``sequences`` now, the batch size of their ``bucket``, ``switches`` so far, ``total_ms`` and last ``ms``."""
+        with self._lock:
+            return {
+                "sequences": self._sequences,
+                "bucket": self.bucket.batch,
+                "switches": self._switches,
+                "total_ms": self._total_ms,
+                "ms": list(self._ms),
+            }
+
+    def close(self) -> None:
+        """Follow no plan any more: layers have their own hot neurons, a store the cache of its budget.
+
+        Raises:
+            ArtifactError: the store has been closed.
+        """
+        model = self._model()
+        if self._leave() and self._store is not None and model is not None:
+            self._announce(1)
+            self._store.arrange(self._as_loaded(self._store, model), self._room(model))
+            if self._store.config.preload:
+                self._store.preload()
+
+    def _leave(self) -> bool:
+        """Let go of the model, but leave its store as it is; whether that was not done before."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+        self._hook.remove()
+        for ref in self._layers:
+            layer = ref()
+            if layer is not None:
+                layer.by_batch = ()
+        for prompts, _ in self._prompts:
+            layer = prompts()
+            if layer is not None:
+                layer.dense_from = None
+        model = self._model()
+        if model is not None and engine_of(model) is self:
+            object.__delattr__(model, _ATTRIBUTE)
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, _memo: Any) -> Engine:
+        return self  # a copied model has the same store, and layers that know their hot neurons
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "pickling a model that follows a plan",
+            expected="one that does not",
+            found="an engine, which belongs to this process",
+            fix="Close it first (engine.close()), or save the model with torch_pi2.save.",
+        )
+
+    # --- what is switched ---
+
+    def _switch(self, bucket: Bucket, room: int | None = None) -> None:
+        model = self._model()
+        if self._store is None or model is None:
+            return
+        cache_bytes = min(bucket.cache_bytes, self._room(model) if room is None else room)
+        self._store.arrange(self._resident(bucket, cache_bytes, model), cache_bytes)
+        self._announce(bucket.batch)
+
+    def _room(self, model: nn.Module) -> int:
+        """Bytes that the budget has for the cache; what changes with the plan is never more."""
+        return int(store_and_budget(model)[1].cache)
+
+    def _resident(self, bucket: Bucket, cache_bytes: int, model: nn.Module) -> list[int]:
+        """By layer of the store, neurons that do not leave the cache: fewer than planned where it is smaller."""
+        assert self._store is not None
+        resident = [0] * len(self._store.layers())
+        share = min(1.0, cache_bytes / bucket.cache_bytes) if bucket.cache_bytes else 0.0
+        for place, planned in zip(self._places, bucket.resident, strict=True):
+            resident[place] = int(planned * share)
+        return resident
+
+    def _as_loaded(self, store: Store, model: nn.Module) -> list[int]:
+        """By layer of the store, neurons that do not leave a cache of this size without a plan."""
+        budget = store_and_budget(model)[1]
+        share = store.hot_share * budget.cache / budget.neurons if budget.neurons else 0.0
+        return [int(neurons * share) for neurons, *_ in store.layers()]
+
+    def _announce(self, batch: int) -> None:
+        """Look-ahead with the hot neurons of this number of sequences."""
+        for ref in self._layers:
+            layer = ref()
+            if isinstance(layer, OffloadedFFN) and layer.announced:
+                layer.announce(batch)
+
+    def _say_what_has_no_room(self) -> None:
+        model = self._model()
+        assert model is not None
+        room, planned = self._room(model), self.plan.bucket(1).cache_bytes
+        if room < 0.99 * planned:  # else it is how bytes are rounded to slots
+            _log.warning(
+                "the plan has a cache of %.1f MiB, the model's budget one of %.1f MiB: fewer neurons than planned stay "
+                "in memory. Load it with the plan's budget, or plan for this one.",
+                planned / 2**20,
+                room / 2**20,
+            )
+
+    def _see(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The first layer is called: ``x [B, T, H]`` has B sequences, ``[n, H]`` of a small n probably a step of n."""
+        if torch.compiler.is_compiling():
+            return
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if x is None or x.dim() < 2:
+            return
+        sequences = x.shape[0]
+        if sequences > 0 and (x.dim() > 2 or sequences <= self.plan.buckets[-1].batch):
+            self.batch(sequences)
+
+
+def _check(layers: Sequence[SparseFFN], plan: HardwarePlan, whole: Plan | None) -> None:
+    """Raises ShapeError unless ``plan`` fits ``layers``. What each layer's hot neurons may be it checks itself."""
+    columns = {f"hot of batch {b.batch}": b.hot for b in plan.buckets}
+    columns |= {f"resident of batch {b.batch}": b.resident for b in plan.buckets}
+    columns["dense_from"] = plan.prompt.dense_from
+    problem = next((f"{name}: {len(n)}" for name, n in columns.items() if len(n) != len(layers)), "")
+    expected, found = f"{len(layers)} layers", problem
+    if not problem and whole is not None:
+        for layer, planned in zip(layers, whole.layers, strict=True):
+            if layer.site.key != planned.site.key:
+                expected, found = layer.site.key, planned.site.key
+                break
+    for i, layer in enumerate(layers if not found else ()):
+        least, most = layer.least_hot if _has_own_hot(layer) else 0, layer.site.intermediate
+        for bucket in plan.buckets:
+            if not least <= bucket.hot[i] <= most:
+                expected, found = f"{least} to {most} hot neurons of {layer.site.key}", str(bucket.hot[i])
+            elif not 0 <= bucket.resident[i] <= most:
+                expected, found = f"0 to {most} resident neurons of {layer.site.key}", str(bucket.resident[i])
+        if found:
+            break
+    if found:
+        raise ShapeError(
+            "plan for this model", expected=expected, found=found, fix="It is for another: make the plan again."
+        )
+
+
+def _unhook(model: nn.Module, engine: Engine) -> None:
+    """``engine`` sees nothing of ``model`` any more; copies have its hook under a handle of their own."""
+    for module in model.modules():  # what a stand-in gives way to has its hooks
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__self__", None) is engine:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _is_expert(layer: SparseFFN) -> bool:
+    return layer.site.experts is not None
+
+
+def _has_own_hot(layer: SparseFFN) -> bool:
+    """Whether the batch may decide how many neurons are hot."""
+    return not _is_expert(layer) and layer.method not in ("dense", "threshold")
+
+
+def _store_of(model: nn.Module, plan: HardwarePlan) -> Store | None:
+    """The store that the plan arranges, if any."""
+    if plan.budget_bytes is None or getattr(model, "torch_pi2_store", None) is None:
+        return None
+    store: Store = store_and_budget(model)[0]
+    return store if store.config.engine != "mmap" else None
+
+
+def _place(layer: SparseFFN) -> int:
+    """Its number in the store."""
+    assert isinstance(layer, OffloadedFFN)
+    return layer.store_layer

@@ -1,0 +1,250 @@
+"""How a byte budget is divided: what must stay in memory first, neurons with the rest."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.heap import give_back_freed_memory
+from torch_pi2.base.units import parse_bytes
+from torch_pi2.decode.adapt import engine_of
+from torch_pi2.errors import ConfigError
+from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.layers.offloaded import store_and_budget
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.store.budget import (
+    SLOT_BYTES,
+    TOKEN_TILE,
+    Budget,
+    engine_bytes,
+    kv_bytes,
+    piece_tokens,
+    place_bytes,
+    predictor_bytes,
+)
+from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.superblock import LayerEntry
+
+_log = logging.getLogger("torch_pi2")
+
+#: Objects of a model, stacks of the threads that read, and what the allocator keeps.
+_OBJECT_BYTES = 8 << 20
+#: What compiling a step takes besides, measured: for each layer, and at all.
+_COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
+#: As csrc/include/pi2/ffn.h and predict.h have them.
+_PROMPT_TOKENS, _PROMPT_NEURONS, _MASK_BYTES, _CHUNKS = 512, 512, 1 << 23, 16
+
+
+@checked
+def set_budget(model: nn.Module, budget: float | str) -> Budget:
+    """Give a model over a store (:func:`torch_pi2.load` with a budget) another budget while it is in use.
+
+    The cache takes or loses what the budget does: everything else keeps its size. Memory of what leaves goes back to
+    the system; a cache that grows is filled with the most frequent neurons, if the model was loaded so
+    (``OffloadConfig.preload``). Results keep their bits. It waits for calls of other threads to end their layer.
+    A model that follows a plan (:func:`torch_pi2.follow`) goes on with it: its cache is never larger than planned.
+
+    Args:
+        budget: bytes, or text such as ``"2.5GiB"``; at most that with which the model was loaded.
+
+    Returns:
+        How it is divided, as in :func:`torch_pi2.stats`.
+
+    Raises:
+        ConfigError: the model has no store, or its engine is ``mmap``; the budget does not hold what must stay in
+            memory, or is larger than at loading. The model is as it was.
+        ArtifactError: what fills the cache cannot be read, or the store has been closed.
+    """
+    store, parts = store_and_budget(model)
+    made: Budget = parts.with_total(parse_bytes(budget), store.path.parent.parent)
+    if made.cache > store.opened_bytes:
+        most = parts.smallest + parts.in_slots(store.opened_bytes)
+        raise ConfigError(
+            f"budget for {store.path.parent.parent}",
+            expected=f"at most {most / 2**20:.1f} MiB, as it was loaded",
+            found=f"{made.total / 2**20:.1f} MiB",
+            fix="Load the model with the largest budget that it is going to have.",
+        )
+    store.resize(made.cache)
+    object.__setattr__(model, "torch_pi2_store", (store, made))
+    engine = engine_of(model)
+    if engine is not None:
+        engine.refresh(made.cache)  # not the budget of the model that this may be a copy of
+    if made.cache > parts.cache and store.config.preload:
+        store.preload()
+    if made.cache < min(made.token, made.neurons):
+        _below_the_cliff(made, store.path.parent.parent, strict=False)
+    return made
+
+
+def divide(
+    total: int,
+    store: StoreReader,
+    plan: Plan,
+    predictors: Mapping[str, Any],
+    model_config: Any,
+    *,
+    config: OffloadConfig,
+    context: int,
+    dtype: torch.dtype,
+    strict: bool = False,
+) -> Budget:
+    """Divide ``total`` bytes.
+
+    Args:
+        predictors: site key -> what has ``tensors()``.
+        model_config: of the Hugging Face model, for the size of keys and values.
+        context: tokens whose keys and values have room in the budget.
+        dtype: of keys, values and float weights.
+        strict: whether a cache that holds less than a token wants is refused; else it is a warning.
+
+    Raises:
+        ConfigError: ``total`` does not hold what must stay in memory, or, with ``strict``, the neurons that a token
+            wants besides; the message has the least that does.
+    """
+    if context < 0:
+        raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
+    bundles = {f"{key}.bundles" for key in store.keys}
+    ours = ("pi2.", *(f"{key}.checks" for key in store.keys))
+    fixed = sum(
+        (dtype.itemsize if spec.dtype.is_floating_point else 1) * (spec.nbytes // spec.dtype.itemsize)
+        for name, spec in store.specs.items()
+        if name not in bundles and not name.startswith(ours)
+    )
+    slot = place_bytes(store.entries, config)
+    count = sum(entry.slots_in_file for entry in store.entries)
+    staging, tables, _ = engine_bytes(store.entries, config)
+    parts = {
+        "fixed": fixed,
+        "predictors": sum(predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
+        "kv": kv_bytes(model_config, context, dtype),
+        "staging": staging,
+        "activations": activation_bytes(store.entries, activation_sizes(model_config, dtype), context),
+        "neuron_tables": tables,
+    }
+    left = total - sum(parts.values())
+    chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
+    token = slot * sum(
+        -(-round(wanted_neurons(layer) * chosen.get(layer.site.experts, 1.0)) // entry.cluster)
+        for layer, entry in zip(plan.layers, store.entries)
+    )
+    if left < 0:
+        needed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
+        raise ConfigError(
+            f"budget for {store.path.parent.parent}",
+            expected=f"at least {-(-sum(parts.values()) // 2**20)} MiB ({needed})",
+            found=f"{total / 2**20:.0f} MiB",
+            fix="Give it more, or lower context or OffloadConfig.in_flight.",
+        )
+    slots = min(count, left // (slot + SLOT_BYTES))
+    sizes = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
+    made = Budget(total=total, **parts, **sizes, piece_tokens=piece_tokens(context))
+    if slots < count and made.cache < token and config.engine != "mmap":
+        _below_the_cliff(made, Path(store.path).parent.parent, strict)
+    return made
+
+
+def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:
+    """A warning, or with ``strict`` a ConfigError, that says from where on a token's neurons fit."""
+    cache, token = f"{budget.cache / 2**20:.1f} MiB", f"{budget.token / 2**20:.1f} MiB"
+    enough = f"{-(-budget.cliff // 2**20)} MiB"
+    if strict:
+        raise ConfigError(
+            f"budget for {folder} (strict_budget)",
+            expected=f"at least {enough}: a cache for the {token} of neurons that a token wants on average",
+            found=f"{budget.total / 2**20:.0f} MiB, with a cache of {cache}",
+            fix="Give it more; without strict_budget it is a warning, and much of it comes from flash for each token.",
+        )
+    _log.warning(
+        "%s: the cache of %s holds less than the %s of neurons that a token wants on average; much of it comes from "
+        "flash for each token. From a budget of %s on it would not.",
+        *(folder, cache, token, enough),
+    )
+
+
+def wanted_neurons(layer: LayerPlan) -> int:
+    """Neurons of a layer that a token reads on average, if it has it: all of them where no predictor says which."""
+    if layer.method not in PREDICTED:
+        return layer.site.intermediate
+    return layer.n_hot + round(layer.n_cold * layer.expected_active)
+
+
+def activation_sizes(model_config: Any, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that PyTorch's layers hold at once, beside feed-forward layers: for a token, for a pair of it and a key.
+
+    Three hidden states, and what is more of: a norm in float32; queries, keys and values with what becomes of them in
+    attention; the experts' inputs and results in float32. The mask; scores, where the model has a cap on them, for
+    which PyTorch has no fused attention.
+    """
+    if hasattr(model_config, "get_text_config"):
+        model_config = model_config.get_text_config()
+    hidden, size = model_config.hidden_size, dtype.itemsize
+    heads = model_config.num_attention_heads
+    queries = heads * (getattr(model_config, "head_dim", None) or hidden // heads)
+    keys = kv_bytes(model_config, 1, dtype) // (2 * model_config.num_hidden_layers)
+    norm, attention = 8 * max(hidden, queries) + size * queries, 6 * size * queries + 4 * keys
+    chosen = getattr(model_config, "num_experts_per_tok", None) or 0
+    experts = 4 * hidden * (2 * chosen + 2) + size * hidden if chosen else 0
+    scores = heads * (4 + size) if getattr(model_config, "attn_logit_softcapping", None) else 0
+    return int(3 * size * hidden + max(norm, attention, experts)), 3 + size + scores
+
+
+def activation_bytes(entries: Sequence[LayerEntry], sizes: tuple[int, int], context: int) -> int:
+    """What a prompt of ``context`` tokens takes beside keys and values; ``sizes`` as in :func:`activation_sizes`."""
+    tokens = piece_tokens(context)
+    hidden_states = tokens * (sizes[0] + sizes[1] * max(context, tokens))
+    return hidden_states + max(scratch_bytes(entry, tokens) for entry in entries) + _OBJECT_BYTES
+
+
+def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
+    """Of a layer's call (core/sparse_ffn.cc, core/prompt.cc, core/predicted_ffn.cc): inputs, sums, ids and marks."""
+    tokens = min(tokens, _PROMPT_TOKENS)
+    tile = min(tokens, TOKEN_TILE)
+    sums = max(_CHUNKS * tile * entry.hidden, (tokens + _PROMPT_NEURONS) * entry.hidden + tile * _PROMPT_NEURONS)
+    ids = (tokens // tile + 2) * entry.neurons
+    return 4 * (2 * tokens * entry.hidden + sums) + 8 * ids + min(_MASK_BYTES, tokens * entry.neurons)
+
+
+@contextmanager
+def room_for_compiling(model: nn.Module) -> Iterator[None]:
+    """While this is entered, the neuron cache of a model over a store has no more than compiling a step leaves.
+
+    A budget has no other room for that: where it is smaller, a warning says what is missing. Afterwards the cache has
+    its size again, and is filled as at loading. Nothing happens to a model in memory.
+    """
+    parts = getattr(model, "torch_pi2_store", None)
+    if parts is None or parts[0].config.engine == "mmap":
+        yield
+        return
+    store, budget = parts
+    config: Any = model.config
+    needed = _COMPILER_BYTES + _COMPILED_LAYER_BYTES * config.get_text_config().num_hidden_layers
+    size = store.stats()["cache_bytes"]
+    left = max(0, size - max(0, needed - (budget.total - budget.smallest - budget.in_slots(size))))
+    missing = needed - (budget.total - budget.smallest - budget.in_slots(left))
+    if missing > 0:
+        _log.warning(
+            "%s: compiling a step may take %.0f MiB more than the budget has room for, until it is done.",
+            *(store.path.parent.parent, missing / 2**20),
+        )
+    if left == size:
+        yield
+        return
+    store.resize(left // budget.slot * budget.slot)
+    try:
+        yield
+    finally:
+        gc.collect()
+        give_back_freed_memory()
+        store.resize(size)
+        if store.config.preload:
+            store.preload()

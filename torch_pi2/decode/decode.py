@@ -1,0 +1,279 @@
+"""``Decoder``: decoding over a static KV cache, one compiled graph a step.
+
+What Hugging Face's forward spends in Python (about 140 us a layer) is as much as a sparse layer of a small model.
+The whole step is therefore captured once (``fullgraph``), with our operators as calls that Inductor leaves alone, and
+runs without guards: this class owns everything that guards would look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.fields import argument
+from torch_pi2.decode.adapt import engine_of
+from torch_pi2.decode.attention import packed_attention
+from torch_pi2.decode.budget import room_for_compiling
+from torch_pi2.decode.kv import KeyValues
+from torch_pi2.errors import ConfigError, DtypeError, ShapeError
+from torch_pi2.layers.prompt import piece_of
+
+#: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
+#: which do not gain from a second thread either. freezing would copy the weights. Code is kept on disk for any count of
+#: threads, which it asks for when it runs; cpp.threads says that there may be more than one: what is generated for one
+#: would do twice with two what is to be done once.
+_INDUCTOR = {
+    "freezing": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "scalar_asserts": False,
+    "cpp.dynamic_threads": True,
+    "cpp.threads": 2,
+    "cpp.min_chunk_size": 16384,
+}
+
+
+def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
+    """Raises ShapeError or DtypeError unless these are token ids ``[B, T]``."""
+    is_tensor = isinstance(ids_BT, torch.Tensor)
+    if not is_tensor or ids_BT.dim() != 2:
+        found = str(list(ids_BT.shape)) if is_tensor else f"a {type(ids_BT).__name__}"
+        raise ShapeError(what, expected="a tensor of ids [B, T]", found=found, fix="A row for each sequence.")
+    if ids_BT.is_floating_point() or ids_BT.is_complex() or ids_BT.dtype is torch.bool:
+        raise DtypeError(
+            what, expected="integer token ids", found=str(ids_BT.dtype).removeprefix("torch."), fix="Tokenise the text."
+        )
+
+
+def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "input_ids") -> None:
+    """Raises ConfigError: one is not in the vocabulary of ``model``."""
+    vocab: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    wrong = input_ids[(input_ids < 0) | (input_ids >= vocab)]
+    if wrong.numel():
+        raise ConfigError(
+            what,
+            expected=f"tokens of 0 to {vocab - 1}, the model's vocabulary",
+            found=f"the token {int(wrong[0])}",
+            fix="Use the tokenizer of this model.",
+        )
+
+
+class Decoder:
+    """Greedy continuation of prompts of equal length, or of one prompt by several sequences (:meth:`fork`).
+
+    Each step is one forward for all sequences: weights are read once. Those that end leave (:meth:`keep`), and a model
+    that follows a plan (:func:`torch_pi2.follow`) is told how many there are.
+
+    The model must not be changed (rewritten, moved, converted, planned anew) while a compiled decoder of it is in use:
+    that would not be seen. New values in the same tensors are.
+
+    Args:
+        model: a Hugging Face causal language model on the CPU, dense or optimised, in evaluation mode.
+        max_tokens: room of the KV cache, prompt and answer together.
+        batch: sequences decoded together, at most.
+        backend: what compiles a step; ``torch_pi2`` makes one call of linears with the same input.
+        compiled: run each step through ``torch.compile`` (compiled at the first step of each number of sequences: 5 to
+            30 s for 32 layers). Lossless but for roundings: Inductor keeps float32 between operations that it fuses.
+        cpp_wrapper: let Inductor write the code between kernels in C++ too: per layer and token some 10 us less, but a
+            minute more to compile (Inductor keeps both on disk).
+        logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of what comes next, for sampling, instead
+            of the most likely tokens.
+        chunk_tokens: read longer prompts in equal pieces of at most so many tokens, which bounds the memory of their
+            activations; 0: whole, over a store as many (of all sequences together) as its budget has room for
+            (``Budget.piece_tokens``: 1,024, or the context if that is less). Feed-forward layers go the way that they
+            would for all: lossless but for roundings in attention.
+
+    Attributes:
+        batch: sequences that are decoded now. length: of each, in tokens. cache: theirs, a ``StaticCache``.
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be static (state-space layers), or has a sliding window shorter
+            than ``max_tokens``; it has an encoder; or (by :meth:`prompt`) it does not use the cache.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_tokens: int,
+        batch: int = 1,
+        backend: str = "torch_pi2",
+        compiled: bool = True,
+        cpp_wrapper: bool = False,
+        logits: bool = False,
+        chunk_tokens: int = 0,
+    ) -> None:
+        argument(max_tokens, "Decoder(max_tokens)").whole(0)
+        argument(batch, "Decoder(batch)").whole(0)
+        argument(backend, "Decoder(backend)").text(torch._dynamo.list_backends(exclude_tags=()))
+        if max_tokens < 2 or batch < 1:
+            raise ConfigError(
+                "max_tokens, batch",
+                expected="at least 2 and 1",
+                found=f"{max_tokens}, {batch}",
+                fix="max_tokens is the length of prompt and answer together.",
+            )
+        self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
+        self.length, self.logits, self.chunk_tokens = 0, logits, chunk_tokens
+        store = getattr(model, "torch_pi2_store", None)
+        self._most_tokens = 0 if chunk_tokens or store is None else store[1].piece_tokens
+        self._kv = KeyValues(model, max_tokens, batch)
+        self.cache = self._kv.cache(batch)
+        self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
+        self._backend, self._compiled = backend, compiled
+        self._steps: dict[int, Any] = {}  # by number of sequences, each after its first call
+
+    def _forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        output = self.model(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        logits_BV: torch.Tensor = output.logits[:, -1]
+        return logits_BV if self.logits else logits_BV.argmax(-1, keepdim=True)
+
+    @torch.inference_mode()
+    def prompt(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Forget what was before, read a prompt (int64 ``[B, T]``), return the next tokens ``[B, 1]``.
+
+        Raises:
+            ShapeError: more sequences than there is room for, or a prompt that leaves no room.
+        """
+        _check_ids(ids_BT, "prompt")
+        check_vocabulary(self.model, ids_BT, "prompt")
+        batch, tokens = ids_BT.shape
+        if not (1 <= batch <= self.rows and 1 <= tokens < self.max_tokens):
+            rows = f"1 to {self.rows}" if self.rows > 1 else "1"
+            raise ShapeError(
+                "prompt",
+                expected=f"[{rows}, 1 to {self.max_tokens - 1}]",
+                found=str(list(ids_BT.shape)),
+                fix="Make a Decoder for this batch and length.",
+            )
+        self.length = 0  # whatever happens below, what was before is gone
+        self._use(batch)
+        self._tell(batch)  # after keys and values gave memory back, and before they want any
+        self.cache.reset()
+        most = max(1, self._most_tokens // batch) if self._most_tokens else self.chunk_tokens or tokens
+        with packed_attention(self.model), piece_of(batch * tokens):
+            # pieces of equal length: a short one at the end might be taken for a step
+            for piece_BT in ids_BT.tensor_split(-(-tokens // most), 1):
+                result = self._forward(piece_BT)
+        self._kv.check_used()
+        self.length = tokens
+        self._use(batch)  # there are keys and values now
+        return result
+
+    @torch.inference_mode()
+    def step(self, next_B1: torch.Tensor) -> torch.Tensor:
+        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A step that fails can be repeated.
+
+        Raises:
+            ShapeError: the cache is full, no prompt has been read, or another batch size.
+        """
+        self._check_read("decoding step")
+        _check_ids(next_B1, "decoding step")
+        if self.length >= self.max_tokens or next_B1.shape != (self.batch, 1):
+            raise ShapeError(
+                "decoding step",
+                expected=f"[{self.batch}, 1] and fewer than {self.max_tokens} tokens before it",
+                found=f"{list(next_B1.shape)} after {self.length} tokens",
+                fix="Make a Decoder with more max_tokens, or for this batch.",
+            )
+        next_B1 = next_B1.to(torch.int64).contiguous()  # a compiled step has no guards that would see another layout
+        self._tell(self.batch)
+        try:
+            run = self._steps.get(self.batch) if self._compiled else self._forward
+            result: torch.Tensor = self._first_step(next_B1) if run is None else run(next_B1)
+            self.length += 1
+        except BaseException:
+            # Layers before the one that failed have the token already: repeated, it would be there twice.
+            self._kv.set_length(self.length)
+            raise
+        return result
+
+    @torch.inference_mode()
+    def fork(self, sequences: int) -> None:
+        """Go on with so many sequences from the one that there is: its keys and values are copied.
+
+        Raises:
+            ShapeError: no prompt has been read, there are several sequences already, or no room for so many.
+        """
+        self._check_read("fork")
+        if self.batch != 1 or not 1 <= sequences <= self.rows:
+            raise ShapeError(
+                "fork",
+                expected=f"1 to {self.rows} sequences from 1",
+                found=f"{sequences} from {self.batch}",
+                fix="Make a Decoder with a larger batch, and read one prompt.",
+            )
+        self._tell(sequences)  # so that a cache of neurons gives memory back before keys and values want it
+        self._kv.copy_rows(0, range(1, sequences), self.length)
+        self._use(sequences)
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> list[int]:
+        """Go on with the sequences in these rows; the last of them move into the rows of those that leave.
+
+        Over a store, the memory of keys and values that are not needed goes back to the system.
+
+        Returns:
+            For each row from now on, the one in which its sequence was.
+
+        Raises:
+            ShapeError: no prompt has been read, or rows that there are not.
+        """
+        self._check_read("keep")
+        kept = sorted(set(rows))
+        if not kept or kept[0] < 0 or kept[-1] >= self.batch:
+            raise ShapeError(
+                "keep",
+                expected=f"rows from 0 to {self.batch - 1}",
+                found=", ".join(map(str, rows)) or "none",
+                fix="Name the rows of sequences that go on; to end all, read another prompt.",
+            )
+        came_from = list(range(len(kept)))
+        free = [row for row in came_from if row not in kept]
+        for row, last in zip(free, reversed(kept)):
+            self._kv.copy_rows(last, [row], self.length)
+            came_from[row] = last
+        self._use(len(kept))
+        return came_from
+
+    def _check_read(self, what: str) -> None:
+        if self.length == 0:
+            raise ShapeError(
+                what,
+                expected="a prompt before it",
+                found="none that was read to its end",
+                fix="Call prompt(ids) first; it returns the token to begin with.",
+            )
+
+    def _use(self, batch: int) -> None:
+        """From now on there are so many sequences."""
+        fewer = batch < self.batch
+        self.batch, self.cache = batch, self._kv.cache(batch)
+        if fewer and hasattr(self.model, "torch_pi2_store"):
+            self._kv.give_back(batch)
+
+    def _tell(self, batch: int) -> None:
+        engine = engine_of(self.model)
+        if engine is not None:
+            engine.batch(batch)
+
+    def _first_step(self, next_B1: torch.Tensor) -> torch.Tensor:
+        import torch._inductor.config as inductor
+
+        # every decoder's own, and every batch size's: with the guards gone, another one's code would fit too
+        compile_step: Any = torch.compile
+        step = compile_step(
+            self._forward,
+            fullgraph=True,
+            dynamic=False,
+            backend=self._backend,
+            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+            isolate_recompiles=True,
+        )
+        with packed_attention(self.model), inductor.patch(self._settings), room_for_compiling(self.model):
+            result: torch.Tensor = step(next_B1)
+        self._steps[self.batch] = step
+        return result

@@ -1,0 +1,149 @@
+"""The ExecuTorch backend of a ``.pte`` (``libpi2_executorch.so``): loading it into this process, options, figures."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
+from torch_pi2.ops.library import library_path
+
+#: The only version of ExecuTorch that the library is built for: its C++ interface is not the same in any two.
+EXECUTORCH = "1.5.1"
+LIBRARY = "libpi2_executorch.so"
+_ABI = 1
+
+_lock = threading.Lock()
+_library: ctypes.CDLL | None = None
+
+
+def load_library() -> ctypes.CDLL:
+    """Load the library, so that ExecuTorch's Python runtime in this process can run a ``.pte`` of torch_pi2.
+
+    A second call does nothing. ExecuTorch is imported first: the library uses the libraries that it has loaded.
+
+    Returns:
+        The library, with the functions of ``csrc/include/pi2/executorch.h``.
+
+    Raises:
+        LibraryMissingError: executorch is missing, or the library was not built (for it).
+        VersionError: executorch is of another version.
+    """
+    global _library
+    with _lock:
+        if _library is None:
+            check_executorch()
+            path = library_path(LIBRARY)
+            try:
+                # What the library needs is loaded by this, and found by its name.
+                importlib.import_module("executorch.extension.pybindings.portable_lib")
+                loaded = ctypes.CDLL(str(path))
+            except (ImportError, OSError) as error:
+                raise LibraryMissingError(
+                    f"loading {path}",
+                    expected=f"executorch {EXECUTORCH} as it was installed, and a library built for it",
+                    found=str(error),
+                    fix="Install executorch again, then this package: 'make clean install' in a checkout.",
+                ) from error
+            loaded.pi2_et_set.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+            loaded.pi2_et_error.restype = ctypes.c_char_p
+            loaded.pi2_et_stats.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
+            loaded.pi2_et_stats.restype = ctypes.c_int64
+            if loaded.pi2_et_abi() != _ABI:
+                raise LibraryMissingError(
+                    str(path),
+                    expected=f"interface {_ABI}",
+                    found=str(loaded.pi2_et_abi()),
+                    fix="Install this package again: its parts are of different versions.",
+                )
+            _library = loaded
+        return _library
+
+
+def check_executorch() -> None:
+    """Raises LibraryMissingError or VersionError unless executorch is installed in the version that we are made for."""
+    install = f"Install it: {how_to_install('export')}."
+    if importlib.util.find_spec("executorch") is None:
+        raise LibraryMissingError(
+            "ExecuTorch", expected=f"executorch {EXECUTORCH}", found="no such package", fix=install
+        )
+    found = importlib.metadata.version("executorch")
+    if found.partition("+")[0] != EXECUTORCH:
+        raise VersionError("ExecuTorch", expected=f"executorch {EXECUTORCH}", found=found, fix=install)
+
+
+def set_options(options: Mapping[str, str | int | bool]) -> None:
+    """Options of the backend for programs loaded from now on; an empty text is back to the default.
+
+    Args:
+        options: ``store_path`` (the store, or the folder it is in), ``cache_bytes_kib``, ``threads``, ``io_threads``,
+            ``engine``, ``policy``, ``direct``, ``preload``, ``trace``: see ``csrc/include/pi2/executorch.h``.
+
+    Raises:
+        ConfigError: an unknown option, or a value that it does not take.
+        LibraryMissingError: see :func:`load_library`.
+    """
+    library = load_library()
+    for key, value in options.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if library.pi2_et_set(key.encode(), text.encode()) != 0:
+            what, expected, found, fix = _parts(last_error())
+            raise ConfigError(what, expected=expected, found=found, fix=fix)
+
+
+def share_weights(share: bool) -> None:
+    """Whether methods loaded from now on use what XNNPACK has packed for others; for float weights only.
+
+    Raises:
+        LibraryMissingError: see :func:`load_library`; or this executorch has no XNNPACK.
+    """
+    if load_library().pi2_et_share_weights(int(share)) != 0:
+        what, expected, found, fix = _parts(last_error())
+        raise LibraryMissingError(what, expected=expected, found=found, fix=fix)
+
+
+def last_error() -> str:
+    """The backend's last problem in words; ExecuTorch itself only passes on a number. "" if there was none."""
+    return bytes(load_library().pi2_et_error()).decode(errors="replace")
+
+
+def clear_error() -> None:
+    """Forget :func:`last_error`."""
+    load_library().pi2_et_clear_error()
+
+
+def stats(*, reset: bool = False) -> dict[str, Any]:
+    """What the open stores did since the last reset.
+
+    Returns:
+        ``stores``, a list of figures by name: ``path``, ``engine``; ``calls``, ``wanted`` and ``hits`` (neurons),
+        ``reads``, ``bytes_read``; ``wait_ns`` and ``busy_ns``, sums over compute threads; ``submit_wait_ns``, waiting
+        for what was computed beside an accelerator; ``cache_bytes``, ``resident_bytes``, ``predictor_bytes``.
+        ``opens`` and ``closes`` of this process.
+    """
+    library = load_library()
+    size = 1 << 16
+    while True:
+        text = ctypes.create_string_buffer(size)
+        needed = library.pi2_et_stats(text, size, int(reset))
+        if needed < 0:
+            raise MemoryError(last_error())
+        if needed <= size:
+            found: dict[str, Any] = json.loads(text.value.decode(errors="replace"))
+            return found
+        size = 2 * needed
+
+
+def _parts(message: str) -> tuple[str, str, str, str]:
+    """``what: expected ..., found .... fix`` in its parts."""
+    what, _, rest = message.partition(": expected ")
+    expected, _, rest = rest.partition(", found ")
+    found, _, fix = rest.partition(". ")
+    return what, expected, found, fix

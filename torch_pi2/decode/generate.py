@@ -1,0 +1,234 @@
+"""``torch_pi2.generate``: several continuations of one prompt, decoded together while they last.
+
+Best-of-N and ``num_return_sequences`` are what makes a phone decode in batches (PowerInfer-2, arXiv 2406.06282, section
+7.2.3): the prompt is read once, each step reads the weights once for all sequences, and as they end the batch becomes
+smaller, its keys and values with it, and the plan follows (:func:`torch_pi2.follow`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import argument
+from torch_pi2.decode.adapt import Engine, engine_of
+from torch_pi2.decode.decode import Decoder, check_vocabulary
+from torch_pi2.errors import ConfigError, ShapeError
+
+_log = logging.getLogger("torch_pi2")
+
+#: Logits are divided by it: by less they would not be finite.
+LEAST_TEMPERATURE = 1e-6
+
+#: What a generation configuration may ask for that :func:`generate` does not do, and the values that mean nothing.
+_NOT_DONE: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "num_beams": (None, 1),
+}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What :func:`generate` returns.
+
+    Attributes:
+        sequences: new tokens of each sequence, its end token included.
+        batches: for each step, how many sequences it was for. step_ms: how long it took, in milliseconds.
+        prompt_ms: reading the prompt.
+    """
+
+    sequences: list[list[int]]
+    batches: list[int]
+    step_ms: list[float]
+    prompt_ms: float
+
+    @property
+    def steps(self) -> int:
+        """Forwards after the prompt's."""
+        return len(self.batches)
+
+
+@checked
+def generate(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    num_return_sequences: int = 1,
+    max_new_tokens: int = 64,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos_token_id: int | list[int] | None = None,
+    seed: int = 0,
+    compiled: bool = False,
+    streamer: Callable[[int, int], object] | None = None,
+    engine: Engine | None = None,
+    decoder: Decoder | None = None,
+) -> Generated:
+    """Continue one prompt ``num_return_sequences`` times.
+
+    Without sampling all sequences are the same: that of ``model.generate``. With it, each draws from a generator of its
+    own, so that sequence i is what ``seed + i`` gives alone, but for what the last bits of PyTorch's matrix products do
+    not have in common for different batches.
+
+    Args:
+        model: see :class:`~torch_pi2.decode.decode.Decoder`; dense or optimised.
+        input_ids: int64 ``[1, T]``.
+        max_new_tokens: of each sequence, at most.
+        do_sample: draw tokens from softmax(logits / ``temperature``), of which the ``top_k`` most likely are left (0:
+            all), and of these the fewest that have a share of ``top_p`` together.
+        eos_token_id: ends a sequence (default: the model's; an empty list: nothing does).
+        compiled: run steps through ``torch.compile``, one graph for each number of sequences: worth it for long
+            answers, or with ``decoder``.
+        streamer: called with (sequence, token) for each new token.
+        engine: to be told how many sequences there are (default: that of :func:`torch_pi2.follow`, if any).
+        decoder: to be used (and used again, with what it has compiled): one of this model, with ``logits``, room for
+            so many sequences and tokens.
+
+    Raises:
+        ConfigError: a setting makes no sense. ShapeError: not one prompt.
+        UnsupportedModelError: see :class:`~torch_pi2.decode.decode.Decoder`.
+        ArtifactError: from a model over a store that cannot be read.
+    """
+    _check(input_ids, num_return_sequences, max_new_tokens)
+    sampling = Sampling(temperature, top_k, top_p) if do_sample else None
+    tokens = input_ids.shape[1]
+    ends = _end_tokens(model, eos_token_id)
+    _say_what_is_not_done(model)
+    if decoder is None:
+        following = engine or engine_of(model)
+        over_store = following is not None and hasattr(model, "torch_pi2_store")
+        decoder = Decoder(
+            model,
+            max_tokens=tokens + max_new_tokens,
+            batch=num_return_sequences,
+            compiled=compiled,
+            logits=True,
+            chunk_tokens=following.plan.prompt.chunk_tokens if over_store and following is not None else 0,
+        )
+    else:
+        _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
+    check_vocabulary(model, input_ids)  # of a model that has ids, which a decoder sees to
+
+    started = time.perf_counter()
+    logits_BV = decoder.prompt(input_ids)
+    prompt_ms = (time.perf_counter() - started) * 1e3
+    sequences = [_Sequence(i, torch.Generator().manual_seed(seed + i)) for i in range(num_return_sequences)]
+    live, step_ms, batches = sequences, list[float](), list[int]()
+    if num_return_sequences > 1 and max_new_tokens > 1:
+        decoder.fork(num_return_sequences)
+    while True:
+        for sequence, logits_V in zip(live, logits_BV.expand(len(live), -1), strict=True):  # of the prompt: one for all
+            sequence.tokens.append(pick(logits_V, sampling, sequence.generator))
+            if streamer is not None:
+                streamer(sequence.number, sequence.tokens[-1])
+        going = [row for row, s in enumerate(live) if len(s.tokens) < max_new_tokens and s.tokens[-1] not in ends]
+        if not going:
+            break
+        if len(going) < len(live):
+            live = [live[row] for row in decoder.keep(going)]
+        if engine is not None:
+            engine.batch(len(live))
+        started = time.perf_counter()
+        logits_BV = decoder.step(
+            torch.tensor([[sequence.tokens[-1]] for sequence in live], dtype=torch.int64, device="cpu")
+        )
+        step_ms.append((time.perf_counter() - started) * 1e3)
+        batches.append(len(live))
+    return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, see :func:`generate`. Raises ConfigError: it makes no sense."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (LEAST_TEMPERATURE <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ConfigError(
+                "sampling",
+                expected=f"a temperature of {LEAST_TEMPERATURE:g} or more, top_k of 0 or more, top_p above 0 and at "
+                "most 1",
+                found=f"{self.temperature:g}, {self.top_k} and {self.top_p:g}",
+                fix="Correct it, or leave do_sample out.",
+            )
+
+
+def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None = None) -> int:
+    """A token: the most likely one, or drawn as ``sampling`` says."""
+    if sampling is None:
+        return int(logits_V.float().argmax())
+    scores_V, order_V = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
+    if sampling.top_k:
+        scores_V = scores_V[: sampling.top_k]
+    share_V = scores_V.softmax(-1)
+    if sampling.top_p < 1:
+        share_V = share_V[share_V.cumsum(-1) - share_V < sampling.top_p]
+    return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
+
+
+@dataclass
+class _Sequence:
+    number: int
+    generator: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+
+
+def _end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:
+    if given is None:
+        for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+            given = getattr(config, "eos_token_id", None) if given is None else given
+    ends = [] if given is None else [given] if isinstance(given, int) else given
+    return {argument(token, "generate(eos_token_id)").whole() for token in ends}
+
+
+def _say_what_is_not_done(model: nn.Module) -> None:
+    config = getattr(model, "generation_config", None)
+    asked = [name for name, none in _NOT_DONE.items() if getattr(config, name, None) not in none]
+    if asked:
+        _log.warning("generate: the model's generation configuration has %s, which is not applied", ", ".join(asked))
+
+
+def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None:
+    for name, value in (("num_return_sequences", sequences), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise ConfigError(name, expected="1 or more", found=str(value), fix="Choose a larger number.")
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1 or input_ids.dtype != torch.int64:
+        raise ShapeError(
+            "input_ids",
+            expected="one prompt, int64 [1, tokens]",
+            found=f"{str(input_ids.dtype).removeprefix('torch.')} {list(input_ids.shape)}",
+            fix="Call it once for each prompt; model.generate takes several.",
+        )
+
+
+def _check_decoder(decoder: Decoder, model: nn.Module, sequences: int, tokens: int) -> None:
+    good = decoder.model is model and decoder.logits and decoder.rows >= sequences and decoder.max_tokens >= tokens
+    if not good:
+        of = "this" if decoder.model is model else "another"
+        raise ConfigError(
+            "decoder",
+            expected=f"one of this model with logits, for {sequences} sequences and {tokens} tokens",
+            found=f"one of {of} model with{'' if decoder.logits else 'out'} logits, for {decoder.rows} sequences and "
+            f"{decoder.max_tokens} tokens",
+            fix="Make another, or leave it out.",
+        )

@@ -1,0 +1,1 @@
+"""Predictors are trained, calibrated and sized."""

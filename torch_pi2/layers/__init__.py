@@ -1,0 +1,1 @@
+"""The modules that compute feed-forward layers sparsely, in memory and over a store."""

@@ -1,0 +1,65 @@
+"""Making neuron bundles from a layer's matrices, float and quantised, and taking them apart again."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_pi2.ops import load
+from torch_pi2.ops.quantized import quantize
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.spec.site import FFNSite, FFNWeights
+
+#: Float32 bytes of the rows that are quantised at a time.
+_CHUNK_BYTES = 32 << 20
+
+
+def make_bundles(weights: FFNWeights, order: torch.Tensor) -> torch.Tensor:
+    """``[I, R, H]`` contiguous: gate row, up row and down column of each neuron, in ``order`` (``[I]`` int64)."""
+    rows = [w for w in (weights.gate, weights.up, weights.down.T) if w is not None]
+    bundles_IRH = torch.empty((len(order), len(rows), weights.up.shape[1]), dtype=weights.up.dtype)
+    load()
+    torch.ops.pi2.advise_huge_pages(bundles_IRH)
+    for r, row_IH in enumerate(rows):  # one matrix at a time keeps the peak at one copy
+        bundles_IRH[:, r] = row_IH.detach()[order]
+    return bundles_IRH
+
+
+def make_quantized_bundles(
+    site: FFNSite, weights: FFNWeights, order: torch.Tensor, kind: str, importance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, float]:
+    """As :func:`make_bundles`, quantised: uint8 ``[I, R, row_bytes(H)]``, and the relative error of all its weights.
+
+    Args:
+        kind: ``int4`` or ``int8``.
+        importance: ``[H]`` float32, how much the squared error of a column of gate and up counts (their common input's
+            mean square); a down column multiplies one number alone, so its errors count the same.
+
+    Raises:
+        NonFiniteError: see :func:`torch_pi2.ops.quantized.quantize`.
+    """
+    refs = [("gate", weights.gate, site.gate), ("up", weights.up, site.up), ("down", weights.down.T, site.down)]
+    rows = [(role, w, ref) for role, w, ref in refs if w is not None and ref is not None]
+    hidden = weights.up.shape[1]
+    bundles = torch.empty((len(order), len(rows), row_bytes(kind, hidden)), dtype=torch.uint8)
+    load()
+    torch.ops.pi2.advise_huge_pages(bundles)
+    step = max(1, _CHUNK_BYTES // (4 * hidden))
+    wrong = total = 0.0
+    for r, (role, w_IH, ref) in enumerate(rows):
+        for start in range(0, len(order), step):
+            part = w_IH.detach()[order[start : start + step]].contiguous()
+            weight = None if role == "down" else importance
+            quantised = quantize(f"{ref.weight} of {site.key}", part, kind, weight)
+            bundles[start : start + step, r] = quantised
+            off = torch.ops.pi2.dequantize(quantised, kind, hidden, torch.float32).sub_(part)
+            wrong += float(off.square_().sum(dtype=torch.float64))
+            total += float(part.float().square_().sum(dtype=torch.float64))
+    return bundles, (wrong / total) ** 0.5 if total else 0.0
+
+
+def bundle_rows(bundles: torch.Tensor, row: int, kind: str, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Row ``row`` of every bundle as ``[I, H]`` in ``dtype``: a view if they are stored so, else a copy."""
+    if kind == "float":
+        return bundles[:, row].to(dtype)
+    w_IH: torch.Tensor = torch.ops.pi2.dequantize(bundles[:, row], kind, hidden, dtype)
+    return w_IH

@@ -1,0 +1,315 @@
+"""``SparseExperts``: all experts of a block, over neuron bundles, in one operator call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.layers.ffn import PREDICTOR_TENSORS, SparseFFN, check_ffn_input, result_dtype
+from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer, unreadable
+from torch_pi2.layers.standin import StandIn
+from torch_pi2.ops import load
+from torch_pi2.spec.site import FFNSite
+
+#: Buffers of one expert's layer that are stacked, and those of them that stay float32 when a model is converted.
+_EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias")
+_STACKED = ("bundles", "order", "inverse", "predictor_signs", *(f"predictor_{name}" for name in PREDICTOR_TENSORS))
+
+
+class SparseExperts(StandIn):
+    """Computes a module of experts as their plans say.
+
+    Args:
+        parts: the layer of every expert, as :class:`~torch_pi2.layers.ffn.SparseFFN` makes it. They are asked for one
+            by one, and their tensors are copied.
+        experts: how many (E).
+
+    Raises:
+        ConfigError: hot neurons, or plans of different forms: one operator computes all experts.
+
+    Buffers (none of them in ``state_dict``): those of the parts, stacked: ``bundles [E, I, R, H]`` (quantised:
+    ``[E, I, R, row_bytes(H)]`` uint8; on ``meta`` if those of the parts are), ``order`` and ``inverse [E, I]``, and the
+    predictor's tensors.
+
+    Attributes:
+        sites: of the experts. site: what they share, under the module's name. method, weights, int8_activations: as
+            of the parts. thresholds: of their gates (none: 0 for all); cuts: of their predictors (none: no predictors).
+            errors, output_errors: what quantising did to each.
+    """
+
+    #: Whether ``bundles`` has them all.
+    in_memory = True
+    bundles: torch.Tensor
+    sites: tuple[FFNSite, ...]
+    thresholds: list[float]
+    cuts: list[float]
+    errors: list[float]
+    output_errors: list[float | None]
+
+    def __init__(self, parts: Iterable[SparseFFN], experts: int) -> None:
+        super().__init__()
+        load()
+        first: SparseFFN | None = None
+        for expert, part in enumerate(parts):
+            if first is None:
+                first = part
+                self._stack(part, experts)
+            self._add(expert, part, first)
+        assert first is not None
+        assert len(self.sites) == experts
+        self.site = replace(first.site, key=first.site.experts or "", owner=first.site.experts or "")
+        self.method = first.method
+        self.weights, self.int8_activations, self._dtype = first.weights, first.int8_activations, first.dtype
+        self.predictor_weights = first.predictor_weights
+        self.has_predictor = first.has_predictor
+        self.predictor_kind = first.predictor_kind if first.has_predictor else "none"
+        if not self.has_predictor:
+            self.cuts = []
+        if not any(self.thresholds):
+            self.thresholds = []
+        form = copy.copy(first)  # a layer without tensors, which :meth:`expert` fills
+        form._buffers = dict.fromkeys(first._buffers)
+        self._form = (form,)  # a tuple: not a module
+
+    def _stack(self, part: SparseFFN, experts: int) -> None:
+        self.sites, self.thresholds, self.cuts, self.errors, self.output_errors = (), [], [], [], []
+        for name in _STACKED:
+            tensor = part._buffers[name]
+            stack = None
+            if tensor is not None:
+                stack = torch.empty((experts, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+                if name == "bundles" and not stack.is_meta:
+                    torch.ops.pi2.advise_huge_pages(stack)
+            self.register_buffer(name, stack, persistent=False)
+
+    def _add(self, expert: int, part: SparseFFN, first: SparseFFN) -> None:
+        _check_alike(part, first)
+        self.sites += (part.site,)
+        self.thresholds.append(part.threshold)
+        self.cuts.append(part.predictor_threshold)
+        self.errors.append(part.error)
+        self.output_errors.append(part.output_error)
+        for name in _STACKED:
+            stack, tensor = self._buffers[name], part._buffers[name]
+            if stack is not None and tensor is not None and not tensor.is_meta:
+                stack[expert].copy_(tensor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float parameters that the experts have or stand for."""
+        return self.bundles.dtype if self.weights == "float" else self._dtype
+
+    def expert(self, expert: int) -> SparseFFN:
+        """The layer of one expert, over views of these buffers."""
+        part = copy.copy(self._form[0])
+        stacks = {name: self._buffers[name] for name in _STACKED}
+        views = {name: None if stack is None else stack[expert] for name, stack in stacks.items()}
+        part._buffers = part._buffers | views
+        part.site, part._dtype = self.sites[expert], self._dtype
+        part.error, part.output_error = self.errors[expert], self.output_errors[expert]
+        part.threshold = self.thresholds[expert] if self.thresholds else 0.0
+        part.predictor_threshold = self.cuts[expert] if self.cuts else 0.0
+        return part
+
+    def experts(self) -> list[SparseFFN]:
+        """The layers of all experts; see :meth:`expert`."""
+        return [self.expert(expert) for expert in range(len(self.sites))]
+
+    def predictor(self) -> list[torch.Tensor]:
+        """The stacked tensors of the predictors, in the order in which the operators take them."""
+        names = ("signs",) if self.predictor_kind == "signbit" else PREDICTOR_TENSORS
+        return [tensor for name in names if (tensor := self._buffers[f"predictor_{name}"]) is not None]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """``hidden_states [T, H]``, ``top_k_index [T, k]`` int64 and ``top_k_weights [T, k]`` -> ``[T, H]``.
+
+        An index of E adds nothing. The result has the dtype of ``hidden_states`` (under ``torch.autocast`` its dtype)
+        and does not depend on what other tokens there are.
+
+        Raises:
+            ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
+        """
+        check_ffn_input(self.site, self.training, hidden_states, self.dtype)
+        return self._compute(hidden_states, top_k_index, top_k_weights).to(result_dtype(hidden_states))
+
+    def _compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.experts_ffn(
+            x,
+            index,
+            routing,
+            self.bundles,
+            self.predictor(),
+            self.predictor_kind,
+            self.cuts,
+            self.predictor_weights,
+            self.int8_activations and bool(self.predictor_weights),
+            self.site.activation,
+            self.site.activation_on_up,
+            self.thresholds,
+            self.weights,
+            self.int8_activations,
+        )
+        return y
+
+    # --- what StandIn asks its home for: the dense parameters, of all experts ---
+
+    def dense_values(self) -> dict[str, torch.Tensor]:
+        """Copies of the module's parameters by fully-qualified name; see :meth:`SparseFFN.dense_values`."""
+        values: dict[str, torch.Tensor] = {}
+        for expert, part in enumerate(self.experts()):
+            for name, value in part.dense_values().items():
+                if name not in values:
+                    values[name] = torch.empty((len(self.sites), *value.shape), dtype=value.dtype)
+                values[name][expert] = value
+        return values
+
+    def assign(self, name: str, value: torch.Tensor) -> bool:
+        """Write parameter ``name`` into the bundles; whether it was new. Raises ConfigError: they are quantised."""
+        changed = False
+        for expert, part in enumerate(self.experts()):
+            changed |= part.assign(name, value[expert])
+        return changed
+
+    def shape_of(self, name: str) -> torch.Tensor:
+        """A ``meta`` tensor with shape and dtype of parameter ``name``."""
+        one = self.expert(0).shape_of(name)
+        return one.expand(len(self.sites), *one.shape)
+
+    def check_float(self, what: str) -> None:
+        """Raise ConfigError if the experts are quantised, which cannot be undone; ``what`` was asked for."""
+        self.expert(0).check_float(what)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseExperts:
+        """``model.to(dtype)`` converts the bundles; scales and biases of the predictors stay float32."""
+        if self.weights != "float":
+            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.bundles.device)).dtype
+        exact = {name: tensor for name in _EXACT if (tensor := self._buffers[name]) is not None}
+        super()._apply(fn, recurse)
+        for name, tensor in exact.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{len(self.sites)} experts of {self._form[0].extra_repr()}"
+
+
+class OffloadedExperts(InStore, SparseExperts):
+    """Experts whose bundles are in a :class:`~torch_pi2.layers.offloaded.Store`: the same bits.
+
+    ``bundles`` is on ``meta``, and what needs all the numbers raises ConfigError; see
+    :class:`~torch_pi2.layers.offloaded.OffloadedFFN`.
+
+    Args:
+        store: whose layers from ``first_layer`` on are the experts. The others: see the base class.
+
+    Raises:
+        ArtifactError: those layers have other sizes.
+    """
+
+    in_memory = False
+
+    def __init__(self, parts: Iterable[SparseFFN], experts: int, store: Store, first_layer: int) -> None:
+        super().__init__(parts, experts)
+        self._store, self.first_layer = (store,), first_layer
+        for expert, site in enumerate(self.sites):
+            check_store_layer(store, first_layer + expert, site)
+
+    def expert(self, expert: int) -> SparseFFN:
+        part = super().expert(expert)
+        part.__class__ = OffloadedFFN
+        assert isinstance(part, OffloadedFFN)
+        part._store, part.store_layer = self._store, self.first_layer + expert
+        return part
+
+    def _compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self._call(x, index, routing)
+        self.store.check_tokens(x.numel() // self.site.hidden)
+        try:
+            return self._call(x, index, routing)
+        except (RuntimeError, MemoryError) as error:
+            explained = unreadable(error, f"{self.store.path}, read for {self.site.key}")
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _call(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.stored_experts(
+            x,
+            index,
+            routing,
+            self.store.number,
+            self.first_layer,
+            len(self.sites),
+            self.predictor(),
+            self.predictor_kind,
+            self.cuts,
+            self.predictor_weights,
+            self.int8_activations and bool(self.predictor_weights),
+            self.site.activation,
+            self.site.activation_on_up,
+            self.thresholds,
+            self.int8_activations,
+        )
+        return y
+
+
+def _check_alike(part: SparseFFN, first: SparseFFN) -> None:
+    """Raises ConfigError unless one operator can compute both experts."""
+    if part.n_hot:
+        raise ConfigError(
+            f"plan of {part.site.key}",
+            expected="an expert without hot neurons, whose method is not 'dense'",
+            found=f"{part.n_hot} hot neurons",
+            fix="Make the plan again (torch_pi2.plan, or torch_pi2.optimize).",
+        )
+
+    def form(layer: SparseFFN) -> tuple[Any, ...]:
+        shapes = tuple(None if (t := layer._buffers[n]) is None else tuple(t.shape) for n in _STACKED)
+        stored = (layer.weights, layer.int8_activations, layer.predictor_weights)
+        site = (layer.site.activation, layer.site.activation_on_up, layer.site.hidden, layer.site.intermediate)
+        return (layer.method, *stored, *site, *shapes)
+
+    if form(part) != form(first):
+        raise ConfigError(
+            f"plan of {part.site.key}",
+            expected=f"the method and sizes of {first.site.key}, an expert of the same module",
+            found=", ".join(str(a) for a, b in zip(form(part), form(first)) if a != b),
+            fix="Make the plan again.",
+        )
+
+
+def expert_groups(layers: Sequence[Any]) -> list[list[Any]]:
+    """The layers of a plan in the groups that are replaced together: experts of one module, and others alone.
+
+    Raises:
+        ArtifactError: experts of one module that do not follow each other from the first on.
+    """
+    groups: list[list[Any]] = []
+    for layer in layers:
+        module = layer.site.experts
+        if module is not None and groups and groups[-1][0].site.experts == module:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    seen: set[str] = set()
+    for group in groups:
+        module, numbers = group[0].site.experts, [layer.site.up.expert for layer in group]
+        if module is not None and (module in seen or numbers != list(range(len(numbers)))):
+            raise ArtifactError(
+                f"plan of {module}",
+                expected="all of its experts, in order",
+                found=", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else ""),
+                fix="Make the plan again.",
+            )
+        seen |= {module} - {None}
+    return groups

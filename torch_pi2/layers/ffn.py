@@ -1,0 +1,667 @@
+"""``SparseFFN``: one feed-forward layer over neuron bundles, hot neurons first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from torch_pi2.base.hooks import refuse_global_hooks
+from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
+from torch_pi2.layers.bundles import bundle_rows, make_bundles, make_quantized_bundles
+from torch_pi2.layers.prompt import has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
+from torch_pi2.layers.standin import Passed, StandIn
+from torch_pi2.ops import load
+from torch_pi2.ops.quantized import FLOATS, KINDS, check_kind
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
+from torch_pi2.spec.plan import METHODS, PREDICTED, LayerPlan
+from torch_pi2.spec.site import FFNSite, FFNWeights, LinearRef, check_weights
+
+__all__ = ["PREDICTOR_TENSORS", "SparseFFN", "make_bundles", "result_dtype"]
+
+#: Tensors of a low-rank predictor, in the order in which ``torch.ops.pi2.predict_lowrank`` takes them.
+PREDICTOR_TENSORS = ("a", "a_scale", "b", "b_scale", "bias")
+#: Tensors of a predictor that have a row for each cold neuron.
+_BY_NEURON = ("signs", "b", "b_scale", "bias")
+
+
+class SparseFFN(StandIn):
+    """Computes an FFN as its plan says: ``[..., H] -> [..., H]``.
+
+    Args:
+        site: the FFN.
+        weights: its tensors; copied into bundles, not kept.
+        layer_plan: neuron order, number of hot neurons and method.
+        lowrank: for method ``signbit`` the tensors of a ``SignBit``; for method ``lowrank`` the predictor in
+            *original* neuron order: ``a [r, H]`` int8, ``a_scale [r]``, ``b [I, r]`` int8, ``b_scale [I]`` and, if it
+            has one, ``bias [I]`` float32; or as quantised rows ``a [r, row_bytes(H)]``, ``b [I, row_bytes(r)]`` uint8.
+        threshold: for method ``lowrank``, cut on the predictor's logit.
+        kind: how bundles are stored: ``float``, ``int4`` or ``int8`` (lossy).
+        int8_activations: with quantised bundles, gate and up see ``x`` rounded to int8 (lossy, faster).
+        importance: ``[H]``, how much errors of gate's and up's columns count in quantising; None: all the same.
+
+    Raises:
+        DeviceError, DtypeError, NonFiniteError: weights that the kernels cannot use.
+        ShapeError: weights, order or predictor do not fit the site.
+        ConfigError: unknown method, hot neurons out of range, or a predictor is missing.
+
+    Buffers (none of them in ``state_dict``): ``bundles [I, R, H]`` contiguous in plan order, ``bias_gate``,
+    ``bias_up [I]`` in plan order, ``bias_down [H]``, and the predictor's rows of cold neurons in plan order.
+    Quantised: ``bundles [I, R, row_bytes(H)]`` uint8 and float32 biases. What was rounded away is gone, so the original
+    cannot be restored, ``state_dict`` has the numbers that the rows stand for, and other weights cannot be loaded.
+
+    Attributes:
+        weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
+            the weights, and to the output on calibration tokens (relative, Frobenius norms; None if not measured).
+        dense_from: from so many tokens in one call on every neuron is computed, 0: never; None: as
+            :mod:`torch_pi2.layers.prompt` finds best. Calls of no more tokens than :attr:`by_batch` knows never are
+            prompts, nor are the steps of a plan that is followed.
+    """
+
+    #: Whether ``bundles`` has them all.
+    in_memory = True
+    #: Whether it stands for the first linear alone, and its result goes through modules that stand for the others.
+    passes_on = False
+    #: Whether what it stands for does something else in training mode, which this does not.
+    only_in_eval = False
+    bundles: torch.Tensor
+    order: torch.Tensor
+    inverse: torch.Tensor
+    bias_gate: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    bias_down: torch.Tensor | None
+    error: float
+    output_error: float | None = None
+    dense_from: int | None = None
+    _by_batch: tuple[tuple[int, int], ...] = ()
+    #: By number of hot neurons, the rows of predictor tensors that are left: views, made once.
+    _left: Mapping[int, tuple[torch.Tensor | None, ...]] = {}
+    predictor_a: torch.Tensor | None
+    predictor_b: torch.Tensor | None
+    predictor_bias: torch.Tensor | None
+    predictor_signs: torch.Tensor | None
+
+    def __init__(
+        self,
+        site: FFNSite,
+        weights: FFNWeights,
+        layer_plan: LayerPlan,
+        lowrank: Mapping[str, torch.Tensor] | None = None,
+        threshold: float = 0.0,
+        *,
+        kind: str = "float",
+        int8_activations: bool = False,
+        importance: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        load()
+        check_weights(site, weights)
+        _check_plan(site, weights, layer_plan)
+        self._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
+        self._dtype = weights.up.dtype
+        if kind == "float":
+            bundles, self.error = make_bundles(weights, self.order), 0.0
+        else:
+            bundles, self.error = make_quantized_bundles(site, weights, self.order, kind, importance)
+        self._hold(bundles, _permuted(weights.bias_gate, self.order), _permuted(weights.bias_up, self.order))
+        if weights.bias_down is not None:
+            self.bias_down = (
+                weights.bias_down.detach().clone() if kind == "float" else weights.bias_down.detach().float()
+            )
+
+    @classmethod
+    def empty(
+        cls,
+        site: FFNSite,
+        layer_plan: LayerPlan,
+        kind: str,
+        lowrank: Mapping[str, torch.Tensor] | None = None,
+        threshold: float = 0.0,
+        *,
+        int8_activations: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> SparseFFN:
+        """A layer over bundles that are on ``meta``, for loading: assign ``bundles`` and biases afterwards.
+
+        Args: see the class; ``dtype`` is that of the float parameters it has or stands for.
+        """
+        load()
+        layer = cls.__new__(cls)
+        StandIn.__init__(layer)
+        _check_plan(site, None, layer_plan)
+        layer._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
+        layer._dtype, layer.error = dtype, 0.0
+        quantised = kind != "float"
+        row = row_bytes(kind, site.hidden) if quantised else site.hidden
+        bundles = torch.empty(
+            (site.intermediate, site.rows_per_neuron, row), dtype=torch.uint8 if quantised else dtype, device="meta"
+        )
+        bias_dtype = torch.float32 if quantised else dtype
+        has = {role: ref.bias is not None for ref, role in layer._parts()}
+        biases = {
+            role: torch.empty(site.intermediate, dtype=bias_dtype, device="meta") if has.get(role) else None
+            for role in ("gate", "up")
+        }
+        layer._hold(bundles, biases["gate"], biases["up"])
+        layer.bias_down = torch.empty(site.hidden, dtype=bias_dtype, device="meta") if has["down"] else None
+        return layer.eval()
+
+    def _hold(self, bundles: torch.Tensor, bias_gate: torch.Tensor | None, bias_up: torch.Tensor | None) -> None:
+        self.register_buffer("bundles", bundles, persistent=False)
+        for name, bias in (("bias_gate", bias_gate), ("bias_up", bias_up), ("bias_down", None)):
+            quantised = bias is not None and self.weights != "float"
+            self.register_buffer(name, bias.float() if quantised and bias is not None else bias, persistent=False)
+
+    def _set_up(
+        self,
+        site: FFNSite,
+        layer_plan: LayerPlan,
+        lowrank: Mapping[str, torch.Tensor] | None,
+        threshold: float,
+        kind: str,
+        int8_activations: bool,
+    ) -> None:
+        """Everything but the weights."""
+        if kind != "float":
+            check_kind(kind)
+        self.weights, self.int8_activations = kind, int8_activations and kind != "float"
+        self.has_tiles = has_tiles()  # here, not in forward: a compiled graph could not ask
+        self.site = site
+        self.method = layer_plan.method
+        # A dense layer is one whose neurons are all hot.
+        self.n_hot = site.intermediate if self.method == "dense" else layer_plan.n_hot
+        self.threshold = layer_plan.threshold if self.method == "threshold" else 0.0
+        self.predictor_threshold = threshold
+        self.predictor_weights = ""  # "int4" or "int8": a low-rank predictor in quantised rows
+        cold_share = layer_plan.expected_active * layer_plan.n_cold / max(1, site.intermediate)
+        self.expected_share = min(1.0, layer_plan.n_hot / max(1, site.intermediate) + cold_share)
+        order = layer_plan.order.to(torch.int64)
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("inverse", torch.argsort(order), persistent=False)
+        for name, tensor in self._cold_predictor(lowrank).items():
+            self.register_buffer(f"predictor_{name}", tensor, persistent=False)
+        self._add_signs(lowrank)
+
+    def _cold_predictor(self, lowrank: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor | None]:
+        if self.method != "lowrank" or self.n_hot == self.site.intermediate:
+            return dict.fromkeys(PREDICTOR_TENSORS)
+        site = self.site
+        if lowrank is not None and "a" in lowrank and lowrank["a"].dtype == torch.uint8:
+            return self._cold_rows(lowrank)
+        missing = [name for name in PREDICTOR_TENSORS[:4] if lowrank is None or name not in lowrank]
+        if lowrank is None or missing:
+            raise ConfigError(
+                f"predictor of {site.key}",
+                expected=f"tensors {', '.join(PREDICTOR_TENSORS[:4])} (and bias), as its plan says 'lowrank'",
+                found="none" if lowrank is None else f"no {', '.join(missing)}",
+                fix="Fit predictors (torch_pi2.fit) and pass them, or plan without them.",
+            )
+        rank = lowrank["a"].shape[0]
+        wanted = {
+            "a": ((rank, site.hidden), torch.int8),
+            "a_scale": ((rank,), torch.float32),
+            "b": ((site.intermediate, rank), torch.int8),
+            "b_scale": ((site.intermediate,), torch.float32),
+            "bias": ((site.intermediate,), torch.float32),
+        }
+        cold = self.order[self.n_hot :]
+        tensors: dict[str, torch.Tensor | None] = {}
+        for name, (shape, dtype) in wanted.items():
+            tensor = lowrank.get(name)
+            if tensor is not None:
+                _check_shape(f"predictor {name} of {site.key}", tensor, shape)
+                if tensor.dtype != dtype:
+                    raise DtypeError(
+                        f"predictor {name} of {site.key}",
+                        expected=str(dtype),
+                        found=str(tensor.dtype),
+                        fix="Use a predictor made by torch_pi2.fit.",
+                    )
+                tensor = (tensor[cold] if name.startswith("b") else tensor.clone()).contiguous()
+            tensors[name] = tensor
+        return tensors
+
+    def _cold_rows(self, lowrank: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        """As :meth:`_cold_predictor` for a predictor in quantised rows, whose format their length tells."""
+        a, b, site = lowrank["a"], lowrank["b"], self.site
+        kinds = [k for k in KINDS if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
+        if not kinds:
+            wanted = " or ".join(f"[r, {row_bytes(k, site.hidden)}]" for k in KINDS)
+            raise ShapeError(
+                f"predictor a of {site.key}",
+                expected=f"uint8 {wanted}",
+                found=str(list(a.shape)),
+                fix="It was made for another layer.",
+            )
+        self.predictor_weights = kinds[0]
+        _check_shape(f"predictor b of {site.key}", b, (site.intermediate, row_bytes(kinds[0], len(a))))
+        cold = self.order[self.n_hot :]
+        bias = lowrank.get("bias")
+        if bias is not None:
+            _check_shape(f"predictor bias of {site.key}", bias, (site.intermediate,))
+        found = {"a": a.clone(), "b": b[cold].contiguous(), "bias": None if bias is None else bias[cold]}
+        return {name: found.get(name) for name in PREDICTOR_TENSORS}
+
+    def _add_signs(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Buffer ``predictor_signs``: for method ``signbit`` the rows of cold neurons in plan order, else None."""
+        signs = None
+        if self.method == "signbit" and self.n_hot < self.site.intermediate:
+            if tensors is None or not set(SIGNBIT_TENSORS) <= set(tensors):
+                raise ConfigError(
+                    f"predictor of {self.site.key}",
+                    expected=f"tensors {', '.join(SIGNBIT_TENSORS)}, as its plan says 'signbit'",
+                    found="none" if tensors is None else ", ".join(sorted(tensors)) or "none",
+                    fix="Fit predictors (torch_pi2.fit with method='signbit') and pass them, or plan without them.",
+                )
+            whole = SignBit.from_tensors(tensors, None)
+            wanted = (self.site.intermediate, sign_bytes(self.site.hidden))
+            _check_shape(f"predictor signs of {self.site.key}", whole.signs, wanted)
+            signs = whole.signs[self.order[self.n_hot :]].contiguous()
+            self.predictor_threshold = whole.margin
+        self.register_buffer("predictor_signs", signs, persistent=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
+
+        ``x`` may be given by the name that the forward of the original module has for it. Under
+        ``torch.autocast`` the result has its dtype, as that of a linear layer; the computation has ``x``'s.
+
+        Raises:
+            ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
+            ConfigError: other arguments; or training mode, where the original has dropout.
+        """
+        y = self.whole(self.only_input(args, kwargs))
+        return Passed.wrap(y, self) if self.passes_on else y
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The FFN's result, wherever this layer stands: as :meth:`forward`, but for modules that come after it."""
+        self.check_input(x)
+        if self.training and self.only_in_eval:
+            raise _needs_eval(self.site)
+        y: torch.Tensor
+        if takes_prompt_path(self, x):
+            y = prompt_ffn(self, x)
+        else:
+            n_hot = self.hot_for(x.numel() // self.site.hidden)
+            if not self.has_predictor or n_hot == self.site.intermediate or skips_predictor(self, x):
+                y = self._compute(x, None, n_hot, self.threshold)
+            else:
+                y = self._predicted(x, n_hot)
+        return y.to(result_dtype(x))
+
+    @property
+    def least_hot(self) -> int:
+        """The fewest neurons that may be hot: those that no predictor has rows for, if one is asked at all."""
+        return self.n_hot if self.method in PREDICTED else 0
+
+    @property
+    def by_batch(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, hot neurons), ascending by tokens; empty: ``n_hot`` always.
+
+        A call of t tokens has the hot neurons of the first entry for at least t; one for more than any, those of the
+        last. No fewer than ``least_hot``; all of them: no predictor is asked. Without a predictor that changes no bits;
+        with one, what it would have missed. What was compiled before does not see another setting.
+
+        Raises (when it is set):
+            ConfigError: not ascending, or a layer with a threshold, whose hot neurons are part of what it computes.
+            ShapeError: fewer hot neurons than ``least_hot``, or more than there are.
+        """
+        return self._by_batch
+
+    @by_batch.setter
+    def by_batch(self, entries: Sequence[tuple[int, int]]) -> None:
+        chosen = tuple((int(batch), int(hot)) for batch, hot in entries)
+        site, batches, hot = self.site, [batch for batch, _ in chosen], [n for _, n in chosen]
+        if batches and (sorted(set(batches)) != batches or batches[0] < 1):
+            raise ConfigError(
+                f"hot neurons of {site.key} by batch",
+                expected="ascending numbers of tokens, from 1",
+                found=", ".join(map(str, batches)),
+                fix="Make the plan again.",
+            )
+        if hot and not self.least_hot <= min(hot) <= max(hot) <= site.intermediate:
+            raise ShapeError(
+                f"hot neurons of {site.key} by batch",
+                expected=f"{self.least_hot} (those that no predictor has rows for) to {site.intermediate}",
+                found=", ".join(map(str, hot)),
+                fix="The plan is for another model, or for this one planned otherwise: make it again.",
+            )
+        if self.method == "threshold" and set(hot) - {self.n_hot}:
+            raise ConfigError(
+                f"hot neurons of {site.key} by batch",
+                expected=f"{self.n_hot} for all: hot neurons know no threshold, so others would be other results",
+                found=", ".join(map(str, hot)),
+                fix="Leave layers with a threshold as they are.",
+            )
+        left = {n: self._rows_left(n) for n in set(hot) - {self.n_hot}}
+        # in this order: calls of other threads find the rows of what they see in _by_batch
+        self._left = {**self._left, **left}
+        self._by_batch = chosen
+        self._left = left
+
+    def hot_for(self, tokens: int) -> int:
+        """Hot neurons of a call of so many tokens, see :attr:`by_batch`."""
+        if not self._by_batch:
+            return self.n_hot
+        for batch, hot in self._by_batch:
+            if tokens <= batch:
+                return hot
+        return self._by_batch[-1][1]
+
+    def _rows_left(self, n_hot: int) -> tuple[torch.Tensor | None, ...]:
+        """:meth:`predictor` without the rows of neurons before ``n_hot``: they come first, so that views will do."""
+        skipped = n_hot - self.n_hot
+        named = zip(self._predictor_names(), self.predictor(), strict=True)
+        return tuple(t[skipped:] if t is not None and n in _BY_NEURON else t for n, t in named)
+
+    def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
+        """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
+        refuse_vmap(self.site, x)
+        y: torch.Tensor = torch.ops.pi2.predicted_ffn(
+            x,
+            self.bundles,
+            self.bias_gate,
+            self.bias_up,
+            self.bias_down,
+            [tensor for tensor in self.predictor(n_hot) if tensor is not None],
+            self.predictor_kind,
+            self.predictor_threshold,
+            self.predictor_weights,
+            self.int8_activations and bool(self.predictor_weights),
+            self.site.activation,
+            self.site.activation_on_up,
+            n_hot,
+            self.threshold,
+            self.weights,
+            self.int8_activations,
+        )
+        return y
+
+    @property
+    def has_predictor(self) -> bool:
+        """Whether cold neurons are predicted (false for ``lowrank`` and ``signbit`` too if every neuron is hot)."""
+        return self.predictor_a is not None or self.predictor_signs is not None
+
+    @property
+    def predictor_kind(self) -> str:
+        """What ``torch.ops.pi2.predicted_ffn`` calls the predictor: ``signbit``, ``lowrank_q`` or ``lowrank``."""
+        if self.predictor_signs is not None:
+            return "signbit"
+        return "lowrank_q" if self.predictor_weights else "lowrank"
+
+    def predictor(self, n_hot: int | None = None) -> tuple[torch.Tensor | None, ...]:
+        """The predictor's tensors for cold neurons in plan order, as the operator of ``predictor_call`` takes them.
+
+        ``n_hot``: one of those in :attr:`by_batch`, after which neurons are cold.
+        """
+        if n_hot is not None and n_hot != self.n_hot:
+            rows = self._left.get(n_hot)
+            return self._rows_left(n_hot) if rows is None else rows  # another thread has just set by_batch
+        return tuple(getattr(self, f"predictor_{name}") for name in self._predictor_names())
+
+    def _predictor_names(self) -> tuple[str, ...]:
+        if self.predictor_signs is not None:
+            return ("signs",)
+        return ("a", "b", "bias") if self.predictor_weights else PREDICTOR_TENSORS
+
+    def predictor_call(self) -> tuple[Any, tuple[Any, ...]]:
+        """``(op, settings)`` such that ``op(x, *predictor(), *settings)`` is the mask of cold neurons."""
+        if self.predictor_signs is not None:
+            return torch.ops.pi2.predict_signbit.default, (self.site.hidden, self.predictor_threshold)
+        if self.predictor_weights:
+            settings = (self.predictor_weights, self.int8_activations, self.predictor_threshold)
+            return torch.ops.pi2.predict_lowrank_q.default, settings
+        return torch.ops.pi2.predict_lowrank.default, (self.predictor_threshold,)
+
+    def forward_dense(self, x: torch.Tensor) -> torch.Tensor:
+        """The same FFN with every neuron computed, from the same bundles."""
+        return self._compute(x, None, self.site.intermediate, 0.0)
+
+    def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.sparse_ffn(
+            x,
+            self.bundles,
+            self.bias_gate,
+            self.bias_up,
+            self.bias_down,
+            active,
+            self.site.activation,
+            self.site.activation_on_up,
+            n_hot,
+            threshold,
+            self.weights,
+            self.int8_activations,
+        )
+        return y
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float parameters that the layer has or stands for."""
+        return self.bundles.dtype if self.weights == "float" else self._dtype
+
+    def check_input(self, x: torch.Tensor) -> None:
+        """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
+        check_ffn_input(self.site, self.training, x, self.dtype)
+
+    # --- the dense parameters, reconstructed from the bundles and written back into them ---
+
+    def _parts(self) -> list[tuple[LinearRef, str]]:
+        """The site's matmuls with their place in the bundles, gate before up."""
+        gate = [] if self.site.gate is None else [(self.site.gate, "gate")]
+        return [*gate, (self.site.up, "up"), (self.site.down, "down")]
+
+    def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
+        row = {"gate": 0, "up": self.bundles.shape[1] - 2, "down": self.bundles.shape[1] - 1}[role]
+        w_IH = bundle_rows(self.bundles, row, self.weights, self.site.hidden, self.dtype).index_select(0, self.inverse)
+        if role == "down":
+            return w_IH.T.contiguous(), None if self.bias_down is None else self.bias_down.to(self.dtype)
+        bias = _permuted(self.bias_gate if role == "gate" else self.bias_up, self.inverse)
+        return w_IH, None if bias is None else bias.to(self.dtype)
+
+    def dense_values(self) -> dict[str, torch.Tensor]:
+        """Copies of the site's parameters by fully-qualified name.
+
+        Bit-identical to the originals; of a quantised layer the numbers that its rows stand for.
+        """
+        parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for ref, role in self._parts():
+            weight, bias = self.projection(role)
+            start = ref.rows[0] if ref.rows else 0
+            parts.setdefault(ref.weight, []).append((start, weight))
+            if ref.bias is not None and bias is not None:
+                parts.setdefault(ref.bias, []).append((start, bias))
+        values = {}
+        for name, pieces in parts.items():
+            tensors = [tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])]
+            values[name] = tensors[0].clone() if len(tensors) == 1 else torch.cat(tensors)
+        return values
+
+    def assign(self, name: str, value: torch.Tensor) -> bool:
+        """Write parameter ``name`` of the site, in its original shape, into the bundles; whether it was new.
+
+        Raises:
+            ConfigError: the bundles are quantised.
+        """
+        self.check_float(f"other weights for {self.site.key}")
+        changed = False
+        for ref, role in self._parts():
+            if name not in (ref.weight, ref.bias):
+                continue
+            new = value if ref.rows is None else value[ref.rows[0] : ref.rows[1]]
+            target: torch.Tensor | None
+            if name == ref.bias:
+                target = {"gate": self.bias_gate, "up": self.bias_up, "down": self.bias_down}[role]
+                new = new if role == "down" else new[self.order]
+            elif role == "down":
+                target, new = self.bundles[:, -1], new.T[self.order]
+            else:
+                target = self.bundles[:, 0 if role == "gate" else self.bundles.shape[1] - 2]
+                new = new[self.order]
+            assert target is not None
+            new = new.to(target.dtype)
+            if not torch.equal(target, new):
+                changed = True
+                with torch.no_grad():
+                    target.copy_(new)
+        return changed
+
+    def shape_of(self, name: str) -> torch.Tensor:
+        """A ``meta`` tensor with shape and dtype of parameter ``name``."""
+        parts = [(ref, role) for ref, role in self._parts() if name in (ref.weight, ref.bias)]
+        down = parts[0][1] == "down"
+        rows = self.site.hidden if down else self.site.intermediate * len(parts)
+        columns = self.site.intermediate if down else self.site.hidden
+        shape = (rows, columns) if name == parts[0][0].weight else (rows,)
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def check_float(self, what: str) -> None:
+        """Raise ConfigError if the layer is quantised, which cannot be undone; ``what`` was asked for."""
+        if self.weights != "float":
+            raise ConfigError(
+                what,
+                expected="a layer with float weights",
+                found=f"{self.weights}, which is lossy: the original numbers are gone",
+                fix="Load the checkpoint again (from_pretrained, or torch_pi2.load) instead.",
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
+        """``model.to(dtype)`` converts the bundles; scales and biases of the predictor stay float32.
+
+        Bundles in a store stay what they are, and so do the biases that go with them.
+        """
+        names = [f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")]
+        if self.weights != "float" or not self.in_memory:
+            names += ["bias_gate", "bias_up", "bias_down"]
+            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.bundles.device)).dtype
+        exact = {name: tensor for name in names if (tensor := self._buffers[name]) is not None}
+        super()._apply(fn, recurse)
+        for name, tensor in exact.items():
+            moved = self._buffers[name]
+            # not moved.float(): a scale of 1e-9 has become 0 in float16, a bias of 1e30 infinity
+            if moved is not None and moved.dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(moved.device)
+        self.by_batch = self._by_batch  # views of the tensors that there are now
+        return self
+
+    def extra_repr(self) -> str:
+        s = self.site
+        stored = "" if self.weights == "float" else f", {self.weights}{' x int8' if self.int8_activations else ''}"
+        form = (
+            f"{s.activation}(gate) * {f'{s.activation}(up)' if s.activation_on_up else 'up'}"
+            if s.gated
+            else f"{s.activation}(up)"
+        )
+        return f"{s.hidden} -> {s.intermediate} -> {s.hidden}, {form}, {self.method}, {self.n_hot} hot{stored}"
+
+
+def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype) -> None:
+    """Raises on a wrong hidden size, dtypes that no kernel has (of ``x`` or of the ``weights``), where a dense layer
+    would record a gradient, and on hooks of all modules.
+    """
+    if not torch.compiler.is_compiling():
+        refuse_global_hooks(site.key)
+        _refuse_tangent(site, x)
+    for what, dtype in (("input", x.dtype), ("weights", weights)):
+        if dtype not in FLOATS:
+            raise DtypeError(
+                f"{what} of {site.key}",
+                expected="float32, bfloat16 or float16",
+                found=str(dtype).removeprefix("torch."),
+                fix="Convert the model with model.float(), or call torch_pi2.restore(model) for other dtypes.",
+            )
+    if x.shape[-1] != site.hidden:
+        raise ShapeError(
+            f"hidden size of the input of {site.key}",
+            expected=str(site.hidden),
+            found=f"{x.shape[-1]} (shape {tuple(x.shape)})",
+            fix="Pass activations of the model that this layer was made from.",
+        )
+    if torch.is_grad_enabled() and (x.requires_grad or training):
+        raise GradientError(
+            f"gradients through {site.key}",
+            expected="inference, without gradients",
+            found="an input that requires grad" if x.requires_grad else "a model in training mode",
+            fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
+        )
+
+
+def refuse_vmap(site: FFNSite, x: torch.Tensor) -> None:
+    """Raise ConfigError within ``torch.vmap``, for layers that compute what it has no rule for."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
+        raise ConfigError(
+            f"input of {site.key}",
+            expected="a tensor outside of torch.vmap",
+            found="one within it",
+            fix="Call the model with a batch instead, or torch_pi2.restore(model) first.",
+        )
+
+
+def _refuse_tangent(site: FFNSite, x: torch.Tensor) -> None:
+    """Forward-mode AD (``torch.func.jvp``) takes an operator that it does not know for a constant."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise GradientError(
+            f"gradients through {site.key}",
+            expected="inference, without gradients",
+            found="an input with a tangent (torch.func.jvp or forward_ad)",
+            fix="Call torch_pi2.restore(model) first.",
+        )
+
+
+def _needs_eval(site: FFNSite) -> ConfigError:
+    return ConfigError(
+        f"mode of {site.key}",
+        expected="evaluation mode: in training mode the original drops neurons at random, and this would not",
+        found="training mode",
+        fix="Call model.eval(), or torch_pi2.restore(model) to have dropout.",
+    )
+
+
+def result_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype of a linear layer's result on ``x``: that of ``torch.autocast`` where it is on."""
+    kind = x.device.type
+    if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def _permuted(bias: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
+    return None if bias is None else bias.detach()[order]
+
+
+def _check_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(
+            what, expected=str(shape), found=str(tuple(tensor.shape)), fix="It was made for another layer."
+        )
+
+
+def _check_plan(site: FFNSite, weights: FFNWeights | None, layer_plan: LayerPlan) -> None:
+    hidden, intermediate = site.hidden, site.intermediate
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("gate", "up"), (intermediate, hidden))
+    shapes["down"] = (hidden, intermediate)
+    shapes |= {"bias_gate": (intermediate,), "bias_up": (intermediate,), "bias_down": (hidden,)}
+    for name, tensor in ({} if weights is None else weights._asdict()).items():
+        if tensor is not None:
+            _check_shape(f"{name} of {site.key}", tensor, shapes[name])
+    _check_shape(f"neuron order of {site.key}", layer_plan.order, (intermediate,))
+    if layer_plan.method not in METHODS:
+        raise ConfigError(
+            f"method of {site.key}",
+            expected=f"one of {', '.join(METHODS)}",
+            found=repr(layer_plan.method),
+            fix="Correct the plan.",
+        )
+    seen = torch.zeros(intermediate, dtype=torch.bool)
+    inside = (layer_plan.order >= 0) & (layer_plan.order < intermediate)
+    seen[layer_plan.order[inside].long()] = True
+    if not (0 <= layer_plan.n_hot <= intermediate and bool(seen.all())):
+        raise ConfigError(
+            f"plan of {site.key}",
+            expected=f"an order of all {intermediate} neurons and 0 to {intermediate} hot ones",
+            found=f"{int(seen.sum())} different neurons and {layer_plan.n_hot} hot ones",
+            fix="Make the plan again.",
+        )

@@ -1,0 +1,355 @@
+"""FFNs whose activation is code of a bigger block: ``x + fc2(F.relu(fc1(norm(x))))``.
+
+No module computes such an FFN alone, and the block's code cannot be swapped. So the first linears return a
+:class:`LazyFFN`, a tensor that has computed nothing and writes down what is done to it; the down linear reads
+that note. If the note says what the plan says (checked numerically once per distinct note), the sparse layer
+runs on the remembered input. In every other case the values are computed densely after all: slower, never wrong.
+
+Once its values were needed, a lazy tensor keeps them and is an ordinary one, and so are its views: what follows may
+change them in place, in ways that no note could follow.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from torch_pi2.base.absent import is_metadata
+from torch_pi2.base.warn import log_once
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.graph.activation import computes
+from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
+from torch_pi2.layers.ffn import SparseFFN, refuse_vmap, result_dtype
+from torch_pi2.layers.standin import StandIn
+from torch_pi2.spec.formula import Formula
+
+_log = logging.getLogger("torch_pi2")
+
+#: Calls whose result may be a view of their first argument, or that argument itself.
+_MAY_ALIAS = (
+    RESHAPES
+    | CASTS
+    | {"chunk", "split", "tensor_split", "getitem", "narrow"}
+    | {"contiguous", "detach", "dropout", "pos", "positive"}
+)
+
+#: Notes remembered per layer; a new sequence length makes a new one only where sizes are written into the code.
+_MAX_NOTES = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """``source(x)`` of one first linear, ``x`` being a copy: the caller may change its own before it is used."""
+
+    source: LazySource
+    x: torch.Tensor
+    shape: tuple[int, ...]
+
+    @cached_property
+    def key(self) -> Any:
+        return ("leaf", self.source.stream, len(self.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """``func(*args, **kwargs)[item]`` over other notes."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    item: int | None = None
+
+    @cached_property
+    def key(self) -> Any:
+        flat, spec = tree_flatten((self.args, self.kwargs))
+        keys = tuple(f.key if isinstance(f, Leaf | Call) else repr(f) for f in flat)
+        shapes = tuple(leaf.shape for leaf in leaves(self)) if op_name(self.func) in RESHAPES else ()
+        return (self.func, keys, str(spec), self.item, shapes)
+
+
+Note = Leaf | Call
+
+
+def leaves(note: Any) -> Iterator[Leaf]:
+    """All leaves of a note, each as often as it is used."""
+    if isinstance(note, Leaf):
+        yield note
+    elif isinstance(note, Call):
+        for part in tree_flatten((note.args, note.kwargs))[0]:
+            yield from leaves(part)
+
+
+def evaluate(
+    note: Note,
+    leaf_value: Callable[[Leaf], torch.Tensor],
+    *,
+    ignore_casts: bool,
+    known: Sequence[tuple[Note, torch.Tensor]] = (),
+) -> Any:
+    """Carry out what a note says; every node once, those in ``known`` not at all."""
+    done: dict[int, Any] = {id(part): tensor for part, tensor in known}
+
+    def value(part: Any) -> Any:
+        if not isinstance(part, Leaf | Call):
+            return part
+        if id(part) not in done:
+            if isinstance(part, Leaf):
+                done[id(part)] = leaf_value(part)
+            else:
+                args, kwargs = tree_map(value, (part.args, part.kwargs))
+                # in-place calls must not reach into values that other parts of the note still need
+                if is_in_place(part.func, part.args, part.kwargs):
+                    args = (args[0].clone(), *args[1:])
+                out = part.func(*args, **kwargs)
+                if ignore_casts and op_name(part.func) in CASTS:
+                    out = uncast(args[0], out)
+                done[id(part)] = out if part.item is None else out[part.item]
+        return done[id(part)]
+
+    return value(note)
+
+
+class _Family:
+    """Lazy tensors that may share memory: ``root`` is the note of the one that all others are views of."""
+
+    def __init__(self, root: Note) -> None:
+        self.root = root
+        self._members: list[weakref.ref[LazyFFN]] = []
+
+    def add(self, member: LazyFFN) -> None:
+        self._members.append(weakref.ref(member))
+
+    def members(self) -> list[LazyFFN]:
+        """Those that still exist."""
+        return [lazy for ref in self._members if (lazy := ref()) is not None]
+
+
+class LazyFFN(torch.Tensor):
+    """Shape and dtype of a projection's result, and the note of how to get its values."""
+
+    note: Note
+    family: _Family
+    pinned: torch.Tensor | None  # the values, once they were needed
+
+    @staticmethod
+    def wrap(note: Note, like: torch.Tensor) -> LazyFFN:
+        """A lazy tensor with shape, dtype and device of ``like``, whose device may be ``meta``."""
+        device = next(leaves(note)).x.device
+        lazy: LazyFFN = torch.Tensor._make_wrapper_subclass(LazyFFN, like.shape, dtype=like.dtype, device=device)
+        lazy.note, lazy.pinned = note, None
+        lazy._found_family()
+        return lazy
+
+    def _found_family(self) -> None:
+        self.family = _Family(self.note)
+        self.family.add(self)
+
+    def values(self) -> torch.Tensor:
+        """Computed densely, at the first call; views of each other share memory as ordinary tensors do."""
+        if self.pinned is None:
+            root = self.family.root
+            memory = evaluate(root, lambda leaf: leaf.source.dense(leaf.x), ignore_casts=False)
+            for lazy in self.family.members():
+                lazy.pinned = evaluate(
+                    lazy.note,
+                    lambda leaf: leaf.source.dense(leaf.x),
+                    ignore_casts=False,
+                    known=[(root, memory)],
+                )
+        assert self.pinned is not None
+        return self.pinned
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        flat = tree_flatten((args, kwargs))[0]
+        others = [f for f in flat if isinstance(f, torch.Tensor) and not isinstance(f, LazyFFN)]
+        pinned = any(isinstance(f, LazyFFN) and f.pinned is not None for f in flat)
+        if op_name(func) in ELEMENTWISE and not others and not pinned and "out" not in kwargs:
+            in_place = bool(args) and isinstance(args[0], LazyFFN) and is_in_place(func, args, kwargs)
+            if not in_place or len(args[0].family.members()) == 1:
+                return _note_down(func, tuple(args), kwargs)
+        args, kwargs = _with_values((args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # C++ code that does not know __torch_function__ ends up here
+        args, kwargs = _with_values((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyFFN({self.values()!r})"
+
+
+def _with_values(tree: Any) -> Any:
+    return tree_map_only(LazyFFN, lambda lazy: lazy.values(), tree)
+
+
+def _note_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A lazy result of an elementwise call; sizes and dtypes come from running it on ``meta`` tensors."""
+
+    def as_meta(lazy: LazyFFN) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
+
+    meta_args, meta_kwargs = tree_map_only(LazyFFN, as_meta, (args, kwargs))
+    meta_kwargs = {k: "meta" if k == "device" and v is not None else v for k, v in meta_kwargs.items()}
+    if op_name(func) == "to":  # a move between devices has no meaning on meta
+        meta_args = tuple("meta" if isinstance(a, torch.device | str) else a for a in meta_args)
+    out = func(*meta_args, **meta_kwargs)
+    note_args, note_kwargs = tree_map_only(LazyFFN, lambda lazy: lazy.note, (args, kwargs))
+    if isinstance(out, tuple | list):
+        pieces = [LazyFFN.wrap(Call(func, note_args, note_kwargs, i), part) for i, part in enumerate(out)]
+        return tuple(_related(func, args, piece) for piece in pieces)
+    if not isinstance(out, torch.Tensor):
+        return out
+    note = Call(func, note_args, note_kwargs)
+    if args and isinstance(args[0], LazyFFN) and is_in_place(func, args, kwargs):
+        args[0].note = note
+        args[0]._found_family()
+        return args[0]
+    return _related(func, args, LazyFFN.wrap(note, out))
+
+
+def _related(func: Any, args: tuple[Any, ...], result: LazyFFN) -> LazyFFN:
+    """``result`` in the family of the tensor that it may be a view of."""
+    if op_name(func) in _MAY_ALIAS:
+        base = next(f for f in tree_flatten(args)[0] if isinstance(f, LazyFFN))
+        result.family = base.family
+        base.family.add(result)
+    return result
+
+
+def _warn_compiled(_context: Any) -> None:
+    """While a graph is compiled."""
+    log_once(
+        "torch.compile computes feed-forward layers densely, and slowly, whose activation is code of a bigger block: "
+        "run such a model without it, or move each layer with its activation into a module of its own"
+    )
+
+
+class LazySource(StandIn):
+    """Stands for a first linear (gate, up, or both fused) and returns a :class:`LazyFFN` of its result."""
+
+    def __init__(self, roles: Sequence[str], stream: int) -> None:
+        super().__init__()
+        self.roles = tuple(roles)  # in the order of their rows
+        self.stream = stream
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        home = self._home[0]
+        x = self.only_input(args, kwargs)
+        home.check_input(x)
+        if torch.compiler.is_exporting():
+            raise UnsupportedModelError(
+                f"torch.export of {home.site.key}",
+                expected="a feed-forward layer that is a module, or a chain of modules",
+                found="one whose activation is code of a bigger block: it would come out dense",
+                fix="Move it with its activation into a module of its own and optimise the model again, or export what "
+                "torch_pi2.restore(model) gives, which is dense.",
+            )
+        if torch.compiler.is_compiling():  # Dynamo sees an ordinary dense layer
+            from torch._dynamo.comptime import comptime
+
+            comptime(_warn_compiled)
+            return self.dense(x)
+        width = home.site.intermediate * len(self.roles)
+        shape = (*x.shape[:-1], width)
+        x = x.values() if isinstance(x, LazyFFN) else x
+        # a copy of [T, H] is nothing beside the matmuls, and a later change of x by whatever view of it is harmless
+        return LazyFFN.wrap(Leaf(self, x.clone(), shape), torch.empty(shape, dtype=result_dtype(x), device="meta"))
+
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H] -> [..., I]`` (or ``2I``), every neuron, in original order."""
+        outputs = [F.linear(x, *_cast(self._home[0].projection(role), x)) for role in self.roles]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+class LazyDown(StandIn):
+    """Stands for the down linear: runs the sparse layer on the input that a :class:`LazyFFN` remembers."""
+
+    def __init__(self, sparse: SparseFFN, formula: Formula) -> None:
+        super().__init__()
+        self.sparse = sparse  # registered here, so that .to() and .train() reach it
+        self.formula = formula  # over the sources' streams
+        self._verified: dict[Any, bool] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        home = self._home[0]
+        h = self.only_input(args, kwargs)
+        if isinstance(h, LazyFFN):
+            x = self._input_of(h)
+            if x is not None:
+                y: torch.Tensor = home(x)
+                return y.reshape(*h.shape[:-1], y.shape[-1])
+            h = h.values()
+        return F.linear(h, *_cast(home.projection("down"), h))
+
+    def _input_of(self, h: LazyFFN) -> torch.Tensor | None:
+        """The FFN's input if ``h`` is exactly what the site computes between its linears, else None."""
+        if h.pinned is not None:
+            return None
+        found = list(leaves(h.note))
+        x = found[0].x
+        if len(found) > 1:
+            refuse_vmap(self._home[0].site, x)  # whether inputs are equal has no rule there
+        if any(leaf.source._home[0] is not self._home[0] or not _equal(leaf.x, x) for leaf in found):
+            return None
+        if h.numel() * x.shape[-1] != x.numel() * self._home[0].site.intermediate:
+            return None
+        key = (h.note.key, tuple(x.shape) if _has_reshape(h.note) else x.dim())
+        if key not in self._verified:
+            if len(self._verified) >= _MAX_NOTES:
+                self._verified.clear()
+            self._verified[key] = self._check(h.note, found)
+            if not self._verified[key]:
+                _log.warning(
+                    "%s: its block computes another formula than planned; computed densely", self._home[0].site.key
+                )
+        return x if self._verified[key] else None
+
+    def _check(self, note: Note, found: Sequence[Leaf]) -> bool:
+        streams = {leaf.source.stream: leaf for leaf in found}
+        literal = _has_reshape(note)
+        shapes = []
+        for _, leaf in sorted(streams.items()):
+            shape = leaf.shape
+            shapes.append(shape if literal or len(shape) < 2 else (*[1] * (len(shape) - 2), 4, shape[-1]))
+
+        def region(probes: Sequence[torch.Tensor]) -> torch.Tensor:
+            given = dict(zip(sorted(streams), probes))
+            out: torch.Tensor = evaluate(note, lambda leaf: given[leaf.source.stream], ignore_casts=True)
+            return out
+
+        with temporarily_clear_interpreter_stack():  # under torch.vmap: probes are no part of what it maps
+            return computes(region, shapes, self._home[0].site.intermediate, self.formula)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+
+
+def _has_reshape(note: Any) -> bool:
+    if not isinstance(note, Call):
+        return False
+    return op_name(note.func) in RESHAPES or any(_has_reshape(p) for p in tree_flatten((note.args, note.kwargs))[0])
+
+
+def _cast(
+    projection: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight, bias = projection
+    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)

@@ -1,0 +1,209 @@
+"""``QuantLinear``: a linear layer over quantised rows, in the place of an ``nn.Linear``. Lossy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
+from torch_pi2.errors import ConfigError, DeviceError, GradientError, ShapeError
+from torch_pi2.layers.ffn import result_dtype
+from torch_pi2.ops import load
+from torch_pi2.ops.quantized import check_kind, quantize
+from torch_pi2.ops.rows import row_bytes
+
+#: Float32 bytes of the rows that are quantised or dequantised at a time.
+CHUNK_BYTES = 32 << 20
+
+
+class QuantLinear(Holder):
+    """``x W^T + bias``: ``[..., K] -> [..., N]``, W as 4- or 8-bit integers with a scale per 32 of them.
+
+    Outside it still looks like the float layer: ``state_dict`` has ``weight`` and ``bias`` with the numbers that the
+    rows stand for, in the dtype that the float layer had, and ``weight`` is a parameter without values
+    (:mod:`torch_pi2.base.absent`). The way back is closed: loading a float ``state_dict`` is an
+    error, since it would have to be quantised again, and what was rounded away is gone.
+
+    Attributes:
+        in_features, out_features: K and N. weights: ``int4`` or ``int8``.
+        int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy, faster).
+        dtype: of the float layer it stands for.
+
+    Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[N, row_bytes(K)]``; ``bias`` float32 ``[N]`` or None.
+    """
+
+    rows: torch.Tensor
+    bias: torch.Tensor | None
+    weight: AbsentParameter
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        columns: int,
+        weights: str,
+        int8_activations: bool = False,
+        name: str = "a quantised linear layer",
+    ) -> None:
+        super().__init__()
+        check_kind(weights)
+        load()
+        wanted = row_bytes(weights, columns)
+        if rows.dim() != 2 or rows.shape[1] != wanted or rows.dtype != torch.uint8:
+            raise ShapeError(
+                "rows of a linear layer",
+                expected=f"uint8 [N, {wanted}] ({columns} columns of {weights})",
+                found=f"{str(rows.dtype).removeprefix('torch.')} {list(rows.shape)}",
+                fix="Quantise the weight again.",
+            )
+        self.in_features, self.out_features = columns, len(rows)
+        self.weights, self.int8_activations = weights, int8_activations
+        self._name = name
+        self.dtype = torch.float32
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
+
+    @staticmethod
+    def from_linear(
+        linear: nn.Linear,
+        weights: str,
+        int8_activations: bool = False,
+        importance: torch.Tensor | None = None,
+        name: str = "the linear layer",
+    ) -> QuantLinear:
+        """Quantise ``linear``, a few rows at a time; it is left as it was.
+
+        Args:
+            importance: ``[K]``, how much a column's squared error counts (None: all the same).
+            name: for messages.
+
+        Raises:
+            NonFiniteError, DtypeError, ShapeError, ConfigError: see :func:`torch_pi2.ops.quantized.quantize`.
+            DeviceError: its weight is not on the CPU.
+        """
+        w_NK = linear.weight.detach()
+        if w_NK.device.type != "cpu":
+            raise DeviceError(
+                f"device of {name}",
+                expected="cpu",
+                found=str(w_NK.device),
+                fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
+            )
+        check_kind(weights)
+        load()
+        rows = torch.empty((w_NK.shape[0], row_bytes(weights, w_NK.shape[1])), dtype=torch.uint8)
+        torch.ops.pi2.advise_huge_pages(rows)
+        step = max(1, CHUNK_BYTES // (4 * w_NK.shape[1]))
+        for start in range(0, len(rows), step):
+            rows[start : start + step] = quantize(f"{name}.weight", w_NK[start : start + step], weights, importance)
+        bias = None if linear.bias is None else linear.bias.detach().clone()
+        made = QuantLinear(rows, bias, w_NK.shape[1], weights, int8_activations, name)
+        made.dtype, made.training = w_NK.dtype, linear.training
+        return made
+
+    @staticmethod
+    def empty(
+        rows: int,
+        columns: int,
+        weights: str,
+        int8_activations: bool = False,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> QuantLinear:
+        """A layer on ``meta``, for loading: assign its ``rows`` (and ``bias``) afterwards."""
+        check_kind(weights)
+        held = torch.empty((rows, row_bytes(weights, columns)), dtype=torch.uint8, device="meta")
+        made = QuantLinear(
+            held,
+            torch.empty(rows, dtype=torch.float32, device="meta") if bias else None,
+            columns,
+            weights,
+            int8_activations,
+        )
+        made.dtype = dtype
+        return made.eval()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``[..., K]`` in float32, bfloat16 or float16; the result has its dtype (under autocast: that of autocast).
+
+        Raises:
+            ShapeError: the last dimension is not K. GradientError: a gradient would be needed.
+        """
+        if input.shape[-1] != self.in_features:
+            raise ShapeError(
+                "input of a quantised linear layer",
+                expected=f"[..., {self.in_features}]",
+                found=str(tuple(input.shape)),
+                fix="Pass activations of the model that this layer was made from.",
+            )
+        if torch.is_grad_enabled() and (input.requires_grad or self.training):
+            raise GradientError(
+                "gradients through a quantised linear layer",
+                expected="inference, without gradients",
+                found="an input that requires grad" if input.requires_grad else "a model in training mode",
+                fix="Call it under torch.no_grad() after model.eval(); to train, load the float checkpoint.",
+            )
+        y: torch.Tensor = torch.ops.pi2.linear(input, self.rows, self.bias, self.weights, self.int8_activations)
+        return y.to(result_dtype(input))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float layer that this one stands for."""
+        return self.weight.dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        weight = AbsentParameter.made(f"{self._name}.weight", (self.out_features, self.in_features), dtype)
+        object.__setattr__(self, "_parameters", ListedParameters({"weight": weight}, self))
+
+    def about(self) -> str:
+        return self._name
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``[N, K]``: the numbers that the rows stand for, in ``dtype`` (None: the float layer's)."""
+        w_NK: torch.Tensor = torch.ops.pi2.dequantize(self.rows, self.weights, self.in_features, dtype or self.dtype)
+        return w_NK
+
+    def relative_error(self, w_NK: torch.Tensor) -> float:
+        """``|W' - W| / |W|`` against the float weight (Frobenius norms; 0 for a zero weight)."""
+        wrong = total = 0.0
+        step = max(1, CHUNK_BYTES // (4 * self.in_features))
+        for start in range(0, self.out_features, step):
+            part = slice(start, start + step)
+            w = w_NK[part].detach().float()
+            off: torch.Tensor = torch.ops.pi2.dequantize(self.rows[part], self.weights, self.in_features, torch.float32)
+            wrong += float(off.sub_(w).square_().sum(dtype=torch.float64))
+            total += float(w.square().sum(dtype=torch.float64))
+        return (wrong / total) ** 0.5 if total else 0.0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
+        """``model.to(dtype)`` changes what is said about the dtype, never rows or the float32 bias."""
+        exact = self.bias
+        super()._apply(fn, recurse)
+        if exact is not None and self.bias is not None and self.bias.dtype != exact.dtype:
+            self.bias = exact.to(self.bias.device)  # not .float(): it has been rounded
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.dequantized()
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias.to(self.dtype)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}weight" not in state_dict and f"{prefix}bias" not in state_dict:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            return
+        raise ConfigError(
+            f"load_state_dict into {prefix.rstrip('.') or 'a quantised linear layer'}",
+            expected="a float model",
+            found=f"one quantised to {self.weights}",
+            fix="Load the weights into the float model, and quantise that.",
+        )
+
+    def extra_repr(self) -> str:
+        activations = ", int8 activations" if self.int8_activations else ""
+        return f"{self.in_features} -> {self.out_features}, {self.weights}{activations}, bias={self.bias is not None}"

@@ -1,0 +1,480 @@
+"""Layers whose neurons stay in a store on flash: a store with its cache (:class:`Store`), and the layer over it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.heap import trim
+from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.machine.device import find_device
+from torch_pi2.ops import load
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import LayerPlan
+from torch_pi2.spec.site import FFNSite
+
+_log = logging.getLogger("torch_pi2")
+
+#: As the core says it.
+_NO_MEMORY = "no memory"
+#: Figures of ``torch.ops.pi2.store_stats``, in its order.
+STATISTICS = (
+    "calls", "wanted", "hits", "reads", "bytes_read", "evictions", "uncached",
+    "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
+    "guessed", "used", "late", "fixed", "arranging",
+)  # fmt: skip
+#: Tokens of layers' calls, added up, after which memory that was freed is given back: 1 to 2 ms.
+_TRIM_TOKENS = 512
+#: What the core says of a store that it cannot open for reasons that are not in the file.
+_NOT_OF_THE_FILE = ("engine: no thread", "options: ", "policy: ", "device: ")
+
+
+#: By number, which is all that compiled code knows of a store.
+open_stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
+
+
+class Store:
+    """An open ``model.pi2`` and the cache over it. Closed when the last layer that uses it is gone.
+
+    Args:
+        path: of the file.
+        cache_bytes: for neurons in memory; ``stats()["staging_bytes"]`` beside it are for what has no room there.
+        token_bytes: what an average token wants, if known.
+
+    Raises:
+        ArtifactError: not a store, damaged, or the system cannot read it as ``config`` says.
+    """
+
+    def __init__(
+        self, path: str | Path, cache_bytes: int, config: OffloadConfig | None = None, *, token_bytes: int = 0
+    ) -> None:
+        load()
+        self.path, self.config = Path(path), config or OffloadConfig()
+        self.token_bytes, self.opened_bytes = token_bytes, cache_bytes
+        #: Tokens of a call whose activations are in a budget; 0: of any. More are a warning, once.
+        self.most_tokens = 0
+        self._since_trim = 0
+        #: What :meth:`arrange` has asked for; None: nothing.
+        self.resident: tuple[int, ...] | None = None
+        self.hot_share: float = self._hot_share(cache_bytes)
+        self.device = None if self.config.device is None else find_device(self.config.device)
+        self.number = self._open(cache_bytes)
+        open_stores[self.number] = self
+        self._close = weakref.finalize(self, torch.ops.pi2.store_close, self.number)
+
+    def _hot_share(self, cache_bytes: int) -> float:
+        if self.config.hot_share is not None:
+            return self.config.hot_share
+        by_age = self.config.policy in ("lru", "sieve")
+        few_tokens, share = (2.0, 0.5) if by_age else (1.25, 0.25)
+        return 0.9 if cache_bytes < few_tokens * self.token_bytes else share
+
+    def _open(self, cache_bytes: int) -> int:
+        c, refused = self.config, "engine: io_uring is not available here: "
+        for engine in ("io_uring", "pread") if c.engine == "auto" else (c.engine,):
+            try:
+                number: int = torch.ops.pi2.store_open(
+                    str(self.path), cache_bytes, engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline,
+                    c.window, c.in_flight, c.run_bytes, c.gap_bytes, self.hot_share, c.spin,
+                    self.device.numbers if self.device else (),
+                )  # fmt: skip
+                return number
+            except MemoryError as error:
+                raise _no_memory(str(self.path)) from error
+            except RuntimeError as error:
+                found = _reason(error, self.path)
+                if found.startswith(_NOT_OF_THE_FILE):
+                    raise self._impossible(found) from error
+                if not found.startswith(refused):
+                    raise self._damaged(found) from error
+        raise ConfigError(
+            "OffloadConfig.engine",
+            expected="one that this system allows",
+            found=f"io_uring: {found.removeprefix(refused)}",
+            fix="Use auto or pread. io_uring takes Linux 5.6 and the right to it (containers may forbid it; "
+            "kernel.io_uring_disabled).",
+        )
+
+    def _impossible(self, found: str) -> ConfigError:
+        return ConfigError(
+            f"opening {self.path}",
+            expected="memory, threads and settings with which it can be read",
+            found=found,
+            fix="Give it a smaller budget, fewer io_threads or other settings; nothing is wrong with the store.",
+        )
+
+    def _damaged(self, found: str) -> ArtifactError | OutOfMemoryError:
+        if found.startswith(_NO_MEMORY):
+            return _no_memory(str(self.path))
+        return ArtifactError(
+            str(self.path),
+            expected="a sound neuron store",
+            found=found,
+            fix="Check it with `torch-pi2 inspect --verify`; copy it again, or pack the model again.",
+        )
+
+    def __copy__(self) -> Store:
+        return self
+
+    def __deepcopy__(self, _memo: Any) -> Store:
+        return self  # a copied model reads from the same store, which stays open as long as either
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            f"pickling a model over {self.path}",
+            expected="a model in memory",
+            found="an open neuron store, which means nothing to another process",
+            fix="Load the folder there with torch_pi2.load(folder, budget=...).",
+        )
+
+    def preload(self) -> None:
+        """Fill what is free of the cache with the most frequent neurons. Raises ArtifactError."""
+        with explained(str(self.path)):
+            problem = torch.ops.pi2.store_preload(self.number)
+        if problem:
+            raise self._damaged(problem)
+
+    def resize(self, cache_bytes: int) -> None:
+        """Give the cache another size, at most that with which the store was opened; between two calls of its layers.
+
+        What has no room any more leaves, as the policy says, and its memory goes back to the system. What is new is
+        empty: :meth:`preload` fills it. Results keep their bits.
+
+        Raises:
+            ConfigError: a size that it cannot have, or engine ``mmap``, which has no cache.
+            ArtifactError: the store has been closed.
+        """
+        share = self._hot_share(cache_bytes)
+        with explained(str(self.path)):
+            problem = torch.ops.pi2.store_resize(self.number, cache_bytes, share)
+        self._check_cache(problem)
+        self.hot_share = share
+
+    def arrange(self, resident: Sequence[int], cache_bytes: int | None = None) -> None:
+        """From now on the first so many neurons of each layer, the most frequent, never leave the cache; others may.
+
+        Returns at once where the cache keeps its size; else it waits for the layer that is being computed, and takes
+        milliseconds. What is missing is read while calls go on, after what those wait for, and on demand if that fails.
+        ``stats()["arranging"]`` is 0 when they are all there, ``stats()["fixed"]`` how many.
+        Where the cache has no room for all of them, it is for the most frequent of all layers alike. The next call
+        replaces this one; :meth:`preload` fills the rest of the cache, and ``hot_share`` has no meaning any more.
+        Results keep their bits. Any thread may call this, at any time.
+
+        Args:
+            resident: neurons, for each layer of the store.
+            cache_bytes: another size of the cache, as :meth:`resize` has it; None: the size that it has.
+
+        Raises:
+            ConfigError: numbers that it cannot have, or engine ``mmap``, which has no cache. All is as it was.
+            ArtifactError: the store has been closed.
+        """
+        wanted = tuple(int(n) for n in resident)
+        size = -1 if cache_bytes is None else int(cache_bytes)
+        if cache_bytes is not None and size < 0:
+            self._check_cache(f"cache_bytes: expected 0 or more, found {size}")
+        with explained(str(self.path)):
+            problem = torch.ops.pi2.store_arrange(self.number, wanted, size)
+        self._check_cache(problem)
+        self.resident = wanted
+
+    def _check_cache(self, problem: str) -> None:
+        """Raises ConfigError if the core says that there is a ``problem`` with what the cache is to be."""
+        if not problem:
+            return
+        what, _, rest = problem.partition(": expected ")
+        expected, _, found = rest.partition(", found ")
+        of_the_plan = what == "resident"
+        raise ConfigError(
+            f"cache of {self.path}, {what}" if rest else f"cache of {self.path}",
+            expected=expected or "a store that this process has opened",
+            found=found or problem,
+            fix="Make the plan again, for this model."
+            if of_the_plan
+            else "Load the model with the largest budget that it is going to have.",
+        )
+
+    def check_tokens(self, tokens: int) -> None:
+        """A call for so many tokens begins: log, once, that it takes more memory than the budget has room for.
+
+        Every so often what was freed before goes back to the system, or it would add to the budget.
+        """
+        self._since_trim += tokens
+        if self._since_trim >= _TRIM_TOKENS:
+            self._since_trim = 0
+            trim()
+        if 0 < self.most_tokens < tokens:
+            _log.warning(
+                "%s: a call for %d tokens takes more memory than its budget, which has room for the activations of %d. "
+                "Load it with a larger context, or read prompts in pieces (torch_pi2.Decoder, torch_pi2.generate, "
+                "model.generate(..., prefill_chunk_size=%d)).",
+                *(self.path.parent.parent, tokens, self.most_tokens, self.most_tokens),
+            )
+            self.most_tokens = 0
+
+    def close(self) -> None:
+        """Give memory and threads back now; layers over this store raise from then on."""
+        self._close()
+
+    def layers(self) -> list[tuple[int, int, int]]:
+        """(neurons, hidden size, rows per neuron) of each layer."""
+        return list(self._sizes)
+
+    @cached_property
+    def _sizes(self) -> list[tuple[int, int, int]]:
+        return [(int(n), int(h), int(r)) for n, h, r, *_ in torch.ops.pi2.store_layers(self.number).tolist()]
+
+    def describe(self) -> str:
+        """Engine, and whether reads are direct: ``pread, direct``, or ``simulated ufs-4.0 over pread, direct``."""
+        with explained(str(self.path)):
+            found = str(torch.ops.pi2.store_describe(self.number))
+        return found.replace("simulated device", f"simulated {self.device.name}") if self.device else found
+
+    @checked
+    def stats(self, *, reset: bool = False) -> dict[str, int]:
+        """Since the last reset: calls, bundles wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
+
+        ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for bundles, and in layers at all.
+        ``resident``, ``slots``, ``fixed`` (never evicted) and ``arranging`` (see :meth:`arrange`) are slots of the
+        file: mostly a neuron each.
+        """
+        with explained(str(self.path)):
+            values = torch.ops.pi2.store_stats(self.number, reset).tolist()
+        return dict(zip(STATISTICS, map(int, values), strict=True))
+
+
+def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
+    """What a model over a store (:func:`torch_pi2.load` with a budget) has read since the last reset.
+
+    Returns:
+        :meth:`Store.stats`; ``hit_rate``: of the bundles wanted, the share that was in the cache; ``wait_share``: of
+        the time of compute threads in layers, the share spent waiting for bundles; ``budget``: a
+        :class:`~torch_pi2.store.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether reads are as
+        slow as a described device's (``late`` of them took longer than there).
+
+    Raises:
+        ConfigError: the model has no store.
+    """
+    store, budget = store_and_budget(model)
+    found: dict[str, Any] = store.stats(reset=reset)
+    return found | {
+        "hit_rate": found["hits"] / found["wanted"] if found["wanted"] else 0.0,
+        "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
+        "budget": budget,
+        "store": store,
+        "simulated": store.device is not None,
+    }
+
+
+def store_of(model: nn.Module) -> Store | None:
+    """That over which a model was loaded; None: it is in memory."""
+    parts = getattr(model, "torch_pi2_store", None)
+    return parts[0] if parts else None
+
+
+def store_and_budget(model: nn.Module) -> tuple[Store, Any]:
+    """Of a model that was loaded with a budget. Raises ConfigError: it has no store."""
+    parts = getattr(model, "torch_pi2_store", None)
+    if parts is None:
+        raise ConfigError(
+            type(model).__name__,
+            expected="a model over a neuron store",
+            found="one in memory",
+            fix="Load a packed folder with torch_pi2.load(folder, budget=...).",
+        )
+    store, budget = parts
+    return store, budget
+
+
+def _reason(error: RuntimeError, path: Path) -> str:
+    """What the core says, without its prefix and torch's trace."""
+    return str(error).splitlines()[0].rpartition(f"pi2: store {path}: ")[2]
+
+
+def check_store_layer(store: Store, layer: int, site: FFNSite) -> None:
+    """Raises ArtifactError unless ``layer`` of ``store`` has the sizes of ``site``."""
+    wanted = (site.intermediate, site.hidden, site.rows_per_neuron)
+    found = store.layers()[layer]
+    if found != wanted:
+        raise ArtifactError(
+            f"{store.path}, layer {layer}",
+            expected=f"{wanted[0]} neurons of {wanted[2]} rows of {wanted[1]}, as {site.key} has",
+            found=f"{found[0]} neurons of {found[2]} rows of {found[1]}",
+            fix="The store is of another model; pack it again.",
+        )
+
+
+def _no_memory(where: str) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        where,
+        expected="memory for what is computed over it",
+        found="none",
+        fix="Give the process more, or load the model with a smaller budget.",
+    )
+
+
+def unreadable(error: RuntimeError | MemoryError, where: str) -> ArtifactError | OutOfMemoryError | None:
+    """What to raise for an operator's ``error`` on the store ``where``; None if it is not about reading."""
+    if isinstance(error, MemoryError):
+        return _no_memory(where)
+    first = str(error).splitlines()[0]
+    reading = first.partition("reading the neuron store: ")[2]
+    if reading.startswith(_NO_MEMORY):
+        return _no_memory(where)
+    if not reading and "pi2: store: expected an open one" not in first:
+        return None
+    return ArtifactError(
+        where,
+        expected="the bundles that were packed, and an open store",
+        found=reading or "a store that has been closed",
+        fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
+    )
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """An operator's error that :func:`unreadable` knows is raised as it says."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        found = unreadable(error, where)
+        if found is None:
+            raise
+        raise found from error
+
+
+class InStore:
+    """What a module over a :class:`Store` has in common with others; before the module's own class among its bases."""
+
+    _store: tuple[Store, ...]  # a tuple: not a module
+    _buffers: dict[str, torch.Tensor | None]
+
+    @property
+    def store(self) -> Store:
+        return self._store[0]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """``model.to(...)``: the bundles, which are not here, stay on ``meta``."""
+        bundles = self._buffers["bundles"]
+        assert bundles is not None
+        self._buffers["bundles"] = torch.empty(0, dtype=bundles.dtype)
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            self._buffers["bundles"] = bundles
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, in {self.store.path.name}"  # type: ignore[misc]
+
+
+class OffloadedFFN(InStore, SparseFFN):
+    """A ``SparseFFN`` whose bundles are in a :class:`Store`, not in memory: the same bits.
+
+    ``bundles`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError. Reading that
+    fails raises ArtifactError; the next call may work. Under ``torch.compile`` that needs ``backend="torch_pi2"``: with
+    Inductor alone no Python of ours is in between, and the operator's RuntimeError is what arrives.
+    """
+
+    in_memory = False
+    store_layer: int
+    #: Whether :meth:`announce` has been called.
+    announced = False
+
+    @classmethod
+    def over(
+        cls, store: Store, store_layer: int, site: FFNSite, layer_plan: LayerPlan, kind: str, **settings: Any
+    ) -> OffloadedFFN:
+        """As :meth:`SparseFFN.empty`, whose ``settings`` it takes, with the neurons of a layer of ``store``."""
+        layer = cls.empty(site, layer_plan, kind, **settings)
+        assert isinstance(layer, OffloadedFFN)
+        layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
+        check_store_layer(store, store_layer, site)
+        return layer
+
+    def announce(self, batch: int = 1) -> None:
+        """Let the layer before this one in the store begin to read for it (``OffloadConfig.lookahead``).
+
+        ``batch``: tokens of the calls that are to come, which say how many neurons are hot.
+        """
+        self.announced = True
+        if self.has_predictor and self.store_layer > 0:
+            n_hot = self.hot_for(batch)
+            tensors = [tensor for tensor in self.predictor(n_hot) if tensor is not None]
+            torch.ops.pi2.store_lookahead(
+                self.store.number,
+                self.store_layer,
+                tensors,
+                self.predictor_kind,
+                self.predictor_threshold,
+                self.predictor_weights,
+                self.int8_activations and bool(self.predictor_weights),
+                n_hot,
+            )
+
+    def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
+        tensors = [tensor for tensor in self.predictor(n_hot) if tensor is not None]
+        return self._stored(x, tensors, self.predictor_kind, n_hot, self.threshold)
+
+    def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
+        if active is not None:
+            raise ConfigError(
+                f"a mask for {self.site.key}",
+                expected="a layer in memory",
+                found="one in a store, which predicts for itself",
+                fix="Load the model without a budget.",
+            )
+        return self._stored(x, [], "none", n_hot, threshold)
+
+    def _stored(
+        self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self._call(x, predictor, kind, n_hot, threshold)
+        self.store.check_tokens(x.numel() // self.site.hidden)
+        try:
+            return self._call(x, predictor, kind, n_hot, threshold)
+        except (RuntimeError, MemoryError) as error:
+            explained = unreadable(error, f"{self.store.path}, read for {self.site.key}")
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _call(
+        self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float
+    ) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.stored_ffn(
+            x,
+            self.store.number,
+            self.store_layer,
+            self.bias_gate,
+            self.bias_up,
+            self.bias_down,
+            predictor,
+            kind,
+            self.predictor_threshold,
+            self.predictor_weights,
+            self.int8_activations and bool(self.predictor_weights),
+            self.site.activation,
+            self.site.activation_on_up,
+            n_hot,
+            threshold,
+            self.int8_activations,
+        )
+        return y
+
+    def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise ConfigError(
+            f"the weights of {self.site.key}",
+            expected="a layer in memory",
+            found=f"one in {self.store.path.name}",
+            fix="Load the model without a budget, or read the store (torch_pi2.store.storefile).",
+        )

@@ -1,0 +1,162 @@
+"""Storage devices that reads can be made as slow as: presets, and descriptions in JSON files (docs/DEVICES.md).
+
+What is measured over one of them is simulated, and has to be called so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.base.fields import Field
+from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.errors import ConfigError
+from torch_pi2.machine.device_presets import PRESETS
+from torch_pi2.ops import load
+
+_MB = 1e6
+_WHERE_FROM = ("from", "assumed")
+_AXES = {"random": ("block_bytes", "range_bytes", "depth"), "sequential": ("block_bytes", "depth")}
+_FIX = "Correct the description; its format is in docs/DEVICES.md."
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as the core's model has it.
+
+    Attributes:
+        name: of its description, with ``@core`` if another core than the first was asked for.
+        numbers: what ``pi2::DeviceModel::parse`` (csrc/io/device_model.h) takes, in SI units.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+
+    def read_times(self, offsets: Sequence[int], sizes: Sequence[int], *, depth: int, range_bytes: int) -> torch.Tensor:
+        """When the device would have finished reads, in seconds, float64 ``[n]``; nothing is read.
+
+        Args:
+            offsets, sizes: of each read, in bytes, in order.
+            depth: so many are asked for at time 0, and another whenever one is over.
+            range_bytes: over which they are spread.
+        """
+        load()
+        times: torch.Tensor = torch.ops.pi2.device_times(
+            list(self.numbers), range_bytes, depth, list(offsets), list(sizes)
+        )
+        return times
+
+
+def find_device(device: str | Path) -> Device:
+    """A preset by name, or the device that a JSON file describes; ``ufs-4.0@little`` as one of its cores sees it.
+
+    Raises:
+        ConfigError: no preset and no file has this name, or the device no such core.
+        ArtifactError: the file is not a description that makes sense.
+    """
+    text = str(device)
+    name, core = text.rsplit("@", 1) if _core_follows(text) else (text, None)
+    if name in PRESETS:
+        return parse_device(PRESETS[name], f"preset {name}", core)
+    path = Path(name)
+    if not os.path.lexists(path):
+        raise ConfigError(
+            "device",
+            expected=f"{', '.join(PRESETS)} or a JSON file",
+            found=repr(text),
+            fix="Name one of them; docs/DEVICES.md says how to describe another.",
+        )
+    description = parse(read_bytes(path, fix=_FIX), path, fix=_FIX)
+    return parse_device(description, str(path), core)
+
+
+def _core_follows(text: str) -> bool:
+    return "@" in text and text not in PRESETS and not os.path.lexists(text)
+
+
+def parse_device(description: Any, what: str = "device", core: str | None = None) -> Device:
+    """The device that a description (docs/DEVICES.md) is of.
+
+    Args:
+        what: names it in errors. core: that issues the reads, one of its ``cores``; by default the first.
+
+    Raises:
+        ArtifactError: it makes no sense. ConfigError: it has no such core.
+    """
+    part = Field(description, what, _FIX)
+    part.names(("name", "source", "latency_us", "max_depth", "random", "sequential"), ("cores",))
+    name = part.at("name").text()
+    part.at("source").text()
+    latency, depth = _figure(part.at("latency_us"), least=0), _figure(part.at("max_depth"), least=1)
+    numbers = [latency * 1e-6, depth, _core_cost(part.at("cores", []), core)]
+    for table, axes in _AXES.items():
+        numbers += _table(part.at(table), axes)
+    load()
+    try:
+        torch.ops.pi2.device_times(numbers, 1, 1, [], [])  # the core's own checks
+    except RuntimeError as error:
+        part.wrong("a device that makes sense", str(error).splitlines()[0].rpartition("pi2: device: ")[2])
+    return Device(name if core is None else f"{name}@{core}", tuple(numbers))
+
+
+def _row(row: Field, needed: Iterable[str]) -> None:
+    """An object with these fields, and where its figures are from."""
+    told = [key for key in _WHERE_FROM if key in row.names(needed, _WHERE_FROM)]
+    if not told:
+        row.wrong("where the figure is from, or what is assumed (from, assumed)", "neither")
+    for key in told:
+        row.at(key).text()
+
+
+def _figure(figure: Field, *, least: float) -> float:
+    _row(figure, ("value",))
+    return figure.at("value").number(least)
+
+
+def _core_cost(cores: Field, core: str | None) -> float:
+    """Seconds that a command takes longer than on the first core, for which the tables are."""
+    seconds: dict[str, float] = {}
+    for row in cores.items():
+        _row(row, ("name", "block_bytes", "mb_per_s"))
+        name = row.at("name").text()
+        if name in seconds:
+            row.wrong("another name", name)
+        seconds[name] = row.at("block_bytes").number(1) / (row.at("mb_per_s").number(0.1) * _MB)
+        if seconds[name] < next(iter(seconds.values())):
+            row.wrong("a core no faster than the first", name)
+    if core is None:
+        return 0.0
+    if core not in seconds:
+        raise ConfigError(
+            f"{cores.path} of the device",
+            expected=" or ".join(seconds) or "none (the device has no cores)",
+            found=core or "no name",
+            fix="Name one of them after the @, or none.",
+        )
+    return seconds[core] - next(iter(seconds.values()))
+
+
+def _table(table: Field, axes: Sequence[str]) -> list[float]:
+    """A table as the core takes it: sizes of axes, their points, and bytes per second."""
+    found: dict[tuple[float, ...], float] = {}
+    for row in table.items(1):
+        _row(row, (*axes, "mb_per_s"))
+        point = tuple(row.at(axis).number(1) for axis in axes)
+        if point in found:
+            row.wrong("each block, range and depth once", "the same again")
+        found[point] = row.at("mb_per_s").number(0.1) * _MB
+    points = [sorted(set(values)) for values in zip(*found, strict=True)]
+    if math.prod(map(len, points)) > len(found):
+        missing = next(wanted for wanted in product(*points) if wanted not in found)
+        named = ", ".join(f"{axis} {value:g}" for axis, value in zip(axes, missing, strict=True))
+        table.wrong("a row for every combination of its blocks, ranges and depths", f"none for {named}")
+    if "range_bytes" not in axes:
+        points.insert(1, [1.0])
+    return [*(float(len(p)) for p in points), *(x for p in points for x in p), *(found[p] for p in sorted(found))]

@@ -1,0 +1,142 @@
+"""What reads from storage take: reads a second by size, range and number under way, and their interpolation.
+
+The model of a closed loop: with d reads under way and r(d) reads over a second each takes d / r(d). Time is made to
+grow with every axis (a larger block, a wider range or a deeper queue never makes a read faster), as it does on every
+device but for noise.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+from torch_pi2.machine.json import limited, wrong
+
+#: Depths that a plan may choose.
+DEPTHS = (1, 2, 4, 8, 16, 32, 64)
+#: Of the most reads a second, what is enough.
+_ENOUGH = 0.97
+_ROUNDING = 1 + 1e-9
+
+Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ReadRate:
+    """Random reads a second of ``block_bytes`` each, spread over ``range_bytes``, ``depth`` of them under way."""
+
+    block_bytes: int = limited(1)
+    range_bytes: int = limited(1)
+    depth: int = limited(1)
+    reads_per_s: float = limited(above=True)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Reading one drive.
+
+    Attributes:
+        engine: the fastest of those in ``engines``. direct: past the page cache. warm: two passes over the file took
+            the same time before it was measured (virtual disks have caches of their own; else figures are too low).
+        file_bytes: of the file that was read. stream_gb_per_s: large reads in order.
+        cpu_us_per_read: CPU time of one small read, of the system and the engine together.
+        engines: by engine, a row for every combination of its blocks, ranges and depths.
+    """
+
+    engine: str = ""
+    direct: bool = False
+    warm: bool = False
+    file_bytes: int = limited(default=0)
+    stream_gb_per_s: float = limited(above=True, default=1.0)
+    cpu_us_per_read: float = limited(default=0.0)
+    engines: Mapping[str, tuple[ReadRate, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def _table(self) -> tuple[list[list[float]], dict[Key, float]]:
+        """Points of the three axes, and microseconds that one read takes there."""
+        rows = {(r.block_bytes, r.range_bytes, r.depth): r for r in self.engines[self.engine]}
+        axes = [sorted({float(key[axis]) for key in rows}) for axis in range(3)]
+        return axes, {key: row.depth / row.reads_per_s * 1e6 for key, row in rows.items()}
+
+    def latency_us(self, block_bytes: float, range_bytes: float, depth: float) -> float:
+        """Microseconds that each of ``depth`` reads takes: linear in logarithms between points, outside the nearest.
+
+        Blocks larger than the largest have its bytes a second; a deeper queue than the deepest has its reads a second.
+        """
+        axes, latency = self._table
+        wanted = (float(block_bytes), float(range_bytes), float(depth))
+        found = [_around(points, value) for points, value in zip(axes, wanted, strict=True)]
+        log = 0.0
+        for corner in product(*found):
+            weight = math.prod(share for _, share in corner)
+            if weight > 0:
+                key = (int(corner[0][0]), int(corner[1][0]), int(corner[2][0]))
+                log += weight * math.log(latency[key])
+        return math.exp(log) * max(1.0, wanted[0] / axes[0][-1]) * max(1.0, wanted[2] / axes[2][-1])
+
+    def us(self, reads: float, block_bytes: float, range_bytes: float, depth: float) -> float:
+        """See :meth:`torch_pi2.machine.hardware.Hardware.read_us`."""
+        if reads <= 0:
+            return 0.0
+        under_way = max(1.0, min(float(depth), float(reads)))
+        return reads * self.latency_us(block_bytes, range_bytes, under_way) / under_way
+
+    def stream_us(self, nbytes: float) -> float:
+        """See :meth:`torch_pi2.machine.hardware.Hardware.stream_us`."""
+        return nbytes / self.stream_gb_per_s * 1e-3
+
+    def best_depth(self, block_bytes: float, range_bytes: float) -> int:
+        """See :meth:`torch_pi2.machine.hardware.Hardware.best_depth`."""
+        per_s = {depth: depth / self.latency_us(block_bytes, range_bytes, depth) for depth in DEPTHS}
+        enough = _ENOUGH * max(per_s.values())
+        return next(depth for depth in DEPTHS if per_s[depth] >= enough)
+
+
+def monotone(rows: Sequence[ReadRate]) -> tuple[ReadRate, ...]:
+    """Measured rows with the noise taken out that would make a larger, wider or deeper read faster.
+
+    What a read takes is the geometric mean of the longest of those that are no larger, wider or deeper, and of the
+    shortest of those that are no smaller, narrower or shallower: both grow with every axis.
+    """
+    found = {(r.block_bytes, r.range_bytes, r.depth): r.depth / r.reads_per_s for r in rows}
+    made = []
+    for key in sorted(found):
+        longest = max(t for other, t in found.items() if all(a <= b for a, b in zip(other, key, strict=True)))
+        shortest = min(t for other, t in found.items() if all(a >= b for a, b in zip(other, key, strict=True)))
+        made.append(ReadRate(*key, reads_per_s=float(f"{key[2] / math.sqrt(longest * shortest):.6g}")))
+    return tuple(made)
+
+
+def check_reads(reads: Reads, where: str) -> None:
+    """Raises ArtifactError: no engine, one without its table, or a table with gaps or where more takes less time."""
+    if reads.engine not in reads.engines:
+        wrong(f"{where}, engine", f"one of {', '.join(reads.engines) or 'its engines (there are none)'}", reads.engine)
+    for name, rows in reads.engines.items():
+        at = f"{where}, engines, {name}"
+        found = {(r.block_bytes, r.range_bytes, r.depth): r.depth / r.reads_per_s for r in rows}
+        axes = [sorted({key[axis] for key in found}) for axis in range(3)]
+        if not rows or len(found) < len(rows) or len(found) < math.prod(map(len, axes)):
+            wrong(at, "one row for every combination of its blocks, ranges and depths", f"{len(rows)} rows")
+        for key, latency in found.items():
+            for axis, points in enumerate(axes):
+                i = points.index(key[axis])
+                if i == 0:
+                    continue
+                before = (*key[:axis], points[i - 1], *key[axis + 1 :])
+                if latency * _ROUNDING < found[(before[0], before[1], before[2])] * (1 - 1e-4):
+                    named = f"{key[0]} bytes over {key[1]}, {key[2]} under way"
+                    wrong(at, "a larger, wider or deeper read that takes no less time", named)
+
+
+def _around(points: Sequence[float], value: float) -> list[tuple[float, float]]:
+    """The points around ``value`` with their shares, by logarithm."""
+    above = bisect_left(points, value)
+    if above == 0 or above == len(points):
+        return [(points[min(above, len(points) - 1)], 1.0)]
+    low, high = points[above - 1], points[above]
+    share = math.log(value / low) / math.log(high / low)
+    return [(low, 1 - share), (high, share)]

@@ -1,0 +1,1 @@
+"""This machine is measured, and lines are fitted to it."""

@@ -1,0 +1,230 @@
+"""Rates of everything that computes: real calls of the operators over grids of sizes, and lines through their times.
+
+Each call takes other weights than the one before it: from memory, or, of a buffer that the caches hold, from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from torch_pi2.layers.prompt import PROMPT_TOKENS, has_tiles, prompt_ffn
+from torch_pi2.machine.hardware import ATTENTION, KERNELS, PREDICTORS, Kernel, Rates
+from torch_pi2.measure.fit import Case, Ready, Samples, Size, time_into
+from torch_pi2.measure.parts import attention_cases, predictor_cases
+from torch_pi2.measure.weights import FLOATS, Weights
+from torch_pi2.observe import counters
+
+#: A token's share of the cold neurons (None: the exact gate), the share of hot ones, the activation, and how many
+#: standard deviations a gate needs to fire. silu: every neuron asked for is added; relu: a half, or with 1.28 a tenth.
+_MIXES: tuple[tuple[float | None, float, str, float], ...] = (
+    (0.0, 0.8, "silu", 0.0),
+    (0.0, 0.8, "relu", 1.28),
+    (0.0, 0.1, "silu", 0.0),
+    (0.02, 0.0, "silu", 0.0),
+    (0.1, 0.0, "silu", 0.0),
+    (0.1, 0.0, "relu", 0.0),
+    (0.3, 0.0, "relu", 0.0),
+    (0.1, 0.3, "relu", 0.0),
+    (None, 0.0, "relu", 1.28),
+    (None, 0.2, "relu", 1.28),
+    (None, 0.0, "relu", 0.0),
+)
+_TILE_TOKENS = 12  # csrc/include/pi2/linear.h: kGemmTokens
+#: From so many tokens on time goes by multiplications, not bytes, and a part of a layer is enough to see it.
+_MANY, _MANY_MACS = 9, 3e9
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured.
+
+    Attributes:
+        layers: (H, I) of quantised formats; float_layers: of the others, whose bytes are more.
+        ranks: of predictors. lengths: of keys and values, in tokens.
+        batches: tokens of a decoding step. tokens: of a call of dense layers.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    float_layers: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    kernels: tuple[str, ...] = KERNELS
+    predictors: tuple[str, ...] = PREDICTORS
+    attention: tuple[str, ...] = ATTENTION
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 128, 512)
+
+
+#: With weights in memory, with weights in the caches, and as little as there can be.
+FULL = Grid(((2048, 8192), (4096, 14336)), ((2048, 8192), (4096, 4096)), (256, 1024), (128, 512, 2048))
+CACHED = Grid(
+    ((256, 1024), (512, 1536)), ((256, 1024), (512, 1024)), (32, 128), (64, 256), tokens=(1, 2, 4, 8, 16, 128)
+)
+QUICK = Grid(
+    layers=((128, 512), (256, 512)),
+    float_layers=((128, 256), (256, 256)),
+    ranks=(16, 32),
+    lengths=(16, 64),
+    kernels=("int4/int8", "float32/float"),
+    predictors=("lowrank/int4",),
+    attention=("bfloat16",),
+    batches=(1, 4),
+    tokens=(1, 40),
+)
+
+
+def rates(weights: Weights, grid: Grid, seconds: float, tick: Callable[[float], None]) -> Rates:
+    """Lines of ``grid`` over ``weights``, in about ``seconds``; ``tick`` is told of each share of them that is over."""
+    samples = Samples()
+    parts = [
+        _kernel_cases(weights, grid),
+        predictor_cases(weights, grid.predictors, grid.layers, grid.ranks, grid.batches),
+    ]
+    parts.append(attention_cases(weights, grid.attention, grid.lengths, grid.batches))
+    shares = (0.7, 0.15, 0.15)
+    counts = (len(grid.kernels) * len(grid.layers), len(grid.predictors) * len(grid.layers), len(grid.attention))
+    for part, share, count in zip(parts, shares, counts, strict=True):
+        for cases in part:
+            time_into(samples, cases, seconds * share / count)
+            tick(share / count)
+    return Rates(
+        kernels={
+            kernel: Kernel(*(samples.lines(f"{kernel} {path}") for path in ("sparse", "dense", "linear")))
+            for kernel in grid.kernels
+        },
+        predictors={name: samples.lines(name) for name in grid.predictors},
+        attention={name: samples.lines(name) for name in grid.attention},
+    )
+
+
+def _kernel_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
+    """By kernel and layer; ``weights`` have what the cases given last need."""
+    for kind in dict.fromkeys(kernel.partition("/")[0] for kernel in grid.kernels):
+        for hidden, intermediate in grid.float_layers if kind in FLOATS else grid.layers:
+            weights.fill(kind, hidden)
+            for name in grid.kernels:
+                if name.partition("/")[0] == kind:
+                    kernel = _Kernel(name, weights, hidden, intermediate)
+                    tokens = kernel.with_switches(grid.tokens)
+                    yield [*kernel.sparse(grid.batches), *kernel.dense(tokens), *kernel.linear(tokens)]
+
+
+def sparse_cases(weights: Weights, kernel: str, hidden: int, intermediate: int, batch: int) -> list[Case]:
+    """Decoding calls of one layer; fills ``weights``."""
+    weights.fill(kernel.partition("/")[0], hidden)
+    return list(_Kernel(kernel, weights, hidden, intermediate).sparse((batch,)))
+
+
+class _Kernel:
+    """Cases of one format over layers of one size, at least two of which there are in ``weights``."""
+
+    def __init__(self, name: str, weights: Weights, hidden: int, intermediate: int) -> None:
+        self.name, self.weights, self.hidden = name, weights, hidden
+        self.neurons = min(intermediate, weights.count // 6)
+        kind, _, activations = name.partition("/")
+        self.x_dtype = FLOATS.get(kind, torch.bfloat16)
+        self.bias_dtype = FLOATS.get(kind, torch.float32)
+        self.kind, self.int8 = "float" if kind in FLOATS else kind, activations == "int8"
+
+    def with_switches(self, tokens: Sequence[int]) -> list[int]:
+        """``tokens``, and the two between which another path is taken."""
+        switch = PROMPT_TOKENS if not self.int8 else _TILE_TOKENS if has_tiles() else max(tokens) + 1
+        return sorted({*tokens, switch - 1, switch} if switch <= max(tokens) else {*tokens})
+
+    def input(self, tokens: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(tokens)
+        return torch.randn((tokens, self.hidden), generator=generator).to(self.x_dtype)
+
+    def bias(self, neurons: int, deviations: float) -> torch.Tensor | None:
+        return torch.full((neurons,), -deviations, dtype=self.bias_dtype) if deviations else None
+
+    def ffn(
+        self, x_TH: torch.Tensor, neurons: int, n_hot: int, mask_TC: torch.Tensor | None, act: str, deviations: float
+    ) -> Ready:
+        bias, weights, kind, int8 = self.bias(neurons, deviations), self.weights, self.kind, self.int8
+        op, last = torch.ops.pi2.sparse_ffn, (bias, None, None, mask_TC, act, False, n_hot, 0.0, kind, int8)
+        return lambda: partial(op, x_TH, weights.bundles(neurons), *last)
+
+    def sparse(self, batches: Sequence[int]) -> Iterator[Case]:
+        """Hot neurons, predicted ones of which every token wants its own, and the exact gate."""
+        row = self.weights.row_bytes
+        for batch in batches:
+            x_TH, generator = self.input(batch), torch.Generator().manual_seed(batch)
+            for share, hot_share, act, deviations in _MIXES:
+                if share is None and self.int8 and has_tiles() and batch >= _TILE_TOKENS:
+                    continue  # goes by tiles: dense
+                n_hot = int(hot_share * self.neurons)
+                n_cold = self.neurons - n_hot
+                mask_TC = None if share is None else torch.rand((batch, n_cold), generator=generator) < share
+                call = self.ffn(x_TH, self.neurons, n_hot, mask_TC, act, deviations)
+                done = _counted(call)
+                if mask_TC is not None:
+                    cold, gate = 3 * row * int(mask_TC.any(0).sum()), 0
+                    rows = 2 * done["gate_rows"] + done["down_rows"]
+                else:
+                    firing = done["down_rows"] / (batch * self.neurons)
+                    cold, gate = int(2 * row * n_cold * (1 - (1 - firing) ** batch)), row * n_cold
+                    # hot neurons' up rows are multiplied whether they fire or not
+                    rows = done["gate_rows"] + done["up_rows"] + done["down_rows"] + int(batch * n_hot * (1 - firing))
+                size = Size(hot=3 * row * n_hot, cold=cold, gate=gate, macs=rows * self.hidden)
+                yield Case(f"{self.name} sparse", batch, size, call)
+
+    def dense(self, tokens: Sequence[int]) -> Iterator[Case]:
+        """Every neuron, on the path that so many tokens take."""
+        for n in tokens:
+            x_TH, most = self.input(n), self.neurons
+            if n >= _MANY:
+                most = min(most, max(768, int(_MANY_MACS / (3 * self.hidden * n))))
+            for neurons in (most, most // 3):
+                for act, deviations in (("silu", 0.0), ("relu", 1.28))[n >= _MANY :]:
+                    if n >= PROMPT_TOKENS and not self.int8:
+                        call, rows = self._products(x_TH, neurons, act), 3 * n * neurons
+                    else:
+                        call = self.ffn(x_TH, neurons, neurons, None, act, deviations)
+                        rows = 2 * n * neurons + _counted(call)["down_rows"]
+                    nbytes = 3 * self.weights.row_bytes * neurons
+                    size = Size(hot=nbytes if n < _MANY else 0, macs=rows * self.hidden)
+                    yield Case(f"{self.name} dense", n, size, call)
+
+    def _products(self, x_TH: torch.Tensor, neurons: int, act: str) -> Ready:
+        site = SimpleNamespace(
+            hidden=self.hidden, intermediate=neurons, activation=act, gated=True, activation_on_up=False
+        )
+        nothing = {"bias_gate": None, "bias_up": None, "bias_down": None, "threshold": 0.0, "n_hot": 0}
+        layer: Any = SimpleNamespace(site=site, weights=self.kind, bundles=None, **nothing)  # what is looked at of one
+
+        def ready() -> Callable[[], object]:
+            layer.bundles = self.weights.bundles(neurons)
+            return lambda: prompt_ffn(layer, x_TH)
+
+        return ready
+
+    def linear(self, tokens: Sequence[int]) -> Iterator[Case]:
+        """Linear layers as small as those of keys and as large as heads are."""
+        for n in tokens:
+            x_TK = self.input(n)
+            for rows in (512, 2048) if n >= _MANY else (512, 2048, 16384):
+                count = min(rows, self.weights.count // 2)
+                # as many bytes as multiplications: one of the two
+                size = Size(hot=self.weights.row_bytes * count) if n < _MANY else Size(macs=n * count * self.hidden)
+                yield Case(f"{self.name} linear", n, size, self._linear(x_TK, count))
+
+    def _linear(self, x_TK: torch.Tensor, count: int) -> Ready:
+        weights, kind, int8 = self.weights, self.kind, self.int8
+        if kind == "float":
+            return lambda: partial(F.linear, x_TK, weights.rows(count))
+        return lambda: partial(torch.ops.pi2.linear, x_TK, weights.rows(count), None, kind, int8)
+
+
+@torch.inference_mode()
+def _counted(ready: Ready) -> dict[str, int]:
+    counters.reset()
+    ready()()
+    return counters.read(reset=True)

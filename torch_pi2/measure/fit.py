@@ -1,0 +1,113 @@
+"""Timing calls in turn, and the line through their times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from torch_pi2.machine.hardware import Line
+
+#: Passes over all cases: medians of three are not of the first, which warms up.
+_LEAST_PASSES = 3
+
+
+#: Makes a call on new data.
+Ready = Callable[[], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one call does, as :class:`~torch_pi2.machine.hardware.Line` counts it."""
+
+    hot: float = 0.0
+    cold: float = 0.0
+    gate: float = 0.0
+    macs: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to be timed for the line named ``key``, for so many tokens; ``ready`` makes one, untimed, on new data."""
+
+    key: str
+    tokens: int
+    size: Size
+    ready: Ready
+
+
+class Samples:
+    """Sizes and microseconds by line and tokens, collected over cases that need not be there at the same time."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], list[tuple[Size, float]]] = defaultdict(list)
+
+    def add(self, case: Case, us: float) -> None:
+        self._found[case.key, case.tokens].append((case.size, us))
+
+    def lines(self, key: str) -> tuple[Line, ...]:
+        """Those of ``key``, ascending by tokens."""
+        found = sorted(tokens for name, tokens in self._found if name == key)
+        lines = [fit(tokens, self._found[key, tokens]) for tokens in found]
+        for i, tokens in enumerate(found[1:], 1):  # batches that take another path under the exact gate
+            if not any(size.gate for size, _ in self._found[key, tokens]):
+                lines[i] = replace(lines[i], us_per_gate_mb=lines[i - 1].us_per_gate_mb)
+        return tuple(lines)
+
+
+def fit(tokens: int, samples: Sequence[tuple[Size, float]]) -> Line:
+    """The line with no part below zero whose relative errors have the least squares: small calls count like large."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    sizes = [(1.0, s.hot * 1e-6, s.cold * 1e-6, s.gate * 1e-6, s.macs * 1e-6) for s, _ in samples]
+    relative = np.array(sizes) / np.array([us for _, us in samples])[:, None]
+    # Columns of like length: what is left out does not depend on units.
+    scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-300)
+    found, _ = nnls(relative / scale, np.ones(len(samples)))
+    error = float(np.abs(relative @ (found / scale) - 1).mean())
+    call, hot, cold, gate, macs = (six_digits(float(c)) for c in found / scale)
+    return Line(tokens, call, hot, cold, gate, macs, six_digits(error))
+
+
+def six_digits(value: float) -> float:
+    """More are noise, and make files long."""
+    return float(f"{value:.6g}")
+
+
+@torch.inference_mode()
+def time_into(samples: Samples, cases: Iterable[Case], seconds: float) -> None:
+    """Time all cases in turn until ``seconds`` are over, three times at least; keep medians."""
+    cases = list(cases)
+    times: list[list[float]] = [[] for _ in cases]
+    end = time.perf_counter() + seconds
+    while not times or len(times[-1]) < _LEAST_PASSES or time.perf_counter() < end:
+        for case, found in zip(cases, times, strict=True):
+            found.append(_us(case.ready()))
+    for case, found in zip(cases, times, strict=True):
+        samples.add(case, statistics.median(found))
+
+
+@torch.inference_mode()
+def median_us(ready: Ready, *, least: int = 3, seconds: float = 0.0) -> float:
+    """Median microseconds of calls, after one to warm up: of ``least``, and as many more as fit in ``seconds``."""
+    ready()()
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(found) < least or time.perf_counter() < end:
+        found.append(_us(ready()))
+    return statistics.median(found)
+
+
+def _us(call: Callable[[], object]) -> float:
+    """By the clock of our operators, without what it takes to call them, which is glue; else by the wall's."""
+    torch.ops.pi2.timings(True)
+    started = time.perf_counter()
+    call()
+    wall = (time.perf_counter() - started) * 1e6
+    inside = float(torch.ops.pi2.timings(True)[:, 4].sum()) / 1e3
+    return inside or wall

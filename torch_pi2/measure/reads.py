@@ -1,0 +1,210 @@
+"""What reading a drive takes: a file made for it, warmed up, read by every engine that there is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from torch_pi2.base.files import not_written
+from torch_pi2.errors import ArtifactError
+from torch_pi2.machine.hardware import Interference
+from torch_pi2.machine.reads import ReadRate, Reads, monotone
+from torch_pi2.measure.fit import Ready, median_us, six_digits
+
+ENGINES = ("io_uring", "pread")
+_KIB, _MIB = 1 << 10, 1 << 20
+_BLOCKS = (4 * _KIB, 8 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB)
+_DEPTHS = (1, 4, 16, 64)
+_STREAM_BLOCK, _STREAM_DEPTH = _MIB, 4
+_LARGEST = 1 << 30
+#: Passes over the file that agree so well have warmed up what lies below the page cache.
+_AGREE = 0.15
+_PASSES = 6
+_TYPICAL = 8 * _KIB
+#: Of each point, and how often it is measured.
+_LEAST_S, _TAKES = 0.01, 3
+
+
+class Drive:
+    """A file in a folder on it; what lies below the page cache is warm if two passes over it took the same time."""
+
+    def __init__(self, path: Path, nbytes: int, seconds: float) -> None:
+        self.path, self.nbytes = path, nbytes
+        self.direct = self._reads_directly()
+        self.warm = False
+        self.stream_gb_per_s = self._warm_up(seconds)
+
+    def rate(self, engine: str, block: int, range_bytes: int, depth: int, seconds: float) -> tuple[float, float]:
+        """Random reads a second, and CPU seconds of each; zeros: no such engine here."""
+        return self._read(engine, block, range_bytes, depth, False, seconds)
+
+    def _read(
+        self, engine: str, block: int, range_bytes: int, depth: int, sequential: bool, seconds: float
+    ) -> tuple[float, float]:
+        found = torch.ops.pi2.read_rates(
+            str(self.path), engine, self.direct, block, depth, range_bytes, sequential, seconds
+        )
+        reads, wall, cpu = found.tolist()
+        return (reads / wall, cpu / reads) if reads and wall else (0.0, 0.0)
+
+    def _reads_directly(self) -> bool:
+        flag = getattr(os, "O_DIRECT", 0)
+        try:
+            os.close(os.open(self.path, os.O_RDONLY | flag))
+            torch.ops.pi2.read_rates(str(self.path), "pread", True, 4 * _KIB, 1, 4 * _KIB, False, 1e-3)
+        except (OSError, RuntimeError):  # RuntimeError: the operator's, of a file system that refuses at the first read
+            return False
+        return bool(flag)
+
+    def _warm_up(self, seconds: float) -> float:
+        """GB/s of passes over the whole file, until two agree or the time is over."""
+        end, last = time.perf_counter() + seconds, 0.0
+        for _ in range(_PASSES):
+            started = time.perf_counter()
+            reader = os.open(self.path, os.O_RDONLY)
+            try:
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(reader, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(reader)
+            per_s = self._pass()
+            if last and abs(per_s / last - 1) < _AGREE:
+                self.warm = True
+                return six_digits(per_s)
+            last = per_s
+            if time.perf_counter() + (time.perf_counter() - started) > end:
+                break
+        return six_digits(last)
+
+    def _pass(self) -> float:
+        """The file once from beginning to end, on four threads' reads of a MiB; GB/s."""
+        flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if self.direct else 0)
+        file = os.open(self.path, flags)
+        block = min(_STREAM_BLOCK, self.nbytes)
+        blocks = iter(range(0, self.nbytes // block * block, block))
+        lock = threading.Lock()
+
+        def work() -> None:
+            import mmap
+
+            with mmap.mmap(-1, block) as into:  # aligned as direct reads want it
+                while True:
+                    with lock:
+                        at = next(blocks, None)
+                    if at is None:
+                        return
+                    os.preadv(file, [into], at)
+
+        started = time.perf_counter()
+        threads = [threading.Thread(target=work) for _ in range(_STREAM_DEPTH)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            os.close(file)
+        return self.nbytes / (time.perf_counter() - started) / 1e9
+
+
+@contextmanager
+def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
+    """A file of ``nbytes`` random bytes in ``folder``, gone afterwards; of a quarter of the room where that is less.
+
+    Raises:
+        ArtifactError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        nbytes = min(nbytes, _LARGEST, free // 4) // _MIB * _MIB
+        if nbytes < _MIB:
+            raise ArtifactError(
+                f"a file to be read in {folder}",
+                expected=f"{4 * _MIB} free bytes or more",
+                found=str(free),
+                fix="Free some space, or name another folder: --measure-folder.",
+            )
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".pi2-reads-") as file:
+            piece = os.urandom(min(16 * _MIB, nbytes))
+            for start in range(0, nbytes, len(piece)):
+                file.write(piece[: nbytes - start])
+            file.flush()
+            os.fsync(file.fileno())
+            yield Drive(Path(file.name), nbytes, seconds)
+    except OSError as error:
+        raise not_written(folder, error) from error
+
+
+def reads(drive: Drive, seconds: float, tick: Callable[[float], None]) -> Reads:
+    """Tables of all engines over the whole file, and of the faster one over an eighth of it, too.
+
+    Each figure is the median of ``_TAKES`` sweeps over all of them: a drive that others share has moments.
+    """
+    points = list(product(_BLOCKS, _DEPTHS))
+    each = max(_LEAST_S, seconds / (len(points) * (len(ENGINES) + 1))) / _TAKES
+    table: dict[str, list[ReadRate]] = {}
+    cpu = dict.fromkeys(ENGINES, 0.0)
+    for engine in ENGINES:
+        for (block, depth), (per_s, cpu_s) in _medians(drive, engine, points, drive.nbytes, each).items():
+            table.setdefault(engine, []).append(ReadRate(block, drive.nbytes, depth, per_s))
+            if (block, depth) == (_TYPICAL, _DEPTHS[-1]):
+                cpu[engine] = six_digits(cpu_s * 1e6)
+        tick(1 / (len(ENGINES) + 1))
+    # The engine of which small reads are most: what a plan reads are neurons.
+    best = max(table, key=lambda engine: max(r.reads_per_s for r in table[engine] if r.block_bytes == _TYPICAL))
+    part = drive.nbytes // 8
+    for (block, depth), (per_s, _) in _medians(drive, best, points, part, each).items():
+        table[best].append(ReadRate(block, part, depth, per_s))
+    tick(1 / (len(ENGINES) + 1))
+    return Reads(
+        engine=best,
+        direct=drive.direct,
+        warm=drive.warm,
+        file_bytes=drive.nbytes,
+        stream_gb_per_s=drive.stream_gb_per_s,
+        cpu_us_per_read=cpu[best],
+        engines={engine: monotone(rows) for engine, rows in table.items()},
+    )
+
+
+def _medians(
+    drive: Drive, engine: str, points: Sequence[tuple[int, int]], range_bytes: int, seconds: float
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """By block and depth, random reads a second and CPU seconds of each; nothing if there is no such engine here."""
+    takes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for _ in range(_TAKES):
+        for block, depth in points:
+            found = drive.rate(engine, block, range_bytes, depth, seconds)
+            if not found[0]:
+                return {}  # not in this build, or forbidden
+            takes.setdefault((block, depth), []).append(found)
+    return {point: sorted(found)[len(found) // 2] for point, found in takes.items()}
+
+
+def interference(drive: Drive, found: Reads, ready: Ready, seconds: float) -> Interference:
+    """Neurons read as fast as the drive gives them, and ``ready``'s calls on all threads: alone, and both at once."""
+    third = seconds / 3
+    depth = found.best_depth(_TYPICAL, drive.nbytes)
+    alone_us = median_us(ready, seconds=third)
+    alone_per_s, _ = drive.rate(found.engine, _TYPICAL, drive.nbytes, depth, third)
+    together: list[float] = []
+
+    def read() -> None:
+        together.append(drive.rate(found.engine, _TYPICAL, drive.nbytes, depth, third)[0])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    both_us = median_us(ready, seconds=0.9 * third)
+    reader.join()
+    slower = alone_per_s / together[0] if together and together[0] else 1.0
+    return Interference(six_digits(max(1.0, both_us / alone_us)), six_digits(max(1.0, slower)))

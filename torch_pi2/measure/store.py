@@ -1,0 +1,97 @@
+"""What a neuron store costs beside its drive: looking neurons up, and keeping those that are read."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.checkpoint.pack import pack
+from torch_pi2.checkpoint.save_load import load
+from torch_pi2.checkpoint.synthetic import synthetic
+from torch_pi2.decode.attention import packed_attention
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.layers.offloaded import stats, store_of
+from torch_pi2.machine.hardware import StoreCosts
+from torch_pi2.measure.fit import six_digits
+from torch_pi2.observe import timings
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.store.firing import TokenStream
+
+#: Of the model that is made for it: four layers of a 1B model, 113 MB of neurons.
+_SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+}
+_SMALL = {**_SHAPE, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+#: Tokens of a step in which reads are long, so that the drive is not what bounds them.
+_MANY = 16
+_STEPS, _WARM_UP = 12, 4
+#: Of the neurons, what the cache holds when most have to be read.
+_CACHED = 1 / 8
+
+
+def store_costs(folder: Path, *, real: bool, tick: Callable[[float], None]) -> StoreCosts:
+    """From a synthetic model in ``folder``, on the drive that was measured: some 15 seconds.
+
+    ``lookup_us``: how much longer a step's FFNs take over a store whose cache holds everything than in memory, for each
+    neuron that is wanted. ``slot_us``: how much longer where the cache holds little, for each slot that is read, in
+    steps of many tokens.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        dense, store = Path(made) / "m", Path(made) / "s"
+        synthetic(dense, _SHAPE if real else _SMALL, weights="int4", active=0.1, rank=64)
+        pack(dense, store)
+        tick(0.5)
+        alone_us, _, _ = _step(load(dense, activations="int8"), 1)
+        shutil.rmtree(dense)
+        whole = load(store, activations="int8", budget=1 << 40)
+        found_us, wanted, _ = _step(whole, 1)
+        many_us, _, _ = _step(whole, _MANY)
+        budget = stats(whole)["budget"]
+        del whole
+        tick(0.25)
+        some = budget.smallest + budget.in_slots(math.floor(_CACHED * budget.neurons))
+        how = OffloadConfig(preload=False, hot_share=0.0)
+        read_us, _, missed = _step(load(store, activations="int8", budget=some, offload=how), _MANY)
+        tick(0.25)
+    return StoreCosts(
+        lookup_us=six_digits(max(0.0, found_us - alone_us) / max(1.0, wanted)),
+        slot_us=six_digits(max(0.0, read_us - many_us) / max(1.0, missed)),
+    )
+
+
+def _step(model: Any, batch: int) -> tuple[float, float, float]:
+    """Of a decoding step's FFNs: microseconds (the median), neurons wanted and neurons missed (0 in memory)."""
+    steps = _STEPS + _WARM_UP
+    streams = [
+        TokenStream(int(_SHAPE["vocab_size"]), topics=True, generator=torch.Generator().manual_seed(i))
+        for i in range(batch)
+    ]
+    ids_BT = torch.stack([stream.draw(steps + 1) for stream in streams])
+    decoder = Decoder(model, max_tokens=steps + 2, batch=batch, compiled=False)
+    decoder.prompt(ids_BT[:, :1])
+    store = store_of(model)
+    took = []
+    with packed_attention(model):
+        for i, ids_B1 in enumerate(ids_BT[:, 1:].split(1, dim=1)):
+            if i == _WARM_UP and store is not None:
+                store.stats(reset=True)
+            timings.read()
+            decoder.step(ids_B1)
+            if i >= _WARM_UP:
+                took.append(timings.milliseconds(timings.read(), timings.FFN) * 1e3)
+    stats = {"wanted": 0, "hits": 0} if store is None else store.stats()
+    wanted = stats["wanted"] / _STEPS
+    return statistics.median(took), wanted, wanted - stats["hits"] / _STEPS

@@ -1,0 +1,1 @@
+"""What happens while a model runs: traces, accesses, watching and drift."""

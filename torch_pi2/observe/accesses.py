@@ -1,0 +1,275 @@
+"""Which neurons each call of a model over a store wanted, written down to be replayed (docs/TRACES.md).
+
+:class:`record_accesses` records in the C++ core, a bit per neuron and call; :class:`Accesses` reads the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import Field
+from torch_pi2.base.files import atomic_write
+from torch_pi2.base.reading import parse
+from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.layers.offloaded import Store, explained, store_and_budget
+from torch_pi2.layers.recording import Recording
+from torch_pi2.observe.trace import check_path
+from torch_pi2.ops import load
+from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.superblock import SECTOR
+
+_log = logging.getLogger("torch_pi2")
+
+FORMAT = "torch_pi2.accesses"
+VERSION = "1"
+#: Bytes of bits that are kept by default: some 4700 tokens of a 7B model.
+CAPACITY = 256 << 20
+_FIX = "Record it again, with torch_pi2.record_accesses."
+_DTYPES = {"layers": torch.int32, "streamed": torch.uint8, "wanted": torch.uint8}
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A layer of a store: ``cluster`` neurons are read together, as ``read_bytes`` bytes."""
+
+    key: str
+    neurons: int
+    cluster: int
+    read_bytes: int
+
+    @property
+    def slots(self) -> int:
+        return -(-self.neurons // self.cluster)
+
+
+@dataclass(frozen=True)
+class Accesses:
+    """What calls wanted of a store.
+
+    Attributes:
+        stored: the store's layers. model_hash: of its weights. place_bytes: what a slot takes in the cache.
+        run: how the model ran: ``policy``, ``slots`` (of the cache), ``hot_share``, ``preload``, ``window``,
+            ``resident`` (by layer, neurons that never left; None: by ``hot_share``) and ``engine``; ``wanted`` and
+            ``hits`` of the calls recorded; ``lost`` calls; ``whole``: the recording began with the model's first call,
+            and nothing but calls changed the cache, so that a replay has the same hits.
+        layers: int32 ``[calls]``. streamed: uint8 ``[calls]``. wanted: uint8, rows of bits (docs/TRACES.md).
+    """
+
+    stored: tuple[StoredLayer, ...]
+    model_hash: str
+    place_bytes: int
+    run: dict[str, Any]
+    layers: torch.Tensor
+    streamed: torch.Tensor
+    wanted: torch.Tensor
+
+    @cached_property
+    def slots(self) -> int:
+        """Of the store: what a cache has that holds everything."""
+        return sum(layer.slots for layer in self.stored)
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first of ``torch.ops.pi2.replay`` and its like."""
+        about = torch.tensor([(layer.neurons, layer.cluster) for layer in self.stored], dtype=torch.int64)
+        return self.layers, self.streamed, self.wanted, about.reshape(-1, 2)
+
+    @cached_property
+    def passes(self) -> int:
+        """How often calls began anew at an earlier layer: tokens (of a batch: steps), and prompts."""
+        if len(self.stored) == 1:
+            return len(self.layers)
+        return int((self.layers[1:] < self.layers[:-1]).sum()) + (len(self.layers) > 0)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file by atomic rename. Raises ArtifactError."""
+        from safetensors.torch import save
+
+        metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model_hash": self.model_hash,
+            "place_bytes": str(self.place_bytes),
+            "stored": json.dumps([[s.key, s.neurons, s.cluster, s.read_bytes] for s in self.stored]),
+            "run": json.dumps(self.run),
+        }
+        tensors = {name: getattr(self, name).contiguous() for name in _DTYPES}
+        atomic_write(path, save(tensors, metadata=metadata))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Accesses:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ArtifactError: missing, damaged, of another format or version, or calls that its layers cannot have had.
+        """
+        load()
+        tensors, metadata = read_tensors(path)
+        found = tuple(metadata.get(name) for name in ("format", "version"))
+        if found != (FORMAT, VERSION):
+            raise ArtifactError(
+                str(path),
+                expected=f"{FORMAT} version {VERSION}",
+                found=f"{found[0]} version {found[1]}",
+                fix="Record it again, with torch_pi2.record_accesses.",
+            )
+        made = cls._parsed(tensors, metadata, path)
+        for name, dtype in _DTYPES.items():
+            tensor = getattr(made, name)
+            if tensor.dtype != dtype or tensor.dim() != 1:
+                _damaged(path, f"{name}: {tensor.dtype}, {tensor.dim()} dimensions")
+        try:
+            torch.ops.pi2.replay_check(*made.arguments)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0].partition("pi2: accesses: ")[2].removesuffix(". Record them again.")
+            _damaged(path, reason, error)
+        return made
+
+    @classmethod
+    def _parsed(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path) -> Accesses:
+        def said(name: str) -> Field:
+            return Field(parse(metadata.get(name, ""), f"{path}, {name}", fix=_FIX), f"{path}, {name}", _FIX)
+
+        stored = tuple(_layer(row) for row in said("stored").items(1))
+        run = said("run")
+        run.at("policy").text()
+        for name in ("slots", "window", "wanted", "hits", "lost"):
+            run.at(name).whole()
+        run.at("hot_share").number(0, 1)
+        for name in ("preload", "whole"):
+            run.at(name).flag()
+        resident = run.at("resident", None)  # files that were written before there was such a thing have none
+        if resident.value is not None:
+            for count, layer in zip(resident.items(len(stored), len(stored)), stored, strict=True):
+                count.whole(0, layer.neurons)
+        if missing := [name for name in _DTYPES if name not in tensors]:
+            _damaged(path, f"no tensor {missing[0]}")
+        place_bytes = said("place_bytes").whole(1, 1 << 40)
+        if "model_hash" not in metadata:
+            _damaged(path, "no model_hash")
+        return cls(stored, metadata["model_hash"], place_bytes, run.value, **{name: tensors[name] for name in _DTYPES})
+
+
+def _layer(row: Field) -> StoredLayer:
+    key, *numbers = row.items(4, 4)
+    return StoredLayer(key.text(empty=True), *(number.whole(1, 1 << 40) for number in numbers))
+
+
+def _damaged(path: str | Path, reason: str, error: Exception | None = None) -> NoReturn:
+    raise ArtifactError(
+        str(path),
+        expected="accesses that a store can have had",
+        found=f"damage ({reason})",
+        fix=_FIX,
+    ) from error
+
+
+class record_accesses(Recording):
+    """Write down which neurons every call of a model over a store wants, and write the file when the block ends.
+
+    ::
+
+        model = torch_pi2.load(folder, budget="2GiB")
+        with torch_pi2.record_accesses(model, "accesses.safetensors"):
+            model.generate(...)
+
+    then ``torch-pi2 replay accesses.safetensors`` says what other budgets and policies would have had. A replay with
+    the run's own settings has exactly the hits of the run if recording begins before the model is first called.
+
+    Args:
+        model: loaded with a budget; of copies that share its store, all calls are recorded.
+        path: of the file; one that is there is replaced.
+        capacity: bytes that are kept, in memory until the end: a bit per neuron and call. Of more, calls are lost,
+            which is counted and warned of.
+
+    Attributes:
+        accesses: an :class:`Accesses`, after the end.
+
+    Raises:
+        ConfigError: the model has no store, it is being recorded already, or ``capacity`` makes no sense.
+        ArtifactError: ``path`` cannot be written: at once, if that can be seen then; or the store has been closed.
+    """
+
+    @checked
+    def __init__(self, model: nn.Module, path: str | Path, *, capacity: int = CAPACITY) -> None:
+        if capacity < 1:
+            raise ConfigError(
+                "capacity", expected="1 byte or more", found=str(capacity), fix=f"Leave it at {CAPACITY}."
+            )
+        self.path, self.capacity = Path(path), capacity
+        self.accesses: Accesses | None = None
+        self._store: Store = store_and_budget(model)[0]
+        self._before: dict[str, int] | None = None
+        check_path(self.path)
+
+    def start(self) -> Self:
+        """Begin to record."""
+        with explained(str(self._store.path)):
+            problem = torch.ops.pi2.store_record(self._store.number, self.capacity)
+        if problem:
+            raise ConfigError(
+                f"recording what is wanted of {self._store.path}",
+                expected="one recording at a time, in the process that opened the store",
+                found=problem,
+                fix="End that one first.",
+            )
+        self._before = self._store.stats()
+        return self
+
+    def stop(self) -> Path:
+        """End recording, write the file and return its path."""
+        before, store = self._before, self._store
+        if before is None:
+            raise ConfigError(
+                f"recording {self.path}", expected="one that was started", found="one that was not", fix="Call start()."
+            )
+        self._before = None
+        with explained(str(store.path)):
+            layers, streamed, bits, counts = torch.ops.pi2.store_recorded(store.number)
+        wanted, hits, lost, whole = counts.tolist()
+        if lost:
+            _log.warning(
+                "%s: %d calls were lost: they want more than %d bytes; record less, or pass a larger capacity",
+                self.path, lost, self.capacity,
+            )  # fmt: skip
+        run = {
+            "policy": store.config.policy,
+            "slots": before["slots"],
+            "hot_share": float(store.hot_share),
+            "preload": store.config.preload,
+            "window": store.config.window,
+            "resident": None if store.resident is None else list(store.resident),
+            "engine": store.describe(),
+            "wanted": wanted,
+            "hits": hits,
+            "lost": lost,
+            "whole": bool(whole),
+        }
+        stored, model_hash, place_bytes = _about(store, before)
+        self.accesses = Accesses(stored, model_hash, place_bytes, run, layers, streamed, bits)
+        self.accesses.save(self.path)
+        return self.path
+
+
+def _about(store: Store, stats: dict[str, int]) -> tuple[tuple[StoredLayer, ...], str, int]:
+    """Layers, hash of the weights, and bytes of a slot in the cache."""
+    unit = SECTOR if "direct" in store.describe() else 1
+    with StoreReader(store.path) as reader:
+        stored = tuple(
+            StoredLayer(key, e.neurons, e.cluster, -(-e.cluster * e.bundle_bytes // unit) * unit)
+            for key, e in zip(reader.keys, reader.entries, strict=True)
+        )
+    place = max(-(-layer.read_bytes // 64) * 64 for layer in stored)
+    if stats["slots"] > 0:  # as it is here, whatever a sector is
+        place = stats["cache_bytes"] // stats["slots"]
+    return stored, reader.model_hash, place

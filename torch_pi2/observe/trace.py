@@ -1,0 +1,233 @@
+"""What each thread did, as a file for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
+
+:class:`trace` records in the C++ core, whose spans cost one atomic load while no trace is under way and some 0.2
+microseconds in one; docs/TRACES.md says what lanes, stages and counters mean.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from torch_pi2.base import process as machine
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.files import atomic_write, not_written, to_replace
+from torch_pi2.errors import ConfigError
+from torch_pi2.layers.recording import Recording
+from torch_pi2.ops import load
+
+_log = logging.getLogger("torch_pi2")
+
+#: Name of each stage and of its two arguments, in the order of ``Stage`` in csrc/include/pi2/trace.h.
+STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("ffn", ("layer", "tokens")),
+    ("predict", ("neurons", "tokens")),
+    ("linear", ("rows", "columns")),
+    ("predict rows", ("block",)),
+    ("linear rows", ("block",)),
+    ("compute", ("layer", "chunk")),
+    ("reduce", ("layer", "block")),
+    ("begin", ("layer", "chunks")),
+    ("submit", ("layer", "reads")),
+    ("wait", ("layer",)),
+    ("join", ("layer",)),
+    ("verify", ("layer", "chunk")),
+    ("pread", ("bytes", "offset")),
+    ("read", ("layer", "chunk")),
+)
+#: Name and unit of each counter, in the order of ``TraceCounter`` there.
+COUNTERS = (
+    ("reads under way", "reads"),
+    ("bytes read", "bytes"),
+    ("cache: hot", "bundles"),
+    ("cache: cold", "bundles"),
+)
+_SPAN, _ASYNC, _COUNTER = range(3)
+
+#: Events kept per thread by default: some 10 MB where a thread has as many.
+CAPACITY = 1 << 18
+_MOST = 1 << 24  # kMostTraced of the core
+_ROWS = 4096  # turned into text at a time
+
+
+class trace(Recording):
+    """Record what compute and I/O threads do, and write it as Chrome trace events when the block ends.
+
+    ::
+
+        with torch_pi2.trace("out.json"):
+            model.generate(...)
+
+    or ``t = torch_pi2.trace("out.json")``, ``t.start()``, ``t.stop()``. The whole process is recorded: every model and
+    thread. The file is written even if the block raises; it appears whole or not at all.
+
+    Args:
+        path: of the JSON file; one that is there is replaced.
+        capacity: events kept per thread, 1 to 16777216; of more the oldest are lost, and counted.
+
+    Attributes:
+        events, lost: how many were written and how many lost, after the end.
+
+    Raises:
+        ConfigError: another trace is under way, ``capacity`` makes no sense, or this one is stopped but not started.
+        ArtifactError: ``path`` cannot be written: at once, if that can be seen then.
+    """
+
+    @checked
+    def __init__(self, path: str | Path, *, capacity: int = CAPACITY) -> None:
+        if not 1 <= capacity <= _MOST:
+            raise ConfigError(
+                "capacity",
+                expected=f"1 to {_MOST} events per thread",
+                found=str(capacity),
+                fix=f"Leave it at {CAPACITY}.",
+            )
+        self.path, self.capacity = Path(path), capacity
+        check_path(self.path)
+        self.events = self.lost = 0
+        self._on = False
+
+    def start(self) -> Self:
+        """Begin to record."""
+        load()
+        if not torch.ops.pi2.trace_start(self.capacity):
+            raise ConfigError(
+                f"trace {self.path}",
+                expected="one trace at a time",
+                found="another under way",
+                fix="End that one first; it records the whole process.",
+            )
+        self._on = True
+        return self
+
+    def stop(self) -> Path:
+        """End recording, write the file and return its path."""
+        if not self._on:
+            raise ConfigError(
+                f"trace {self.path}", expected="one that was started", found="one that was not", fix="Call start()."
+            )
+        self._on = False
+        events_N7: torch.Tensor = torch.ops.pi2.trace_stop()
+        threads = [_Thread(*row) for row in torch.ops.pi2.trace_threads().tolist()]
+        self.events, self.lost = len(events_N7), sum(thread.lost for thread in threads)
+        if self.lost:
+            _log.warning(
+                "%s: %d events were lost: more than %d on a thread; trace less, or pass a larger capacity",
+                self.path, self.lost, self.capacity,
+            )  # fmt: skip
+        atomic_write(self.path, (text.encode() for text in _document(events_N7, threads)))
+        return self.path
+
+    def summary(self) -> dict[str, Any]:
+        """For results in JSON: ``path``, and ``events`` and ``lost_events`` once stopped."""
+        return {"path": str(self.path), "events": self.events, "lost_events": self.lost}
+
+
+def check_path(path: Path) -> None:
+    """Refuse a file that cannot be written, before minutes of work and not after. Raises ArtifactError."""
+    try:
+        target = to_replace(path)
+        if target is None:
+            return  # a device or a pipe
+        parent = target.parent
+        while not parent.exists():
+            parent = parent.parent
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
+class _Thread:
+    """A lane: ``number`` (-1: of the threads that got none), ``io`` (of a read engine), ``system_id``, ``lost``."""
+
+    def __init__(self, number: int, io: int, system_id: int, lost: int) -> None:
+        self.number, self.io, self.system_id, self.lost = number, bool(io), system_id, lost
+
+
+def _document(events_N7: torch.Tensor, threads: list[_Thread]) -> Iterator[str]:
+    """The JSON text, in pieces."""
+    about = {
+        **machine.describe(),
+        "events": len(events_N7),
+        "lost_events": sum(thread.lost for thread in threads),
+        "times": "microseconds since the first event",
+    }
+    yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
+    yield ",\n".join(map(json.dumps, _names(threads)))
+    for events in _pieces(events_N7):
+        yield ",\n" + ",\n".join(map(json.dumps, events))
+    yield "\n]}\n"
+
+
+def _names(threads: list[_Thread]) -> Iterator[dict[str, Any]]:
+    """Metadata: compute threads first, then those of I/O, each numbered in the order of their first events."""
+
+    def named(what: str, tid: int, **args: Any) -> dict[str, Any]:
+        return {"name": what, "ph": "M", "ts": 0, "pid": 1, "tid": tid, "args": args}
+
+    yield named("process_name", 0, name="torch_pi2")
+    lanes = sorted((thread for thread in threads if thread.number >= 0), key=lambda t: (t.io, t.number))
+    counts = {False: 0, True: 0}
+    for place, lane in enumerate(lanes):
+        name = f"{'I/O' if lane.io else 'compute'} {counts[lane.io]}"
+        counts[lane.io] += 1
+        tid = lane.number + 1  # 0 is the process's
+        yield named("thread_name", tid, name=name, system_id=lane.system_id, lost_events=lane.lost)
+        yield named("thread_sort_index", tid, sort_index=place)
+
+
+def _pieces(events_N7: torch.Tensor) -> Iterator[list[dict[str, Any]]]:
+    """Events in the order of time, some thousands at a time; of two that begin together the longer first."""
+    if len(events_N7) == 0:
+        return
+    begin_N, length_N = events_N7[:, 3], events_N7[:, 4]
+    order_N = torch.argsort(length_N, descending=True, stable=True)
+    order_N = order_N[torch.argsort(begin_N[order_N], stable=True)]
+    zero = int(begin_N.min())
+    depths = _Depths()
+    for start in range(0, len(order_N), _ROWS):
+        piece: list[dict[str, Any]] = []
+        for thread, kind, stage, begin, length, *args in events_N7[order_N[start : start + _ROWS]].tolist():
+            at = (begin - zero) / 1e3
+            common = {"ts": at, "pid": 1, "tid": thread + 1}
+            if kind == _COUNTER:
+                name, unit = COUNTERS[stage]
+                piece.append({"name": name, "ph": "C", **common, "args": {unit: args[0]}})
+                continue
+            name, keys = STAGES[stage]
+            given = {key: value for key, value in zip(keys, args, strict=False) if value >= 0}
+            if kind == _SPAN:
+                piece.append({"name": name, "cat": "pi2", "ph": "X", **common, "dur": length / 1e3, "args": given})
+                continue
+            # Reads share one track, each in the lowest free place of it: its height is the depth of the queue.
+            both = {"name": name, "cat": "io", "id": depths.place(begin, begin + length), "pid": 1, "tid": thread + 1}
+            piece.append({**both, "ph": "b", "ts": at, "args": given})
+            piece.append({**both, "ph": "e", "ts": at + length / 1e3})
+        yield piece
+
+
+class _Depths:
+    """Gives what overlaps different places, the lowest that are free; asked in the order of beginnings."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[int, int]] = []  # end, place
+        self._free: list[int] = []
+        self._places = 0
+
+    def place(self, begin: int, end: int) -> int:
+        while self._taken and self._taken[0][0] < begin:
+            heapq.heappush(self._free, heapq.heappop(self._taken)[1])
+        if not self._free:
+            heapq.heappush(self._free, self._places)
+            self._places += 1
+        place = heapq.heappop(self._free)
+        heapq.heappush(self._taken, (end, place))
+        return place

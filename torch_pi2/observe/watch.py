@@ -1,0 +1,370 @@
+"""Which neurons of a model fire while it is used: running statistics, at no cost while nobody asks for them.
+
+::
+
+    with torch_pi2.watch(model) as watched:
+        model.generate(...)
+    watched.stats().save("live")          # what `torch-pi2 plan --update live` takes
+
+The C++ core counts (csrc/core/firing.h) in every call of a layer's operator, whichever thread, decoder or compiled
+graph it comes from; results keep their bits. What it cannot see is not there:
+
+* With a predictor a neuron fires that was computed and did not come out as zero. One that was missed did not fire.
+* Prompts that are computed as matrix products (:mod:`torch_pi2.layers.prompt`) have no tokens here, nor have neurons
+  that an accelerator computes.
+* Scores, their histogram and the sample of neurons that fire together are empty; ``zeros`` is what did not fire, where
+  firing means not to be zero, and otherwise 0.
+* A call of t tokens, no more than the largest batch size, is a decoding step of t sequences: of size s it has t // s
+  groups. A prompt of so few tokens is taken for one. Experts have tokens alone, those that their router gave them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.errors import ConfigError, Pi2Error
+from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.offloaded import OffloadedFFN, explained
+from torch_pi2.observe.drift import LIMIT, Drift, drift
+from torch_pi2.ops import load
+from torch_pi2.profile.recorder import threshold_map
+from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.store.parts import Parts
+
+_log = logging.getLogger("torch_pi2")
+
+#: Sequences decoded together, of which it is counted how often a neuron fires for one of them.
+BATCH_SIZES = (1, 2, 4, 8, 16)
+#: The largest and the most sizes (kMostGroup and kMostSizes of the core, which does not count size 1).
+_MOST, _MOST_SIZES = 64, 17
+_POLL_S = 1.0
+
+
+class Watch:
+    """Counts which neurons of a model's sparse layers fire, from :meth:`start` to :meth:`stop` or in a ``with`` block.
+
+    Started again it counts on. One that is dropped without ``stop`` ends, and its counts are lost. Of copies that share
+    a store all calls are counted.
+
+    Args:
+        model: one that torch_pi2 has rewritten or loaded, in memory or over a store. Converted (``model.to``) it is
+            no longer seen.
+        batch_sizes: 1 to 64; 1, every token alone, is always among them.
+        thresholds: a neuron fires iff its score is larger, as in :func:`torch_pi2.profile.run.profile`; a number, or
+            one per site key. None: those of the statistics that the model was made from, so that the counts can be
+            added to them; without such, those of its layers, which are 0 but for method ``threshold``.
+        check_every: so many tokens after the last time, a thread calls :meth:`check`, until that has warned; 0: never.
+        limit: share of the hot neurons from which on :meth:`check` warns.
+
+    Raises:
+        ConfigError: a dense model, sizes or thresholds that make no sense, or (by ``start``) a layer that is being
+            watched already.
+        ArtifactError: (by ``start``) its store has been closed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+        thresholds: float | Mapping[str, float] | None = None,
+        check_every: int = 0,
+        limit: float = LIMIT,
+    ) -> None:
+        self.plan: Plan = parts_of(model).plan
+        self.batch_sizes = _sizes(batch_sizes)
+        self.check_every, self.limit = check_every, limit
+        layers = sparse_layers(model)
+        cuts = _cuts(model, layers, thresholds)
+        self._groups = [
+            _Group(
+                [y for y in layers if (y.site.experts is not None) == routed], cuts, () if routed else self.batch_sizes
+            )
+            for routed in (False, True)
+        ]
+        self._groups = [group for group in self._groups if group.layers]
+        self._keys = [layer.site.key for layer in layers]
+        self._slots = _slots(model, layers)
+        self._turn = threading.RLock()  # of whoever reads, starts or stops
+        self._checker: _Checker | None = None
+        self._on = False
+        weakref.finalize(self, _end, self._groups).atexit = False
+
+    def start(self) -> Self:
+        """Begin to count, or go on."""
+        load()
+        with self._turn:
+            if self._on:
+                raise _already()
+            begun: list[_Group] = []
+            try:
+                for group in self._groups:
+                    group.start()
+                    begun.append(group)
+            except BaseException:
+                for group in begun:
+                    group.stop()
+                raise
+            self._on = True
+        if self.check_every > 0:
+            self._checker = _Checker(self)
+        return self
+
+    def stop(self) -> ActivationStats:
+        """End counting and return :meth:`stats`. Raises ConfigError: it was not started."""
+        if self._checker is not None:
+            self._checker.end()
+            self._checker = None
+        with self._turn:
+            if not self._on:
+                raise ConfigError(
+                    "watching a model",
+                    expected="a watch that was started",
+                    found="one that was not",
+                    fix="Call start().",
+                )
+            for group in self._groups:
+                group.stop()
+            self._on = False
+            return self.stats()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if self._on:
+            self.stop()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model has had, of all calls that were counted; cheap. Of experts alone: about so many."""
+        with self._turn:
+            first = self._groups[0]
+            each = 1.0 if first.grouped else self._slots
+            return round(first.tokens() / each) if each else 0
+
+    def stats(self, *, reset: bool = False) -> ActivationStats:
+        """What has been counted so far, in the neurons' original order; see the module for what is left out.
+
+        Any thread, also while the model runs. ``reset``: counting begins anew.
+        """
+        with self._turn:
+            tokens = self.tokens
+            made: dict[str, LayerStats] = {}
+            for group in self._groups:
+                made |= group.stats(reset)
+        layers = {key: made[key] for key in self._keys}
+        predicted = sorted({y.predictor_kind for g in self._groups for y in g.layers if y.has_predictor})
+        made_by: dict[str, Any] = {"verb": "watch", "watched": True, "tokens": tokens}
+        return ActivationStats(layers, self.plan.model_hash, made_by | ({"predictors": predicted} if predicted else {}))
+
+    def check(self, plan: Plan | None = None, *, limit: float | None = None, batch: int = 1) -> Drift:
+        """Compare the hot neurons of ``plan`` (the model's) with what fires; log a warning above ``limit``.
+
+        Returns:
+            See :func:`torch_pi2.observe.drift.drift`, which says what it raises.
+        """
+        found = drift(plan or self.plan, self.stats(), batch=batch)
+        if found.share > (self.limit if limit is None else limit):
+            _log.warning(
+                "what fires has drifted from the plan: %.0f %% of its hot neurons would no longer be chosen, by %d "
+                "tokens (most in %s: %.0f %%). Results are not affected, speed is: save the statistics "
+                "(watch.stats().save(FILE)) and plan again with `torch-pi2 plan MODEL --update FILE`",
+                100 * found.share, found.tokens, found.worst.key, 100 * found.worst.share,
+            )  # fmt: skip
+        return found
+
+
+@checked
+def watch(
+    model: nn.Module,
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    thresholds: float | Mapping[str, float] | None = None,
+    check_every: int = 0,
+    limit: float = LIMIT,
+) -> Watch:
+    """A :class:`Watch` of ``model``, for a ``with`` block; it says what the arguments are and what is raised."""
+    return Watch(model, batch_sizes=batch_sizes, thresholds=thresholds, check_every=check_every, limit=limit)
+
+
+class _Group:
+    """Layers that are counted with the same batch sizes: those that are experts, or those that are not."""
+
+    def __init__(self, layers: Sequence[SparseFFN], cuts: Mapping[str, float], sizes: tuple[int, ...]) -> None:
+        self.layers, self.sizes = layers, sizes[1:]
+        self.grouped = bool(sizes)
+        self.cuts = [cuts[layer.site.key] for layer in layers]
+        self._number = 0  # of the core's watch; 0: none is under way
+        #: of watches that have ended, as ``firing_read`` gives them
+        self._before = [
+            torch.zeros((1 + len(self.sizes), 1 + layer.site.intermediate), dtype=torch.int64) for layer in layers
+        ]
+
+    def start(self) -> None:
+        first = self.layers[0]
+        if isinstance(first, OffloadedFFN):
+            numbers = [layer.store_layer for layer in self.layers if isinstance(layer, OffloadedFFN)]
+            with explained(str(first.store.path)):
+                number = torch.ops.pi2.firing_start_stored(first.store.number, numbers, self.cuts, self.sizes)
+        else:
+            number = torch.ops.pi2.firing_start([layer.bundles for layer in self.layers], self.cuts, self.sizes)
+        if not number:
+            raise _already()
+        self._number = number
+
+    def stop(self) -> None:
+        self._before = [self._counts(i, False) for i in range(len(self.layers))]
+        self.drop()
+
+    def drop(self) -> None:
+        """Stop, if that has not been done; what was counted since the start is lost."""
+        number, self._number = self._number, 0
+        if number:
+            torch.ops.pi2.firing_stop(number)
+
+    def tokens(self) -> float:
+        """Of a layer that is no expert, the mean; of experts together, by module."""
+        total = sum(int(before[0, 0]) for before in self._before)
+        if self._number:
+            total += int(torch.ops.pi2.firing_tokens(self._number))
+        return total / (len(self.layers) if self.grouped else len({y.site.experts for y in self.layers}))
+
+    def _counts(self, index: int, reset: bool) -> torch.Tensor:
+        """``[1 + sizes, 1 + I]``, in plan order."""
+        found = self._before[index]
+        if self._number:
+            found = found + torch.ops.pi2.firing_read(self._number, index, reset)
+        if reset:
+            self._before[index] = torch.zeros_like(self._before[index])
+        return found
+
+    def stats(self, reset: bool) -> dict[str, LayerStats]:
+        return {y.site.key: self._layer_stats(i, y, reset) for i, y in enumerate(self.layers)}
+
+    def _layer_stats(self, index: int, layer: SparseFFN, reset: bool) -> LayerStats:
+        counts, n, cut = self._counts(index, reset), layer.site.intermediate, self.cuts[index]
+        tokens = int(counts[0, 0])
+        grouped_KI = torch.empty((len(counts), n), dtype=torch.int64)
+        grouped_KI[:, layer.order] = counts[:, 1:]
+        fired_I = grouped_KI[0]
+        return LayerStats(
+            key=layer.site.key,
+            layer=layer.site.layer,
+            threshold=cut,
+            tokens=tokens,
+            fired=fired_I.clone(),
+            zeros=tokens - fired_I if cut == 0 else torch.zeros_like(fired_I),
+            abs_sum=torch.zeros(n, dtype=torch.float64),
+            batch_sizes=(1, *self.sizes),
+            batch_groups=counts[:, 0].clone(),
+            batch_fired=grouped_KI,
+            score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
+            cofire_bits=torch.zeros((0, -(-n // 8)), dtype=torch.uint8),
+            experts=layer.site.experts,
+        )
+
+
+def _end(groups: Sequence[_Group]) -> None:
+    """Of a watch that is gone: the core need count for it no more."""
+    for group in groups:
+        group.drop()
+
+
+class _Checker:
+    """A thread that checks a watch every so many tokens, until it has warned, or the watch is gone."""
+
+    def __init__(self, watched: Watch) -> None:
+        self._watched, self._over = weakref.ref(watched), threading.Event()
+        self._due = watched.tokens + watched.check_every
+        self._thread = threading.Thread(target=self._run, name="torch_pi2 drift", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(_POLL_S):
+            if not self._checked():
+                return
+
+    def _checked(self) -> bool:
+        """Whether to go on. Between two of these the thread holds no reference to the watch."""
+        watched = self._watched()
+        if watched is None:
+            return False
+        if watched.tokens < self._due:
+            return True
+        try:
+            if watched.check().share > watched.limit:
+                return False
+        except Pi2Error as error:
+            _log.warning("drift from the plan is no longer checked: %s", error)
+            return False
+        self._due = watched.tokens + watched.check_every
+        return True
+
+
+def _already() -> ConfigError:
+    return ConfigError(
+        "watching a model",
+        expected="one watch of it at a time",
+        found="another under way",
+        fix="Stop that one first; its statistics can be read while it counts.",
+    )
+
+
+def _sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(sorted({1, *batch_sizes}))
+    if sizes[0] < 1 or sizes[-1] > _MOST or len(sizes) > _MOST_SIZES:
+        raise ConfigError(
+            "batch_sizes",
+            expected=f"at most {_MOST_SIZES} of 1 to {_MOST}",
+            found=", ".join(map(str, batch_sizes)),
+            fix="Beyond the largest the planner goes on by itself.",
+        )
+    return sizes
+
+
+def _cuts(
+    model: nn.Module, layers: Sequence[SparseFFN], thresholds: float | Mapping[str, float] | None
+) -> dict[str, float]:
+    """By key the score above which a neuron fires."""
+    if thresholds is not None:
+        return threshold_map([layer.site for layer in layers], thresholds)
+    known = _profiled(model)
+    return {layer.site.key: known.get(layer.site.key, layer.threshold) for layer in layers}
+
+
+def _profiled(model: Any) -> dict[str, float]:
+    """By key the threshold of the statistics that the model has, or its store."""
+    if model.torch_pi2.stats is not None:
+        return {stats.key: stats.threshold for stats in model.torch_pi2.stats}
+    if not hasattr(model, "torch_pi2_store"):
+        return {}
+    with Parts(model.torch_pi2_store[0].path.parent) as parts:
+        return parts.thresholds(model.torch_pi2.plan.model_hash)
+
+
+def _slots(model: nn.Module, layers: Sequence[SparseFFN]) -> float:
+    """Of a mixture of experts, how many of a module's experts a token goes to."""
+    shares = chosen_shares(getattr(model, "config", None), [layer.site for layer in layers])
+    modules = [layer.site.experts for layer in layers]
+    return max((share * modules.count(module) for module, share in shares.items() if module is not None), default=0.0)

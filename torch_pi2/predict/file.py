@@ -1,0 +1,193 @@
+"""``predictors.safetensors``: fitted predictors on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.base.artifact import check_artifact
+from torch_pi2.base.fields import MOST, Field
+from torch_pi2.base.files import atomic_folder_files
+from torch_pi2.base.reading import parse
+from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.errors import ConfigError, StaleArtifactError
+from torch_pi2.ops.rows import VALUE_BYTES
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit
+from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.spec.site import MOST_SIZE
+
+PREDICTORS_VERSION = 1
+PREDICTORS_FILE = "predictors.safetensors"
+#: What a folder of predictors may hold.
+AnyPredictor = LowRank | SignBit
+#: Name of a tensor -> the tensor; None if there is none.
+ReadTensor = Callable[[str], torch.Tensor | None]
+_FIX = "Fit them again."
+
+
+@dataclass
+class FitReport:
+    """What ``fit`` did.
+
+    Attributes:
+        dense_loss, loss: mean per token on the evaluation sequences, without and with predictors.
+        change: ``loss / dense_loss - 1``; tolerance: what was asked for; met: whether it was reached.
+        skipped: share of (token, cold neuron) pairs not computed on the evaluation sequences.
+        rounds: one entry per evaluation of the whole model: ``{"step", "change", "skipped"}``.
+        layers: per site ``{"key", "cold", "rank", "target_recall"}`` and the card's fields.
+        tokens: ``{"fit", "calibrate", "evaluate"}``, disjoint sets of sequences.
+    """
+
+    dense_loss: float
+    loss: float
+    change: float
+    tolerance: float
+    met: bool
+    skipped: float
+    rounds: list[dict[str, Any]]
+    layers: list[dict[str, Any]]
+    tokens: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class FittedPredictors(dict[str, AnyPredictor]):
+    """Site key -> predictor; sites without cold neurons have none.
+
+    ``report`` tells how they were sized, ``model_hash`` to which weights they belong ("" if unknown).
+    """
+
+    report: FitReport | None = None
+    model_hash: str = ""
+
+    def check_hash(self, model_hash: str) -> None:
+        """Raises StaleArtifactError if they were fitted to other weights."""
+        if self and self.model_hash and self.model_hash != model_hash:
+            raise StaleArtifactError(
+                "predictors",
+                expected=f"ones fitted to FFN weights {model_hash[:12]}",
+                found=f"ones of {self.model_hash[:12]}",
+                fix="Fit them to this model (torch_pi2.fit).",
+            )
+
+
+def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], model_hash: str) -> Path:
+    """Write ``predictors.safetensors`` into ``folder`` by atomic rename.
+
+    Args:
+        predictors: site key -> calibrated predictor.
+        model_hash: ``weights_hash`` of the model they were fitted to.
+
+    Raises:
+        ArtifactError: the folder cannot be written. ConfigError: a predictor has no card (not calibrated).
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    entries: dict[str, Any] = {}
+    for key, p in predictors.items():
+        if p.card is None:
+            raise ConfigError(
+                f"predictor of {key}",
+                expected="one with a threshold and a card",
+                found="one that was not calibrated",
+                fix="Call torch_pi2.fit.train.calibrate on held-back samples first.",
+            )
+        kind = getattr(p, "kind", "lowrank")
+        entries[key] = {"kind": kind, "threshold": p.threshold, "card": p.card.to_json()}
+        if isinstance(p, LowRankRows):
+            entries[key] |= {"weights": p.weights, "hidden": p.hidden}
+        tensors.update({f"{key}.{name}": t for name, t in p.tensors().items()})
+    report = getattr(predictors, "report", None)
+    meta = {
+        "format": "torch_pi2.predictors",
+        "version": str(PREDICTORS_VERSION),
+        "model_hash": model_hash,
+        "predictors": json.dumps(entries),
+        "report": json.dumps(None if report is None else report.to_json()),
+    }
+    atomic_folder_files(folder, {PREDICTORS_FILE: (tensors, meta)})
+    return Path(folder) / PREDICTORS_FILE
+
+
+def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> FittedPredictors:
+    """Read what :func:`save_predictors` wrote.
+
+    Raises:
+        ArtifactError: missing, damaged, of another version. StaleArtifactError: fitted to other weights than
+            ``model_hash``.
+    """
+    path = Path(folder) / PREDICTORS_FILE if Path(folder).suffix != ".safetensors" else Path(folder)
+    tensors, meta = read_tensors(path)
+    return predictors_of(meta, tensors.get, path, model_hash)
+
+
+def predictors_of(
+    meta: Mapping[str, str], tensor: ReadTensor, where: Path | str, model_hash: str | None
+) -> FittedPredictors:
+    """Predictors from the metadata and tensors of a file, read from ``where``. Raises as :func:`load_predictors`."""
+    result = FittedPredictors(each_predictor(meta, tensor, where, model_hash))
+    result.model_hash = meta["model_hash"]
+    report = _said(meta, "report", where)
+    result.report = None if report.value is None else _report(report)
+    return result
+
+
+def each_predictor(
+    meta: Mapping[str, str], tensor: ReadTensor, where: Path | str, model_hash: str | None
+) -> Iterator[tuple[str, AnyPredictor]]:
+    """As :func:`predictors_of`, site key and predictor one after the other: all may be more than memory holds."""
+    check_artifact(where, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
+    for key, entry in _said(meta, "predictors", where).each().items():
+        kind = entry.at("kind").text(("lowrank", "signbit"))
+        names = SIGNBIT_TENSORS if kind == "signbit" else ("a", "a_scale", "b", "b_scale", "bias")
+        found = {n: tensor(f"{key}.{n}") for n in names}
+        mine = {n: t for n, t in found.items() if t is not None}
+        threshold, card = entry.at("threshold").number(-MOST), _card_of(entry.at("card"))
+        if kind == "signbit":
+            yield key, SignBit.from_tensors(mine, card)
+        elif "weights" in entry.value:
+            weights, hidden = entry.at("weights").text(tuple(VALUE_BYTES)), entry.at("hidden").whole(1, MOST_SIZE)
+            yield key, LowRankRows.from_rows(mine, weights, hidden, threshold, card)
+        else:
+            yield key, LowRank.from_tensors(mine, threshold, card)
+
+
+def _said(meta: Mapping[str, str], name: str, where: Path | str) -> Field:
+    """What the metadata has under ``name``. Raises ArtifactError: nothing, or no JSON."""
+    return Field(parse(meta.get(name, ""), f"{where}, {name}", fix=_FIX), f"{where}, {name}", _FIX)
+
+
+def _card_of(card: Field) -> PredictorCard:
+    card.names(("recall", "precision", "predicted_active", "bytes", "cost_share"), ("rank", "mass_recall"))
+    mass_recall = card.at("mass_recall", None)
+    return PredictorCard(
+        recall=card.at("recall").number(),
+        precision=card.at("precision").number(),
+        predicted_active=card.at("predicted_active").number(),
+        bytes=card.at("bytes").whole(),
+        cost_share=card.at("cost_share").number(),
+        rank=card.at("rank", 0).whole(),
+        mass_recall=None if mass_recall.value is None else mass_recall.number(),
+    )
+
+
+def _report(report: Field) -> FitReport:
+    report.names([f.name for f in fields(FitReport)])
+    return FitReport(
+        dense_loss=report.at("dense_loss").number(),
+        loss=report.at("loss").number(),
+        change=report.at("change").number(-MOST),
+        tolerance=report.at("tolerance").number(),
+        met=report.at("met").flag(),
+        skipped=report.at("skipped").number(),
+        rounds=[row.names(allowed=None) for row in report.at("rounds").items()],
+        layers=[row.names(allowed=None) for row in report.at("layers").items()],
+        tokens={name: count.whole() for name, count in report.at("tokens").each().items()},
+    )

@@ -1,0 +1,217 @@
+"""Replacing the linear layers outside the FFNs (attention, output layer) by quantised ones, one at a time."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_pi2.base.absent import take
+from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.hooks import own_forward, share_hooks
+from torch_pi2.graph.capture import capture, example_inputs
+from torch_pi2.graph.experts import all_experts, known_experts, without_experts
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.ops.quantized import check_importance, check_quantizable
+from torch_pi2.profile.data import Batch
+from torch_pi2.profile.inputs import InputStats
+from torch_pi2.spec.site import FFNSite
+
+_log = logging.getLogger("torch_pi2")
+
+#: A group has 32 columns: fewer inputs than that are not worth a scale.
+MIN_INPUTS = 32
+#: Smaller ones are routers of mixtures of experts and classifiers: few bytes, and errors there are expensive.
+MIN_OUTPUTS = 64
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What quantisation did to one layer.
+
+    Attributes:
+        weight: ``|W' - W| / |W|`` over all its weights (Frobenius norms).
+        output: the same of its output on calibration tokens, rounded activations included; None without calibration.
+    """
+
+    weight: float
+    output: float | None = None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How weights are to be stored.
+
+    Attributes:
+        weights: ``float``, ``int4`` or ``int8``. int8_activations: see :class:`torch_pi2.spec.config.Config`.
+        inputs: name of a linear or key of a site -> its inputs on calibration text.
+        weighted: whether ``inputs`` say how much an error counts, or only how large it is.
+    """
+
+    weights: str = "float"
+    int8_activations: bool = False
+    inputs: Mapping[str, InputStats] = field(default_factory=dict)
+    weighted: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        return self.weights != "float"
+
+    def importance(self, name: str) -> torch.Tensor | None:
+        """``[K]`` for a linear or site, or None: all columns count the same."""
+        stats = self.inputs.get(name)
+        return stats.importance if stats is not None and self.weighted else None
+
+    def sample(self, name: str) -> torch.Tensor | None:
+        """``[T, K]`` inputs of a linear or site, or None."""
+        stats = self.inputs.get(name)
+        return None if stats is None else stats.sample_TK
+
+
+def find_linears(
+    model: nn.Module, sites: Sequence[FFNSite], example: Batch | None = None, *, on_meta: bool = False
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Linear layers of the dense ``model`` to quantise beside its FFNs, and those left out with the reason.
+
+    The one place where this is decided, for models in memory and for checkpoints on disk alike. ``example`` is run
+    once, to see which are called: the weight of one that is not may be read by other code.
+
+    Args:
+        on_meta: the model is on ``meta`` as a whole, and of Hugging Face: it needs no example.
+
+    Raises:
+        CalibrationError, UnsupportedModelError: it does not run there.
+    """
+    refs = [ref for s in sites for ref in (s.gate, s.up, s.down) if ref is not None]
+    of_sites = {id(model.get_parameter(ref.weight)) for ref in refs}
+    linears: dict[str, nn.Linear] = {}
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or id(module.weight) in of_sites:
+            continue
+        if type(module) is not nn.Linear:
+            skipped[name] = f"a {type(module).__name__}"
+        elif own_forward({name: module}):
+            skipped[name] = "a forward of its own (accelerate, or a patch)"
+        elif module.in_features < MIN_INPUTS or module.out_features < MIN_OUTPUTS:
+            skipped[name] = f"small ({module.in_features} -> {module.out_features})"
+        else:
+            linears[name] = module
+    called: set[str] = set()
+    hooks = [m.register_forward_hook(lambda *_, n=name: called.add(n)) for name, m in linears.items()]
+    try:
+        _run(model, example, on_meta)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in [name for name in linears if name not in called]:
+        skipped[name] = "not called as a module"
+        del linears[name]
+    for name, reason in skipped.items():
+        _log.info("%s stays float: %s", name, reason)
+    return linears, skipped
+
+
+def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
+    with evaluating(model):
+        if example is not None:
+            example.call(model)
+        elif not on_meta:
+            model(**example_inputs(model))
+        else:
+            inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
+            with without_experts(model, known_experts(all_experts(model))):
+                try:
+                    model(**inputs, use_cache=False)
+                except Exception:  # code that looks at values, which Dynamo does not run
+                    capture(model, on_meta=True)
+
+
+def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Storage | None = None) -> None:
+    """Raise on a weight, or its importance in ``storage``, that cannot be quantised, before anything is changed.
+
+    Raises:
+        DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see ``torch_pi2.ops.quantized``.
+    """
+    for name, linear in linears.items():
+        check_quantizable(f"{name}.weight", linear.weight.detach(), weights)
+        importance = None if storage is None else storage.importance(name)
+        if importance is not None:
+            check_importance(f"{name}.weight", importance, linear.in_features)
+
+
+def quantize_linears(
+    model: nn.Module, linears: dict[str, nn.Linear], storage: Storage, *, progress: bool = False
+) -> dict[str, LayerError]:
+    """Replace ``linears`` (emptied) in ``model`` and give their memory back; their errors.
+
+    All rows are made before the first layer is replaced, and float weights go last: on any exception ``model`` has its
+    own modules and numbers. The rows take a quarter to a half of the float weights for this long; where FFNs were
+    quantised before, that is less than they have given back.
+
+    An output layer tied to the embedding gets rows of its own, the embedding stays float, and the model's configuration
+    says that the two are not tied any more.
+
+    Raises:
+        DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see :func:`check_linears`.
+    """
+    from tqdm import tqdm
+
+    check_linears(linears, storage.weights, storage)
+    errors: dict[str, LayerError] = {}
+    made: dict[str, QuantLinear] = {}
+    for name in tqdm(list(linears), "quantise linear layers", disable=not (progress and sys.stderr.isatty())):
+        linear = linears[name]
+        made[name] = QuantLinear.from_linear(
+            linear, storage.weights, storage.int8_activations, storage.importance(name), name=name
+        )
+        error = made[name].relative_error(linear.weight)
+        errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))
+        _log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
+        share_hooks(linear, made[name])
+    with ExitStack() as undo:
+        _replace(model, [(linears[name], made[name]) for name in linears], undo)
+        undo.pop_all()  # nothing below can fail
+    in_use = {id(parameter) for parameter in model.parameters()}
+    for name, linear in linears.items():
+        # a captured graph or a variable of the caller may keep parameters, but not their memory
+        for local, parameter in linear.named_parameters():
+            if id(parameter) not in in_use:
+                take(parameter, f"{name}.{local}", parameter)
+    linears.clear()
+    return errors
+
+
+def _replace(model: nn.Module, pairs: Sequence[tuple[nn.Linear, QuantLinear]], undo: ExitStack) -> None:
+    """Register each second in the place of the first; ``undo`` takes all of it back."""
+    new = {id(linear): made for linear, made in pairs}
+    for parent in list(model.modules()):
+        for local, child in parent._modules.items():
+            if child is not None and id(child) in new:
+                undo.callback(parent._modules.__setitem__, local, child)
+                parent._modules[local] = new[id(child)]
+    left = {id(parameter) for parameter in model.parameters()}
+    config = getattr(model, "config", None)
+    if any(id(linear.weight) in left for linear, _ in pairs) and getattr(config, "tie_word_embeddings", False):
+        undo.callback(setattr, config, "tie_word_embeddings", True)
+        config.tie_word_embeddings = False  # type: ignore[union-attr]
+
+
+def _output_error(linear: nn.Linear, made: QuantLinear, x_TK: torch.Tensor | None) -> float | None:
+    if x_TK is None:
+        return None
+    with torch.no_grad():
+        wanted = F.linear(x_TK, linear.weight, linear.bias).float()
+        return relative(torch.ops.pi2.linear(x_TK, made.rows, made.bias, made.weights, made.int8_activations), wanted)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """``|found - wanted| / |wanted|``, 0 where ``wanted`` is 0."""
+    size = float(wanted.float().norm())
+    return float((found.float() - wanted.float()).norm()) / size if size else 0.0

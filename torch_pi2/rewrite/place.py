@@ -1,0 +1,99 @@
+"""Sparse layers into a model whose weights are not there: the way is tried once, when the folder is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.standin import Absorbed
+from torch_pi2.rewrite import rewrite
+from torch_pi2.rewrite.skeleton import put
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.store.weights import WAYS
+
+#: Experts of a module whose weights are read to see what it computes.
+TRIED_EXPERTS = 2
+_TRY: dict[str, Any] = {"owner": rewrite._owner_way, "chain": rewrite._chain_way}
+
+
+def check_names(model: nn.Module, plan: Plan) -> None:
+    """Raises StaleArtifactError if ``plan`` names parameters that ``model`` does not have."""
+    rewrite._check_names(model, plan)
+
+
+def find_way(model: nn.Module, site: FFNSite) -> str:
+    """One of ``WAYS`` that is seen to compute the same; the parameters of ``site`` in ``model`` have values.
+
+    Raises:
+        UnsupportedModelError: none does.
+    """
+    with torch.no_grad():
+        probes = rewrite._probes(site, site.weights(model))
+        reasons = []
+        for way in WAYS:
+            swaps = _TRY[way](model, site, None, probes)
+            if not isinstance(swaps, str):
+                return way
+            reasons.append(swaps)
+    raise _refused(site, "; ".join(reasons))
+
+
+def way_taken(model: nn.Module, layer: SparseFFN) -> str:
+    """The way by which ``layer`` came into ``model``.
+
+    Raises:
+        UnsupportedModelError: one that cannot be taken without weights.
+    """
+    if layer.site.experts is not None:
+        return "owner"
+    mine = {name: m for name, m in model.named_modules() if getattr(m, "_home", ()) == (layer,)}
+    if all(module is layer for module in mine.values()):
+        return "owner"
+    if all(module is layer or isinstance(module, Absorbed) for module in mine.values()):
+        return "chain"
+    raise _refused(layer.site, "it exchanges lazy tensors with code of its block")
+
+
+def _refused(site: FFNSite, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"quantised weights of {site.key or 'the FFN'} ({site.owner_class})",
+        expected="a module that computes the feed-forward layer, or a chain of modules",
+        found=found,
+        fix="Move the FFN into a module of its own; in memory, optimize(model, weights=...) runs it as it is.",
+    )
+
+
+def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, way: str) -> None:
+    """Put ``ffn`` in the place of the modules of ``site``, whose parameters need no values."""
+    for ref in (site.gate, site.up, site.down):
+        for name in () if ref is None else (ref.weight, ref.bias):
+            if name is not None and model.get_parameter(name).numel():
+                put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
+    with torch.no_grad():
+        swaps = _TRY[way](model, site, ffn, [])  # nothing to try it with
+    if isinstance(swaps, str):
+        raise _refused(site, swaps)
+    rewrite._install(model, site, ffn, swaps)
+
+
+def find_experts_way(model: nn.Module, group: Sequence[LayerPlan]) -> str:
+    """As :func:`find_way`, for the experts of one module, of which the first ``TRIED_EXPERTS`` have values."""
+    with torch.no_grad():
+        rewrite.experts_way(model, group, None, tried=TRIED_EXPERTS)
+    return "owner"
+
+
+def place_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts) -> None:
+    """Put ``sparse`` in the place of the module of experts that ``group`` names, whose parameters need no values."""
+    swap = rewrite.experts_way(model, group, sparse, tried=0)
+    site = group[0].site
+    for ref in (site.up, site.down):
+        put(model, [ref.weight], torch.empty(0, dtype=model.get_parameter(ref.weight).dtype))
+    rewrite._install(model, sparse.site, sparse, [swap])

@@ -1,0 +1,183 @@
+"""A model without its weights: all modules, computed buffers and small parameters; large parameters on ``meta``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.errors import ArtifactError, LibraryMissingError
+
+#: Tensors of at least as many numbers are weights, to be read later; smaller ones (rotary frequencies) are computed.
+_LARGE = 1 << 10
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """``torch.empty`` of large sizes gives a tensor on ``meta``: modules are built without memory for weights.
+
+    ``torch.device("meta")`` would put computed buffers there as well, and their values would be lost.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.rand, torch.randn) and kwargs.get("device") is None:
+            size = kwargs.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+            if all(isinstance(n, int) for n in size) and math.prod(size) >= _LARGE:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration in ``folder``. Raises as :func:`skeleton` does."""
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise LibraryMissingError(
+            "transformers", expected="an installed transformers", found=str(error), fix=how_to_install("hf")
+        ) from error
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # transformers raises what its classes do
+        raise _not_built(folder, error) from error
+
+
+def named_class(config: Any) -> Any:
+    """The class that ``config`` says it is of, such as ``BertModel``, if it is one of transformers' own.
+
+    None: say nothing, so that it is a causal language model, whatever class that is.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(config, "auto_map", None):
+        return None
+    named = getattr(config, "architectures", None)
+    name = named[0] if isinstance(named, list) and named else ""
+    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    found = None if known or not isinstance(name, str) or not name.isidentifier() else getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def skeleton(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    stored: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The model of the configuration in ``folder`` (:func:`named_class`), in evaluation mode.
+
+    Args:
+        dtype: of the parameters; None: that of the configuration, or ``stored`` where it says nothing (as transformers
+            does), or float32.
+
+    Raises:
+        ArtifactError: there is none, or transformers cannot build it. LibraryMissingError: no transformers.
+    """
+    config = model_config(folder, trust_remote_code=trust_remote_code)
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    try:
+        with _LargeOnMeta(), torch.random.fork_rng(devices=[]):
+            kind = dtype or config.dtype or stored or torch.float32
+            model: Any = (
+                AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=kind)
+                if (named := named_class(config)) is None
+                else named._from_config(config, dtype=kind)
+            )
+        if (Path(folder) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises what its classes do
+        raise _not_built(folder, error) from error
+    result: nn.Module = model.eval()
+    return result
+
+
+def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"loading {folder}",
+        expected="a model that transformers can build",
+        found=" ".join(str(error).split())[:300],
+        fix="Pass trust_remote_code=True if the checkpoint brings its own code.",
+    )
+
+
+def places(model: nn.Module) -> list[list[str]]:
+    """All names of each parameter and buffer that a checkpoint of ``model`` has, one list per tensor."""
+    kept = set(model.state_dict(keep_vars=True))
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if name in kept:
+            by_tensor.setdefault(id(tensor), []).append(name)
+    return list(by_tensor.values())
+
+
+def put(model: nn.Module, names: list[str], value: torch.Tensor) -> None:
+    """Make ``value`` the parameter or buffer of all ``names``, without a copy."""
+    parameter = nn.Parameter(value, requires_grad=False)
+    for name in names:
+        owner_name, _, local = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if local in owner._buffers:
+            owner._buffers[local] = value
+        else:
+            owner._parameters[local] = parameter
+
+
+def _now(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, local = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(owner), local)
+    return tensor
+
+
+def fill(
+    model: nn.Module,
+    groups: Iterable[list[str]],
+    read: Callable[[str, torch.Tensor], torch.Tensor | None],
+    where: str | Path,
+) -> None:
+    """Give tensors their values. ``read`` gets a name and the tensor there now; None for what it does not have.
+
+    Names of one tensor get one value, unless several of them are there (an output layer that was tied and is not now).
+
+    Raises:
+        ArtifactError: there is none for a tensor of the file ``where``; its initial value would be wrong.
+    """
+    for names in groups:
+        found = {name: value for name in names if (value := read(name, _now(model, name))) is not None}
+        if not names:
+            continue
+        if not found:
+            raise _without_value(model, names[0], where)
+        first, *others = found
+        put(model, [name for name in names if name not in others], found[first])
+        for name in others:
+            put(model, [name], found[name])
+
+
+def _without_value(model: nn.Module, name: str, where: str | Path) -> ArtifactError:
+    return ArtifactError(
+        str(where),
+        expected=f"a value for every tensor of {type(model).__name__}",
+        found=f"none for {name}",
+        fix="The file is of another model; make the folder again.",
+    )
+
+
+def check_filled(model: nn.Module, where: str | Path) -> None:
+    """Raises ArtifactError, naming it, if a tensor of ``model`` has no value; bundles may be in a store."""
+    stored = {f"{name}.bundles" for name, m in model.named_modules() if not getattr(m, "in_memory", True)}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and name not in stored:
+            raise _without_value(model, name, where)

@@ -1,0 +1,1 @@
+"""What things are: sites, plans, statistics, settings. Nothing here does anything to a model."""

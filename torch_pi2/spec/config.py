@@ -1,0 +1,81 @@
+"""``Config``: every setting of ``optimize``, each labelled lossless or lossy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_pi2.base.arguments import check_fields
+from torch_pi2.errors import ConfigError
+
+#: ``auto`` picks per layer the cheapest of what the others offer.
+METHODS = ("auto", "dense", "exact", "threshold", "lowrank", "signbit")
+
+
+#: How weights may be stored, how linear layers see their inputs, and how weights are rounded.
+WEIGHTS = ("float", "int4", "int8")
+ACTIVATIONS = ("float", "int8")
+QUANTIZATIONS = ("rtn", "weighted")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a model is made sparse.
+
+    Attributes:
+        method: how cold neurons are chosen. ``exact`` (lossless on ReLU-family activations: what is skipped is
+            multiplied by zero), ``threshold`` (lossy: CATS, for SwiGLU and GeGLU models, no training),
+            ``lowrank`` (lossy: a fitted predictor), ``signbit`` (lossy: a predictor made of the gate's signs, only
+            calibrated), ``dense`` (every neuron), or ``auto``: per layer whichever
+            of ``exact``/``threshold`` and ``lowrank`` reads fewer bytes (experts of a mixture: ``exact``/``threshold``,
+            as no predictors are fitted to them then).
+        hot_frequency: neurons that fire for at least this share of tokens are hot: computed densely, never
+            predicted (lossless in itself). No neuron of an expert is.
+        target_recall: where the search for each layer's recall starts; with ``signbit`` each layer's recall (lossy).
+        tolerance: relative increase of the model's loss that predictors may cause, 0.01 = 1 % (lossy).
+        sparsity: share of gate values that ``threshold`` cuts in layers that have no exact zeros (lossy).
+        weights: how weights of FFNs and other linear layers are stored. ``float``: as they are (lossless); ``int4``,
+            ``int8``: integers in groups of 32 with a float16 scale, 4.5 and 8.5 bits per weight (lossy). Embeddings,
+            norms and small layers stay float. Cannot be restored.
+        activations: with quantised weights, ``int8`` rounds the inputs of linear layers, gate and up to 8 bits in
+            groups of 32 (lossy, faster), ``float`` does not.
+        quantization: how weights are rounded. ``rtn``: to nearest, with the scale of smallest squared error;
+            ``weighted``: errors count as much as the input's mean square on calibration text (int4 only).
+        calibration_tokens: no further batch is taken once this many tokens are there.
+        batch_size, seq_len: shape of calibration batches; batch_size also bounds the batch statistics.
+        seed: of every random choice.
+    """
+
+    method: str = "auto"
+    hot_frequency: float = 0.4
+    target_recall: float = 0.9
+    tolerance: float = 0.01
+    sparsity: float = 0.5
+    weights: str = "float"
+    activations: str = "float"
+    quantization: str = "rtn"
+    calibration_tokens: int = 40_000
+    batch_size: int = 8
+    seq_len: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks = (
+            ("method", self.method in METHODS, ", ".join(METHODS)),
+            ("hot_frequency", 0 < self.hot_frequency <= 1.01, "more than 0, at most 1 (1.01: none hot)"),
+            ("target_recall", 0 < self.target_recall < 1, "between 0 and 1"),
+            ("tolerance", self.tolerance > 0, "more than 0 (0.01 is 1 %)"),
+            ("sparsity", 0 <= self.sparsity < 1, "from 0 to below 1"),
+            ("weights", self.weights in WEIGHTS, ", ".join(WEIGHTS)),
+            ("activations", self.activations in ACTIVATIONS, ", ".join(ACTIVATIONS)),
+            ("activations", self.activations == "float" or self.weights != "float", "float with weights='float'"),
+            ("quantization", self.quantization in QUANTIZATIONS, ", ".join(QUANTIZATIONS)),
+            ("calibration_tokens", self.calibration_tokens >= 64, "at least 64"),
+            ("batch_size", self.batch_size >= 1, "at least 1"),
+            ("seq_len", self.seq_len >= 2, "at least 2"),
+            ("seed", self.seed >= 0, "0 or more"),
+        )
+        for name, good, expected in checks:
+            if not good:
+                fix = "Leave it out for the default."
+                raise ConfigError(f"Config.{name}", expected=expected, found=repr(getattr(self, name)), fix=fix)

@@ -1,0 +1,112 @@
+"""``OffloadConfig``: how neurons are read from storage and kept in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_pi2.base.arguments import check_fields
+from torch_pi2.errors import ConfigError
+from torch_pi2.machine.device import find_device
+
+_MOST_THREADS = 1 << 16
+ENGINES = ("auto", "pread", "io_uring", "mmap")
+#: In the order of csrc/core/policies/list.inc.
+POLICIES = ("lru", "sieve", "s3-fifo", "lfu", "static", "none")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """How neurons come from flash. Every setting is lossless: results have the same bits with all of them.
+
+    Attributes:
+        engine: ``io_uring`` (Linux, where it is allowed), ``pread`` (a pool of threads), ``auto`` (the first of them
+            that there is) or ``mmap`` (no cache of our own: the system's pages; for comparison. A file that has been
+            cut short is refused, but one that is cut short while a layer is computed ends the process).
+        policy: what leaves the cache: ``lru`` (what was used longest ago), ``sieve`` (used since a hand passed stays),
+            ``s3-fifo`` (what is new must be used again soon), ``lfu`` (what was used least often of late; the default:
+            as good as ``lru`` in large caches, better in small ones), ``static`` (nothing) or ``none`` (everything:
+            each call reads what it wants). ``torch-pi2 replay`` compares them on what a model really wants.
+        io_threads: of ``pread``; for ``io_uring`` reads that may be at the device together.
+        direct: read past the page cache (``O_DIRECT``) where a trial read shows that this works.
+        verify: check the CRC32C of every bundle read (not with ``mmap``, where the system reads).
+        pipeline: compute chunks of a layer while others are read; else wait for all of a layer's reads.
+        window: keep of a layer only what its last so many calls before this one used ("LLM in a flash": tokens; of
+            a prompt, from 32 tokens on, or 12 where int8 prompts go by tiles, up to 512 are one call); 0: as the policy
+            says.
+        in_flight: chunks of a layer (of at most 16) whose reads may be under way together.
+        run_bytes: neighbouring neurons are read together, up to this.
+        gap_bytes: of what lies between two neurons that are read, at most so many bytes in a row are read with them
+            rather than left out: what a device transfers in the time that one more read takes.
+        hot_share: of the cache, the part for the most frequent neurons, which nothing evicts (with ``preload``). None:
+            a quarter, with ``lru`` and ``sieve`` half; 0.9 where the cache holds little more than a token wants
+            (``lru``, ``sieve``: less than two tokens): what remains would be evicted before it is wanted again (LRU's
+            cliff).
+        spin: threads that wait for reads keep their cores for some milliseconds before they sleep: faster where all
+            cores compute, at the price of their power.
+        preload: fill the cache with the most frequent neurons when the model is loaded.
+        lookahead: while a layer is computed for a few tokens, begin to read what the next one's predictor says of the
+            same input. Wrong guesses cost reads: it pays where the device is not busy all the time and a layer's input
+            is like the one before.
+        device: reads take as long as this device's: a preset or a JSON file, see
+            :func:`torch_pi2.machine.device.find_device`. What is measured is then simulated, and called so; preloading
+            is not slowed down. Not with ``mmap``.
+    """
+
+    engine: str = "auto"
+    policy: str = "lfu"
+    io_threads: int = 64
+    direct: bool = True
+    verify: bool = True
+    pipeline: bool = True
+    window: int = 0
+    in_flight: int = 8
+    run_bytes: int = 1 << 18
+    gap_bytes: int = 1 << 14
+    hot_share: float | None = None
+    preload: bool = True
+    lookahead: bool = False
+    spin: bool = True
+    device: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, allowed in (("engine", ENGINES), ("policy", POLICIES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"OffloadConfig.{name}",
+                    expected=" or ".join(allowed),
+                    found=repr(getattr(self, name)),
+                    fix="Choose one of them.",
+                )
+        if self.hot_share is not None and not 0 <= self.hot_share <= 1:
+            raise ConfigError(
+                "OffloadConfig.hot_share",
+                expected="0 to 1",
+                found=str(self.hot_share),
+                fix="It is a share of the cache.",
+            )
+        for name, least in (("io_threads", 1), ("in_flight", 1), ("run_bytes", 512), ("gap_bytes", 0), ("window", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"OffloadConfig.{name}",
+                    expected=f"{least} or more",
+                    found=str(getattr(self, name)),
+                    fix="Choose a larger number.",
+                )
+        if self.io_threads > _MOST_THREADS:
+            raise ConfigError(
+                "OffloadConfig.io_threads",
+                expected=f"at most {_MOST_THREADS}",
+                found=str(self.io_threads),
+                fix="Choose a smaller number.",
+            )
+        if self.device is not None:
+            find_device(self.device)  # raises
+            if self.engine == "mmap":
+                raise ConfigError(
+                    "OffloadConfig.device",
+                    expected="engine pread or io_uring",
+                    found="mmap, whose reads are the system's",
+                    fix="Choose another engine, or measure mmap without a device.",
+                )

@@ -1,0 +1,278 @@
+"""``Plan``: which neurons are hot, in what order they lie, and how cold ones are chosen (plan.json).
+
+A plan is small and readable; the neuron orders go beside it in ``plan.safetensors``. Both carry the hash of
+the weights they were made from, so a plan for another model is an error and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from torch_pi2.base.fields import Field
+from torch_pi2.base.files import atomic_folder_files, parse_json, read_text
+from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.spec.machine_plan import HardwarePlan
+from torch_pi2.spec.site import FFNSite
+
+#: 1 had no ``hardware`` part and is read, too.
+PLAN_VERSION = 2
+_VERSIONS = (1, PLAN_VERSION)
+
+#: How a layer's cold neurons are chosen: every neuron dense; the gate is computed and zeros (or, with a
+#: threshold, small values) are skipped; a low-rank or a sign-bit predictor says which to compute at all.
+METHODS = ("dense", "exact", "threshold", "lowrank", "signbit")
+
+_FIX = "Make the plan again."
+
+#: Those whose layers need a predictor.
+PREDICTED = ("lowrank", "signbit")
+
+
+@dataclass
+class LayerPlan:
+    """The plan of one FFN.
+
+    Attributes:
+        site: the FFN.
+        method: one of ``METHODS``.
+        n_hot: the first ``n_hot`` neurons of ``order`` are computed densely.
+        order: ``[I]`` int32, plan position -> original neuron (most frequent first).
+        threshold: cut on |act(gate)| for ``threshold`` (0 otherwise).
+        expected_active: mean share of cold neurons computed per token, measured on calibration data.
+    """
+
+    site: FFNSite
+    method: str
+    n_hot: int
+    order: torch.Tensor
+    threshold: float = 0.0
+    expected_active: float = 1.0
+
+    @property
+    def n_cold(self) -> int:
+        return self.site.intermediate - self.n_hot
+
+
+@dataclass
+class Plan:
+    """A plan for a whole model; ``layers`` in order of execution.
+
+    Attributes:
+        hardware: how it runs on one machine, by batch size; None: ``n_hot`` whatever the batch.
+    """
+
+    layers: list[LayerPlan]
+    model_hash: str
+    made_by: dict[str, Any] = field(default_factory=dict)
+    hardware: HardwarePlan | None = None
+    _bound: dict[str, weakref.ref[torch.Tensor]] | None = field(default=None, init=False, repr=False, compare=False)
+    _model: weakref.ref[nn.Module] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def bind(self, model: nn.Module) -> Plan:
+        """Remember (weakly) the parameters of ``model`` that the sites name; returns the plan itself.
+
+        Raises:
+            StaleArtifactError: ``model``'s FFN weights are not the plan's.
+        """
+        self.check_model(model)
+        refs = [r for y in self.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
+        names = dict.fromkeys(n for r in refs for n in (r.weight, r.bias) if n)
+        self._bound = {name: weakref.ref(model.get_parameter(name)) for name in names}
+        self._model = weakref.ref(model)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_bound": None,
+            "_model": None,
+        }  # weak references cannot be pickled, and would be another process's
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter of the bound model. Raises ConfigError if there is none, or it is gone."""
+        found = {name: ref() for name, ref in (self._bound or {}).items()}
+        alive = {name: p for name, p in found.items() if p is not None}
+        if self._bound is None or len(alive) < len(found):
+            raise ConfigError(
+                "plan",
+                expected="one that is bound to a live model",
+                found="not bound" if self._bound is None else "a model that no longer exists",
+                fix="Call plan.bind(model) first and keep the model.",
+            )
+        return alive
+
+    def model(self) -> nn.Module | None:
+        """The model it is bound to, while that exists."""
+        return None if self._model is None else self._model()
+
+    @property
+    def orders_hash(self) -> str:
+        """SHA-256 of the neuron orders: what lies in plan order belongs to plans with these alone."""
+        return _orders_hash(self.orders)
+
+    def by_key(self) -> dict[str, LayerPlan]:
+        return {layer.site.key: layer for layer in self.layers}
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises StaleArtifactError if ``model``'s FFN weights are not the ones the plan was made from."""
+        found = weights_hash(model, [layer.site for layer in self.layers])
+        if found != self.model_hash:
+            dtypes = sorted({str(layer.site.weights(model).up.dtype).removeprefix("torch.") for layer in self.layers})
+            raise StaleArtifactError(
+                "plan",
+                expected=f"a model with FFN weights {self.model_hash[:12]}",
+                found=f"one with {found[:12]}, in {', '.join(dtypes)}",
+                fix="Load it in the dtype the plan was made in (leave dtype out), or make a new plan for this model "
+                "(torch_pi2.optimize, or torch-pi2 fit and plan).",
+            )
+
+    @property
+    def orders(self) -> dict[str, torch.Tensor]:
+        """``KEY.order`` -> int32 ``[I]``, plan position -> original neuron: what :meth:`to_json` leaves out."""
+        return {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
+
+    def to_json(self) -> str:
+        """The text of plan.json: everything but the orders, and their hash."""
+        layers = []
+        for layer in self.layers:
+            layers.append(
+                {
+                    "site": layer.site.to_json(),
+                    "method": layer.method,
+                    "n_hot": layer.n_hot,
+                    "threshold": layer.threshold,
+                    "expected_active": layer.expected_active,
+                }
+            )
+        head = {"format": "torch_pi2.plan", "version": PLAN_VERSION, "model_hash": self.model_hash}
+        body: dict[str, Any] = {"orders_hash": self.orders_hash, "made_by": self.made_by, "layers": layers}
+        if self.hardware is not None:
+            body["hardware"] = self.hardware.to_json()
+        return json.dumps(head | body, indent=1)
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``plan.json`` and ``plan.safetensors`` into ``folder``, each by atomic rename."""
+        orders = self.orders, {"model_hash": self.model_hash}
+        atomic_folder_files(folder, {"plan.safetensors": orders, "plan.json": self.to_json()})
+
+    @staticmethod
+    def load(folder: str | Path) -> Plan:
+        """Read what :meth:`save` wrote. Raises ArtifactError on anything missing, broken or mismatched.
+
+        A neuron store has its plan inside (:mod:`torch_pi2.store.parts`), and no such files beside it.
+        """
+        where, beside = Path(folder) / "plan.json", f"{folder}/plan.safetensors"
+        data = parse_json(read_text(where), where, "torch_pi2.plan", *_VERSIONS)
+        orders, meta = read_tensors(Path(folder) / "plan.safetensors")
+        plan = _read_plan(data, orders, where, beside, meta.get("model_hash"))
+        if meta.get("model_hash") != plan.model_hash:
+            raise StaleArtifactError(
+                beside,
+                expected=f"model hash {plan.model_hash[:12]} as in plan.json",
+                found=str(meta.get("model_hash"))[:12],
+                fix="The two files are from different plans; make the plan again.",
+            )
+        return plan
+
+    @staticmethod
+    def from_json(text: str, orders: dict[str, torch.Tensor], where: str) -> Plan:
+        """Inverse of :meth:`to_json` and :attr:`orders`. Raises as :meth:`load`, of what is read from ``where``."""
+        data = parse_json(text, where, "torch_pi2.plan", *_VERSIONS)
+        return _read_plan(data, orders, where, where, data.get("model_hash"))
+
+
+def lossy_methods(plan: Plan) -> dict[str, int]:
+    """Method -> number of layers in which it leaves out neurons that may not be zero."""
+    layers = [y.method for y in plan.layers if y.n_cold and (y.method in PREDICTED or y.threshold > 0)]
+    return dict(Counter(layers))
+
+
+class HasParameters(Protocol):
+    """A module, or anything that gives parameters by name."""
+
+    def get_parameter(self, name: str, /) -> torch.Tensor: ...
+
+
+def _orders_hash(orders: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names and orders, so that plan.json knows its plan.safetensors."""
+    digest = hashlib.sha256()
+    for name in sorted(orders):
+        digest.update(name.encode() + orders[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read_plan(
+    data: dict[str, Any], orders: dict[str, torch.Tensor], where: Path | str, beside: str, orders_of: str | None
+) -> Plan:
+    """The plan of ``data``, from ``where``, with ``orders``, from ``beside``, of the model ``orders_of``."""
+    found = Field(data, str(where), _FIX)
+    model_hash, made_by = found.at("model_hash").text(), found.at("made_by").names(allowed=None)
+    layers = [_read_layer(entry, orders, beside) for entry in found.at("layers").items()]
+    if len({layer.site.key for layer in layers}) < len(layers):
+        found.at("layers").wrong("layers of different keys", "one twice")
+    if orders_of == model_hash and data.get("orders_hash") != _orders_hash(orders):
+        raise StaleArtifactError(
+            beside,
+            expected=f"neuron orders {str(data.get('orders_hash'))[:12]} as in plan.json",
+            found=f"{_orders_hash(orders)[:12]}",
+            fix="The two files are from different plans; make the plan again.",
+        )
+    sizes = [(layer.site.key, layer.n_hot, layer.site.intermediate) for layer in layers]
+    hardware = data.get("hardware")
+    read = None if hardware is None else HardwarePlan.from_json(hardware, sizes, str(where))
+    return Plan(layers, model_hash, made_by, read)
+
+
+def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> LayerPlan:
+    """One entry of plan.json. Raises ArtifactError for anything but what ``save`` writes."""
+    site = FFNSite.from_json(entry.at("site").value, entry.at("site").path)
+    return LayerPlan(
+        site,
+        entry.at("method").text(METHODS),
+        entry.at("n_hot").whole(0, site.intermediate),
+        _order(site, orders, beside),
+        entry.at("threshold").number(),
+        entry.at("expected_active").number(0, 1),
+    )
+
+
+def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch.Tensor:
+    """The order of a layer's neurons. Raises ArtifactError: there is none, or it is no permutation of them."""
+    order = orders.get(f"{site.key}.order")
+    if order is None or order.dtype != torch.int32 or tuple(order.shape) != (site.intermediate,):
+        found = "none" if order is None else f"{str(order.dtype).removeprefix('torch.')} {list(order.shape)}"
+    else:
+        seen = torch.zeros(site.intermediate, dtype=torch.bool)
+        least, most = (int(n) for n in order.aminmax())
+        if least >= 0 and most < site.intermediate:
+            for some in order.split(1 << 20):  # indices take eight bytes each
+                seen[some.long()] = True
+        if bool(seen.all()):
+            return order
+        found = "numbers that occur twice, or are none of theirs"
+    raise ArtifactError(
+        beside,
+        expected=f"the order of {site.key}, {site.key}.order, a permutation of {site.intermediate} neurons in int32",
+        found=found,
+        fix=_FIX,
+    )
+
+
+def weights_hash(model: HasParameters, sites: list[FFNSite]) -> str:
+    """SHA-256 over the FFN weights of ``sites`` in order, independent of file format and of other weights."""
+    digest = hashlib.sha256()
+    for site in sites:
+        for tensor in site.weights(model):
+            if tensor is not None:
+                digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
+                digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
+    return digest.hexdigest()

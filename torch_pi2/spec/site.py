@@ -1,0 +1,231 @@
+"""``FFNSite``: what the rest of the library knows about one feed-forward layer (design D4).
+
+Both finders (graph patterns and architecture adapters) yield it; eager ``optimize``, the compile backend
+and export all rewrite from it. A site holds *names*, never tensors, so it can be written to ``plan.json``.
+
+Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I`` intermediate size (neurons),
+``R`` rows per bundle (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_pi2.base.fields import Field
+from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError, UnsupportedModelError
+from torch_pi2.ops.activations import ACTIVATIONS
+
+#: Neurons, hidden states or experts at most: what the core counts with.
+MOST_SIZE = (1 << 31) - 1
+#: Fields that older files have not.
+_OPTIONAL = ("owner_class", "inner", "owner_runs", "drops")
+#: Of :attr:`FFNSite.drops`.
+DROPS = ("", "inside", "owner")
+
+
+@dataclass(frozen=True)
+class LinearRef:
+    """One matmul of a site: fully-qualified parameter names, and the rows used when several are fused.
+
+    Attributes:
+        weight: name of the weight, stored ``[out, in]`` as ``nn.Linear`` does.
+        bias: name of the bias or None.
+        rows: ``(start, stop)`` output rows of the weight that belong to this matmul (fused ``gate_up``), or
+            None for all of them.
+        expert: the weight is ``[experts, out, in]``, and this is the index of the expert's; None: it is a matrix.
+    """
+
+    weight: str
+    bias: str | None = None
+    rows: tuple[int, int] | None = None
+    expert: int | None = None
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor:
+        """The view of the parameter ``weight`` that belongs to this matmul."""
+        matrix = weight if self.expert is None else weight[self.expert]
+        return matrix if self.rows is None else matrix[self.rows[0] : self.rows[1]]
+
+
+class FFNWeights(NamedTuple):
+    """Views (no copies) of a site's tensors: ``gate`` and ``up`` are ``[I, H]``, ``down`` is ``[H, I]``."""
+
+    gate: torch.Tensor | None
+    up: torch.Tensor
+    down: torch.Tensor
+    bias_gate: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    bias_down: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class FFNSite:
+    """One feed-forward layer ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``.
+
+    Attributes:
+        key: unique name, the fully-qualified name of ``owner`` (with ``:n`` appended if it owns several).
+        layer: 0-based index in order of execution.
+        activation: a name in :data:`torch_pi2.ops.ACTIVATIONS`.
+        activation_on_up: the activation is applied to up as well (dReLU).
+        gate: the gate matmul, None for a plain FFN.
+        up, down: the other two.
+        hidden, intermediate: H and I.
+        owner: fully-qualified name of the deepest module that contains all of the site's parameters; of one expert of
+            many, whose parameters have them all, that name and the expert's number.
+        owner_class: its class name, for messages.
+        inner: modules that alone compute everything between the projections (OPT's ``activation_fn``), in order
+            of execution; empty where any of it is code of the owner. Lets a rewrite swap modules one by one.
+        owner_runs: the owner's own forward was seen to compute the FFN. False where code outside calls the owner's
+            parts (``self.mlp.down(act(self.mlp.up(x)))``), so that replacing the owner would not reach it.
+        drops: where something else happens in training mode (dropout): ``inside``, between the projections; ``owner``,
+            elsewhere in the owner; empty: nowhere.
+    """
+
+    key: str
+    layer: int
+    activation: str
+    activation_on_up: bool
+    gate: LinearRef | None
+    up: LinearRef
+    down: LinearRef
+    hidden: int
+    intermediate: int
+    owner: str
+    owner_class: str = field(default="", compare=False)
+    inner: tuple[str, ...] = field(default=(), compare=False)
+    owner_runs: bool = field(default=True, compare=False)
+    drops: str = field(default="", compare=False)
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
+
+    @property
+    def experts(self) -> str | None:
+        """Name of the module that holds this expert among others; None for a layer that is no expert."""
+        return None if self.up.expert is None else self.up.weight.rpartition(".")[0]
+
+    @property
+    def rows_per_neuron(self) -> int:
+        """R: matrix rows that make one neuron."""
+        return 3 if self.gated else 2
+
+    def weights(self, model: Any) -> FFNWeights:
+        """The site's tensors as views into ``model``'s parameters."""
+
+        def take(ref: LinearRef | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            if ref is None:
+                return None, None
+            try:
+                weight = ref.take(model.get_parameter(ref.weight).detach())
+                bias = model.get_parameter(ref.bias).detach() if ref.bias else None
+            except AttributeError as error:
+                raise _gone(self, ref) from error
+            if ref.rows is not None:
+                bias = None if bias is None else bias[ref.rows[0] : ref.rows[1]]
+            return weight, bias
+
+        gate, bias_gate = take(self.gate)
+        up, bias_up = take(self.up)
+        down, bias_down = take(self.down)
+        assert up is not None
+        assert down is not None
+        return FFNWeights(gate, up, down, bias_gate, bias_up, bias_down)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Any, where: str = "site") -> FFNSite:
+        """Inverse of :meth:`to_json`. Raises ArtifactError, naming ``where``, for anything but what that writes."""
+        site = Field(data, where, "Make the plan again.")
+        known = [f.name for f in fields(FFNSite)]
+        site.names([name for name in known if name not in _OPTIONAL], _OPTIONAL)
+        return FFNSite(
+            key=site.at("key").text(empty=True),
+            layer=site.at("layer").whole(),
+            activation=site.at("activation").text(ACTIVATIONS),
+            activation_on_up=site.at("activation_on_up").flag(),
+            gate=None if site.at("gate").value is None else _ref(site.at("gate")),
+            up=_ref(site.at("up")),
+            down=_ref(site.at("down")),
+            hidden=site.at("hidden").whole(1, MOST_SIZE),
+            intermediate=site.at("intermediate").whole(1, MOST_SIZE),
+            owner=site.at("owner").text(empty=True),
+            owner_class=site.at("owner_class", "").text(empty=True),
+            inner=tuple(name.text(empty=True) for name in site.at("inner", []).items()),
+            owner_runs=site.at("owner_runs", True).flag(),
+            drops=site.at("drops", "").text(DROPS, empty=True),
+        )
+
+
+def _ref(ref: Field) -> LinearRef:
+    ref.names(["weight"], ("bias", "rows", "expert"))
+    bias, rows, expert = (ref.at(name, None) for name in ("bias", "rows", "expert"))
+    start, stop = (row.whole(0, MOST_SIZE) for row in rows.items(2, 2)) if rows.value is not None else (0, 0)
+    if rows.value is not None and start >= stop:
+        rows.wrong("the first of some rows and the one after the last")
+    return LinearRef(
+        ref.at("weight").text(),
+        None if bias.value is None else bias.text(),
+        None if rows.value is None else (start, stop),
+        None if expert.value is None else expert.whole(0, MOST_SIZE),
+    )
+
+
+def _gone(site: FFNSite, ref: LinearRef) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"weights of {site.key or 'the FFN'} ({site.owner_class})",
+        expected=f"a parameter {ref.weight}",
+        found="none: another layer that shares its module was made sparse",
+        fix="Give each layer linear modules of its own; they may share parameters.",
+    )
+
+
+def check_weights(site: FFNSite, weights: FFNWeights) -> None:
+    """Refuse weights the kernels cannot use.
+
+    Raises:
+        DeviceError: on ``meta`` or any device but the CPU.
+        DtypeError: mixed dtypes, or one that is not float32, bfloat16 or float16.
+        NonFiniteError: NaN or infinity, with the parameter's name.
+    """
+    named = {k: v for k, v in weights._asdict().items() if v is not None}
+    for name, tensor in named.items():
+        if tensor.device.type != "cpu":
+            raise DeviceError(
+                f"device of {site.key} {name}",
+                expected="cpu",
+                found=str(tensor.device),
+                fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
+            )
+    dtypes = {str(v.dtype).removeprefix("torch.") for v in named.values()}
+    if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16", "float16"}:
+        raise DtypeError(
+            f"dtypes of {site.key}",
+            expected="one of float32, bfloat16, float16 for all its weights and biases",
+            found=", ".join(sorted(dtypes)),
+            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
+        )
+    for name, tensor in named.items():
+        # of the smallest and largest: isfinite of a matrix takes more memory than the matrix
+        if tensor.numel() and not all(bool(torch.isfinite(v)) for v in tensor.detach().aminmax()):
+            raise NonFiniteError(
+                f"values of {site.key} {name}",
+                expected="finite numbers",
+                found=f"{int((~torch.isfinite(tensor)).sum())} NaN or infinite of {tensor.numel()}",
+                fix="Check the checkpoint; a sparse form of broken weights would hide the fault.",
+            )
+
+
+@dataclass(frozen=True)
+class ExpertsForm:
+    """A module of experts: their number E, I neurons each, H; ``activation`` and ``on_up`` as in an ``FFNSite``."""
+
+    experts: int
+    intermediate: int
+    hidden: int
+    activation: str
+    on_up: bool

@@ -1,0 +1,452 @@
+"""``ActivationStats``: what profiling measured, per neuron and layer (``stats.safetensors``).
+
+Every count is an exact int64. Nothing here holds an activation: only counts, sums, and a bounded random
+sample of *which* neurons fired together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_pi2.base.artifact import check_artifact
+from torch_pi2.base.fields import Field
+from torch_pi2.base.files import atomic_folder_files
+from torch_pi2.base.reading import parse
+from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+
+STATS_VERSION = 1
+STATS_FILE = "stats.safetensors"
+STATS_FORMAT = "torch_pi2.stats"
+
+#: Score histogram: bin = top 12 bits below the sign of the float32 (8 of exponent, 4 of mantissa), that is 16
+#: bins per octave over all magnitudes, found by one shift; a bin is at most 1/16 of its value wide.
+HIST_BINS = 1 << 12
+_HIST_SHIFT = 19
+
+#: Counts of ``made_by``.
+_RUN = ("tokens", "sequences", "batches")
+_COUNTS = ("fired", "zeros", "abs_sum", "batch_fired", "batch_groups", "score_hist")
+#: Axes and dtypes of a layer's tensors in a file, see :class:`LayerStats`.
+_TENSORS: dict[str, tuple[tuple[str, ...], torch.dtype]] = {
+    "fired": (("I",), torch.int64),
+    "zeros": (("I",), torch.int64),
+    "abs_sum": (("I",), torch.float64),
+    "batch_fired": (("K", "I"), torch.int64),
+    "batch_groups": (("K",), torch.int64),
+    "score_hist": (("BINS",), torch.int64),
+    "cofire_bits": (("S", "BYTES"), torch.uint8),
+}
+_FIX = "The file is damaged; profile again."
+
+
+def pack_bits(fired_TI: torch.Tensor) -> torch.Tensor:
+    """``[T, I]`` bool -> ``[T, ceil(I/8)]`` uint8, neuron ``8*j + k`` in bit ``k`` of byte ``j``."""
+    return torch.from_numpy(np.packbits(fired_TI.cpu().numpy(), axis=1, bitorder="little"))
+
+
+def unpack_bits(bits: torch.Tensor, n_neurons: int) -> torch.Tensor:
+    """Inverse of :func:`pack_bits`: ``[T, n_neurons]`` bool."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=n_neurons, bitorder="little")).bool()
+
+
+def score_bins(score: torch.Tensor) -> torch.Tensor:
+    """Histogram ``[HIST_BINS]`` int64 of non-negative float32 scores."""
+    bins = score.float().contiguous().view(torch.int32).flatten() >> _HIST_SHIFT
+    return torch.bincount(bins, minlength=HIST_BINS)
+
+
+def bin_edge(index: int) -> float:
+    """Smallest score of a bin."""
+    return float(np.array([index << _HIST_SHIFT], dtype=np.int32).view(np.float32)[0])
+
+
+class Reservoir:
+    """Uniform sample without replacement of a stream of unknown length (Vitter's algorithm R), in rows."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seen = size, 0
+        self._random = np.random.default_rng(seed)
+
+    def place(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the next ``n`` rows of the stream: ``(rows to keep, slots they go to)``, int64 each."""
+        index = np.arange(self.seen, self.seen + n)
+        # Row j replaces a random one of the j + 1 seen so far; the first `size` rows simply fill the slots.
+        slot = np.where(index < self.size, index, self._random.integers(0, index + 1))
+        self.seen += n
+        taken: dict[int, int] = {int(s): r for r, s in enumerate(slot) if s < self.size}  # the last row wins a slot
+        return torch.tensor(list(taken.values()), dtype=torch.long), torch.tensor(list(taken), dtype=torch.long)
+
+
+@dataclass
+class LayerStats:
+    """Measurements of one FFN with I neurons.
+
+    Attributes:
+        key, layer: of the site.
+        threshold: a neuron fired iff score > threshold.
+        tokens: real tokens seen, of an expert those that the router gave it and ``borrowed`` ones.
+        fired: ``[I]`` int64 tokens for which the neuron fired.
+        zeros: ``[I]`` int64 tokens for which its score was exactly zero; with a threshold above 0, of ``scored`` ones.
+        abs_sum: ``[I]`` float64 sum of scores.
+        batch_sizes: 1, 2, 4, ... tokens of different sequences taken together.
+        batch_groups: ``[K]`` int64 groups seen of each size; batch_fired: ``[K, I]`` int64 groups in which the
+            neuron fired at least once.
+        score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
+        cofire_bits: ``[S, ceil(I/8)]`` uint8, firing vectors of a uniform sample of tokens.
+        experts: of an expert, the module that holds it.
+        borrowed: of an expert that had few tokens, how many of ``tokens`` the router gave to others of its block.
+
+    Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are in no sum of scores, histogram and sample.
+    """
+
+    key: str
+    layer: int
+    threshold: float
+    tokens: int
+    fired: torch.Tensor
+    zeros: torch.Tensor
+    abs_sum: torch.Tensor
+    batch_sizes: tuple[int, ...]
+    batch_groups: torch.Tensor
+    batch_fired: torch.Tensor
+    score_hist: torch.Tensor
+    cofire_bits: torch.Tensor
+    experts: str | None = None
+    borrowed: int = 0
+
+    @property
+    def intermediate(self) -> int:
+        return len(self.fired)
+
+    @property
+    def active_share(self) -> float:
+        """Mean share of neurons that fire per token."""
+        return float(self.fired.sum()) / max(1, self.tokens * self.intermediate)
+
+    @property
+    def sparsity(self) -> float:
+        """Share of scores that are exactly zero."""
+        return float(self.zeros.sum()) / max(1.0, self.known_zero * self.intermediate)
+
+    def frequency(self, batch: int = 1) -> torch.Tensor:
+        """``[I]`` float64: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
+
+        Between measured sizes the next smaller and larger are interpolated in log2(batch). Raises ConfigError
+        beyond the largest size for which groups were seen.
+        """
+        sizes = [s for s, n in zip(self.batch_sizes, self.batch_groups.tolist()) if n > 0]
+        if not sizes:
+            raise ConfigError(
+                f"firing frequency of {self.key}",
+                expected="statistics of some tokens",
+                found="none" if self.experts is None else "none: its router gave it no token",
+                fix="Profile, or watch, more text.",
+            )
+        if batch < 1 or batch > sizes[-1]:
+            raise ConfigError(
+                f"batch size for the firing frequency of {self.key}",
+                expected=f"1 to {sizes[-1]} (what was profiled)",
+                found=str(batch),
+                fix="Profile with a larger batch_size, or watch so many sequences being decoded together.",
+            )
+        upper = next(s for s in sizes if s >= batch)
+        lower = max(s for s in sizes if s <= batch)
+        low, high = (
+            self.batch_fired[self.batch_sizes.index(s)].double() / self.batch_groups[self.batch_sizes.index(s)].double()
+            for s in (lower, upper)
+        )
+        weight = 0.0 if upper == lower else math.log2(batch / lower) / math.log2(upper / lower)
+        return low + (high - low) * weight
+
+    @property
+    def scored(self) -> float:
+        """Tokens whose scores are in ``abs_sum`` and ``score_hist``: those that were profiled, not only watched."""
+        return float(self.score_hist.sum()) / self.intermediate
+
+    @property
+    def known_zero(self) -> float:
+        """Tokens of which it is known for which neurons their score was zero: ``zeros`` is a count of these."""
+        return self.scored if self.threshold > 0 else self.tokens
+
+    def mean_score(self) -> torch.Tensor:
+        """``[I]`` float64 mean of |score| over all tokens that have one."""
+        return self.abs_sum / max(1, self.scored)
+
+    def skew(self) -> float:
+        """Gini coefficient of the neurons' frequencies: 0 = all alike, near 1 = few neurons do everything."""
+        f = torch.sort(self.fired.double()).values
+        total = float(f.sum())
+        if total == 0:
+            return 0.0
+        n = len(f)
+        rank = torch.arange(1, n + 1, dtype=torch.float64)
+        return float((2 * (rank * f).sum() / (n * total)) - (n + 1) / n)
+
+    def cofire(self, neurons: torch.Tensor | None = None) -> torch.Tensor:
+        """Estimate of P(i and j fire for the same token), ``[n, n]`` float32 over ``neurons`` (default all).
+
+        A mean over the S sampled tokens: standard error sqrt(p (1 - p) / S), at most 0.5 / sqrt(S), i.e. 0.011
+        for the default of 2048.
+        """
+        bits = unpack_bits(self.cofire_bits, self.intermediate)
+        f_SI = (bits if neurons is None else bits[:, neurons]).float()
+        return f_SI.T @ f_SI / max(1, len(f_SI))
+
+    def merged(self, other: LayerStats) -> LayerStats:
+        if (self.threshold, self.batch_sizes, self.intermediate) != (
+            other.threshold,
+            other.batch_sizes,
+            other.intermediate,
+        ):
+            raise ConfigError(
+                f"merging statistics of {self.key}",
+                expected=f"threshold {self.threshold}, batch sizes {self.batch_sizes}, {self.intermediate} neurons",
+                found=f"threshold {other.threshold}, batch sizes {other.batch_sizes}, {other.intermediate} neurons",
+                fix="Profile both with the same settings.",
+            )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        return LayerStats(
+            self.key,
+            self.layer,
+            self.threshold,
+            self.tokens + other.tokens,
+            batch_sizes=self.batch_sizes,
+            cofire_bits=self._merged_sample(other),
+            experts=self.experts,
+            borrowed=self.borrowed + other.borrowed,
+            **sums,
+        )
+
+    def _merged_sample(self, other: LayerStats) -> torch.Tensor:
+        """A uniform sample of the joint stream: how many rows come from each side is hypergeometric."""
+        mine, theirs = self.cofire_bits, other.cofire_bits
+        if len(mine) == self.tokens and len(theirs) == other.tokens:
+            size = max(len(mine), len(theirs), min(2048, len(mine) + len(theirs)))
+        else:
+            # A full sample's length is its size; one that holds its whole stream puts no bound on it.
+            size = min(len(s.cofire_bits) for s in (self, other) if len(s.cofire_bits) < s.tokens)
+        size = min(size, len(mine) + len(theirs))
+        random = np.random.default_rng((self.tokens, other.tokens))
+        share = self.tokens / max(1, self.tokens + other.tokens)
+        big = self.tokens + other.tokens >= 10**9  # numpy's limit; the binomial is the same to 1e-6 there
+        k = int(random.binomial(size, share) if big else random.hypergeometric(self.tokens, other.tokens, size))
+        k = min(max(k, size - len(theirs)), len(mine))
+        pick = (random.permutation(len(mine))[:k], random.permutation(len(theirs))[: size - k])
+        return torch.cat([mine[torch.from_numpy(pick[0])], theirs[torch.from_numpy(pick[1])]])
+
+
+@dataclass
+class ActivationStats:
+    """Statistics of all FFNs of a model, in order of execution."""
+
+    layers: dict[str, LayerStats]
+    model_hash: str
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> LayerStats:
+        if key not in self.layers:
+            raise ConfigError(
+                "layer in the activation statistics",
+                expected=f"one of {', '.join(list(self.layers)[:4])}{', ...' if len(self.layers) > 4 else ''}",
+                found=repr(key),
+                fix="Profile the model with this FFN among the sites.",
+            )
+        return self.layers[key]
+
+    def __iter__(self) -> Iterator[LayerStats]:
+        return iter(self.layers.values())
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens that the model was run on."""
+        seen = max((s.tokens for s in self if s.experts is None), default=0)
+        return seen or int(self.made_by.get("tokens", max((s.tokens for s in self), default=0)))
+
+    def frequency(self, key: str, batch: int = 1) -> torch.Tensor:
+        """See :meth:`LayerStats.frequency`."""
+        return self[key].frequency(batch)
+
+    def threshold_for(self, key: str, share: float) -> float:
+        """Cut on the score at which ``share`` of a layer's (token, neuron) pairs do not fire (CATS, 2404.08763).
+
+        Read off the histogram, interpolated inside a bin: off by 1/16 of the value at most. 0.0 if exact zeros
+        reach the share alone. Raises ConfigError unless 0 <= share < 1, and if there are no scores.
+        """
+        if not 0.0 <= share < 1.0:
+            raise ConfigError(
+                "share of neurons to skip", expected="0 <= share < 1", found=str(share), fix="0.7 means 70 % skipped."
+            )
+        stats = self[key]
+        known = share == 0 or stats.tokens == 0 or stats.known_zero > 0
+        if known and float(stats.zeros.sum()) >= share * stats.known_zero * stats.intermediate:
+            return 0.0
+        if not stats.scored:
+            raise ConfigError(
+                f"threshold of {key} for a share of {share}",
+                expected="statistics with scores",
+                found="counts alone, of a model that was watched in use",
+                fix="Profile the model (torch_pi2.profile), and add what was watched (torch-pi2 plan --update).",
+            )
+        want = share * stats.scored * stats.intermediate
+        below = torch.cumsum(stats.score_hist, 0)
+        bin_ = int(torch.searchsorted(below, torch.tensor(math.ceil(want))))
+        inside = float(stats.score_hist[bin_])
+        part = 1.0 - (float(below[bin_]) - want) / inside
+        low, high = bin_edge(bin_), bin_edge(bin_ + 1)
+        return low + (high - low) * part
+
+    def merge(self, other: ActivationStats) -> ActivationStats:
+        """Statistics as if both data sets had been profiled together (counts exactly, samples in distribution).
+
+        Raises:
+            StaleArtifactError: other weights. ConfigError: other thresholds, batch sizes or layers.
+        """
+        if self.model_hash != other.model_hash:
+            raise StaleArtifactError(
+                "activation statistics to merge",
+                expected=f"FFN weights {self.model_hash[:12]}",
+                found=other.model_hash[:12],
+                fix="Merge only statistics of one model.",
+            )
+        if list(self.layers) != list(other.layers):
+            raise ConfigError(
+                "layers of the statistics to merge",
+                expected=", ".join(self.layers),
+                found=", ".join(other.layers),
+                fix="Profile the same sites both times.",
+            )
+        counts = {k: n + other.made_by.get(k, 0) for k, n in self.made_by.items() if k in _RUN}
+        return ActivationStats(
+            {k: s.merged(other.layers[k]) for k, s in self.layers.items()}, self.model_hash, self.made_by | counts
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers for reports and ``--json``: sparsity and shape of each layer's firing."""
+        rows = []
+        for s in self:
+            f = s.frequency() if s.tokens else torch.zeros(s.intermediate, dtype=torch.float64)
+            order = torch.sort(f, descending=True).values
+            need = int((torch.cumsum(order, 0) < 0.8 * float(order.sum())).sum()) + 1
+            rows.append(
+                {
+                    "key": s.key,
+                    "layer": s.layer,
+                    "neurons": s.intermediate,
+                    "sparsity": s.sparsity,
+                    "active_share": s.active_share,
+                    "borrowed": s.borrowed,
+                    "never_fired": int((s.fired == 0).sum()),
+                    "neurons_for_80_percent": need / s.intermediate,
+                    "skew": s.skew(),
+                    "active_share_by_batch": {
+                        str(b): float(s.frequency(b).mean())
+                        for b, n in zip(s.batch_sizes, s.batch_groups.tolist())
+                        if n > 0
+                    },
+                }
+            )
+        return {"tokens": self.tokens, "model_hash": self.model_hash, "made_by": self.made_by, "layers": rows}
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``stats.safetensors`` (into ``path`` if that is a folder) by atomic rename; returns its path."""
+        path = _file(path)
+        tensors: dict[str, torch.Tensor] = {}
+        layers = []
+        for s in self:
+            for name in (*_COUNTS, "cofire_bits"):
+                tensors[f"{s.key}.{name}"] = getattr(s, name)
+            layers.append(
+                {
+                    "key": s.key,
+                    "layer": s.layer,
+                    "threshold": s.threshold,
+                    "tokens": s.tokens,
+                    "batch_sizes": s.batch_sizes,
+                }
+                | ({} if s.experts is None else {"experts": s.experts, "borrowed": s.borrowed})
+            )
+        meta = {
+            "format": STATS_FORMAT,
+            "version": str(STATS_VERSION),
+            "model_hash": self.model_hash,
+            "made_by": json.dumps(self.made_by),
+            "layers": json.dumps(layers),
+        }
+        atomic_folder_files(path.parent, {path.name: (tensors, meta)})
+        return path
+
+    @staticmethod
+    def load(path: str | Path, *, model_hash: str | None = None) -> ActivationStats:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ArtifactError: missing, damaged, of another version. StaleArtifactError: made from other weights
+                than ``model_hash`` (from :func:`torch_pi2.spec.plan.weights_hash`).
+        """
+        path = _file(path)
+        tensors, meta = read_tensors(path)
+        return ActivationStats.from_tensors(tensors, meta, path, model_hash=model_hash)
+
+    @staticmethod
+    def from_tensors(
+        tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str], where: Path | str, *, model_hash: str | None
+    ) -> ActivationStats:
+        """Statistics from the tensors and metadata of a file, read from ``where``. Raises as :meth:`load`."""
+        check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, model_hash)
+        found = parse_layers(meta, where)
+        layers = {layer.key: layer for layer in (_layer(row, tensors, where) for row in found.items())}
+        if len(layers) < len(found.value):
+            found.wrong("layers of different keys", "one twice")
+        made_by = Field(parse(meta.get("made_by", ""), f"{where}, made_by"), f"{where}, made_by", _FIX)
+        return ActivationStats(layers, meta["model_hash"], made_by.names(allowed=None))
+
+
+def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
+    """What the metadata says of layers. Raises ArtifactError: nothing, or no JSON."""
+    return Field(parse(meta.get("layers", ""), f"{where}, layers", fix=_FIX), f"{where}, layers", _FIX)
+
+
+def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -> LayerStats:
+    """One layer of a file. Raises ArtifactError."""
+    row.names(("key", "layer", "threshold", "tokens", "batch_sizes"), ("experts", "borrowed"))
+    key = row.at("key").text(empty=True)
+    found = {name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors}
+    if missing := [name for name in _TENSORS if name not in found]:
+        raise ArtifactError(f"{where}: {key}", expected="all its tensors", found=f"no {', '.join(missing)}", fix=_FIX)
+    sizes = tuple(size.whole(1) for size in row.at("batch_sizes").items(1, 64))
+    neurons, samples = (found[name].shape[0] if found[name].dim() else 0 for name in ("fired", "cofire_bits"))
+    known = {"I": neurons, "K": len(sizes), "S": samples, "BINS": HIST_BINS, "BYTES": -(-neurons // 8)}
+    for name, (axes, dtype) in _TENSORS.items():
+        shape = tuple(known[axis] for axis in axes)
+        if tuple(found[name].shape) != shape or found[name].dtype != dtype:
+            said = f"{str(found[name].dtype).removeprefix('torch.')} {list(found[name].shape)}"
+            wanted = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+            raise ArtifactError(f"{where}, {key}.{name}", expected=wanted, found=said, fix=_FIX)
+        values = found[name]
+        if values.numel() and not 0 <= float(values.min()) <= float(values.max()) < math.inf:
+            raise ArtifactError(f"{where}, {key}.{name}", expected="numbers of 0 or more", found="others", fix=_FIX)
+    experts, tokens = row.at("experts", None), row.at("tokens").whole()
+    return LayerStats(
+        key=key,
+        layer=row.at("layer").whole(),
+        threshold=row.at("threshold").number(),
+        tokens=tokens,
+        batch_sizes=sizes,
+        experts=None if experts.value is None else experts.text(),
+        borrowed=row.at("borrowed", 0).whole(0, tokens),
+        **found,
+    )
+
+
+def _file(path: str | Path) -> Path:
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / STATS_FILE

@@ -1,0 +1,144 @@
+"""What a memory budget is divided into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import LayerPlan
+from torch_pi2.store.superblock import SECTOR, LayerEntry
+
+#: Bookkeeping per neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
+_NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
+#: The same per slot of the cache.
+SLOT_BYTES = 40
+#: What a policy remembers of a neuron, in the cache or not.
+_POLICY_BYTES = {"s3-fifo": 4, "lfu": 1}
+#: Tokens of a prompt whose activations a budget has room for at a time, whatever its context.
+PIECE_TOKENS = 1024
+TOKEN_TILE = 64
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of a model over a store, by part.
+
+    Attributes:
+        total: what was asked for.
+        fixed: attention, embeddings, head, norms and biases. predictors: of all layers. neuron_tables: bookkeeping.
+        kv: keys and values of ``context`` tokens. staging: where neurons go that a full cache has no room for.
+        activations: of a prompt of ``context`` tokens, of which ``piece_tokens`` are read at a time
+            (:class:`torch_pi2.Decoder`), what operators need besides, and some MiB for objects and threads.
+        cache: what is left, for neurons (and 40 bytes a slot). neurons: all of them. token: those of an average token.
+        slot: one of them (or a cluster, if a store has such) in the cache.
+    """
+
+    total: int
+    fixed: int
+    predictors: int
+    neuron_tables: int
+    kv: int
+    staging: int
+    activations: int
+    cache: int
+    neurons: int
+    token: int
+    slot: int
+    piece_tokens: int = PIECE_TOKENS
+
+    @property
+    def smallest(self) -> int:
+        """The least that is accepted: everything but neurons, which then all come from flash."""
+        return self.fixed + self.predictors + self.kv + self.staging + self.activations + self.neuron_tables
+
+    @property
+    def whole(self) -> int:
+        """What the model takes with every neuron in memory."""
+        return self.smallest + self.in_slots(self.neurons)
+
+    @property
+    def cliff(self) -> int:
+        """Below it, what one token wants does not fit: a cache that evicts the oldest then hits next to nothing."""
+        return self.smallest + self.in_slots(self.token)
+
+    def with_total(self, total: int, folder: Path) -> Budget:
+        """The same parts, and a cache of what is left of ``total``. Raises ConfigError: they do not fit."""
+        left = total - self.smallest
+        if left < 0:
+            raise ConfigError(
+                f"budget for {folder}",
+                expected=f"at least {-(-self.smallest // 2**20)} MiB, for all but neurons",
+                found=f"{total / 2**20:.0f} MiB",
+                fix="Give it more.",
+            )
+        slots = min(self.neurons // self.slot, left // (self.slot + SLOT_BYTES))
+        return replace(self, total=total, cache=slots * self.slot)
+
+    def in_slots(self, size: int) -> int:
+        """What the cache takes for neurons of ``size`` bytes, bookkeeping included."""
+        return -(-size // self.slot) * (self.slot + SLOT_BYTES)
+
+
+def place_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> int:
+    """What a slot of a store takes in the cache, the largest of all layers.
+
+    As the core rounds it: what is read past the page cache goes straight to its place, in whole sectors.
+    """
+    unit = SECTOR if config.direct else 64
+    return max(-(-entry.cluster * entry.bundle_bytes // unit) * unit for entry in entries)
+
+
+def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[int, int, int]:
+    """What the engine of a store has beside its cache, in bytes.
+
+    Returns:
+        Staging, where neurons go that a full cache has no room for; bookkeeping of all neurons; and of all slots, if
+        the cache holds them all.
+    """
+    spares = max(min(config.in_flight, 16) * max(map(_chunk_slots, entries)), max(map(_prompt_slots, entries)))
+    neurons = sum(entry.neurons for entry in entries)
+    return (
+        0 if config.engine == "mmap" else spares * max(entry.slot_bytes for entry in entries),
+        neurons * (_NEURON_BYTES + _POLICY_BYTES.get(config.policy, 0)),
+        sum(entry.slots_in_file for entry in entries) * SLOT_BYTES,
+    )
+
+
+def _chunk_slots(entry: LayerEntry) -> int:
+    """Slots of a chunk of neurons: as ``chunk_neurons`` in csrc/include/pi2/ffn.h has it."""
+    sixteenth = (entry.neurons + 15) // 16
+    return -(-min(entry.neurons, (sixteenth + 63) // 64 * 64) // entry.cluster)
+
+
+def _prompt_slots(entry: LayerEntry) -> int:
+    """Slots of a prompt's chunk: as ``kPromptNeurons`` there has it."""
+    return -(-min(entry.neurons, 512) // entry.cluster)
+
+
+def predictor_bytes(predictor: Any, layer: LayerPlan) -> int:
+    if predictor is None:
+        return 0
+    tensors = predictor.tensors() if hasattr(predictor, "tensors") else predictor
+    return sum(t.nbytes for t in tensors.values() if isinstance(t, torch.Tensor))
+
+
+def kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
+    """Keys and values of ``context`` tokens of one sequence, in all layers."""
+    if hasattr(model_config, "get_text_config"):
+        model_config = model_config.get_text_config()
+    layers = model_config.num_hidden_layers
+    heads = getattr(model_config, "num_key_value_heads", None) or getattr(model_config, "num_kv_heads", None)
+    heads = 1 if getattr(model_config, "multi_query", False) else heads or model_config.num_attention_heads
+    width = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    return int(2 * layers * heads * width * context * dtype.itemsize)
+
+
+def piece_tokens(context: int) -> int:
+    """Tokens of a prompt that are read at a time by a model with room for ``context`` tokens."""
+    return max(TOKEN_TILE, min(PIECE_TOKENS, context))

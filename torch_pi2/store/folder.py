@@ -1,0 +1,87 @@
+"""The folder of a checkpoint of ours: what may be in it, what may be replaced."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.base.fields import Field
+from torch_pi2.base.files import check_not_current
+from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.predict.file import PREDICTORS_FILE
+from torch_pi2.spec.stats import STATS_FILE
+from torch_pi2.store.storefile import STORE_FILE
+from torch_pi2.store.weights import WEIGHTS_FILE
+
+PI2_FOLDER = "pi2"
+#: What is written to ``pi2/``.
+_PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE)
+#: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "*.tiktoken")
+#: Where transformers writes the chat templates of a tokenizer that has several.
+_TEMPLATES = "additional_chat_templates"
+_FOLDERS = {PI2_FOLDER: _PARTS, _TEMPLATES: ("*.jinja",)}
+
+
+def check_replaceable(folder: Path) -> None:
+    """What we write replaces the whole folder: refuse one with anything but an earlier result.
+
+    Raises:
+        ArtifactError: the folder holds other files, or is the current one.
+    """
+    check_not_current(folder)
+    if folder.is_file():
+        found = "a file"
+    elif not folder.is_dir() or (stranger := _stranger(folder)) is None:
+        return
+    else:
+        found = f"a folder with other files in it: {stranger}"
+    raise ArtifactError(
+        f"writing {folder}",
+        expected="a new folder, or one written by torch_pi2 with nothing else in it (which is replaced)",
+        found=found,
+        fix="Choose another folder.",
+    )
+
+
+def _stranger(folder: Path) -> str | None:
+    """The first thing in ``folder`` for which it is no earlier result of ours; None: it is one, or empty."""
+    paths, pi2 = sorted(folder.iterdir()), folder / PI2_FOLDER
+    if not paths:
+        return None
+    if pi2.is_symlink() or not pi2.is_dir():
+        return f"{paths[0].name}, and no folder {PI2_FOLDER}/"
+    for path in paths:
+        kinds = _FOLDERS.get(path.name)
+        if kinds and (path.is_symlink() or not path.is_dir()):
+            return path.name
+        files, kinds = (sorted(path.iterdir()), kinds) if kinds else ([path], (*SMALL_FILES, "*.safetensors"))
+        for file in files:
+            if not file.is_file() or not any(fnmatch.fnmatchcase(file.name, kind) for kind in kinds):
+                return str(file.relative_to(folder))
+    return None if any(pi2.iterdir()) else f"an empty {PI2_FOLDER}/"
+
+
+def check_separate(verb: str, source: str | Path, folder: Path) -> None:
+    """Raises ConfigError if ``folder`` and the ``source`` of a model, where that is one, are or are in each other."""
+    if not str(source) or not Path(source).is_dir():
+        return  # the name of a checkpoint
+    source, folder = Path(source).resolve(), folder.resolve()
+    if source == folder or source in folder.parents or folder in source.parents:
+        raise ConfigError(
+            f"{verb}'s folders",
+            expected="two separate ones",
+            found=f"{source} and {folder}",
+            fix="The result replaces its folder; write it elsewhere.",
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises ArtifactError if it is missing or damaged."""
+    path, expected, fix = folder / "config.json", "a model's configuration", "Check the folder's name."
+    found = parse(read_bytes(path, expected, fix), path, expected=expected, fix=fix, unique=False)
+    if not isinstance(found, dict):
+        Field(found, str(path), fix).wrong(expected)
+    return found
