@@ -146,7 +146,7 @@ def test_store_path_of_the_environment(written: tuple[Path, Store], tmp_path: Pa
     pte, _ = written
     copy = shutil.copy(backend.load_library()._name, tmp_path / "copy.so")
     code = (
-        "import ctypes, torch; from torch_pi2.runtime import executorch as b; b.load_library(); b.load_library();"
+        "import ctypes, torch; from torch_pi2.decode import executorch as b; b.load_library(); b.load_library();"
         f"ctypes.CDLL({str(copy)!r});"  # registers nothing, and ends nothing
         f"from executorch.runtime import Runtime; m = Runtime.get().load_program({str(pte)!r}).load_method('plain');"
         "print('ran', m.execute([torch.ones(1, 32)])[0].shape, b.stats()['stores'][0]['cache_bytes'])"

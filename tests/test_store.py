@@ -271,8 +271,8 @@ def test_everything_comes_back(tmp_path: Path, align: int | None, cluster: int |
 
 
 def test_pieces_do_not_show(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pack", "storefile"):
-        monkeypatch.setattr(f"torch_pi2.store.{module}.PIECE", 4096)
+    for module in ("checkpoint.pack", "store.storefile"):
+        monkeypatch.setattr(f"torch_pi2.{module}.PIECE", 4096)
     pack(toys / "in", tmp_path / "out")
     assert store_of(tmp_path / "out").read_bytes() == store_of(toys / "out").read_bytes()
     with StoreReader(store_of(tmp_path / "out")) as store:
@@ -515,7 +515,7 @@ def test_bundles_are_made_anew_for_another_plan(
     (source / "modeling.py").unlink()
     assert packing._source_marker(source, "float") == before
     with monkeypatch.context() as patch:
-        patch.setattr(torch_pi2, "__version__", "0")
+        patch.setattr(packing, "__version__", "0")
         assert packing._source_marker(source, "float") != before
     plan = Plan.load(source / "pi2")
     layers = [replace(layer, order=layer.order.flip(0)) for layer in plan.layers]
