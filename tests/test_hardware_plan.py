@@ -196,7 +196,7 @@ def test_another_plan_for_a_folder(tmp_path: Path) -> None:
     other = with_hardware(Plan.load(folder / "pi2"))
     other.save(tmp_path / "plan")
     loaded = torch_pi2.load(folder, plan=tmp_path / "plan")
-    assert loaded.torch_pi2.machine.hardware == other.hardware
+    assert loaded.torch_pi2.plan.hardware == other.hardware
     shuffled = copy.copy(other)
     shuffled.layers = [replace(y, order=y.order.flip(0)) for y in other.layers]
     with pytest.raises(errors.StaleArtifactError, match="neuron orders as in its own plan"):

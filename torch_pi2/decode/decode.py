@@ -108,7 +108,8 @@ class Decoder:
     ) -> None:
         argument(max_tokens, "Decoder(max_tokens)").whole(0)
         argument(batch, "Decoder(batch)").whole(0)
-        argument(backend, "Decoder(backend)").text(torch._dynamo.list_backends(exclude_tags=()))
+        if not callable(backend):
+            argument(backend, "Decoder(backend)").text(torch._dynamo.list_backends(exclude_tags=()))
         if max_tokens < 2 or batch < 1:
             raise ConfigError(
                 "max_tokens, batch",
