@@ -30,8 +30,7 @@ std::int64_t cache_of(const Options& options, const Manifest& manifest) {
   if (left < 1024) {
     const auto mib = std::to_string((fixed + (1 << 20) - 1) >> 20) + " MiB";
     throw Problem("--budget",
-                  "more than " + std::to_string(fixed) + " bytes (" + mib +
-                      "), which it takes without any neurons",
+                  "more than " + std::to_string(fixed) + " bytes (" + mib + "), which it takes without any neurons",
                   std::to_string(options.budget) + " bytes", "Give it more, or export with fewer tokens or batches.");
   }
   if (left < std::min(manifest.token_bytes, manifest.ffn_bytes)) {
