@@ -33,7 +33,7 @@ from torch_pi2.profile import MIN_TOKENS, ActivationStats, batches, collect_samp
 from torch_pi2.profile import profile as profile_sites
 from torch_pi2.profile.inputs import EXPERT_TOKENS, gather_inputs
 from torch_pi2.profile.samples import bytes_per_token, routed_tokens, samples_bytes
-from torch_pi2.rewrite.handle import Optimized, _apply
+from torch_pi2.rewrite.handle import Optimized, apply
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.spec.config import Config
@@ -92,7 +92,7 @@ def calibrated(model: nn.Module, sites: list[FFNSite]) -> ActivationStats:
 def sparse(model: nn.Module, sites: list[FFNSite], stats: ActivationStats, config: Config, given: Any = None) -> Any:
     """As ``torch_pi2.optimize`` with statistics, of a copy."""
     plan = greedy_plan(sites, stats, given, config)
-    return _apply(copy.deepcopy(model), Optimized(plan, FittedPredictors(given or {}), stats), False, config)
+    return apply(copy.deepcopy(model), Optimized(plan, FittedPredictors(given or {}), stats), False, config)
 
 
 def settings(**more: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from torch_pi2.observe.watched import save_stats, watched_stats
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.rewrite.handle import Optimized, _apply
+from torch_pi2.rewrite.handle import Optimized, apply
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.spec.stats import ActivationStats
@@ -67,7 +67,7 @@ def _planned(name: str, method: str, hot: float, weights: str) -> nn.Module:
             assert gate is not None
             predictors[site.key] = SignBit.from_weights(gate)
     parts = Optimized(Plan(layers, weights_hash(model, sites)), predictors, None)
-    return _apply(model, parts, False, Config(weights=weights))
+    return apply(model, parts, False, Config(weights=weights))
 
 
 def fires(layer: SparseFFN, x_TH: torch.Tensor, cut: float) -> torch.Tensor:
