@@ -332,6 +332,20 @@ def test_models_are_of_the_class_that_their_configuration_names(tmp_path: Path, 
         assert type(load_dense(tmp_path / folder)) is kind
 
 
+def test_lack_of_memory_is_no_fault_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "store")
+
+    def fail(*_args: Any, **_settings: Any) -> Any:
+        raise MemoryError
+
+    for name in ("from_pretrained", "from_config"):
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, name, fail)
+    for folder in ("m", "store"):
+        with pytest.raises(MemoryError):
+            torch_pi2.load(tmp_path / folder)
+
+
 def test_predictors_and_configuration_come_along(tmp_path: Path) -> None:
     torch_pi2.synthetic(tmp_path / "q", SMALL, rank=16)
     (tmp_path / "q" / "tokenizer.json").write_text("{}")

@@ -22,7 +22,7 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.decode.adapt import follow, let_go
 from torch_pi2.errors import CalibrationError, DtypeError
-from torch_pi2.fit.fit import MIN_SEQUENCES, causal_lm_loss, cold_neurons
+from torch_pi2.fit.fit import MIN_SEQUENCES, causal_lm_loss, cold_neurons, rows_of
 from torch_pi2.fit.fit import fit as fit_predictors
 from torch_pi2.fit.signbit_fit import fit_signbit
 from torch_pi2.graph.find import Found, search
@@ -403,7 +403,7 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
     except CalibrationError:
         _log.warning("%s gives no next-token logits: no predictors are fitted to it", type(model).__name__)
         return False
-    sequences = sum(1 if b.input_ids is None or b.kwargs else len(b.input_ids) for b in data)
+    sequences = len(rows_of(data))
     if sequences < MIN_SEQUENCES:
         _log.warning("%d sequences are too few to fit predictors to (%d): none are", sequences, MIN_SEQUENCES)
         return False

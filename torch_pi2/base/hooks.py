@@ -72,6 +72,11 @@ def hooks_inside(prefix: str, module: nn.Module) -> str | None:
     return own_forward({prefix: module, **parts})
 
 
+def has_stand_ins(model: nn.Module) -> bool:
+    """Whether a rewrite has put anything into ``model``; asked by rooms that do not know what it puts there."""
+    return any(getattr(part, "is_stand_in", False) for part in model.modules())
+
+
 def refuse_global_hooks(what: str) -> None:
     """Raise ConfigError, of ``what``, if PyTorch calls hooks around the forward of every module there is."""
     common = nn.modules.module

@@ -357,6 +357,8 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             local_files_only=True,
             output_loading_info=True,
         )
+    except MemoryError:
+        raise
     except Exception as error:  # transformers raises what its classes do
         raise ArtifactError(
             f"loading {folder}",

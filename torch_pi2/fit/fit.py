@@ -387,8 +387,8 @@ def _loss(model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any
     return total / count, skipped
 
 
-def _split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
-    """Sequences dealt out 6 : 2 : 2 to fit, calibrate and evaluate."""
+def rows_of(data: list[Batch]) -> list[Batch]:
+    """Calibration data by sequences; a batch that cannot be taken apart counts as one."""
     rows: list[Batch] = []
     for batch in data:
         ids, mask = batch.input_ids, batch.mask_BT
@@ -396,6 +396,12 @@ def _split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
             rows.append(batch)
         else:
             rows.extend(Batch(ids[b : b + 1], mask[b : b + 1]) for b in range(len(ids)))
+    return rows
+
+
+def _split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
+    """Sequences dealt out 6 : 2 : 2 to fit, calibrate and evaluate."""
+    rows = rows_of(data)
     if len(rows) < MIN_SEQUENCES:
         raise CalibrationError(
             "sequences to fit predictors on",

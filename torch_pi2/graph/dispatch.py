@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.base.hooks import has_hooks
+from torch_pi2.base.hooks import has_hooks, has_stand_ins
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.active import ActiveNeurons
 from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member
@@ -220,7 +220,7 @@ class NeuronClusterMode(TorchDispatchMode):
     def __init__(self, plan: Plan, predictors: Mapping[str, Scorer] | None = None) -> None:
         super().__init__()
         predictors, model = predictors or {}, plan.model()
-        if model is not None and any(getattr(part, "is_stand_in", False) for part in model.modules()):
+        if model is not None and has_stand_ins(model):
             raise ConfigError(
                 "NeuronClusterMode",
                 expected="a dense model",

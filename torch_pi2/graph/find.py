@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.hooks import has_stand_ins
 from torch_pi2.errors import ConfigError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
 from torch_pi2.graph.elementwise import op_name
@@ -82,7 +83,7 @@ def search(
     on_meta: bool = False,
 ) -> Found:
     """As :func:`find_sites`, with what is left dense."""
-    if any(getattr(part, "is_stand_in", False) for part in model.modules()):
+    if has_stand_ins(model):
         raise ConfigError(
             type(model).__name__,
             expected="a dense model",

@@ -33,7 +33,7 @@ STATISTICS = (
     "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
     "guessed", "used", "late", "fixed", "arranging",
 )  # fmt: skip
-#: Tokens of layers' calls, added up, after which memory that was freed is given back: 1 to 2 ms.
+#: Tokens of layers' calls, added up, after which memory that was freed is given back.
 _TRIM_TOKENS = 512
 #: What the core says of a store that it cannot open for reasons that are not in the file.
 _NOT_OF_THE_FILE = ("engine: no thread", "options: ", "policy: ", "device: ")

@@ -45,6 +45,8 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # transformers raises what its classes do
         raise _not_built(folder, error) from error
 
@@ -95,6 +97,8 @@ def skeleton(
             )
         if (Path(folder) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # transformers raises what its classes do
         raise _not_built(folder, error) from error
     result: nn.Module = model.eval()
