@@ -6,7 +6,7 @@
 #include <cstring>
 #include <thread>
 
-#include "core/firing.h"
+#include "ffn/firing.h"
 #include "pi2/experts.h"
 #include "pi2/kernels.h"
 #include "pi2/thread_pool.h"
