@@ -4,6 +4,7 @@
 
 #include "base/convert.h"
 #include "pi2/experts.h"
+#include "pi2/offload.h"
 #include "pi2/thread_pool.h"
 #include "tests/store_fixture.h"
 

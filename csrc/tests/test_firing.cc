@@ -9,6 +9,7 @@
 #include "ffn/firing.h"
 #include "pi2/experts.h"
 #include "pi2/kernels.h"
+#include "pi2/offload.h"
 #include "pi2/thread_pool.h"
 #include "tests/store_fixture.h"
 
