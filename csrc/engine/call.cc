@@ -118,46 +118,36 @@ void Call::note_uses(std::int64_t hits) {
 
 void Call::look_up(std::int64_t c) {
   const StoreLayer& l = about();
-  const Places& places = common_.places;
-  const NeuronCache& cache = common_.places.cache();
+  Places& places = common_.places;
+  NeuronCache& cache = places.cache();
   const char** at = where_[static_cast<std::size_t>(layer_)].data();
-  const Chunk& chunk = chunks_[c];
+  const std::int64_t first_key = key();
+  Chunk& chunk = chunks_[c];
   std::int64_t last = -1, found = -1, hits = 0;
   bool hit = false;
   for (std::int64_t k = 0; k < chunk.count; ++k) {
     const std::int64_t id = chunk.ids[k], in_file = id / l.cluster;
-    if (k + kAhead < chunk.count) cache.expect(key() + chunk.ids[k + kAhead] / l.cluster);
+    if (k + kAhead < chunk.count) cache.expect(first_key + chunk.ids[k + kAhead] / l.cluster);
     if (in_file != last) {
       last = in_file;
-      found = find(c, in_file, &hit);
+      found = cache.look_up(first_key + in_file);
+      hit = found >= 0;
+      if (!hit && (found = take_ahead(in_file, &chunk)) < 0) chunk.missing.push_back(in_file);
+      if (hit && places.guessed(found)) {
+        places.wanted(found);
+        ++common_.sums.used;
+        hit = false;
+      }
+      if (found >= 0 && places.loading(found)) {
+        places.wait_for(found, c);
+        ++chunk.on_the_way;
+        hit = false;
+      }
     }
     if (found >= 0) at[id] = places.at(found) + id % l.cluster * l.bundle_bytes();
     hits += hit;
   }
   common_.sums.hits += hits;
-}
-
-// The place that a slot is in or on its way to, or -1: then it is missing. `hit`: it was there without a guess.
-std::int64_t Call::find(std::int64_t c, std::int64_t in_file, bool* hit) {
-  Places& places = common_.places;
-  Chunk& chunk = chunks_[c];
-  std::int64_t found = places.cache().look_up(key() + in_file);
-  *hit = found >= 0;
-  if (!*hit && (found = take_ahead(in_file, &chunk)) < 0) {
-    chunk.missing.push_back(in_file);
-    return -1;
-  }
-  if (*hit && places.guessed(found)) {
-    places.wanted(found);
-    ++common_.sums.used;
-    *hit = false;
-  }
-  if (places.loading(found)) {
-    *hit = false;
-    places.wait_for(found, c);
-    ++chunk.on_the_way;
-  }
-  return found;
 }
 
 // The spare that this slot of the layer was read into ahead, from now on the chunk's; or -1.

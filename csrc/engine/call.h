@@ -55,7 +55,6 @@ class Call {
 
  private:
   void look_up(std::int64_t c) PI2_REQUIRES(kLock);
-  std::int64_t find(std::int64_t c, std::int64_t in_file, bool* hit) PI2_REQUIRES(kLock);
   std::int64_t take_ahead(std::int64_t in_file, Chunk* chunk) PI2_REQUIRES(kLock);
   bool keeps(std::int64_t in_file) const PI2_REQUIRES(kLock);
   void note_uses(std::int64_t hits) PI2_REQUIRES(kLock);
