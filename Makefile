@@ -164,14 +164,14 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# Whole models and single layers on this machine, some 30 minutes: results as JSON and as a page, bench/results/README.md.
+# Whole models and single layers on this machine, some 30 minutes: results as JSON and as a page, benchmarks/results/README.md.
 # A 7B model and llama.cpp beside it need 14 GB of memory and 9 GB of disk (in work/bench, kept for the next time).
 BENCH_THREADS ?= 2
 BENCH_ROUNDS ?= 5
 BENCH_SHAPES ?= llama-1b mistral-7b
 BENCH_ACTIVATIONS ?= float int8
-BENCH := $(BIN)/torch-pi2 bench
-BENCH_OUT := bench/results
+BENCH := $(BIN)/python -m benchmarks
+BENCH_OUT := benchmarks/results
 
 bench: install
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[bench]' --no-build-isolation
@@ -187,7 +187,7 @@ bench: install
 	    mv $(BENCH_OUT)/.new $(BENCH_OUT)/decode-$$shape-int4-$$kind.json; \
 	  done; \
 	done
-	$(BIN)/python -m torch_pi2.bench.table $(BENCH_OUT)
+	$(BIN)/python -m benchmarks.table $(BENCH_OUT)
 
 # Every kernel of csrc/kernels/list.inc and the cache in google-benchmark (Debian: libbenchmark-dev).
 bench-kernels: install

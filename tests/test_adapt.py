@@ -25,7 +25,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import skips_predictor, sparse_only, takes_prompt_path
 from torch_pi2.observe import counters
-from torch_pi2.plan.greedy import plan_without_data
+from torch_pi2.planner.greedy import plan_without_data
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.offload import OffloadConfig

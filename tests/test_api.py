@@ -14,7 +14,7 @@ import torch_pi2
 from torch_pi2 import errors
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import counters
-from torch_pi2.profile import text
+from torch_pi2.profiling import text
 
 QUICK = {"calibration_tokens": 2000, "seq_len": 32}
 

@@ -17,8 +17,6 @@ import torch_pi2
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, Pi2Error
-from torch_pi2.export.api import export
-from torch_pi2.export.run import Bundle
 
 #: What is passed as every argument in turn.
 ODD: dict[str, Any] = {
@@ -54,11 +52,16 @@ def good_calls(root: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     tokens = torch.randint(3, 60, (16, 8))
     stats = torch_pi2.profile(model, tokens, config=few)
     bound = torch_pi2.plan(model, stats)
+    torch_pi2.export(optimised, root / "bundle", max_tokens=8, max_prompt=4, batches=(1,))
     return {
+        "Bundle": (torch_pi2.Bundle, {"folder": root / "bundle"}),
         "Config": (torch_pi2.Config, {}),
+        "Decoder": (torch_pi2.Decoder, {"model": optimised, "max_tokens": 8}),
         "NeuronClusterMode": (torch_pi2.NeuronClusterMode, {"plan": bound, "predictors": {}}),
         "OffloadConfig": (torch_pi2.OffloadConfig, {}),
-        "export": (export, {"model": optimised, "folder": out}),
+        "export": (torch_pi2.export, {"model": optimised, "folder": out}),
+        "export_program": (torch_pi2.export_program, {"model": optimised, "kwargs": {"input_ids": IDS}}),
+        "find_hardware": (torch_pi2.find_hardware, {"name": "sm8650-ufs4.0"}),
         "find_sites": (torch_pi2.find_sites, {"model": model}),
         "fit": (torch_pi2.fit, {"model": model, "data": tokens, "stats": stats, "config": few}),
         "follow": (torch_pi2.follow, {"model": optimised, "plan": bound}),
@@ -149,9 +152,9 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (lambda: torch_pi2.profile(tiny("llama-relu"), "a text", tokenizer=5), "tokenizer: expected a tokenizer: called"),
     (lambda: parse_bytes("\u0663GB"), r"budget: expected bytes"),
-    (lambda: Bundle(5), rf"Bundle\(folder\): {NAME}, found 5"),
-    (lambda: Bundle(b".."), rf"Bundle\(folder\): {NAME}, found"),
-    (lambda: Bundle("x", trace="-"), r"Bundle\(trace\): expected a file, found standard output \(-\)"),
+    (lambda: torch_pi2.Bundle(5), rf"Bundle\(folder\): {NAME}, found 5"),
+    (lambda: torch_pi2.Bundle(b".."), rf"Bundle\(folder\): {NAME}, found"),
+    (lambda: torch_pi2.Bundle("x", trace="-"), r"Bundle\(trace\): expected a file, found standard output \(-\)"),
 ]
 
 

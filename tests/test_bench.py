@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from torch_pi2.bench.ffn import run
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.ffn import run
 from torch_pi2.errors import ConfigError
 
 
@@ -40,6 +43,38 @@ def test_settings_that_make_no_sense(settings: dict, message: str) -> None:
 
 def test_a_result_can_be_shown_by_whoever_has_it() -> None:
     """The demo renders what ``run`` returned, without the command line between them."""
-    from torch_pi2.cli.bench import render
+    from benchmarks.ffn import render
 
     assert "ms" in render(run(64, 128, 0.25, "fp32", rounds=1))
+
+
+def test_the_command_prints_the_promised_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["ffn", "--hidden", "64", "--intermediate", "512", "--active", "0.1", "--dtype", "fp32"]
+    threads = torch.get_num_threads()
+    try:
+        assert main([*argv, "--rounds", "3", "--threads", "1", "--json"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(capsys.readouterr().out)
+    assert found["threads"] == 1
+    assert found["command"].startswith("python -m benchmarks ffn --hidden 64")
+    times = ("dense_ms", "torch_ms", "sparse_ms", "predict_ms")
+    rates = ("touched_gb_per_s", "gather_gb_per_s", "read_gb_per_s")
+    assert all(found[name] > 0 for name in (*times, *rates))
+    assert main([*argv, "--rounds", "1"]) == 0
+    assert "GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [("x", "invalid positive value: 'x'"), ("0", "expected 1 or more, found 0")]
+)
+def test_wrong_command_lines(given: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ffn", "--hidden", given, "--json"]) == 2
+    assert found in json.loads(capsys.readouterr().out)["error"]["found"]
+
+
+def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in BENCHMARKS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert "--json" in capsys.readouterr().out

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import torch_pi2
+from benchmarks import best_of
+from benchmarks.__main__ import render
+from benchmarks.table import page as results_page
 from torch_pi2.base import process as machine
-from torch_pi2.bench import best_of
-from torch_pi2.bench.table import page as results_page
-from torch_pi2.cli.bench import render
 from torch_pi2.decode.adapt import engine_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.of_model import sparse_layers

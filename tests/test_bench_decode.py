@@ -16,12 +16,11 @@ import torch
 from tiny_models import HIDDEN, INTERMEDIATE, LAYERS, VOCAB, tiny
 
 import torch_pi2
-from torch_pi2.bench import decode, layer, table, traffic
-from torch_pi2.bench.gguf import write_gguf
-from torch_pi2.bench.peer import Peer, PeerError
-from torch_pi2.bench.subject import Subject
-from torch_pi2.cli import main
-from torch_pi2.cli.bench import render
+from benchmarks import decode, layer, table, traffic
+from benchmarks.__main__ import main, render
+from benchmarks.gguf import write_gguf
+from benchmarks.peer import Peer, PeerError
+from benchmarks.subject import Subject
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.observe import attention
@@ -93,15 +92,15 @@ def test_a_dense_model_has_no_ffn_of_ours():
 def test_synthetic_model_from_the_command_line(tmp_path, capsys):
     folder = tmp_path / "m"
     torch_pi2.synthetic(folder, "tiny", layers=1, rank=32)
-    command = ["bench", "decode", "--folder", str(folder), "--shape", "tiny", "--prompt", "5", "--tokens", "2"]
+    command = ["decode", "--folder", str(folder), "--shape", "tiny", "--prompt", "5", "--tokens", "2"]
     assert main([*command, "--rounds", "1", "--eager", "--json"]) == 0
     r = json.loads(capsys.readouterr().out)
     assert r["what"] == "decode"
     assert r["shape"] == "tiny with 1 layers"
     assert r["weights"] == "int4"
     assert r["command"] == (
-        "torch-pi2 bench decode --shape tiny --activations float --prompt 5 --tokens 2 --rounds 1 --batch 1 --folder m "
-        "--eager --seed 0 --json"
+        "python -m benchmarks decode --shape tiny --activations float --prompt 5 --tokens 2 --rounds 1 --batch 1 "
+        "--folder m --eager --seed 0 --json"
     )
     assert r["synthetic"]["active"] == 0.1
     assert r["ms_per_token"]["predictor"] > 0
@@ -281,18 +280,18 @@ def test_ratio_is_ours_over_theirs():
 
 
 def test_a_peer_that_cannot_load_says_why(tmp_path):
-    with pytest.raises(PeerError, match=r"torch_pi2.bench.peer_torch: expected a loaded model, found .*nowhere"):
-        Peer("torch_pi2.bench.peer_torch", {"folder": str(tmp_path / "nowhere"), "threads": 1, "context": 8})
+    with pytest.raises(PeerError, match=r"benchmarks.peer_torch: expected a loaded model, found .*nowhere"):
+        Peer("benchmarks.peer_torch", {"folder": str(tmp_path / "nowhere"), "threads": 1, "context": 8})
 
 
 def test_a_peer_that_dies_is_an_error():
     with pytest.raises(PeerError, match="expected an answer, found its end with exit code 1"):
-        Peer("torch_pi2.bench.no_such_module", {})
+        Peer("benchmarks.no_such_module", {})
 
 
 def test_torch_as_a_peer(tmp_path):
     torch_pi2.synthetic(tmp_path / "m", "tiny", layers=1, rank=32)
-    peer = Peer("torch_pi2.bench.peer_torch", {"folder": str(tmp_path / "m"), "threads": 1, "context": 9})
+    peer = Peer("benchmarks.peer_torch", {"folder": str(tmp_path / "m"), "threads": 1, "context": 9})
     try:
         r = peer.round(6, 3)
     finally:
@@ -422,16 +421,16 @@ def test_layer_against_its_bound(weights):
 
 def test_layer_from_the_command_line(capsys):
     sizes = ["--hidden", "64", "--intermediate", "64", "--weights", "bf16", "--active", "0.5,1"]
-    assert main(["bench", "layer", *sizes, "--rounds", "1", "--json"]) == 0
+    assert main(["layer", *sizes, "--rounds", "1", "--json"]) == 0
     r = json.loads(capsys.readouterr().out)
     text = render(r)
     assert "FFN 64 x 64 bf16" in text
     assert "100.0 %" in text
     assert r["command"] == (
-        "torch-pi2 bench layer --hidden 64 --intermediate 64 --tokens 1 --rounds 1 --seed 0 --active 0.5,1.0 "
+        "python -m benchmarks layer --hidden 64 --intermediate 64 --tokens 1 --rounds 1 --seed 0 --active 0.5,1.0 "
         "--weights bf16 --activations float --json"
     )
-    assert main(["bench", "layer", "--active", "0.1;0.2", "--json"]) == 2
+    assert main(["layer", "--active", "0.1;0.2", "--json"]) == 2
     assert "comma-separated list of float" in json.loads(capsys.readouterr().out)["error"]["found"]
 
 
@@ -464,7 +463,7 @@ def test_page_has_a_row_for_each_run(tmp_path: Path):
     assert f"| {100 * r['of_read']:.0f} % |" in page
     low, high = r["batches"][1]["spread"]["tokens_per_s"]
     assert f"| whole | 2 | 3 | {r['batches'][1]['tokens_per_s']:.2f} | {low:.2f}-{high:.2f} |" in page
-    assert "Written by `python -m torch_pi2.bench.table` from the JSON files beside it" in page
+    assert "Written by `python -m benchmarks.table` from the JSON files beside it" in page
     assert "| whole | clock | 0.01 |" in page
     assert page.count("| single: 64 x 256 int4, float |") == 6
     assert "| 100.0 % |" in page

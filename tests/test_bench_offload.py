@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 import torch_pi2
-from torch_pi2.bench import cap, offload, table
-from torch_pi2.bench.peer import PeerError
-from torch_pi2.cli import main
-from torch_pi2.cli.bench import render
+from benchmarks import cap, offload, table
+from benchmarks.__main__ import main, render
+from benchmarks.peer import PeerError
 from torch_pi2.errors import ConfigError
 from torch_pi2.spec.offload import OffloadConfig
 
@@ -37,7 +36,7 @@ def has_groups():
 
 def test_modes_from_the_command_line(folder, tmp_path, capsys):
     peer = has_groups() and find_spec("llama_cpp") is not None
-    command = ["bench", "offload", "--folder", str(folder), "--eager", "--tokens", "3", "--rounds", "2", "--json"]
+    command = ["offload", "--folder", str(folder), "--eager", "--tokens", "3", "--rounds", "2", "--json"]
     command += ["--trace", str(tmp_path / "out.trace"), "--prompt", "40"]
     assert main([*command, *(["--peer", "llama.cpp"] if peer else [])]) == 0
     r = json.loads(capsys.readouterr().out)
@@ -112,7 +111,7 @@ def test_a_mode_that_fails_is_named_and_the_others_are_kept(folder, monkeypatch,
     assert reason in r["failed"]["cache"]
     assert "mode cache: " in caplog.text
     assert r["against"] == {}
-    assert "cache failed: torch_pi2.bench.peer_offload: expected" in render(r)
+    assert "cache failed: benchmarks.peer_offload: expected" in render(r)
     with pytest.raises(PeerError, match=r"peer_offload: expected an? .*, found"):
         offload.run(folder, modes=("cache",), **how)
 

@@ -11,12 +11,12 @@ import torch
 from plan_fakes import FakeHardware
 
 import torch_pi2
-from torch_pi2.bench import plan, plan_model, table
-from torch_pi2.bench.plan_model import Shuffled, Source, every_cold, find_folder
-from torch_pi2.bench.timed_steps import PROMPT, Round, Steps
-from torch_pi2.cli import main
-from torch_pi2.cli.bench import render
+from benchmarks import plan, plan_model, table
+from benchmarks.__main__ import main, render
+from benchmarks.plan_model import Shuffled, Source, every_cold, find_folder
+from benchmarks.timed_steps import PROMPT, Round, Steps
 from torch_pi2.errors import ConfigError
+from torch_pi2.eval import token_source
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.plan import Plan
@@ -64,12 +64,12 @@ def test_every_planner_in_every_case(at_work: Path, tmp_path: Path, monkeypatch:
 
 def test_from_the_command_line(at_work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(plan_model, "STATISTICS", 8)
-    command = "bench plan --folder q --memory whole --batch 2 --planners planned,all-hot --tokens 2 --rounds 1"
+    command = "plan --folder q --memory whole --batch 2 --planners planned,all-hot --tokens 2 --rounds 1"
     assert main([*command.split(), "--hardware", "sm8650-ufs4.0", "--json"]) == 0
     r = json.loads(capsys.readouterr().out)
     assert r["hardware"]["source"] == "published"
     assert [list(row["tokens_per_s"]) for row in r["rows"]] == [["planned", "all-hot"]]
-    assert r["command"].startswith("torch-pi2 bench plan --folder q --batch 2 --memory whole --ffn-in-memory 0.5")
+    assert r["command"].startswith("python -m benchmarks plan --folder q --batch 2 --memory whole --ffn-in-memory 0.5")
 
 
 def check_row(row: dict) -> None:
@@ -181,7 +181,7 @@ def test_a_real_model_reads_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from tiny_models import tiny
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan_model, "_TEXT_BYTES", 4096)
+    monkeypatch.setattr(token_source, "TEXT_BYTES", 4096)
     model = tiny("llama-relu")
     model.resize_token_embeddings(400)
     byte_tokenizer("def f(x): return x\n" * 50).save_pretrained(tmp_path / "dense")
@@ -263,8 +263,8 @@ def a_case(folder: Path, plans: dict[str, HardwarePlan], rounds: int = 4) -> pla
     return plan._Case(settings, "whole", 4, plans)
 
 
-def some_tokens() -> plan_model.Tokens:
-    return plan_model.Tokens("ids", lambda n: torch.randint(100, (4, n)))
+def some_tokens() -> token_source.Tokens:
+    return token_source.Tokens("ids", lambda n: torch.randint(100, (4, n)))
 
 
 def test_planners_alternate_on_the_same_tokens(at_work: Path) -> None:

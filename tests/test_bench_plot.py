@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torch_pi2.bench import plot
+from benchmarks import plot
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 
 GB = 10**9
@@ -95,7 +95,7 @@ def test_results_that_do_not_belong_together(tmp_path):
         plot.draw(paths, tmp_path / "out.svg")
     with pytest.raises(ConfigError, match="results to draw: expected one or more, found none"):
         plot.draw([], tmp_path / "out.svg")
-    with pytest.raises(ArtifactError, match=r"bench offload --json` printed, found a result of bench layer"):
+    with pytest.raises(ArtifactError, match=r"benchmarks offload --json` printed, found a result of bench layer"):
         plot.draw(write(tmp_path, {"what": "layer"}), tmp_path / "out.svg")
     for key in ("simulated", "token_bytes", "budget_bytes", "machine"):
         old = {name: value for name, value in SWEEP[0].items() if name != key}

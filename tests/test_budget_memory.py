@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_pi2
-from torch_pi2.bench import cap
+from benchmarks import cap
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
@@ -29,7 +29,7 @@ _SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 _RUN = """
 import ctypes, gc, json, sys
 import torch, torch_pi2, transformers
-from torch_pi2.bench import cap
+from benchmarks import cap
 from torch_pi2.base import process as machine
 from torch_pi2.decode.decode import Decoder
 

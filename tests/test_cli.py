@@ -296,20 +296,6 @@ def test_doctor_reports_a_missing_library(command, monkeypatch) -> None:
     assert "NOT LOADED" in command("doctor", ok=False).out
 
 
-def test_bench_ffn_prints_the_promised_figures(command) -> None:
-    argv = ["bench", "ffn", "--hidden", "64", "--intermediate", "512", "--active", "0.1", "--dtype", "fp32"]
-    threads = torch.get_num_threads()
-    try:
-        found = command(*argv, "--rounds", "3", "--threads", "1", "--json").json
-    finally:
-        torch.set_num_threads(threads)
-    assert found["threads"] == 1
-    times = ("dense_ms", "torch_ms", "sparse_ms", "predict_ms")
-    rates = ("touched_gb_per_s", "gather_gb_per_s", "read_gb_per_s")
-    assert all(found[name] > 0 for name in (*times, *rates))
-    assert "GB/s" in command(*argv, "--rounds", "1").out
-
-
 # --- mistakes ---
 
 
@@ -328,8 +314,8 @@ def _error(ran: Ran) -> dict[str, str]:
         ([], "the following arguments are required: VERB"),
         (["fly"], "invalid choice: 'fly'"),
         (["profile"], "the following arguments are required"),
-        (["bench", "ffn", "--hidden", "x"], "invalid positive value: 'x'"),
-        (["bench", "ffn", "--hidden", "0"], "expected 1 or more, found 0"),
+        (["synthetic", "--out", "o", "--seed", "x"], "invalid seed value: 'x'"),
+        (["profile", "m", "--out", "o", "--threads", "0"], "expected 1 or more, found 0"),
         (["optimize", "m", "--out", "o", "--method", "magic"], "invalid choice: 'magic'"),
     ],
 )
@@ -485,7 +471,7 @@ def test_what_libraries_print_does_not_reach_standard_output(monkeypatch, capsys
 
 @pytest.mark.parametrize(("split", "tokens"), [("train", 100_000), ("heldout", 50_000)])
 def test_samples_of_the_library_are_long_enough_and_not_only_heads(split: str, tokens: int) -> None:
-    from torch_pi2.profile.text import read_files, stdlib_files
+    from torch_pi2.profiling.text import read_files, stdlib_files
 
     tokenizer = byte_tokenizer(TEXT)
     text = common.stdlib_sample(split, tokenizer, tokens)

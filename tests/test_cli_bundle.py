@@ -19,6 +19,7 @@ from torch_pi2 import cli
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.cli import doctor
 from torch_pi2.errors import LibraryMissingError
+from torch_pi2.export import api, contents
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.run import Bundle
 
@@ -156,7 +157,7 @@ def test_inspect_without_executorch_says_what_is_not_known(
     def missing(path: Path) -> None:
         raise LibraryMissingError("executorch", expected="it", found="nothing", fix="Get it.")
 
-    monkeypatch.setattr("torch_pi2.export.contents.describe_program", missing)
+    monkeypatch.setattr(contents, "describe_program", missing)
     found = command("inspect", folder, "--json").json
     assert found["unknown"] == "executorch: expected it, found nothing. Get it."
     assert sum(found["parts"].values()) == found["bytes"]
@@ -228,7 +229,7 @@ def test_export_passes_on_what_is_asked(
         return Path(shutil.copytree(folder, out))
 
     model = torch.nn.Linear(2, 2)
-    monkeypatch.setattr("torch_pi2.export.api.export", exporter)
+    monkeypatch.setattr(api, "export", exporter)
     monkeypatch.setattr("torch_pi2.cli.export._model", lambda args: model)
     monkeypatch.setattr("torch_pi2.cli.common.load_tokenizer", lambda args: "tokenizer")
     out = tmp_path / "bundle"

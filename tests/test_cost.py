@@ -18,9 +18,9 @@ from tiny_models import tiny
 import torch_pi2
 from torch_pi2.errors import ConfigError, StaleArtifactError
 from torch_pi2.machine.hardware import Accelerator, Hardware
-from torch_pi2.plan.cost import PARTS, best_chunk, layer_curve, prompt_cost, step_cost, switch_point
-from torch_pi2.plan.curve import TIMES, expert_use, predicted_share
-from torch_pi2.plan.shape import LayerShape, ModelShape, numbers
+from torch_pi2.planner.cost import PARTS, best_chunk, layer_curve, prompt_cost, step_cost, switch_point
+from torch_pi2.planner.curve import TIMES, expert_use, predicted_share
+from torch_pi2.planner.shape import LayerShape, ModelShape, numbers
 from torch_pi2.spec.offload import OffloadConfig
 
 HARDWARE = FakeHardware()

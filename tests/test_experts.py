@@ -33,7 +33,7 @@ from torch_pi2.graph.experts import experts_form, probe_experts
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts, expert_groups
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.plan.greedy import plan_without_data
+from torch_pi2.planner.greedy import plan_without_data
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.rewrite.skeleton import skeleton
@@ -279,11 +279,11 @@ def test_what_needs_calibration_says_so(mixtral: nn.Module) -> None:
 
 
 def test_export_has_one_operator_a_module(mixtral: nn.Module, sites: list[FFNSite]) -> None:
-    from torch_pi2.export import program
+    from torch_pi2.export.program import export_program
 
     model = copy.deepcopy(mixtral)
     rewrite(model, plan_of(model, sites))
-    exported = program(model, kwargs={"input_ids": IDS, "use_cache": False})
+    exported = export_program(model, kwargs={"input_ids": IDS, "use_cache": False})
     found = [str(node.target) for node in exported.graph.nodes if "pi2." in str(node.target)]
     assert found == ["pi2.experts_ffn.default"] * 2
 

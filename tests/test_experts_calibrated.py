@@ -18,21 +18,21 @@ from torch_pi2.api import _fit, _profile
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.eval import compare_decode, ffn_modules, nats_per_token, work
-from torch_pi2.fit.fit import fit as fit_predictors
-from torch_pi2.fit.signbit_fit import fit_signbit
+from torch_pi2.fitting.fit import fit as fit_predictors
+from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.graph import FFNSite, find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.plan.greedy import greedy_plan
+from torch_pi2.planner.greedy import greedy_plan
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.profile import MIN_TOKENS, ActivationStats, batches, collect_samples
-from torch_pi2.profile import profile as profile_sites
-from torch_pi2.profile.inputs import EXPERT_TOKENS, gather_inputs
-from torch_pi2.profile.samples import bytes_per_token, routed_tokens, samples_bytes
+from torch_pi2.profiling import MIN_TOKENS, ActivationStats, batches, collect_samples
+from torch_pi2.profiling import profile as profile_sites
+from torch_pi2.profiling.inputs import EXPERT_TOKENS, gather_inputs
+from torch_pi2.profiling.samples import bytes_per_token, routed_tokens, samples_bytes
 from torch_pi2.rewrite.handle import Optimized, apply
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite

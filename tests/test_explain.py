@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError
-from torch_pi2.plan.explain import MEASURED, Explained, compare, explained_tokens, render
+from torch_pi2.planner.explain import MEASURED, Explained, compare, explained_tokens, render
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.budget import Budget

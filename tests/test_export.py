@@ -1,4 +1,4 @@
-"""``torch_pi2.export.program``: the pi2 operators are in the graph and the program computes the same."""
+"""``torch_pi2.export_program``: the pi2 operators are in the graph and the program computes the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.export import program
+from torch_pi2.export.program import export_program
 from torch_pi2.layers.prompt import sparse_only
 
 
@@ -32,7 +32,7 @@ class Two(nn.Module):
 
 
 def test_operators_are_in_the_program_and_any_length_runs() -> None:
-    from torch_pi2.plan.greedy import plan_without_data
+    from torch_pi2.planner.greedy import plan_without_data
     from torch_pi2.rewrite.rewrite import rewrite
     from torch_pi2.spec.plan import weights_hash
 
@@ -41,7 +41,7 @@ def test_operators_are_in_the_program_and_any_length_runs() -> None:
     sites = torch_pi2.find_sites(model, (x,))
     rewrite(model, plan_without_data(sites, weights_hash(model, sites), torch_pi2.Config(method="exact")))
     length = torch.export.Dim("length", min=2, max=64)
-    exported = program(model, (x,), dynamic_shapes=({1: length},))
+    exported = export_program(model, (x,), dynamic_shapes=({1: length},))
     targets = [str(node.target) for node in exported.graph.nodes]
     assert targets.count("pi2.sparse_ffn.default") == 1
     longer = torch.randn(2, 33, 24)
@@ -51,7 +51,7 @@ def test_operators_are_in_the_program_and_any_length_runs() -> None:
 
 def test_dense_model_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"found a dense model.*optimize"):
-        program(Two(), (torch.zeros(1, 2, 24),))
+        export_program(Two(), (torch.zeros(1, 2, 24),))
 
 
 def test_the_reason_of_torch_export_is_passed_on() -> None:
@@ -61,7 +61,7 @@ def test_the_reason_of_torch_export_is_passed_on() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"torch\.export of Sequential: expected a model that torch\.export"
     ):
-        program(model, (x, x))
+        export_program(model, (x, x))
 
 
 def test_ffns_that_would_come_out_dense_are_refused() -> None:
@@ -69,7 +69,7 @@ def test_ffns_that_would_come_out_dense_are_refused() -> None:
     x = torch.randn(2, 24)
     torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
     with pytest.raises(UnsupportedModelError, match=r"all 2 sparse FFNs.*only 0 \(not blocks\.0, blocks\.1\)"):
-        program(model, (x,))
+        export_program(model, (x,))
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -17,6 +17,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.decode.executorch import load_library, set_options
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, UnsupportedModelError
+from torch_pi2.export import api
 from torch_pi2.export.check import check_traced
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
@@ -336,7 +337,7 @@ def test_export_leaves_the_model_and_an_earlier_bundle_whole(
     def fail(*_: Any) -> Any:
         raise RuntimeError("no space")
 
-    monkeypatch.setattr("torch_pi2.export.api._write_program", fail)
+    monkeypatch.setattr(api, "_write_program", fail)
     with pytest.raises(RuntimeError, match="no space"):
         torch_pi2.export(model, out, max_tokens=ROOM)
     assert [p.name for p in tmp_path.iterdir()] == ["b"]

@@ -18,7 +18,7 @@ ALLOWED = {"pyproject.toml", "tests/test_extras.py", "torch_pi2/base/extras.py"}
 
 def test_nothing_asks_an_index_for_this_package() -> None:
     asked = re.compile(r"torch[-_]pi2\[|(pip|uv|pipx) (install|add|download) ([^\n`'\"]* )?['\"]?torch[-_]pi2\b")
-    folders = (".ci", "bench", "cmake", "csrc", "docs", "examples", "export", "tests", "torch_pi2")
+    folders = (".ci", "benchmarks", "cmake", "csrc", "docs", "examples", "export", "tests", "torch_pi2")
     paths = [*ROOT.iterdir(), *(p for folder in folders for p in (ROOT / folder).rglob("*"))]
     files = [p for p in paths if p.suffix in TEXT and p.is_file() and str(p.relative_to(ROOT)) not in ALLOWED]
     wrong = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import glob
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "torch_pi2"
 
 #: Where imports in functions are allowed: starting a program takes no longer than what was asked for.
-LAZY = ("cli", "bench", "export")
+LAZY = ("cli", "export")
 
 
 def layers() -> list[set[str]]:
@@ -31,10 +30,9 @@ def room_of(module: str) -> str:
 
 def modules() -> dict[str, Path]:
     found = {}
-    for path in map(Path, glob.glob(f"{PACKAGE}/**/*.py", recursive=True)):  # follows links, as Path.rglob does not
+    for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(REPO).with_suffix("").parts)
-        if not name.startswith("torch_pi2.export.runner"):
-            found[name.removesuffix(".__init__")] = path
+        found[name.removesuffix(".__init__")] = path
     return found
 
 

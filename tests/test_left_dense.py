@@ -20,7 +20,7 @@ import torch_pi2
 from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.experts import all_experts
 from torch_pi2.graph.find import search
-from torch_pi2.profile.data import batches
+from torch_pi2.profiling.data import batches
 from torch_pi2.spec.config import Config
 
 IDS_NT = torch.randint(3, VOCAB, (16, 16), generator=torch.Generator().manual_seed(0))

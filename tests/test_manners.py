@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import torch_pi2
 from torch_pi2 import errors
 
 REPO = Path(__file__).resolve().parent.parent
@@ -78,15 +79,43 @@ def test_the_probe_itself_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_public_names_are_functions_even_after_their_rooms_are_imported() -> None:
-    """``profile`` and ``plan`` name both a function and a package; the function must win on ``torch_pi2``."""
+    """``export`` names both a function and a package; the function must win on ``torch_pi2``, whatever comes first."""
     code = (
-        "import torch_pi2, torch_pi2.profile.text, torch_pi2.spec.plan\n"
-        "names = 'profile fit plan optimize save load restore NeuronClusterMode'.split()\n"
-        "assert set(names) <= set(torch_pi2.__all__), torch_pi2.__all__\n"
-        "assert all(callable(getattr(torch_pi2, name)) for name in names)\n"
+        "import torch_pi2.export.api, torch_pi2.export.qnn, torch_pi2\n"
+        "from torch_pi2.export import manifest\n"
+        "assert torch_pi2.export is torch_pi2.export\n"
+        "assert all(callable(getattr(torch_pi2, name)) for name in torch_pi2.__all__ if name != '__version__')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
+    code = (
+        "import sys, torch_pi2, torch_pi2.cli\n"
+        "torch_pi2.cli.build_parser(), torch_pi2.Config, torch_pi2.Pi2Error, dir(torch_pi2)\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "torch_pi2.load\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_for_type_checkers_are_those_of_the_package() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    found = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert found == torch_pi2._MODULE_OF
+    assert {*found, "Pi2Error", "__version__"} == set(torch_pi2.__all__)
+    with pytest.raises(AttributeError, match="module 'torch_pi2' has no attribute 'nothing'"):
+        torch_pi2.nothing
+
+
+def test_benchmarks_stay_outside_the_package() -> None:
+    """Nothing of the wheel uses them."""
+    for path in _sources(PACKAGE, ".py"):
+        assert not re.search(r"^\s*(from|import) benchmarks\b", path.read_text(), re.M), path
 
 
 def _sources(folder: Path, *suffixes: str) -> list[Path]:
@@ -130,8 +159,6 @@ def _calls(tree: ast.AST) -> Iterator[str]:
 def test_the_library_does_not_print_or_set_threads(path: Path) -> None:
     if path.is_relative_to(PACKAGE / "cli"):
         return  # the command may do both
-    if path.parent.name == "bench" and path.name.startswith("peer_"):
-        return  # a program of its own: it runs in a process that the benchmark starts
     calls = set(_calls(ast.parse(path.read_text())))
     forbidden = {"print", "torch.set_num_threads", "torch.set_num_interop_threads", "torch.manual_seed", "os.putenv"}
     assert calls & forbidden == set()

@@ -14,7 +14,7 @@ from test_store import SMALL
 
 import torch_pi2
 from torch_pi2 import cli, errors
-from torch_pi2.plan.diff import diff
+from torch_pi2.planner.diff import diff
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 
@@ -206,8 +206,8 @@ def test_the_same_statistics_move_nothing(command, root, tmp_path) -> None:
 
 
 def test_a_run_is_predicted_with_its_accesses_and_text(command, root, tmp_path, monkeypatch) -> None:
-    from torch_pi2.plan import explain
-    from torch_pi2.plan.misses import ReplayMisses
+    from torch_pi2.planner import explain
+    from torch_pi2.planner.misses import ReplayMisses
 
     model = torch_pi2.load(root / "store", budget="1GiB")
     with torch_pi2.record_accesses(model, tmp_path / "accesses"), torch.no_grad():

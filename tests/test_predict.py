@@ -12,15 +12,15 @@ from torch import nn
 
 from torch_pi2 import ops
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
-from torch_pi2.fit.fit import causal_lm_loss, cold_neurons, fit, initial_rank
-from torch_pi2.fit.train import calibrate, exact_gate, measure, train_lowrank
+from torch_pi2.fitting.fit import causal_lm_loss, cold_neurons, fit, initial_rank
+from torch_pi2.fitting.train import calibrate, exact_gate, measure, train_lowrank
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.lowrank import ALWAYS, LowRank, quantise_rows
-from torch_pi2.profile.data import Batch
-from torch_pi2.profile.run import profile
-from torch_pi2.profile.samples import Samples
+from torch_pi2.profiling.data import Batch
+from torch_pi2.profiling.run import profile
+from torch_pi2.profiling.samples import Samples
 from torch_pi2.spec.plan import weights_hash
 from torch_pi2.spec.site import FFNSite, FFNWeights, LinearRef
 from torch_pi2.spec.stats import pack_bits

@@ -22,9 +22,9 @@ from torch_pi2.errors import (
     UnsupportedModelError,
 )
 from torch_pi2.graph import find_sites
-from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
-from torch_pi2.profile.run import profile
-from torch_pi2.profile.samples import collect_samples, sample_groups
+from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
+from torch_pi2.profiling.run import profile
+from torch_pi2.profiling.samples import collect_samples, sample_groups
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.spec.stats import ActivationStats, Reservoir, pack_bits, unpack_bits
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import torch_pi2
-from torch_pi2.bench.qnn import measure
+from benchmarks.qnn import measure
 from torch_pi2.errors import CompileError
 from torch_pi2.export import qnn
 from torch_pi2.export.contents import describe_program

@@ -27,7 +27,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.rows import row_bytes
-from torch_pi2.profile.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
+from torch_pi2.profiling.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
 from torch_pi2.rewrite.linears import Storage, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import rewrite
 
@@ -227,7 +227,7 @@ def test_inputs_leave_padding_out_and_keep_few() -> None:
     sites = torch_pi2.graph.find_sites(model)
     ids, mask = CALIBRATION[:20], torch.ones(20, 32, dtype=torch.bool)
     mask[:, 20:] = False
-    from torch_pi2.profile.data import Batch
+    from torch_pi2.profiling.data import Batch
 
     found = gather_inputs(model, [Batch(ids, mask)], sites, {"lm_head": model.lm_head})
     assert set(found) == {"lm_head", *(s.key for s in sites)}
@@ -248,7 +248,7 @@ def test_inputs_given_by_name_count_too() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(input=self.block(x))
 
-    from torch_pi2.profile.data import Batch
+    from torch_pi2.profiling.data import Batch
 
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(2, 5, HIDDEN)
@@ -281,7 +281,7 @@ def test_what_stays_float() -> None:
 
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(2, 5, HIDDEN)
-    from torch_pi2.profile.data import Batch
+    from torch_pi2.profiling.data import Batch
 
     sites = torch_pi2.graph.find_sites(model, (x,))
     linears, skipped = find_linears(model, sites, Batch(None, None, (x,)))

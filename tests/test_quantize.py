@@ -36,7 +36,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FittedPredictors, load_predictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.profile.text import stdlib_text
+from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.spec.plan import Plan

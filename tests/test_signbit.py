@@ -10,13 +10,13 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, ShapeError, StaleArtifactError
-from torch_pi2.fit.signbit_fit import calibrate_signbit
-from torch_pi2.fit.train import measure
+from torch_pi2.fitting.signbit_fit import calibrate_signbit
+from torch_pi2.fitting.train import measure
 from torch_pi2.observe import counters
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.signbit import SignBit, pack_signs
-from torch_pi2.profile.samples import Samples
-from torch_pi2.profile.text import stdlib_text
+from torch_pi2.profiling.samples import Samples
+from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.spec.stats import pack_bits
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"

@@ -16,10 +16,9 @@ import torch
 from test_offload import folders, logits, smallest  # noqa: F401 a fixture, and helpers
 
 import torch_pi2
-from torch_pi2.bench import offload, table
-from torch_pi2.bench.offload import MODES
-from torch_pi2.cli import main
-from torch_pi2.cli.bench import render
+from benchmarks import offload, table
+from benchmarks.__main__ import main, render
+from benchmarks.offload import MODES
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.machine.device import Device, find_device, parse_device
 from torch_pi2.machine.device_presets import PRESETS
@@ -236,7 +235,7 @@ def test_results_of_the_benchmark_are_labelled(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["bench", "offload", "--folder", str(folders[1]), "--eager", "--tokens", "2", "--rounds", "1", "--json"]
+    command = ["offload", "--folder", str(folders[1]), "--eager", "--tokens", "2", "--rounds", "1", "--json"]
     assert main([*command, "--modes", "mmap,bundle", "--device", "ufs-4.0@little", "--engine", "pread"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["simulated"] == "ufs-4.0@little"

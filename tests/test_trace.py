@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import torch_pi2
+from benchmarks import offload
 from torch_pi2.base.files import atomic_write
-from torch_pi2.bench import offload
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.observe.trace import COUNTERS, STAGES

@@ -15,7 +15,7 @@ from torch_pi2.eval import bits_per_byte
 from torch_pi2.eval.formats import compare_formats
 from torch_pi2.observe import counters
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.profile.text import stdlib_text
+from torch_pi2.profiling.text import stdlib_text
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 CONFIG = torch_pi2.Config(method="lowrank", calibration_tokens=20_000)

@@ -26,7 +26,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import train_drelu_lm as script
 
     sys.path.pop(0)
-    from torch_pi2.profile import text
+    from torch_pi2.profiling import text
 
     folder = tmp_path_factory.mktemp("corpus")
     with pytest.MonkeyPatch.context() as patch:
