@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.export.api import check_bundle_folder
 from torch_pi2.export.manifest import Manifest, Method, Model, describe_files, sealed
+from torch_pi2.export.request import check_bundle_folder
 
 HASH = "0123456789abcdef" * 4
 SUMS = {"crc32c": "01234567", "sha256": HASH}
