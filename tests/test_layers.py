@@ -1,4 +1,4 @@
-"""Imports run downward: a room uses what stands below it (docs/design.md), and no two files use each other."""
+"""Imports and includes run downward: a room uses what stands below it (docs/design.md), no two files use each other."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "torch_pi2"
+CSRC = REPO / "csrc"
 
 #: Where imports in functions are allowed: starting a program takes no longer than what was asked for.
 LAZY = ("cli", "export")
 
 
-def layers() -> list[set[str]]:
-    """The rooms of each layer, the lowest first, as docs/design.md has them."""
+def layers(picture: int = 0) -> list[set[str]]:
+    """The rooms of each layer, the lowest first, as docs/design.md has them: of Python, and then of C++."""
     text = (REPO / "docs" / "design.md").read_text()
-    drawn = text.partition("## Layers")[2].partition("```\n")[2].partition("```")[0]
+    drawn = text.partition("## Layers")[2].partition("## ")[0].split("```\n")[1 + 2 * picture]
     rows = [line.partition("  ")[0].split() for line in drawn.splitlines() if not line.startswith(" ")]
     return [{name.strip("/").removesuffix(".py") for name in row} for row in reversed(rows)]
 
@@ -84,15 +85,47 @@ def test_imports_run_downward() -> None:
     assert not upward, "\n".join(sorted(upward))
 
 
+def circles(graph: dict[str, set[str]]) -> str:
+    """Circles and whatever leads into them."""
+    while free := [file for file, used in graph.items() if not used & graph.keys()]:
+        for file in free:
+            del graph[file]
+    return "\n".join(f"{file} -> {', '.join(sorted(used & graph.keys()))}" for file, used in graph.items())
+
+
 def test_no_two_files_use_each_other() -> None:
-    graph = {module: set(used) for module, used in arrows().items()}
-    while free := [module for module, used in graph.items() if not used & graph.keys()]:
-        for module in free:
-            del graph[module]
-    # what is left is circles and whatever leads into them
-    assert not graph, "\n".join(
-        f"{module} -> {', '.join(sorted(used & graph.keys()))}" for module, used in graph.items()
-    )
+    found = circles({module: set(used) for module, used in arrows().items()})
+    assert not found, found
+
+
+def includes() -> dict[str, set[str]]:
+    """Of each C++ file of a room; without lists (.inc), which include nothing."""
+    found = {}
+    for room in set.union(*layers(1)):
+        for path in [*(CSRC / room).rglob("*.h"), *(CSRC / room).rglob("*.cc")]:
+            used = re.findall(r'^#include "(.+\.h)"$', path.read_text(), re.M)
+            public = {f"include/{name}" for name in used if name.startswith("pi2/")}
+            found[str(path.relative_to(CSRC))] = public | {name for name in used if not name.startswith("pi2/")}
+    return found
+
+
+def test_every_room_of_csrc_has_its_layer() -> None:
+    drawn = [room for layer in layers(1) for room in layer]
+    assert len(drawn) == len(set(drawn))
+    assert {p.name for p in CSRC.iterdir() if p.is_dir()} - {"tests", "bench", "fuzz"} == set(drawn)
+
+
+def test_includes_run_downward() -> None:
+    height = {room: i for i, layer in enumerate(layers(1)) for room in layer}
+    upward = []
+    for path, used in includes().items():
+        for other in used:
+            here, there = path.split("/")[0], other.split("/")[0]
+            if here != there and height[here] <= height[there]:
+                upward.append(f"{path} includes {other}")
+    assert not upward, "\n".join(sorted(upward))
+    found = circles(includes())
+    assert not found, found
 
 
 def test_our_own_modules_are_imported_at_the_top() -> None:
@@ -107,7 +140,7 @@ def test_our_own_modules_are_imported_at_the_top() -> None:
 def test_decisions_that_are_cited_can_be_looked_up() -> None:
     text = (REPO / "docs" / "design.md").read_text()
     cited = set()
-    for path in [*PACKAGE.rglob("*.py"), *(REPO / "csrc").rglob("*.h"), *(REPO / "csrc").rglob("*.cc")]:
+    for path in [*PACKAGE.rglob("*.py"), *CSRC.rglob("*.h"), *CSRC.rglob("*.cc")]:
         cited |= set(re.findall(r"\bdesign,? (D\d+)|\b(D\d+)\)", path.read_text()))
     names = {name for pair in cited for name in pair if name}
     assert names, "nothing cites a decision"

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "core/neuron_cache.h"
+#include "cache/neuron_cache.h"
 
 namespace {
 

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <vector>
 
-#include "core/crc32c.h"
-#include "core/store_file.h"
+#include "base/crc32c.h"
+#include "store/store_file.h"
 
 namespace pi2_fuzz {
 

@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/store_file.h"
-#include "core/trace.h"
+#include "base/trace.h"
+#include "io/read_fully.h"
 #include "pi2/read_engine.h"
 
 namespace pi2 {

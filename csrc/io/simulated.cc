@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/trace.h"
+#include "base/trace.h"
 
 namespace pi2 {
 namespace {

@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/store_file.h"
-#include "core/trace.h"
+#include "base/trace.h"
+#include "io/read_fully.h"
 
 namespace pi2 {
 namespace {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "core/crc32c.h"
-#include "core/store_file.h"
+#include "base/crc32c.h"
+#include "store/store_file.h"
 #include "tests/check.h"
 #include "tests/random.h"
 

@@ -10,8 +10,8 @@
 #include <thread>
 #include <utility>
 
-#include "core/arrangement.h"
-#include "core/cache_use.h"
+#include "cache/arrangement.h"
+#include "cache/cache_use.h"
 #include "tests/store_calls.h"
 
 namespace {

@@ -1,5 +1,5 @@
-// The cache's bookkeeping: small cases by hand, and random traces of every policy (core/policies/list.inc) against what
-// holds for all of them and, for each, a plain model that says which key leaves.
+// The cache's bookkeeping: small cases by hand, and random traces of every policy (cache/policies/list.inc) against
+// what holds for all of them and, for each, a plain model that says which key leaves.
 #include <algorithm>
 #include <deque>
 #include <functional>
@@ -8,7 +8,7 @@
 #include <random>
 #include <set>
 
-#include "core/neuron_cache.h"
+#include "cache/neuron_cache.h"
 #include "tests/check.h"
 
 namespace {

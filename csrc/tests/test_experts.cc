@@ -2,8 +2,9 @@
 // threads and the company; what is announced; slices; indices that name nobody.
 #include <cstring>
 
-#include "core/convert.h"
+#include "base/convert.h"
 #include "pi2/experts.h"
+#include "pi2/offload.h"
 #include "pi2/thread_pool.h"
 #include "tests/store_fixture.h"
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <thread>
 
-#include "core/convert.h"
+#include "base/convert.h"
 #include "pi2/ffn.h"
 #include "pi2/kernels.h"
 #include "tests/check.h"

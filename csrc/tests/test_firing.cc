@@ -6,9 +6,10 @@
 #include <cstring>
 #include <thread>
 
-#include "core/firing.h"
+#include "ffn/firing.h"
 #include "pi2/experts.h"
 #include "pi2/kernels.h"
+#include "pi2/offload.h"
 #include "pi2/thread_pool.h"
 #include "tests/store_fixture.h"
 

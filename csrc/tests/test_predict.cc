@@ -4,8 +4,8 @@
 #include <cstring>
 #include <thread>
 
-#include "core/signs.h"
-#include "core/timings.h"
+#include "base/timings.h"
+#include "ffn/signs.h"
 #include "kernels/scalar/quantized.h"
 #include "pi2/kernels.h"
 #include "pi2/predict.h"

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "core/neuron_cache.h"
+#include "cache/neuron_cache.h"
 #include "pi2/offload.h"
 #include "pi2/replay.h"
 #include "pi2/thread_pool.h"

@@ -4,7 +4,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/trace.h"
+#include "base/trace.h"
 #include "pi2/ffn.h"
 #include "pi2/offload.h"
 #include "pi2/thread_pool.h"

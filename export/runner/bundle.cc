@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <system_error>
 
-#include "core/crc32c.h"
+#include "base/crc32c.h"
 #include "fields.h"
 #include "files.h"
 #include "problem.h"

@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <limits>
 
-#include "core/crc32c.h"
+#include "base/crc32c.h"
 #include "fields.h"
 
 namespace pi2::runner {

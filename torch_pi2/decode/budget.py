@@ -206,7 +206,7 @@ def activation_bytes(entries: Sequence[LayerEntry], sizes: tuple[int, int], cont
 
 
 def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
-    """Of a layer's call (core/sparse_ffn.cc, core/prompt.cc, core/predicted_ffn.cc): inputs, sums, ids and marks."""
+    """Of a layer's call (csrc/ffn: sparse_ffn.cc, panels.cc, predicted_ffn.cc): inputs, sums, ids and marks."""
     tokens = min(tokens, _PROMPT_TOKENS)
     tile = min(tokens, TOKEN_TILE)
     sums = max(_CHUNKS * tile * entry.hidden, (tokens + _PROMPT_NEURONS) * entry.hidden + tile * _PROMPT_NEURONS)

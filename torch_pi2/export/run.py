@@ -34,7 +34,7 @@ from torch_pi2.errors import (
 from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
 
-#: As csrc/bindings/executorch/problem.h writes it.
+#: As csrc/bindings/executorch/fault.h writes it.
 _PROBLEM = re.compile(r"(?P<what>.+?): expected (?P<expected>.+?), found (?P<found>.+?)\. (?P<fix>.+)", re.DOTALL)
 
 _log = logging.getLogger("torch_pi2")

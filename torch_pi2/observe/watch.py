@@ -6,7 +6,7 @@
         model.generate(...)
     watched.stats().save("live")          # what `torch-pi2 plan --update live` takes
 
-The C++ core counts (csrc/core/firing.h) in every call of a layer's operator, whichever thread, decoder or compiled
+The C++ core counts (csrc/ffn/firing.h) in every call of a layer's operator, whichever thread, decoder or compiled
 graph it comes from; results keep their bits. What it cannot see is not there:
 
 * With a predictor a neuron fires that was computed and did not come out as zero. One that was missed did not fire.

@@ -31,7 +31,7 @@ PARTS = ("attention", "sdpa", "predictor", "hot", "cold", "io", "merge", "head",
 
 #: Tokens of a step from which on a layer that is all hot is streamed past the cache, as prompts are: with int8
 #: activations where there are tiles for them (csrc/include/pi2/linear.h: ``kGemmTokens``), and else (``kStreamFrom`` of
-#: csrc/core/sparse_ffn.cc).
+#: csrc/ffn/sparse_ffn.cc).
 STREAMED_TILES, STREAMED = 12, 32
 
 #: Chunks of a layer that are computed as their neurons come (csrc/include/pi2/ffn.h: ``chunk_neurons``).
@@ -188,7 +188,7 @@ def _reads(
     """Reads of a layer in a step; milliseconds of the drive for cold neurons, and for hot ones.
 
     Cold neurons are missed before hot ones, which every step wants. Slots of a store that are not far from each other
-    come with one read (csrc/core/read_batch.h: up to ``run_bytes``, with at most ``gap_bytes`` between two). With
+    come with one read (csrc/engine/read_batch.h: up to ``run_bytes``, with at most ``gap_bytes`` between two). With
     missed slots spread evenly, d of those behind the resident ones (what else is in the cache lies between them), the
     next one is within reach with the share ``1 - (1 - d) ** (1 + gap_bytes / slot)``. What hot neurons miss lies
     together: one stream. The store itself needs ``hardware.store.slot_us`` for each slot, which counts where the drive

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Tokens of a prompt for which a layer of a store is read once, at most (csrc/include/pi2/ffn.h: ``kPromptTokens``).
 MOST_CHUNK = 512
-#: Tokens of a pass of the sparse operator over the weights (csrc/core/sparse_ffn.cc: ``kTokenTile``).
+#: Tokens of a pass of the sparse operator over the weights (csrc/ffn/sparse_ffn.cc: ``kTokenTile``).
 _TILE = 64
 #: Numbers of tokens of which one is a layer's switch point.
 _TOKENS = (*range(2, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)

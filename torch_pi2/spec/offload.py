@@ -11,7 +11,7 @@ from torch_pi2.machine.device import find_device
 
 _MOST_THREADS = 1 << 16
 ENGINES = ("auto", "pread", "io_uring", "mmap")
-#: In the order of csrc/core/policies/list.inc.
+#: In the order of csrc/cache/policies/list.inc.
 POLICIES = ("lru", "sieve", "s3-fifo", "lfu", "static", "none")
 
 

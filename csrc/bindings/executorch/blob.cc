@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/crc32c.h"
+#include "base/crc32c.h"
 #include "pi2/predict.h"
 
 namespace pi2::et {

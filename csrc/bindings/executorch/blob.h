@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "bindings/executorch/problem.h"
+#include "bindings/executorch/fault.h"
 #include "pi2/types.h"
 
 namespace pi2::et {

@@ -8,9 +8,9 @@
 #include <string>
 #include <string_view>
 
-#include "bindings/executorch/problem.h"
+#include "bindings/activations.h"
+#include "bindings/executorch/fault.h"
 #include "bindings/executorch/threads.h"
-#include "bindings/names.h"
 #include "pi2/ffn.h"
 #include "pi2/linear.h"
 #include "pi2/predict.h"

@@ -6,7 +6,7 @@
 #include <new>
 #include <tuple>
 
-#include "core/convert.h"
+#include "base/convert.h"
 
 namespace pi2::et {
 namespace {

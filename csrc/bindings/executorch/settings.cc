@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "core/neuron_cache.h"
+#include "cache/neuron_cache.h"
 
 namespace pi2::et {
 namespace {

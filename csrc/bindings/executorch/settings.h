@@ -5,7 +5,7 @@
 #include <map>
 #include <string>
 
-#include "bindings/executorch/problem.h"
+#include "bindings/executorch/fault.h"
 
 namespace pi2::et {
 

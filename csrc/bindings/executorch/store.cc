@@ -9,9 +9,10 @@
 #include <cstring>
 #include <tuple>
 
+#include "base/crc32c.h"
 #include "bindings/executorch/trace_file.h"
-#include "core/crc32c.h"
-#include "core/store_file.h"
+#include "io/read_fully.h"
+#include "store/store_file.h"
 
 namespace pi2::et {
 namespace {

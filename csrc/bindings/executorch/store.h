@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "base/arena.h"
 #include "bindings/executorch/blob.h"
 #include "bindings/executorch/engine.h"
 #include "bindings/executorch/settings.h"
-#include "core/arena.h"
 #include "pi2/offload.h"
 
 namespace pi2::et {

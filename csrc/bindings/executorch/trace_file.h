@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "bindings/executorch/problem.h"
+#include "bindings/executorch/fault.h"
 
 namespace pi2::et {
 

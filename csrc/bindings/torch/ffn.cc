@@ -1,7 +1,7 @@
 // torch.ops.pi2.sparse_ffn and what reads its bundles.
 #include "bindings/torch/ffn.h"
 
-#include "bindings/names.h"
+#include "bindings/activations.h"
 #include "pi2/memory.h"
 
 namespace pi2::binding {

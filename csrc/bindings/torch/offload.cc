@@ -5,9 +5,9 @@
 #include <memory>
 #include <mutex>
 
+#include "base/crc32c.h"
 #include "bindings/torch/ffn.h"
 #include "bindings/torch/predict.h"
-#include "core/crc32c.h"
 
 namespace pi2::binding {
 namespace {

@@ -6,10 +6,11 @@
 #include <string>
 
 #include "pi2/ffn.h"
-#include "pi2/offload.h"
 #include "pi2/predict.h"
 
 namespace pi2 {
+
+class Offload;
 
 // y[t] = sum over slots j, in this order, of routing[t, j] * FFN of expert index[t, j] (x[t]). All of it in float32,
 // from x widened (exact) to the sum, which is rounded to x's dtype once: a token's bits do not depend on other tokens

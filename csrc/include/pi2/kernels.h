@@ -1,7 +1,7 @@
 // The kernel table: one set of function pointers per instruction set, chosen once at run time.
 //
-// A kernel is one file and one line in kernels/list.inc, which this header, the table, the tests and the
-// benchmarks all include: a new kernel cannot escape testing.
+// A kernel is one function in kernels/<isa>/<dtype>.cc and one line in kernels/list.inc, which this header, the table,
+// the tests and the benchmarks all include: a new kernel cannot escape testing.
 #pragma once
 
 #include <cstddef>

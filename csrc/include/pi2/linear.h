@@ -7,7 +7,7 @@
 
 namespace pi2 {
 
-// From so many tokens on, int8 activations go through unpacked panels (core/prompt.h), whose sums have another order.
+// From so many tokens on, int8 activations go through unpacked panels (ffn/panels.h), whose sums have another order.
 constexpr std::int64_t kGemmTokens = 12;
 
 // y[t] = rows x[t] + bias. Each weight row is read once for up to 64 tokens. A token's bits do not depend on its

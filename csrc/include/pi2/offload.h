@@ -18,7 +18,7 @@ struct OffloadOptions {
   std::int64_t cache_bytes =
       0;  // for neurons in memory; what a full cache has no room for (staging_bytes) comes on top
   std::string engine = "pread";  // pread, io_uring; mmap: computed where it is mapped, without a cache
-  std::string policy = "lfu";    // core/policies/list.inc has them
+  std::string policy = "lfu";    // cache/policies/list.inc has them
   int io_threads = 16;           // of pread; depth of io_uring
   bool direct = true;            // O_DIRECT where it works
   bool verify = true;            // checksums of everything read (not of what is mapped)

@@ -1,5 +1,5 @@
 // Which neurons a store's calls wanted, and what caches of other sizes and policies would have had of them. A replay
-// runs the cache that runs in a store (core/neuron_cache.h), without bytes.
+// runs the cache that runs in a store (cache/neuron_cache.h), without bytes.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 #include <new>
 #include <thread>
 
+#include "base/convert.h"
 #include "bindings/executorch/session.h"
-#include "core/convert.h"
 #include "pi2/executorch.h"
 #include "tests/executorch/blob_fixture.h"
 

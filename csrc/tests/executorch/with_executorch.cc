@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <new>
 
-#include "core/convert.h"
+#include "base/convert.h"
 #include "pi2/executorch.h"
 #include "pi2/ffn.h"
 #include "tests/executorch/blob_fixture.h"

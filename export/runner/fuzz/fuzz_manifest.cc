@@ -5,8 +5,8 @@
 #include <cstring>
 #include <string>
 
+#include "base/crc32c.h"
 #include "chat.h"
-#include "core/crc32c.h"
 #include "fields.h"
 #include "manifest.h"
 

@@ -1,0 +1,82 @@
+// Evicts what was used least often, and longest ago among equals. Counts are of keys, so that they outlive a stay in
+// the cache, and are halved every four uses per slot (one per key at least, whose price it is): TinyLFU's ageing
+// (Einziger et al. 2017), with a byte per key in the place of a sketch. TinyLFU has ten uses; with four, replays of
+// synthetic traffic (topics of 64 tokens, or none) had up to 12 points more hits than LRU in caches of an eighth of the
+// neurons, where a token wants a tenth, and up to 1.5 fewer in larger ones where topics are strong.
+#include <algorithm>
+#include <array>
+
+#include "cache/policies/policy.h"
+
+namespace pi2 {
+namespace {
+
+class Lfu final : public EvictionPolicy {
+ public:
+  Lfu(CacheEntries& entries, std::int64_t keys) : entries_(entries), counts_(static_cast<std::size_t>(keys), 0) {}
+
+  // Only here: what is pinned must be at the new end of its list, see victim().
+  void begin() override {
+    if (since_ < std::max(kAging * listed_, static_cast<std::int64_t>(counts_.size()))) return;
+    since_ = 0;
+    for (std::uint8_t& count : counts_) count = static_cast<std::uint8_t>(count / 2);
+    for (std::size_t n = 0; n < kCounts / 2; ++n) {
+      SlotList older = lists_[2 * n];
+      older.append_newer(entries_, &lists_[2 * n + 1]);
+      lists_[2 * n] = SlotList();
+      lists_[n] = older;
+    }
+  }
+
+  void used(std::int32_t slot) override {
+    list_of(slot).unlink(entries_, slot);
+    put(slot);
+  }
+  void inserted(std::int32_t slot) override {
+    ++listed_;
+    put(slot);
+  }
+  void erased(std::int32_t slot) override {
+    --listed_;
+    list_of(slot).unlink(entries_, slot);
+  }
+  void moved(std::int32_t from, std::int32_t to) override { list_of(to).moved(entries_, from, to); }
+
+  std::int32_t victim(std::int64_t now) override {
+    for (const SlotList& list : lists_) {
+      std::int32_t slot = list.oldest;
+      while (slot >= 0 && at(slot).held && at(slot).last_use != now) slot = at(slot).before;
+      if (slot >= 0 && at(slot).last_use != now) return slot;
+    }
+    return -1;
+  }
+
+ private:
+  static constexpr std::size_t kCounts = 256;
+  static constexpr std::int64_t kAging = 4;
+
+  const CacheEntry& at(std::int32_t slot) const { return entries_[static_cast<std::size_t>(slot)]; }
+  std::uint8_t& count_of(std::int32_t slot) { return counts_[static_cast<std::size_t>(at(slot).key)]; }
+  SlotList& list_of(std::int32_t slot) { return lists_[count_of(slot)]; }
+
+  void put(std::int32_t slot) {
+    ++since_;
+    std::uint8_t& count = count_of(slot);
+    if (count < kCounts - 1) ++count;
+    lists_[count].push_front(entries_, slot);
+  }
+
+  CacheEntries& entries_;
+  std::vector<std::uint8_t> counts_;     // by key
+  std::array<SlotList, kCounts> lists_;  // by count
+  std::int64_t listed_ = 0;
+  std::int64_t since_ = 0;  // uses, since counts were halved
+};
+
+}  // namespace
+
+std::unique_ptr<EvictionPolicy> make_lfu(CacheEntries& entries, std::int64_t keys) {
+  return std::make_unique<Lfu>(entries, keys);
+}
+
+}  // namespace pi2

@@ -1,0 +1,272 @@
+#include "pi2/replay.h"
+
+#include <algorithm>
+#include <deque>
+#include <limits>
+#include <queue>
+#include <stdexcept>
+
+#include "cache/cache_use.h"
+#include "cache/neuron_cache.h"
+
+namespace pi2 {
+namespace {
+
+std::vector<std::int64_t> first_keys(const std::vector<ReplayLayer>& layers) {
+  std::vector<std::int64_t> first = {0};
+  for (const ReplayLayer& l : layers) first.push_back(first.back() + (l.neurons + l.cluster - 1) / l.cluster);
+  return first;
+}
+
+// One call: wanted and kept are null or rows of bits.
+struct Call {
+  std::size_t layer = 0;
+  const std::uint8_t *wanted = nullptr, *kept = nullptr;
+};
+
+bool bit(const std::uint8_t* bits, std::int64_t i) { return (bits[i / 8] >> (i % 8) & 1) != 0; }
+
+std::int64_t row_bytes(const ReplayLayer& l) { return (l.neurons + 7) / 8; }
+
+template <class Use>  // (const Call&)
+void for_each_call(const AccessView& accesses, const std::vector<ReplayLayer>& layers, const Use& use) {
+  const std::uint8_t* at = accesses.bits;
+  for (std::int64_t c = 0; c < accesses.calls; ++c) {
+    Call call;
+    call.layer = static_cast<std::size_t>(accesses.layers[c]);
+    call.wanted = at;
+    at += row_bytes(layers[call.layer]);
+    if (accesses.streamed[c] != 0) {
+      call.kept = at;
+      at += row_bytes(layers[call.layer]);
+    }
+    use(call);
+  }
+}
+
+template <class Use>  // (slot of the file, neurons of it that are wanted)
+void for_each_slot(const Call& call, const ReplayLayer& l, const Use& use) {
+  std::int64_t slot = -1, neurons = 0;
+  for (std::int64_t byte = 0; byte < row_bytes(l); ++byte) {
+    for (unsigned bits = call.wanted[byte]; bits != 0; bits &= bits - 1) {
+      const std::int64_t in_file = (byte * 8 + __builtin_ctz(bits)) / l.cluster;
+      if (in_file != slot && neurons > 0) use(slot, neurons);
+      if (in_file != slot) neurons = 0;
+      slot = in_file;
+      ++neurons;
+    }
+  }
+  if (neurons > 0) use(slot, neurons);
+}
+
+// Of a cache of options.slots, how many slots of each layer are fixed.
+std::vector<std::int64_t> fixed_counts(const std::vector<ReplayLayer>& layers, const std::vector<std::int64_t>& first,
+                                       const ReplayOptions& options, std::int64_t slots) {
+  if (options.fixed.empty()) return hot_counts(first, slots, options.preload ? options.hot_share : 0);
+  if (options.fixed.size() != layers.size())
+    throw std::invalid_argument("fixed: expected " + std::to_string(layers.size()) +
+                                " numbers, one of each layer, found " + std::to_string(options.fixed.size()));
+  std::vector<std::int64_t> wanted;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const std::int64_t n = options.fixed[l];
+    if (n < 0 || n > layers[l].neurons)
+      throw std::invalid_argument("fixed: expected 0 to " + std::to_string(layers[l].neurons) + " neurons of layer " +
+                                  std::to_string(l) + ", found " + std::to_string(n));
+    wanted.push_back((n + layers[l].cluster - 1) / layers[l].cluster);
+  }
+  return fitting(wanted, slots);
+}
+
+}  // namespace
+
+void check_accesses(const AccessView& accesses, const std::vector<ReplayLayer>& layers) {
+  std::int64_t bytes = 0;
+  for (const ReplayLayer& l : layers)
+    if (l.neurons < 1 || l.cluster < 1)
+      throw std::invalid_argument("layers: expected neurons and clusters of 1 or more");
+  if (first_keys(layers).back() >= std::int64_t{1} << 31) throw std::invalid_argument("layers: too many slots");
+  for (std::int64_t c = 0; c < accesses.calls; ++c) {
+    const std::int64_t layer = accesses.layers[c];
+    if (layer < 0 || layer >= static_cast<std::int64_t>(layers.size()))
+      throw std::invalid_argument("call " + std::to_string(c) + ": expected layer 0 to " +
+                                  std::to_string(static_cast<std::int64_t>(layers.size()) - 1) + ", found " +
+                                  std::to_string(layer));
+    if (accesses.streamed[c] > 1)
+      throw std::invalid_argument("call " + std::to_string(c) + ": expected streamed 0 or 1, found " +
+                                  std::to_string(accesses.streamed[c]));
+    const ReplayLayer& l = layers[static_cast<std::size_t>(layer)];
+    for (int row = 0; row <= accesses.streamed[c]; ++row) {
+      bytes += row_bytes(l);
+      if (bytes > accesses.n_bits) break;
+      if (l.neurons % 8 != 0 && accesses.bits[bytes - 1] >> (l.neurons % 8) != 0)
+        throw std::invalid_argument("call " + std::to_string(c) + ": a neuron past the last of its layer");
+    }
+  }
+  if (bytes != accesses.n_bits)
+    throw std::invalid_argument("expected " + std::to_string(bytes) + " bytes of bits, found " +
+                                std::to_string(accesses.n_bits));
+}
+
+std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
+                                 const ReplayOptions& options) {
+  check_accesses(accesses, layers);
+  CachePolicy policy;
+  const std::string wrong = policy_of(options.policy, &policy);
+  if (!wrong.empty()) throw std::invalid_argument("policy: " + wrong);
+  const std::vector<std::int64_t> first = first_keys(layers);
+  NeuronCache cache(first.back(), std::min(options.slots, first.back()), policy);
+  insert_first(&cache, first, fixed_counts(layers, first, options, cache.slots()), options.preload);
+  std::vector<ReplayCounts> counts(layers.size());
+  std::vector<std::deque<std::int64_t>> last_calls(layers.size());
+  std::vector<std::int64_t> missing;
+  for_each_call(accesses, layers, [&](const Call& call) {
+    ReplayCounts& n = counts[call.layer];
+    missing.clear();
+    cache.begin();
+    for_each_slot(call, layers[call.layer], [&](std::int64_t slot, std::int64_t neurons) {
+      n.wanted += neurons;
+      if (cache.look_up(first[call.layer] + slot) >= 0)
+        n.hits += neurons;
+      else
+        missing.push_back(slot);
+    });
+    if (options.window > 0)
+      leave_window(&cache, &last_calls[call.layer], options.window, first[call.layer], first[call.layer + 1]);
+    n.missed += static_cast<std::int64_t>(missing.size());
+    for (const std::int64_t slot : missing)
+      if (call.kept == nullptr || cache.used() < cache.slots() ||
+          (layers[call.layer].cluster == 1 && bit(call.kept, slot)))
+        cache.insert(first[call.layer] + slot);
+  });
+  return counts;
+}
+
+std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
+                                         const ReplayOptions& options) {
+  check_accesses(accesses, layers);
+  constexpr std::int32_t kNever = std::numeric_limits<std::int32_t>::max();
+  if (accesses.calls >= kNever) throw std::invalid_argument("expected fewer than 2^31 calls");
+  const std::vector<std::int64_t> first = first_keys(layers);
+  const std::int64_t keys = first.back(), slots = std::min(options.slots, keys);
+  // Per access the call that wants the key next: first who wants it last, backwards.
+  std::vector<std::int32_t> wanted;  // keys, of all calls
+  std::vector<std::int64_t> ends;    // of calls, in it
+  for_each_call(accesses, layers, [&](const Call& call) {
+    for_each_slot(call, layers[call.layer], [&](std::int64_t slot, std::int64_t) {
+      wanted.push_back(static_cast<std::int32_t>(first[call.layer] + slot));
+    });
+    ends.push_back(static_cast<std::int64_t>(wanted.size()));
+  });
+  std::vector<std::int32_t> next(wanted.size()), upcoming(static_cast<std::size_t>(keys), kNever);
+  for (std::int64_t c = accesses.calls - 1; c >= 0; --c) {
+    for (std::int64_t i = c == 0 ? 0 : ends[static_cast<std::size_t>(c - 1)]; i < ends[static_cast<std::size_t>(c)];
+         ++i) {
+      std::int32_t& its = upcoming[static_cast<std::size_t>(wanted[static_cast<std::size_t>(i)])];
+      next[static_cast<std::size_t>(i)] = its;
+      its = static_cast<std::int32_t>(c);
+    }
+  }
+  std::vector<std::uint8_t> there(static_cast<std::size_t>(keys), 0);
+  std::int64_t used = 0;
+  std::priority_queue<std::pair<std::int32_t, std::int32_t>> last;  // next use, key; stale ones are dropped when met
+  for (const std::int64_t key : filling(first, slots, fixed_counts(layers, first, options, slots), options.preload)) {
+    there[static_cast<std::size_t>(key)] = 1;
+    last.emplace(upcoming[static_cast<std::size_t>(key)], static_cast<std::int32_t>(key));
+    ++used;
+  }
+  std::vector<ReplayCounts> counts(layers.size());
+  std::size_t i = 0;
+  for_each_call(accesses, layers, [&](const Call& call) {
+    ReplayCounts& n = counts[call.layer];
+    for_each_slot(call, layers[call.layer], [&](std::int64_t, std::int64_t neurons) {
+      const auto key = static_cast<std::size_t>(wanted[i]);
+      n.wanted += neurons;
+      n.hits += there[key] != 0 ? neurons : 0;
+      n.missed += there[key] == 0;
+      used += there[key] == 0;
+      there[key] = 1;
+      upcoming[key] = next[i];
+      last.emplace(next[i], wanted[i]);
+      ++i;
+    });
+    // A call has all that it wants in memory; what it leaves in the cache is its choice.
+    while (used > slots) {
+      const auto [use, key] = last.top();
+      last.pop();
+      if (there[static_cast<std::size_t>(key)] == 0 || upcoming[static_cast<std::size_t>(key)] != use) continue;
+      there[static_cast<std::size_t>(key)] = 0;
+      --used;
+    }
+  });
+  return counts;
+}
+
+namespace {
+
+// How many of a set of places lie behind one; places are given out in order and moved together when they run out.
+class Places {
+ public:
+  explicit Places(std::int64_t keys) : place_of_(static_cast<std::size_t>(keys), -1) { clear(4 * keys + 16); }
+
+  bool known(std::int64_t key) const { return place_of_[static_cast<std::size_t>(key)] >= 0; }
+
+  std::int64_t behind(std::int64_t key) const { return taken_ - sum(place_of_[static_cast<std::size_t>(key)] + 1); }
+
+  void to_the_end(std::int64_t key) {
+    if (next_ == static_cast<std::int64_t>(tree_.size()) - 1) pack();
+    std::int64_t& place = place_of_[static_cast<std::size_t>(key)];
+    if (place >= 0) add(place, -1);
+    if (place < 0) ++taken_;
+    place = next_++;
+    add(place, 1);
+  }
+
+ private:
+  void clear(std::int64_t places) {
+    tree_.assign(static_cast<std::size_t>(places + 1), 0);
+    next_ = 0;
+  }
+
+  void pack() {
+    std::vector<std::pair<std::int64_t, std::size_t>> order;
+    for (std::size_t key = 0; key < place_of_.size(); ++key)
+      if (place_of_[key] >= 0) order.emplace_back(place_of_[key], key);
+    std::sort(order.begin(), order.end());
+    clear(static_cast<std::int64_t>(tree_.size()) - 1);
+    for (const auto& [place, key] : order) add(place_of_[key] = next_++, 1);
+  }
+
+  // A Fenwick tree: sums of the first places.
+  void add(std::int64_t place, std::int32_t change) {
+    for (auto i = static_cast<std::size_t>(place + 1); i < tree_.size(); i += i & (~i + 1)) tree_[i] += change;
+  }
+  std::int64_t sum(std::int64_t places) const {
+    std::int64_t found = 0;
+    for (auto i = static_cast<std::size_t>(places); i > 0; i -= i & (~i + 1)) found += tree_[i];
+    return found;
+  }
+
+  std::vector<std::int64_t> place_of_;  // by key
+  std::vector<std::int32_t> tree_;
+  std::int64_t next_ = 0, taken_ = 0;
+};
+
+}  // namespace
+
+std::vector<std::int64_t> replay_distances(const AccessView& accesses, const std::vector<ReplayLayer>& layers) {
+  check_accesses(accesses, layers);
+  const std::vector<std::int64_t> first = first_keys(layers);
+  std::vector<std::int64_t> found(static_cast<std::size_t>(first.back() + 1), 0);
+  Places places(first.back());
+  for_each_call(accesses, layers, [&](const Call& call) {
+    const std::int64_t base = first[call.layer];
+    for_each_slot(call, layers[call.layer], [&](std::int64_t slot, std::int64_t neurons) {
+      const std::int64_t key = base + slot;
+      found[static_cast<std::size_t>(places.known(key) ? places.behind(key) : first.back())] += neurons;
+    });
+    for_each_slot(call, layers[call.layer], [&](std::int64_t slot, std::int64_t) { places.to_the_end(base + slot); });
+  });
+  return found;
+}
+
+}  // namespace pi2

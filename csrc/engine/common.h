@@ -1,0 +1,39 @@
+// What all pieces of an open store use.
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+
+#include "engine/layout.h"
+#include "engine/lock.h"
+#include "engine/places.h"
+#include "engine/recording.h"
+#include "pi2/offload.h"
+
+namespace pi2 {
+
+constexpr char kForked[] = "the store was opened in another process (fork): open it again in this one";
+
+using Clock = std::chrono::steady_clock;
+
+inline std::int64_t since(Clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+}
+
+struct Common {
+  const pid_t process = getpid();
+  OffloadOptions options;  // as it was opened
+  Layout layout;
+  StoreMutex mutex;
+  Places places;
+  Recording recording;
+  OffloadStats sums PI2_GUARDED_BY(kLock);
+
+  // Threads stay behind, and with them whatever they had locked.
+  bool forked() const { return getpid() != process; }
+};
+
+}  // namespace pi2

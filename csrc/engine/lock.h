@@ -1,0 +1,65 @@
+// The lock of an open store, and the order of its calls.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+#include "base/thread_annotations.h"
+
+namespace pi2 {
+
+// What every piece of the engine names as its lock: the pieces of two stores never meet.
+struct PI2_CAPABILITY("mutex") StoreLock {};
+inline constexpr StoreLock kLock{};
+
+class StoreMutex {
+ public:
+  void lock() PI2_ACQUIRE(kLock) PI2_NOT_ANALYSED { mutex_.lock(); }
+  void unlock() PI2_RELEASE(kLock) PI2_NOT_ANALYSED { mutex_.unlock(); }
+
+  // The lock is given back meanwhile.
+  void wait(std::condition_variable* condition) PI2_REQUIRES(kLock) {
+    std::unique_lock<std::mutex> lock(mutex_, std::adopt_lock);
+    condition->wait(lock);
+    (void)lock.release();
+  }
+  void wait_for_news() PI2_REQUIRES(kLock) { wait(&changed_); }
+
+  void tell() {
+    news_.fetch_add(1);
+    changed_.notify_all();
+  }
+  const std::atomic<std::uint64_t>& news() const { return news_; }  // how often it was told
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<std::uint64_t> news_{0};
+};
+
+class PI2_SCOPED_CAPABILITY Locked {
+ public:
+  explicit Locked(StoreMutex& mutex) PI2_ACQUIRE(kLock) PI2_NOT_ANALYSED : mutex_(mutex) { mutex_.lock(); }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  ~Locked() PI2_RELEASE() PI2_NOT_ANALYSED { mutex_.unlock(); }
+
+ private:
+  StoreMutex& mutex_;
+};
+
+// One call at a time. Who waits for the turn holds the door, so that the next call does not overtake.
+class Turns {
+ public:
+  std::unique_lock<std::mutex> take() {
+    const std::lock_guard<std::mutex> first(door_);
+    return std::unique_lock<std::mutex>(turn_);
+  }
+
+ private:
+  std::mutex door_, turn_;
+};
+
+}  // namespace pi2

@@ -1,0 +1,74 @@
+#include "engine/prefetch.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace pi2 {
+namespace {
+
+// Slots of the file with a neuron that somebody is likely to want.
+std::vector<std::int64_t> likely(const StoreLayer& l, std::int64_t n_hot, const std::uint8_t* active,
+                                 std::int64_t tokens) {
+  const std::int64_t cold = l.neurons - n_hot;
+  const auto wanted = [&](std::int64_t id) {
+    if (id < n_hot || active == nullptr) return true;
+    for (std::int64_t t = 0; t < tokens; ++t)
+      if (active[t * cold + id - n_hot]) return true;
+    return false;
+  };
+  std::vector<std::int64_t> slots;
+  for (std::int64_t id = 0; id < l.neurons; ++id) {
+    if (!wanted(id)) continue;
+    slots.push_back(id / l.cluster);
+    id = (slots.back() + 1) * l.cluster - 1;  // the rest of the slot comes with it
+  }
+  return slots;
+}
+
+}  // namespace
+
+void Prefetch::operator()(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) {
+  if (common_.layout.mapped() != nullptr || common_.forked()) return;
+  try {
+    std::vector<std::int64_t> slots = likely(common_.layout.about(layer), n_hot, active, tokens);
+    auto batch = std::make_unique<ReadBatch>();
+    batch->wanted.reserve(slots.size());
+    batch->layer = layer;
+    batch->asked_for = false;
+    const Locked lock(common_.mutex);
+    // A call has looked up what this layer wants, and is about to make room for what it misses.
+    if (call_.wants_places_of(layer)) return;
+    common_.recording.lose();
+    take(std::move(slots), batch.get());
+    // If that fails, they are asked for when they are wanted.
+    if (!batch->wanted.empty()) reads_.submit(std::move(batch));
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+// Places in the cache for those that are not there, as many as it lets in, and their reads.
+void Prefetch::take(std::vector<std::int64_t> slots, ReadBatch* batch) {
+  Places& places = common_.places;
+  NeuronCache& cache = places.cache();
+  const std::int64_t key = common_.layout.key_of(batch->layer);
+  // What is there is used by this, so that room is not made of it.
+  slots.erase(std::remove_if(slots.begin(), slots.end(),
+                             [&](std::int64_t in_file) { return cache.look_up(key + in_file) >= 0; }),
+              slots.end());
+  for (const std::int64_t in_file : slots) {
+    const std::int64_t place = cache.insert(key + in_file, residents_.holds(batch->layer, in_file));
+    if (place < 0) break;  // full of what is needed more
+    batch->wanted.push_back({in_file, static_cast<std::int32_t>(place)});
+    places.begin(place, true);
+  }
+  try {
+    reads_.plan(batch);
+  } catch (...) {
+    for (const Wanted& w : batch->wanted) places.empty(key + w.in_file, w.place);
+    throw;
+  }
+  common_.sums.guessed += static_cast<std::int64_t>(batch->wanted.size());
+}
+
+}  // namespace pi2

@@ -1,0 +1,105 @@
+// Matrix times few vectors: bound by reading the matrix once.
+#include "pi2/linear.h"
+
+#include <algorithm>
+
+#include "base/convert.h"
+#include "base/parallel.h"
+#include "base/scratch.h"
+#include "base/timings.h"
+#include "base/trace.h"
+#include "ffn/panels.h"
+#include "pi2/kernels.h"
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kTokenTile = 64;
+constexpr std::int64_t kAheadBytes = 12288;  // how far ahead rows are asked for: memory answers after some 200 ns
+constexpr std::int64_t kTinyWeights = 1 << 18;
+// Of prepared inputs that are used together (with more, several passes over rows that the second-level cache keeps are
+// faster than reading the inputs from there for each pair of rows), and of the rows of such passes.
+constexpr std::int64_t kInputBytes = 32768, kPassBytes = 131072;
+
+struct Pass {
+  const LinearArgs& args;
+  DotFn dot;
+  std::int64_t tokens, row_bytes;
+  std::int64_t block_rows;  // per work item: long enough to stream, short enough to balance
+  std::int64_t group;       // tokens whose inputs are used together
+  std::int64_t group_rows;  // rows that one group after the other uses
+  const void* x_T[kTokenTile];
+  char* y;  // of the first token of the pass
+
+  void rows(std::int64_t block) const {
+    const TraceSpan span(Stage::kLinearRows, block);
+    const std::int64_t begin = block * block_rows, end = std::min(args.rows, begin + block_rows);
+    for (std::int64_t r = begin; r < end; r += group_rows)
+      for (std::int64_t t = 0; t < tokens; t += group)
+        some_rows(r, std::min(end, r + group_rows), t, std::min(group, tokens - t));
+  }
+
+  // Rows [begin, end) times `count_T` tokens from `first_t` on; the first group of tokens asks for the rows to come.
+  void some_rows(std::int64_t begin, std::int64_t end, std::int64_t first_t, std::int64_t count_T) const {
+    const std::int64_t ahead = (kAheadBytes / (kDotRows * row_bytes) + 1) * kDotRows;
+    const auto* weights = static_cast<const char*>(args.weights);
+    float out_RT[kDotRows * kTokenTile];
+    const std::int64_t y_bytes = pi2::row_bytes(args.x_dtype, 1);
+    for (std::int64_t r = begin; r < end; r += kDotRows) {
+      const std::int64_t count = std::min(kDotRows, end - r);
+      const char* row = weights + r * row_bytes;
+      const void* pair[kDotRows] = {row, row + (count - 1) * row_bytes};
+      const std::int64_t left = first_t > 0 ? 0 : args.rows - r - ahead;
+      const std::int64_t following = std::max<std::int64_t>(0, std::min(kDotRows, left));
+      const char* next = following > 0 ? row + ahead * row_bytes : nullptr;
+      dot(pair, count, x_T + first_t, count_T, args.columns, out_RT, next, following * row_bytes);
+      for (std::int64_t k = 0; k < count; ++k) {
+        for (std::int64_t t = 0; t < count_T; ++t) {
+          const float value = out_RT[k * count_T + t] + (args.bias == nullptr ? 0.0f : args.bias[r + k]);
+          narrow(&value, y + ((first_t + t) * args.rows + r + k) * y_bytes, args.x_dtype, 1);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+void linear(const LinearArgs& args, const ParallelFor& parallel) {
+  const Timed timed(Timed::kLinear, args.rows, args.columns);
+  const TraceSpan span(Stage::kLinear, args.rows, args.columns);
+  const KernelTable& table = kernels();
+  if (takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
+    return linear_prompt(args, table, parallel);
+  const int w = static_cast<int>(args.w_dtype);
+  const std::int64_t width = padded(args.columns), tile = std::min(kTokenTile, args.tokens);
+  float* x_TW = scratch(Scratch::kInput, (tile + 1) * width);
+  float* plain = x_TW + tile * width;
+  const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
+  const DotFn dot = args.int8_activations ? table.dot_a8[w] : table.dot[w];
+  const std::int64_t x_bytes = row_bytes(args.x_dtype, args.columns), y_bytes = row_bytes(args.x_dtype, args.rows);
+  const std::int64_t share = args.rows / (4 * std::max(1, parallel.threads));
+  const std::int64_t block_rows = std::max<std::int64_t>(32, std::min<std::int64_t>(512, share / 2 * 2));
+  const std::int64_t w_bytes = row_bytes(args.w_dtype, args.columns);
+  // As many as the tile of the dot kernels at least.
+  const std::int64_t group = args.int8_activations ? std::max<std::int64_t>(4, kInputBytes / (2 * width) / 4 * 4)
+                                                   : std::max<std::int64_t>(2, kInputBytes / (4 * width) / 2 * 2);
+  const std::int64_t group_rows = std::max(kDotRows, kPassBytes / w_bytes / kDotRows * kDotRows);
+  for (std::int64_t start = 0; start < args.tokens; start += tile) {
+    Pass pass{args, dot, 0, w_bytes, block_rows, group, group_rows, {}, nullptr};
+    pass.tokens = std::min(tile, args.tokens - start);
+    if (pass.tokens <= group) pass.group_rows = block_rows;
+    pass.y = static_cast<char*>(args.y) + start * y_bytes;
+    for (std::int64_t t = 0; t < pass.tokens; ++t) {
+      widen(static_cast<const char*>(args.x) + (start + t) * x_bytes, args.x_dtype, plain, args.columns);
+      prepare(plain, args.columns, x_TW + t * width);
+      pass.x_T[t] = x_TW + t * width;
+    }
+    const bool tiny = pass.tokens * args.rows * args.columns < kTinyWeights;
+    Dynamic::run(
+        tiny ? serial() : parallel, (args.rows + block_rows - 1) / block_rows,
+        [](void* p, std::int64_t block) { static_cast<const Pass*>(p)->rows(block); }, &pass);
+  }
+}
+
+}  // namespace pi2

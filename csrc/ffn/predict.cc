@@ -1,0 +1,161 @@
+// The low-rank predictor: two matrices read once, in one parallel region.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "base/convert.h"
+#include "base/scratch.h"
+#include "base/timings.h"
+#include "base/trace.h"
+#include "ffn/activation.h"
+#include "pi2/kernels.h"
+#include "pi2/predict.h"
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kTokenTile = 64;       // tokens per pass over the predictor
+constexpr std::int64_t kItemBytes = 1 << 17;  // of a matrix per work item: long enough to stream, short to balance
+constexpr std::int64_t kAheadBytes = 8192;    // how far ahead reads are asked for: memory answers after some 200 ns
+constexpr std::int64_t kTinyMacs = 1 << 17;
+
+// `count` rows of n numbers, one after another, and what their dots are multiplied by and added to.
+struct Matrix {
+  const char* rows;
+  std::int64_t count, n, row_bytes;
+  const float* scale;
+  const float* bias;
+
+  std::int64_t rows_per_item() const {
+    return std::max<std::int64_t>(16, kItemBytes / std::max<std::int64_t>(1, row_bytes) / 16 * 16);
+  }
+  std::int64_t items() const { return (count + rows_per_item() - 1) / rows_per_item(); }
+};
+
+struct Pass {
+  const LowrankArgs& args;
+  DotFn dot;
+  PrepareFn prepare;  // null where the dot takes plain floats
+  Matrix a, b;
+  std::int64_t tokens, width;  // of z, in floats per token
+  const void* x_T[kTokenTile];
+  float* z_Tr;  // plain
+  float* z_TW;  // prepared; z_Tr itself where there is nothing to prepare
+  const void* z_T[kTokenTile];
+  std::uint8_t* active;  // of the first token of the pass
+
+  // use(row, token, value) for every row of one work item.
+  template <class Use>
+  void item(const Matrix& m, std::int64_t index, const void* const* v_T, Use use) const {
+    const std::int64_t begin = index * m.rows_per_item(), end = std::min(m.count, begin + m.rows_per_item());
+    float out_RT[kDotRows * kTokenTile];
+    for (std::int64_t r = begin; r < end; r += kDotRows) {
+      const std::int64_t count = std::min(kDotRows, end - r);
+      const char* row = m.rows + r * m.row_bytes;
+      const void* pair[kDotRows] = {row, row + (count - 1) * m.row_bytes};
+      const std::int64_t ahead = r * m.row_bytes + std::max(count * m.row_bytes, kAheadBytes);
+      // Beyond this item, too: whoever takes the next one finds its start in the shared cache.
+      const std::int64_t left = std::min(m.count * m.row_bytes - ahead, count * m.row_bytes);
+      dot(pair, count, v_T, tokens, m.n, out_RT, left > 0 ? m.rows + ahead : nullptr, std::max<std::int64_t>(0, left));
+      for (std::int64_t k = 0; k < count; ++k) {
+        const float scale = m.scale == nullptr ? 1.0f : m.scale[r + k];
+        const float bias = m.bias == nullptr ? 0.0f : m.bias[r + k];
+        for (std::int64_t t = 0; t < tokens; ++t) use(r + k, t, out_RT[k * tokens + t] * scale + bias);
+      }
+    }
+  }
+
+  void project(std::int64_t index) const {
+    item(a, index, x_T, [this](std::int64_t r, std::int64_t t, float value) {
+      z_Tr[t * args.rank + r] = activate(Activation::kRelu, value);
+    });
+  }
+
+  void prepare_z() const {
+    if (prepare == nullptr) return;
+    for (std::int64_t t = 0; t < tokens; ++t) prepare(z_Tr + t * args.rank, args.rank, z_TW + t * width);
+  }
+
+  void score(std::int64_t index) const {
+    item(b, index, z_T, [this](std::int64_t c, std::int64_t t, float value) {
+      active[t * args.cold + c] = !(value < args.threshold);
+    });
+  }
+};
+
+// Both matrices in one parallel region: a second fork would cost as much as a small predictor. Who finishes the last
+// item of `a` prepares z. A worker waits only for what other workers hold, never for what nobody has begun.
+struct Work {
+  const Pass& pass;
+  std::atomic<std::int64_t> next_a{0}, done_a{0}, next_b{0};
+  std::atomic<bool> ready{pass.a.items() == 0};  // rank 0: no last item, no z
+
+  void run() {
+    const TraceSpan span(Stage::kPredictRows);
+    const std::int64_t items_a = pass.a.items(), items_b = pass.b.items();
+    for (std::int64_t i = next_a.fetch_add(1); i < items_a; i = next_a.fetch_add(1)) {
+      pass.project(i);
+      if (done_a.fetch_add(1, std::memory_order_acq_rel) + 1 == items_a) {
+        pass.prepare_z();
+        ready.store(true, std::memory_order_release);
+      }
+    }
+    while (!ready.load(std::memory_order_acquire)) std::this_thread::yield();
+    for (std::int64_t i = next_b.fetch_add(1); i < items_b; i = next_b.fetch_add(1)) pass.score(i);
+  }
+};
+
+}  // namespace
+
+void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
+  const Timed timed(Timed::kPredictor, args.cold, args.hidden);
+  const TraceSpan span(Stage::kPredict, args.cold, args.tokens);
+  if (args.tokens == 0 || args.cold == 0) return;
+  const KernelTable& table = kernels();
+  const int w = static_cast<int>(args.dtype);
+  const bool quantized = is_quantized(args.dtype);
+  const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
+  const DotFn dot = args.int8_activations ? table.dot_a8[w] : table.dot[w];
+  const std::int64_t tile = std::min(kTokenTile, args.tokens);
+  const std::int64_t x_width = quantized ? padded(args.hidden) : args.hidden;
+  const std::int64_t z_width = quantized ? padded(args.rank) : args.rank;
+  // Prepared vectors first: they must be aligned.
+  float* x_TW = scratch(Scratch::kInput, tile * (x_width + z_width + args.rank) + args.hidden);
+  float* z_TW = x_TW + tile * x_width;
+  float* z_Tr = quantized ? z_TW + tile * z_width : z_TW;
+  float* plain_H = z_TW + tile * (z_width + args.rank);
+  const std::int64_t x_bytes = row_bytes(args.x_dtype, args.hidden);
+  for (std::int64_t start = 0; start < args.tokens; start += tile) {
+    const auto matrix = [&](const void* rows, std::int64_t count, std::int64_t n, const float* scale,
+                            const float* bias) {
+      return Matrix{static_cast<const char*>(rows), count, n, row_bytes(args.dtype, n), scale, bias};
+    };
+    Pass pass{args,
+              dot,
+              prepare,
+              matrix(args.a, args.rank, args.hidden, args.a_scale, nullptr),
+              matrix(args.b, args.cold, args.rank, args.b_scale, args.b_bias),
+              std::min(tile, args.tokens - start),
+              z_width,
+              {},
+              z_Tr,
+              z_TW,
+              {},
+              args.active + start * args.cold};
+    for (std::int64_t t = 0; t < pass.tokens; ++t) {
+      const char* x = static_cast<const char*>(args.x) + (start + t) * x_bytes;
+      widen(x, args.x_dtype, quantized ? plain_H : x_TW + t * x_width, args.hidden);
+      if (quantized) prepare(plain_H, args.hidden, x_TW + t * x_width);
+      pass.x_T[t] = x_TW + t * x_width;
+      pass.z_T[t] = z_TW + t * z_width;
+    }
+    Work work{pass};
+    // Waking a thread costs a few microseconds: not for less arithmetic than that.
+    const bool tiny = pass.tokens * args.rank * (args.hidden + args.cold) < kTinyMacs;
+    const std::int64_t most = std::max(pass.a.items(), pass.b.items());
+    const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), most);
+    parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
+  }
+}
+
+}  // namespace pi2

@@ -1,0 +1,53 @@
+// A prediction and its layer in one call: the mask stays in this thread's scratch and no host framework is in between.
+#include <algorithm>
+
+#include "base/scratch.h"
+#include "pi2/predict.h"
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kTokenTile = 64;  // that of the predictors and of sparse_ffn: slices are whole tiles
+
+template <class Args>
+Args of_layer(Args predictor, const FfnArgs& args, std::uint8_t* active) {
+  predictor.x = args.x;
+  predictor.x_dtype = args.x_dtype;
+  predictor.tokens = args.tokens;
+  predictor.cold = args.neurons - args.n_hot;
+  predictor.active = active;
+  return predictor;
+}
+
+}  // namespace
+
+void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* active, const ParallelFor& parallel) {
+  if (predictor.kind == Predictor::Kind::kSignbit)
+    predict_signbit(of_layer(predictor.signbit, args, active), parallel);
+  else
+    predict_lowrank(of_layer(predictor.lowrank, args, active), parallel);
+}
+
+void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const ParallelFor& parallel) {
+  FfnArgs args = layer;
+  const std::int64_t cold = args.neurons - args.n_hot, all = args.tokens;
+  if (cold == 0 || predictor.kind == Predictor::Kind::kNone) return sparse_ffn(args, parallel);
+  std::int64_t tiles = std::max<std::int64_t>(1, kMaskBytes / (kTokenTile * cold));
+  constexpr std::int64_t kOneReading = kPromptTokens / kTokenTile;
+  if (tiles > kOneReading) tiles -= tiles % kOneReading;
+  const std::int64_t slice = std::min(all, tiles * kTokenTile);
+  auto* mask = reinterpret_cast<std::uint8_t*>(scratch(Scratch::kMask, (slice * cold + 3) / 4));
+  const std::int64_t token_bytes = row_bytes(args.x_dtype, args.hidden);
+  args.active = mask;
+  args.piece = layer.piece || slice < all;
+  for (std::int64_t start = 0; start < all; start += slice) {
+    args.tokens = std::min(slice, all - start);
+    args.more = layer.more || start + slice < all;
+    args.x = static_cast<const char*>(layer.x) + start * token_bytes;
+    args.y = static_cast<char*>(layer.y) + start * token_bytes;
+    predict(predictor, args, mask, parallel);
+    sparse_ffn(args, parallel);
+  }
+}
+
+}  // namespace pi2

@@ -1,0 +1,151 @@
+// Float rows to quantised rows and back.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "base/convert.h"
+#include "base/parallel.h"
+#include "kernels/scalar/quantized.h"
+#include "pi2/linear.h"
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kBlockRows = 16;
+
+struct Restoring {
+  const char* rows;
+  DType from, to;
+  std::int64_t count, columns, stride_bytes;
+  char* out;
+
+  template <class Format>
+  void row(const char* row, char* to_row) const {
+    for (std::int64_t g = 0; g < groups(columns); ++g) {
+      const float scale = scalar::scale_of<Format>(row, columns, g);
+      float values[kGroup];
+      for (std::int64_t k = 0; k < kGroup; ++k) values[k] = scale * static_cast<float>(Format::at(row, g, k));
+      const std::int64_t begin = g * kGroup;
+      narrow(values, to_row + begin * row_bytes(to, 1), to, std::min(kGroup, columns - begin));
+    }
+  }
+
+  void block(std::int64_t index) const {
+    for (std::int64_t i = index * kBlockRows; i < std::min(count, (index + 1) * kBlockRows); ++i) {
+      char* to_row = out + i * row_bytes(to, columns);
+      if (from == DType::kQ4)
+        row<scalar::Q4>(rows + i * stride_bytes, to_row);
+      else
+        row<scalar::Q8>(rows + i * stride_bytes, to_row);
+    }
+  }
+};
+
+// The quantisation of one group: integers in [low, high] with `scale`, and what it costs.
+struct Candidate {
+  float scale = 0;
+  double error = std::numeric_limits<double>::infinity();
+};
+
+constexpr std::int64_t kSound = std::numeric_limits<std::int64_t>::max();
+
+struct Quantizing {
+  const char* w;
+  DType from, to;
+  std::int64_t count, columns;
+  const float* importance;
+  char* rows;
+  // Place (row * columns + column) of the first weight that cannot be quantised. Workers report here and go on with
+  // the next row: nothing may be thrown on a host's thread.
+  std::atomic<std::int64_t> broken{kSound};
+
+  // The integer of a weight under a scale; 0 where the scale is 0.
+  int integer(float value, float scale) const {
+    const float low = to == DType::kQ4 ? -8.0f : -127.0f, high = to == DType::kQ4 ? 7.0f : 127.0f;
+    if (scale == 0) return 0;
+    return static_cast<int>(std::min(high, std::max(low, std::nearbyint(value / scale))));
+  }
+
+  // Keeps `candidate` if it is better by more than nothing: the first of equals stays.
+  void consider(float scale, const float* x, const float* weight, std::int64_t n, Candidate* best) const {
+    scale = F16::widen(narrow_f16(scale));
+    double error = 0;
+    for (std::int64_t k = 0; k < n; ++k) {
+      const float off = x[k] - scale * static_cast<float>(integer(x[k], scale));
+      error += static_cast<double>(weight == nullptr ? 1.0f : weight[k]) * static_cast<double>(off * off);
+    }
+    if (error < best->error) *best = {scale, error};
+  }
+
+  float scale_of(const float* x, const float* weight, std::int64_t n) const {
+    float extreme = 0;  // the first of the values of largest magnitude, with its sign
+    for (std::int64_t k = 0; k < n; ++k)
+      if (std::fabs(x[k]) > std::fabs(extreme)) extreme = x[k];
+    if (to == DType::kQ8) return F16::widen(narrow_f16(std::fabs(extreme) / 127.0f));
+    Candidate best;
+    // The extreme value at -8, as Q4_0 has it; then ends a little inside, and the extreme at +7.
+    for (const float end : {-8.0f, -8.5f, -9.0f, -9.5f, -7.5f, 7.0f, 7.5f, 8.0f})
+      consider(extreme / end, x, weight, n, &best);
+    return best.scale;
+  }
+
+  void report(std::int64_t place) {
+    std::int64_t first = broken.load(std::memory_order_relaxed);
+    while (place < first && !broken.compare_exchange_weak(first, place, std::memory_order_relaxed)) {
+    }
+  }
+
+  void row(std::int64_t i) {
+    const char* in = w + i * row_bytes(from, columns);
+    const float largest = largest_weight(to);
+    char* out = rows + i * row_bytes(to, columns);
+    auto* scales = reinterpret_cast<std::uint16_t*>(out + row_bytes(to, columns) - 2 * groups(columns));
+    for (std::int64_t g = 0; g < groups(columns); ++g) {
+      const std::int64_t n = std::min(kGroup, columns - g * kGroup);
+      float x[kGroup];
+      widen(in + g * kGroup * row_bytes(from, 1), from, x, n);
+      for (std::int64_t k = 0; k < n; ++k)
+        if (!(std::fabs(x[k]) <= largest)) return report(i * columns + g * kGroup + k);  // a NaN compares false
+      const float scale = scale_of(x, importance == nullptr ? nullptr : importance + g * kGroup, n);
+      scales[g] = narrow_f16(scale);
+      int integers[kGroup] = {};
+      for (std::int64_t k = 0; k < n; ++k) integers[k] = integer(x[k], scale);
+      if (to == DType::kQ8) {
+        for (std::int64_t k = 0; k < kGroup; ++k) out[g * kGroup + k] = static_cast<char>(integers[k]);
+      } else {
+        for (std::int64_t k = 0; k < kGroup / 2; ++k)
+          out[g * kGroup / 2 + k] = static_cast<char>((integers[k] + 8) | (integers[k + kGroup / 2] + 8) << 4);
+      }
+    }
+  }
+
+  void block(std::int64_t index) {
+    for (std::int64_t i = index * kBlockRows; i < std::min(count, (index + 1) * kBlockRows); ++i) row(i);
+  }
+};
+
+}  // namespace
+
+QuantizeFault quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance,
+                       DType to, void* rows, const ParallelFor& parallel) {
+  for (std::int64_t k = 0; importance != nullptr && k < columns; ++k)
+    if (!(importance[k] >= 0) || std::isinf(importance[k])) return {QuantizeFault::kImportance, 0, k, importance[k]};
+  Quantizing work{static_cast<const char*>(w), from, to, count, columns, importance, static_cast<char*>(rows)};
+  Dynamic::run(
+      parallel, (count + kBlockRows - 1) / kBlockRows,
+      [](void* q, std::int64_t index) { static_cast<Quantizing*>(q)->block(index); }, &work);
+  const std::int64_t place = work.broken.load();
+  if (place == kSound) return {};
+  return {QuantizeFault::kWeight, place / columns, place % columns, load_float(w, from, place)};
+}
+
+void dequantize(const void* rows, DType from, std::int64_t count, std::int64_t columns, std::int64_t stride_bytes,
+                void* out, DType to, const ParallelFor& parallel) {
+  Restoring work{static_cast<const char*>(rows), from, to, count, columns, stride_bytes, static_cast<char*>(out)};
+  Dynamic::run(
+      parallel, (count + kBlockRows - 1) / kBlockRows,
+      [](void* w, std::int64_t index) { static_cast<const Restoring*>(w)->block(index); }, &work);
+}
+
+}  // namespace pi2

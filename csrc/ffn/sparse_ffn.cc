@@ -1,0 +1,607 @@
+// The sparse feed-forward layer: chunks of neurons in any order on any thread, partial sums added in chunk order.
+//
+// Within a chunk neurons go in small blocks through three steps, so that the latency of one neuron's horizontal sum and
+// activation hides behind the reads of others, and what a block read is still in L2 when it is used again:
+//   dot         gate and up rows of neurons that are hot or predicted; gate rows only under the exact gate
+//   up          the up rows of those whose gate fired (exact gate only)
+//   down        rows weighted by h, added to the partial sum four at a time
+// Reads are prefetched one neuron's bundle ahead: gathered bundles defeat the hardware prefetcher at every start.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "base/convert.h"
+#include "base/scratch.h"
+#include "base/timings.h"
+#include "base/trace.h"
+#include "ffn/activation.h"
+#include "ffn/counters.h"
+#include "ffn/down_queue.h"
+#include "ffn/firing.h"
+#include "ffn/panels.h"
+#include "pi2/ffn.h"
+#include "pi2/kernels.h"
+
+namespace pi2 {
+namespace {
+
+constexpr std::int64_t kTokenTile = 64;  // tokens per pass over the weights: bounds the scratch of partial sums
+constexpr std::int64_t kTinyMacs = 1 << 20;
+// A stream from a source: so many tokens at least; its last tokens are like those that come after it.
+constexpr std::int64_t kStreamFrom = 32, kLastTokens = 8;
+constexpr std::int64_t kScan = 1024;         // neurons whose masks are combined at a time
+constexpr std::int64_t kBlock = 16;          // neurons per block
+constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
+constexpr std::int64_t kAheadBytes = 20480;  // how far ahead reads are asked for: memory answers after 200 ns and more
+
+// The tokens of a pass that a neuron is computed for: sparsity is per token, not per batch.
+struct Tokens {
+  std::int64_t n = 0;
+  std::int64_t id[kTokenTile];
+  const void* x[kTokenTile];
+
+  void add(std::int64_t token, const float* x_TW, std::int64_t width) {
+    id[n] = token;
+    x[n++] = x_TW + token * width;
+  }
+};
+
+// One pass: at most kTokenTile tokens, inputs as the kernels want them.
+struct Pass {
+  const FfnArgs& args;
+  const KernelTable& table;
+  std::int64_t width;          // floats of an input or partial sum: hidden, or padded(hidden) for quantised weights
+  const float* x_TW;           // prepared
+  const std::uint8_t* active;  // of the first token of the pass, or null
+  std::int64_t tokens;
+  float* partials;     // [chunks, tokens, width], in the order of the axpy kernel
+  std::uint8_t* used;  // [chunks]
+  float* y_TW;
+  std::int64_t* ids;  // [neurons]; a chunk lists its neurons in its own part
+  std::int64_t base, chunk_size, chunks;
+  std::int64_t* counts = nullptr;      // [chunks]; with a source: of ids, which are listed before any chunk is computed
+  const char* const* where = nullptr;  // of a source
+  const FiringCounters* firing = nullptr;  // null: nobody watches
+  std::uint64_t* fired = nullptr;  // [chunk_size], instead of adding to `firing`, which others do for other tokens
+
+  std::int64_t row_bytes() const { return pi2::row_bytes(args.w_dtype, args.hidden); }
+
+  // Neurons between the one that is computed and the one whose `bytes` are asked for.
+  std::int64_t ahead(std::int64_t bytes) const { return std::max<std::int64_t>(1, kAheadBytes / bytes); }
+
+  const char* bundle(std::int64_t neuron) const {
+    if (where != nullptr) return where[neuron];
+    return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes();
+  }
+
+  // The tokens that want this neuron: all of them if it is hot or nothing was predicted.
+  void asking(std::int64_t neuron, Tokens* tokens_out) const {
+    tokens_out->n = 0;
+    const std::int64_t cold = args.neurons - args.n_hot;
+    const bool all = neuron < args.n_hot || active == nullptr;
+    for (std::int64_t t = 0; t < tokens; ++t)
+      if (all || active[t * cold + neuron - args.n_hot]) tokens_out->add(t, x_TW, width);
+  }
+
+  float bias(const void* values, std::int64_t neuron) const {
+    return values == nullptr ? 0.0f : load_float(values, args.bias_dtype(), neuron);
+  }
+
+  // Row `first` of the neuron (0 gate, or up of a plain layer; 1 up) and the count - 1 rows after it, for `who`; the
+  // hint as in kernels.h.
+  void dot(std::int64_t neuron, std::int64_t first, std::int64_t count, const Tokens& who, float* out_RT,
+           const char* next, std::int64_t next_bytes) const {
+    if (firing != nullptr && first == 0) firing->expect(neuron);
+    const char* row = bundle(neuron) + first * row_bytes();
+    const void* rows[kDotRows] = {row, row + row_bytes()};
+    const DotFn* dots = args.int8_activations ? table.dot_a8 : table.dot;
+    dots[static_cast<int>(args.w_dtype)](rows, count, who.x, who.n, args.hidden, out_RT, next, next_bytes);
+  }
+
+  AxpyFn axpy() const { return table.axpy[static_cast<int>(args.w_dtype)]; }
+
+  // A bit for a token of the pass for which a neuron's score, see pi2/firing.h, is `score`.
+  std::uint64_t bit(std::int64_t token, float score) const {
+    return static_cast<std::uint64_t>(!(std::fabs(score) <= firing->cut)) << token;
+  }
+
+  // Counts the neuron for the tokens that have a bit.
+  void fires(std::int64_t neuron, std::uint64_t bits) const {
+    if (bits == 0) return;
+    if (fired != nullptr)
+      fired[(neuron - base) % chunk_size] = bits;
+    else
+      firing->add(neuron, bits);
+  }
+
+  // Whether |h| is what is compared, and not |act(gate)|.
+  bool scores_h() const { return args.rows == 3 && args.activation_on_up; }
+};
+
+// How a layer is cut into chunks.
+struct Chunks {
+  std::int64_t base, size, count;
+
+  explicit Chunks(const FfnArgs& args)
+      : base(chunk_base(args.first)),
+        size(chunk_neurons(args.neurons - base)),
+        count(size == 0 ? 0 : (args.neurons - base + size - 1) / size) {}
+};
+
+// Ids of the chunk's neurons that some token wants, ascending, into its part of `ids`; returns how many.
+std::int64_t gather(const Pass& pass, std::int64_t chunk, std::int64_t* ids) {
+  std::int64_t n = 0;
+  const std::int64_t n_hot = pass.args.n_hot, cold = pass.args.neurons - n_hot;
+  const std::int64_t start_of_chunk = pass.base + chunk * pass.chunk_size;
+  const std::int64_t begin = std::max(start_of_chunk, pass.args.first);
+  const std::int64_t end = std::min(start_of_chunk + pass.chunk_size, pass.args.neurons);
+  ids += chunk * pass.chunk_size;
+  for (std::int64_t i = begin; i < std::min(end, n_hot); ++i) ids[n++] = i;
+  const std::int64_t first = std::max(begin, n_hot);
+  if (pass.active == nullptr) {
+    for (std::int64_t i = first; i < end; ++i) ids[n++] = i;
+    return n;
+  }
+  if (pass.tokens == 1) {  // decode: skip eight unwanted neurons at a time
+    const std::uint8_t* flags = pass.active - n_hot;
+    std::int64_t i = first;
+    for (; i + 8 <= end; i += 8) {
+      std::uint64_t eight;
+      std::memcpy(&eight, flags + i, 8);
+      if (eight == 0) continue;
+      for (std::int64_t k = i; k < i + 8; ++k)
+        if (flags[k]) ids[n++] = k;
+    }
+    for (; i < end; ++i)
+      if (flags[i]) ids[n++] = i;
+    return n;
+  }
+  // Token by token over the whole range: neuron by neuron would jump through the mask.
+  std::uint8_t any[kScan];
+  for (std::int64_t start = first; start < end; start += kScan) {
+    const std::int64_t width = std::min(kScan, end - start);
+    std::memset(any, 0, static_cast<std::size_t>(width));
+    for (std::int64_t t = 0; t < pass.tokens; ++t) {
+      const std::uint8_t* flags = pass.active + t * cold + start - n_hot;
+      for (std::int64_t i = 0; i < width; ++i) any[i] |= flags[i];
+    }
+    for (std::int64_t i = 0; i < width; ++i)
+      if (any[i]) ids[n++] = start + i;
+  }
+  return n;
+}
+
+// What each token multiplies a neuron's down row with; 0 where it does not contribute.
+using Values = float[kBlock][kTokenTile];
+
+// act(gate + bias) where the neuron fires for a token of `who`, 0 elsewhere; `fired` receives the tokens it fires for.
+// `gate` is in the order of `who`, h_T in that of the pass.
+void gate_values(const Pass& pass, std::int64_t neuron, const Tokens& who, const float* gate, float* h_T, Tokens* fired,
+                 Counters* done) {
+  const FfnArgs& args = pass.args;
+  const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, neuron);
+  // Hot neurons know no threshold, but an exact zero contributes nothing wherever it is.
+  const float threshold = neuron < args.n_hot ? 0.0f : args.threshold;
+  std::memset(h_T, 0, static_cast<std::size_t>(pass.tokens) * sizeof(float));
+  fired->n = 0;
+  done->gate_rows += who.n;
+  const bool counted = pass.firing != nullptr && !pass.scores_h();
+  std::uint64_t bits = 0;
+  for (std::int64_t i = 0; i < who.n; ++i) {
+    const float value = activate(args.activation, gate[i] + bias);
+    if (std::fabs(value) <= threshold) continue;  // written so that NaN fires
+    h_T[who.id[i]] = value;
+    fired->add(who.id[i], pass.x_TW, pass.width);
+    if (counted) bits |= pass.bit(who.id[i], value);
+  }
+  if (counted) pass.fires(neuron, bits);
+}
+
+// h *= up, for the tokens of `who`, in whose order `up` is.
+void multiply_up(const Pass& pass, std::int64_t neuron, const Tokens& who, const float* up, float* h_T,
+                 Counters* done) {
+  const FfnArgs& args = pass.args;
+  const float bias = pass.bias(args.bias_up, neuron);
+  const bool counted = pass.firing != nullptr && pass.scores_h();
+  std::uint64_t bits = 0;
+  for (std::int64_t i = 0; i < who.n; ++i) {
+    float* h = h_T + who.id[i];
+    if (*h == 0.0f) continue;  // read ahead with its gate, and not needed
+    ++done->up_rows;
+    *h *= args.activation_on_up ? activate(args.activation, up[i] + bias) : up[i] + bias;
+    if (counted) bits |= pass.bit(who.id[i], *h);
+  }
+  if (counted) pass.fires(neuron, bits);
+}
+
+// Adds the block's contributions to y_TW, neurons in ascending order for every token.
+void add_down(const Pass& pass, const std::int64_t* ids, std::int64_t n, const Values& h_NT, float* y_TW,
+              DownQueue* queue_T, Counters* done) {
+  const FfnArgs& args = pass.args;
+  for (std::int64_t t = 0; t < pass.tokens; ++t) {
+    for (std::int64_t j = 0; j < n; ++j) {
+      if (h_NT[j][t] == 0.0f) continue;
+      ++done->down_rows;
+      const char* row = pass.bundle(ids[j]) + (args.rows - 1) * pass.row_bytes();
+      queue_T[t].add(pass.axpy(), args.hidden, row, h_NT[j][t], y_TW + t * pass.width);
+    }
+  }
+}
+
+// Neurons that are hot or predicted: most of what is read is used, so gate and up rows are fetched ahead.
+void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
+                   Counters* done) {
+  const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
+  const std::int64_t ahead = pass.ahead(fetched_bytes), bundle_bytes = fetched_bytes + pass.row_bytes();
+  float out_NRT[kBlock][kDotRows * kTokenTile];
+  Tokens who_N[kBlock], fired;
+  for (std::int64_t j = 0; j < n; ++j) {
+    const bool more = j + ahead < n + following;
+    // In a run of neurons memory streams best if the down rows are asked for in their place, too.
+    const bool run = more && ids[j + ahead] == ids[j] + ahead;
+    pass.asking(ids[j], &who_N[j]);
+    pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], more ? pass.bundle(ids[j + ahead]) : nullptr,
+             run    ? bundle_bytes
+             : more ? fetched_bytes
+                    : 0);
+  }
+  for (std::int64_t j = 0; j < n; ++j) {
+    const Tokens& who = who_N[j];
+    gate_values(pass, ids[j], who, out_NRT[j], h_NT[j], &fired, done);
+    if (first_rows == 2) multiply_up(pass, ids[j], who, out_NRT[j] + who.n, h_NT[j], done);
+  }
+}
+
+// The exact gate: gate rows of all, the rest of a bundle only where the gate fired.
+void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
+                Counters* done) {
+  const std::int64_t row_bytes = pass.row_bytes(), ahead = pass.ahead(row_bytes);
+  float out_NT[kBlock][kTokenTile];
+  Tokens everyone, fired_N[kBlock];
+  pass.asking(ids[0], &everyone);
+  for (std::int64_t j = 0; j < n; ++j) {
+    const bool more = j + ahead < n + following;
+    pass.dot(ids[j], 0, 1, everyone, out_NT[j], more ? pass.bundle(ids[j + ahead]) : nullptr, more ? row_bytes : 0);
+  }
+  std::int64_t fired[kBlock], count = 0;
+  for (std::int64_t j = 0; j < n; ++j) {
+    gate_values(pass, ids[j], everyone, out_NT[j], h_NT[j], &fired_N[j], done);
+    if (fired_N[j].n > 0) fired[count++] = j;
+  }
+  if (pass.args.rows == 2) return;
+  for (std::int64_t f = 0; f < count; ++f) {
+    const char* next = f + 1 < count ? pass.bundle(ids[fired[f + 1]]) + row_bytes : nullptr;
+    pass.dot(ids[fired[f]], 1, 1, fired_N[fired[f]], out_NT[f], next, next ? row_bytes : 0);
+  }
+  for (std::int64_t f = 0; f < count; ++f)
+    multiply_up(pass, ids[fired[f]], fired_N[fired[f]], out_NT[f], h_NT[fired[f]], done);
+}
+
+// The chunk's partial sum [tokens, width] into y_TW. False: nothing is wanted of it, and nothing was written.
+bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
+  const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
+  const FfnArgs& args = pass.args;
+  const std::int64_t* ids = pass.ids + chunk * pass.chunk_size;
+  const std::int64_t n = pass.counts != nullptr ? pass.counts[chunk] : gather(pass, chunk, pass.ids);
+  if (n == 0) return false;
+  std::memset(y_TW, 0, static_cast<std::size_t>(pass.tokens * pass.width) * sizeof(float));
+  Counters done;
+  DownQueue queue_T[kTokenTile];
+  const std::int64_t most = pass.tokens == 1 ? kBlockOfOne : kBlock;
+  for (std::int64_t start = 0; start < n; start += most) {
+    const std::int64_t block = std::min(most, n - start);
+    Values h_NT;
+    const bool predicted = pass.active != nullptr || ids[start + block - 1] < args.n_hot;
+    (predicted ? whole_bundles : gate_first)(pass, ids + start, block, n - start - block, h_NT, &done);
+    add_down(pass, ids + start, block, h_NT, y_TW, queue_T, &done);
+  }
+  for (std::int64_t t = 0; t < pass.tokens; ++t) queue_T[t].flush(pass.axpy(), args.hidden, y_TW + t * pass.width);
+  count(done);
+  return true;
+}
+
+constexpr std::int64_t kReduceColumns = 1024;
+
+// y[:, block of columns] = sum of partial sums in chunk order.
+void reduce_columns(const Pass& pass, std::int64_t block) {
+  const TraceSpan span(Stage::kReduce, pass.args.layer, block);
+  const AxpyFn add = pass.table.axpy[static_cast<int>(DType::kF32)];
+  const std::int64_t begin = block * kReduceColumns, width = std::min(kReduceColumns, pass.width - begin);
+  for (std::int64_t t = 0; t < pass.tokens; ++t) {
+    float* y = pass.y_TW + t * pass.width + begin;
+    std::memset(y, 0, static_cast<std::size_t>(width) * sizeof(float));
+    // y += 1 * part is exact, so the axpy kernel adds four partial sums per pass over y.
+    const float ones[kAxpyRows] = {1, 1, 1, 1};
+    const void* parts[kAxpyRows];
+    std::int64_t filled = 0;
+    for (std::int64_t c = 0; c < pass.chunks; ++c) {
+      if (!pass.used[c]) continue;
+      parts[filled] = pass.partials + (c * pass.tokens + t) * pass.width + begin;
+      if (++filled == kAxpyRows) {
+        add(y, parts, ones, filled, width, nullptr);
+        filled = 0;
+      }
+    }
+    if (filled > 0) add(y, parts, ones, filled, width, nullptr);
+  }
+}
+
+// Chunks, then columns, in one parallel region: a second fork would cost as much as the reduction itself. A worker that
+// runs out of chunks waits for those still in other workers' hands; it never waits for one that nobody has begun.
+struct Work {
+  const Pass& pass;
+  std::int64_t column_blocks;
+  std::atomic<std::int64_t> next_chunk{0}, done_chunks{0}, next_block{0};
+  std::atomic<bool> begun{false};
+
+  void run() {
+    if (pass.args.source != nullptr) {
+      // Looking up and asking for thousands of bundles takes its time, in which the others can compute what is there.
+      if (!begun.exchange(true)) pass.args.source->begin(pass.ids, pass.counts, pass.chunk_size, pass.chunks);
+      run_from(*pass.args.source);
+    } else {
+      for (std::int64_t c = next_chunk.fetch_add(1); c < pass.chunks; c = next_chunk.fetch_add(1)) {
+        compute(c);
+        done_chunks.fetch_add(1, std::memory_order_release);
+      }
+    }
+    if (!join()) return;
+    for (std::int64_t b = next_block.fetch_add(1); b < column_blocks; b = next_block.fetch_add(1))
+      reduce_columns(pass, b);
+  }
+
+  void compute(std::int64_t c) const {
+    pass.used[c] = run_chunk(pass, c, pass.partials + c * pass.tokens * pass.width);
+  }
+
+  // Until the chunks in other workers' hands are done; false if some never will be.
+  bool join() const {
+    const TraceSpan span(Stage::kJoin, pass.args.layer);
+    while (done_chunks.load(std::memory_order_acquire) < pass.chunks) {
+      if (pass.args.source != nullptr && pass.args.source->failed()) return false;
+      std::this_thread::yield();
+    }
+    return true;
+  }
+
+  // Chunks in the order in which their bundles come; where they are added does not depend on it.
+  void run_from(BundleSource& source) {
+    for (std::int64_t c = source.next(); c >= 0; c = source.next()) {
+      compute(c);
+      source.done(c);
+      done_chunks.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+// How inputs get in and sums get out.
+struct Tokenwise {
+  const FfnArgs& args;
+  const KernelTable& table;
+  std::int64_t width;
+  float* plain_H;  // one token in plain order, on its way in or out
+
+  Tokenwise(const FfnArgs& args_, const KernelTable& table_, float* plain)
+      : args(args_), table(table_), width(ffn_width(args_)), plain_H(plain) {}
+
+  static std::int64_t ffn_width(const FfnArgs& args) {
+    return is_quantized(args.w_dtype) ? padded(args.hidden) : args.hidden;
+  }
+
+  const char* row(const void* matrix, std::int64_t token) const {
+    return static_cast<const char*>(matrix) + token * row_bytes(args.x_dtype, args.hidden);
+  }
+
+  void in(std::int64_t token, float* x_W) const {
+    const int w = static_cast<int>(args.w_dtype);
+    const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
+    widen(row(args.x, token), args.x_dtype, prepare == nullptr ? x_W : plain_H, args.hidden);
+    if (prepare != nullptr) prepare(plain_H, args.hidden, x_W);
+  }
+
+  void out(std::int64_t token, float* y) const {
+    const RestoreFn restore = table.restore[static_cast<int>(args.w_dtype)];
+    if (restore != nullptr) {
+      restore(y, args.hidden, plain_H);
+      y = plain_H;
+    }
+    if (args.bias_down != nullptr)
+      for (std::int64_t k = 0; k < args.hidden; ++k) y[k] += load_float(args.bias_down, args.bias_dtype(), k);
+    narrow(y, const_cast<char*>(row(args.y, token)), args.x_dtype, args.hidden);
+  }
+};
+
+// Many tokens over a source: chunk after chunk, each for all of them, so that a layer is read once. The bits of any
+// other order: a token's chunks are added one by one, in their order.
+class Stream {
+ public:
+  Stream(const FfnArgs& args, const KernelTable& table, const ParallelFor& parallel)
+      : args_(args),
+        table_(table),
+        parallel_(parallel),
+        width_(Tokenwise::ffn_width(args)),
+        cut_(args),
+        chunks_(cut_.count),
+        call_(args) {
+    const std::int64_t most = std::min(kPromptTokens, args.tokens), workers = std::max(1, parallel.threads);
+    const std::int64_t rounds = (most + kTokenTile * workers - 1) / (kTokenTile * workers);
+    tile_ = (most + rounds * workers - 1) / (rounds * workers);
+    const std::int64_t tiles = (most + tile_ - 1) / tile_;
+    x_TW_ = scratch(Scratch::kInput, 2 * most * width_ + args.hidden);
+    y_TW_ = x_TW_ + most * width_;
+    plain_H_ = y_TW_ + most * width_;
+    partials_ = scratch(Scratch::kPartials, most * width_);
+    const std::int64_t keep_floats = (args.neurons + 3) / 4;
+    ids_ = reinterpret_cast<std::int64_t*>(
+        scratch(Scratch::kIds, 2 * ((tiles + 1) * args.neurons + chunks_) + keep_floats));
+    counts_ = ids_ + args.neurons;
+    tile_ids_ = counts_ + chunks_;
+    keep_ = reinterpret_cast<std::uint8_t*>(tile_ids_ + tiles * args.neurons);
+  }
+
+  void run() {
+    const std::int64_t most = std::min(kPromptTokens, args_.tokens);
+    const Tokenwise tokenwise(args_, table_, plain_H_);
+    for (std::int64_t start = 0; start < args_.tokens; start += most) {
+      tokens_ = std::min(most, args_.tokens - start);
+      active_ = args_.active == nullptr ? nullptr : args_.active + start * cold();
+      for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.in(start + t, x_TW_ + t * width_);
+      std::memset(y_TW_, 0, static_cast<std::size_t>(tokens_ * width_) * sizeof(float));
+      const std::int64_t tiles = (tokens_ + tile_ - 1) / tile_;
+      firing_ = call_.next(tokens_);
+      if (firing_ != nullptr) fired_.assign(static_cast<std::size_t>(tiles * cut_.size), 0);
+      begin(!args_.more && start + most >= args_.tokens);
+      for (std::int64_t c = args_.source->next(); c >= 0; c = args_.source->next()) {
+        chunk_ = c;
+        next_tile_ = 0;
+        parallel_.run(
+            parallel_.host, std::min<std::int64_t>(std::max(1, parallel_.threads), tiles),
+            [](void* self, std::int64_t) { static_cast<Stream*>(self)->some_tiles(); }, this);
+        if (firing_ != nullptr) count_fired(tiles);
+        args_.source->done(c);
+      }
+      if (args_.source->failed()) return;
+      for (std::int64_t t = 0; t < tokens_; ++t) tokenwise.out(start + t, y_TW_ + t * width_);
+    }
+  }
+
+ private:
+  std::int64_t cold() const { return args_.neurons - args_.n_hot; }
+
+  // Of the tokens [first, first + count).
+  Pass pass(std::int64_t first, std::int64_t count, std::int64_t* ids) const {
+    Pass made{args_,
+              table_,
+              width_,
+              x_TW_ + first * width_,
+              active_ == nullptr ? nullptr : active_ + first * cold(),
+              count,
+              nullptr,
+              nullptr,
+              nullptr,
+              ids,
+              cut_.base,
+              cut_.size,
+              chunks_};
+    made.where = args_.source->bundles();
+    return made;
+  }
+
+  void begin(bool last) {
+    args_.source->expect(chunks_, true, last);
+    const Pass all = pass(0, tokens_, ids_);
+    for (std::int64_t c = 0; c < chunks_; ++c) counts_[c] = gather(all, c, ids_);
+    if (active_ != nullptr) {
+      const std::int64_t last = std::max<std::int64_t>(0, tokens_ - kLastTokens);
+      std::memset(keep_, 1, static_cast<std::size_t>(args_.n_hot));
+      std::memset(keep_ + args_.n_hot, 0, static_cast<std::size_t>(cold()));
+      for (std::int64_t t = last; t < tokens_; ++t)
+        for (std::int64_t i = 0; i < cold(); ++i) keep_[args_.n_hot + i] |= active_[t * cold() + i];
+    }
+    args_.source->begin(ids_, counts_, cut_.size, chunks_, active_ == nullptr ? nullptr : keep_);
+  }
+
+  void some_tiles() {
+    const AxpyFn add = table_.axpy[static_cast<int>(DType::kF32)];
+    const float one = 1;
+    for (std::int64_t i = next_tile_.fetch_add(1); i * tile_ < tokens_; i = next_tile_.fetch_add(1)) {
+      const std::int64_t first = i * tile_, count = std::min(tile_, tokens_ - first);
+      float* part_TW = partials_ + first * width_;
+      Pass tile = pass(first, count, tile_ids_ + i * args_.neurons);
+      tile.firing = firing_;
+      if (firing_ != nullptr) tile.fired = fired_.data() + i * cut_.size;
+      if (!run_chunk(tile, chunk_, part_TW)) continue;
+      for (std::int64_t t = 0; t < count; ++t) {
+        const void* part = part_TW + t * width_;
+        add(y_TW_ + (first + t) * width_, &part, &one, 1, width_, nullptr);  // 1 * part is exact
+      }
+    }
+  }
+
+  // What the tiles wrote down of the chunk. Groups, if any, are of all tokens, which are then 64 at most.
+  void count_fired(std::int64_t tiles) {
+    for (std::int64_t i = 0; i < cut_.size; ++i) {
+      const std::int64_t neuron = cut_.base + chunk_ * cut_.size + i;
+      std::uint64_t all = 0;
+      for (std::int64_t tile = 0; tile < tiles; ++tile) {
+        std::uint64_t& bits = fired_[static_cast<std::size_t>(tile * cut_.size + i)];
+        if (bits == 0) continue;
+        if (firing_->sizes > 0)
+          all |= bits << tile * tile_;
+        else
+          firing_->add(neuron, bits);
+        bits = 0;
+      }
+      if (all != 0) firing_->add(neuron, all);
+    }
+  }
+
+  const FfnArgs& args_;
+  const KernelTable& table_;
+  const ParallelFor& parallel_;
+  const std::int64_t width_;
+  const Chunks cut_;
+  const std::int64_t chunks_;
+  FiringCall call_;
+  const FiringCounters* firing_ = nullptr;
+  std::vector<std::uint64_t> fired_;  // [tiles, neurons of a chunk]
+  std::int64_t tile_ = 0, tokens_ = 0, chunk_ = 0;
+  const std::uint8_t* active_ = nullptr;
+  float *x_TW_, *y_TW_, *plain_H_, *partials_;
+  std::int64_t *ids_, *counts_, *tile_ids_;
+  std::uint8_t* keep_;
+  std::atomic<std::int64_t> next_tile_{0};
+};
+
+}  // namespace
+
+void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
+  const Timed timed(Timed::kFfn, args.neurons, args.hidden);
+  const TraceSpan span(Stage::kFfn, args.layer, args.tokens);
+  const KernelTable& table = kernels();
+  const std::int64_t pairs = args.tokens * (args.neurons - args.first);
+  count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
+  if (args.active == nullptr && takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
+    return ffn_prompt(args, table, parallel);
+  if (args.source != nullptr && args.tokens >= kStreamFrom) return Stream(args, table, parallel).run();
+  const std::int64_t width = Tokenwise::ffn_width(args);
+  const Chunks cut(args);
+  const std::int64_t chunks = cut.count;
+  const std::int64_t tile = std::min(kTokenTile, args.tokens);
+  float* x_TW = scratch(Scratch::kInput, 2 * tile * width + args.hidden);
+  float* y_TW = x_TW + tile * width;
+  const Tokenwise tokenwise(args, table, y_TW + tile * width);
+  float* partials = scratch(Scratch::kPartials, chunks * tile * width + chunks);
+  auto* used = reinterpret_cast<std::uint8_t*>(partials + chunks * tile * width);
+  // All memory is taken here, on the calling thread: a worker that failed to get some would leave others waiting.
+  static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
+  auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (args.neurons + chunks)));
+
+  FiringCall call(args);
+  for (std::int64_t start = 0; start < args.tokens; start += tile) {
+    const std::int64_t tokens = std::min(tile, args.tokens - start);
+    for (std::int64_t t = 0; t < tokens; ++t) tokenwise.in(start + t, x_TW + t * width);
+    const std::uint8_t* active = args.active == nullptr ? nullptr : args.active + start * (args.neurons - args.n_hot);
+    Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, cut.base, cut.size, chunks};
+    pass.firing = call.next(tokens);
+    if (args.source != nullptr) {
+      pass.counts = ids + args.neurons;
+      for (std::int64_t c = 0; c < chunks; ++c) pass.counts[c] = gather(pass, c, ids);
+      args.source->expect(chunks);
+      pass.where = args.source->bundles();
+    }
+    Work work{pass, (width + kReduceColumns - 1) / kReduceColumns};
+    // Waking a thread costs a few microseconds: not for less arithmetic than that.
+    const bool tiny = tokens * (args.neurons - args.first) * args.rows * args.hidden < kTinyMacs;
+    const std::int64_t most = std::max<std::int64_t>(1, chunks);
+    const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), most);
+    parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
+    if (args.source != nullptr && args.source->failed()) return;
+    for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width);
+  }
+}
+
+}  // namespace pi2

@@ -1,3 +1,0 @@
-#include "kernels/avx2/impl.h"
-
-void pi2::dot_f16__avx2(PI2_DOT_ARGS) { avx2::dot<avx2::F16>(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }

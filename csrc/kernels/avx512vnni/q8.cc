@@ -1,0 +1,12 @@
+#include "kernels/avx512vnni/gemm.h"
+#include "kernels/avx512vnni/impl.h"
+
+void pi2::dot_a8_q8__avx512vnni(PI2_DOT_ARGS) {
+  avx512vnni::dot_a8_q8(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
+}
+
+void pi2::prepare_a8_q8__avx512vnni(PI2_PREPARE_ARGS) { avx512vnni::prepare_a8_q8(x, n, out); }
+
+void pi2::prepare_gemm_q8__avx512vnni(PI2_PREPARE_ARGS) { avx512vnni::prepare_gemm(x, n, out, 128); }
+
+void pi2::panel_q8__avx512vnni(PI2_PANEL_ARGS) { avx512vnni::panel_q8(rows, n, panel); }

@@ -1,5 +1,0 @@
-#include "kernels/neon/impl.h"
-
-void pi2::dot_f16__neon(PI2_DOT_ARGS) {
-  dot_plain<neon::F16, 4, 2>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
-}

@@ -1,5 +1,0 @@
-#include "kernels/scalar/quantized.h"
-
-void pi2::dot_q4__scalar(PI2_DOT_ARGS) {
-  scalar::dot_quantized<scalar::Q4>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
-}

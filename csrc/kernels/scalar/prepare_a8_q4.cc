@@ -1,3 +1,0 @@
-#include "kernels/scalar/quantized.h"
-
-void pi2::prepare_a8_q4__scalar(PI2_PREPARE_ARGS) { scalar::prepare_a8(x, n, out); }

@@ -1,3 +1,0 @@
-#include "kernels/scalar/quantized.h"
-
-void pi2::restore_q4__scalar(PI2_RESTORE_ARGS) { scalar::restore(y, n, out); }

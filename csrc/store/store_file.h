@@ -1,0 +1,66 @@
+// model.pi2 as the core sees it: the superblock, one entry per layer (docs/FORMATS.md). Everything else in the file is
+// for the reader in Python.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "pi2/types.h"
+
+namespace pi2 {
+
+constexpr std::int64_t kStorePage = 4096;
+
+// A layer's neurons: slots of slot_bytes, one after another, each of `cluster` bundles (a bundle: `rows` rows of
+// `hidden` numbers; the last slot may have fewer of them) and zeros.
+struct StoreLayer {
+  std::int64_t slots = 0;   // where the first begins in the file, on a page
+  std::int64_t checks = 0;  // where its uint32 [neurons] begin: CRC32C of each bundle
+  std::int64_t neurons = 0, hidden = 0, rows = 0;
+  DType w_dtype = DType::kF32;
+  std::int64_t slot_bytes = 0, row_bytes = 0;
+  std::int64_t n_hot = 0, number = 0, cluster = 1;
+
+  std::int64_t bundle_bytes() const { return rows * row_bytes; }
+  std::int64_t n_slots() const { return (neurons + cluster - 1) / cluster; }
+};
+
+// Reads the superblock in `data`, of a file of `file_bytes` in which it begins at `start`. Returns what is wrong with
+// it, "" if nothing; any bytes at all may be given.
+std::string parse_superblock(const void* data, std::int64_t bytes, std::int64_t start, std::int64_t file_bytes,
+                             std::vector<StoreLayer>* layers);
+
+// An open store: two descriptors of one file, and what its superblock says.
+class StoreFile {
+ public:
+  StoreFile() = default;
+  ~StoreFile();
+  StoreFile(const StoreFile&) = delete;
+  StoreFile& operator=(const StoreFile&) = delete;
+
+  // "" or what is wrong. `direct`: reads go past the page cache (O_DIRECT) where a trial read gave the right bytes.
+  std::string open(const std::string& path, bool direct);
+
+  const std::vector<StoreLayer>& layers() const { return layers_; }
+  const std::uint32_t* checks(std::int64_t layer) const { return checks_[static_cast<std::size_t>(layer)].data(); }
+  int descriptor() const { return direct_ >= 0 ? direct_ : plain_; }
+  int plain_descriptor() const { return plain_; }
+  bool direct() const { return direct_ >= 0; }
+  // What offsets, lengths and addresses of reads are to be multiples of: 1 if they are not direct.
+  std::int64_t unit() const { return direct_ >= 0 ? unit_ : 1; }
+  std::int64_t file_bytes() const { return file_bytes_; }
+  // Than it was when it was opened.
+  bool is_shorter() const;
+
+ private:
+  bool direct_works(const void* known, std::int64_t start, std::int64_t unit) const;
+
+  std::int64_t unit_ = 1;
+  int plain_ = -1, direct_ = -1;
+  std::int64_t file_bytes_ = 0;
+  std::vector<StoreLayer> layers_;
+  std::vector<std::vector<std::uint32_t>> checks_;
+};
+
+}  // namespace pi2
