@@ -64,12 +64,12 @@ test-cpp: install runner
 # The k-th call fails, for every k: hours. Prints operation, kind, calls of it, and of those that failed how many were
 # refused by name and made good.
 faults: install runner
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m faults tests/test_fault_matrix.py
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m faults tests/store/test_fault_matrix.py
 
 # Qualcomm's compiler and emulator, some 3 minutes. Installs the extra: proprietary libraries, see docs/QNN.md.
 test-qnn: install
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev,qnn]'
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m qnn -n $(PYTEST_WORKERS) --dist worksteal tests/test_qnn.py
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m qnn -n $(PYTEST_WORKERS) --dist worksteal tests/export/test_qnn.py
 
 # The C++ runner of bundles, as a folder that runs alone: build/runner/pi2/pi2_runner.
 runner: build/runner/.built
@@ -99,7 +99,7 @@ test-arm: install
 	QEMU_CPU=cortex-a76 PI2_TEST_ISAS=scalar,neon,neon_dotprod $(BIN)/ctest --test-dir build/arm -R 'kernels|quantized' --output-on-failure --no-tests=error
 	QEMU_CPU=cortex-a53 PI2_TEST_ISAS=scalar,neon $(BIN)/ctest --test-dir build/arm -j 2 --output-on-failure --no-tests=error
 	$(MAKE) --no-print-directory runner runner-arm
-	$(BIN)/python -m pytest tests/check_arm.py
+	$(BIN)/python -m pytest tests/export/runner/check_arm.py
 
 # The runner for 64-bit ARM Linux, as a folder that needs nothing of the machine that it runs on: build/runner-arm/pi2/run.
 # Of build/arm, which test-arm makes.
@@ -130,7 +130,7 @@ sanitize: install
 	build/sanitize-runner/pi2_parts_test tokenizer build/sanitize-runner/tokenizer.json 3000
 
 # Random inputs against whatever reads files, each target for FUZZ_SECONDS (libFuzzer with the address and
-# undefined-behaviour sanitizers over csrc/fuzz/fuzz_*.cc and export/runner/fuzz/fuzz_*.cc; tests/hostile.py over what Python reads):
+# undefined-behaviour sanitizers over csrc/fuzz/fuzz_*.cc and export/runner/fuzz/fuzz_*.cc; tests/helpers/hostile.py over what Python reads):
 # tests/fuzz/run.py says how a target is added. FUZZ='--only store --runs 1000000'.
 # What it finds on its way stays in build/fuzz/corpus for the next time; an input that fails is build/fuzz/NAME-crash-*.
 FUZZ_SECONDS ?= 60
@@ -166,14 +166,14 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# Whole models and single layers on this machine, some 30 minutes: results as JSON and as a page, bench/results/README.md.
+# Whole models and single layers on this machine, some 30 minutes: results as JSON and as a page, benchmarks/results/README.md.
 # A 7B model and llama.cpp beside it need 14 GB of memory and 9 GB of disk (in work/bench, kept for the next time).
 BENCH_THREADS ?= 2
 BENCH_ROUNDS ?= 5
 BENCH_SHAPES ?= llama-1b mistral-7b
 BENCH_ACTIVATIONS ?= float int8
-BENCH := $(BIN)/torch-pi2 bench
-BENCH_OUT := bench/results
+BENCH := $(BIN)/python -m benchmarks
+BENCH_OUT := benchmarks/results
 
 bench: install
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[bench]' --no-build-isolation
@@ -189,7 +189,7 @@ bench: install
 	    mv $(BENCH_OUT)/.new $(BENCH_OUT)/decode-$$shape-int4-$$kind.json; \
 	  done; \
 	done
-	$(BIN)/python -m torch_pi2.bench.table $(BENCH_OUT)
+	$(BIN)/python -m benchmarks.table $(BENCH_OUT)
 
 # Every kernel of csrc/kernels/list.inc and the cache in google-benchmark (Debian: libbenchmark-dev).
 bench-kernels: install

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-#: library -> packages whose headers are compiled into it. tests/test_sbom.py compares with what the compiler read.
+#: library -> packages whose headers are compiled into it. tests/project/test_sbom.py compares with what is compiled.
 HEADERS = {"libpi2.so": (), "libpi2_torch.so": ("torch",), "libpi2_executorch.so": ("executorch",)}
 LICENCES = {"torch": "BSD-3-Clause", "executorch": "BSD-3-Clause", "oniguruma": "BSD-2-Clause", "json": "MIT"}
 

@@ -24,11 +24,13 @@ from transformers.utils import logging as transformers_logging
 
 import torch_pi2
 from torch_pi2.base.files import atomic_write
-from torch_pi2.bench import ffn
-from torch_pi2.cli import bench, doctor
+from torch_pi2.cli import doctor
 from torch_pi2.cli.common import percent, size, stdlib_sample, table
 from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode_many, work
 from torch_pi2.spec.config import Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import ffn
 
 MODEL = Path(__file__).resolve().parent / "models" / "drelu-stdlib-5m"
 PROMPT = 'def read_config(path):\n    """Read a configuration file'
@@ -179,7 +181,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with section("bench ffn: one layer of a 7B model, 10 % of neurons active"):
         torch.set_num_threads(threads)
         layer_times = ffn.run(4096, 14336, 0.1, "bf16")
-        print(bench.render(layer_times))
+        print(ffn.render(layer_times))
 
     out = Path(args.out)
     with section("artefacts"):

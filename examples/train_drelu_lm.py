@@ -48,7 +48,7 @@ def prepare(work: Path, vocab_size: int) -> dict:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     sys.path.insert(0, str(REPO))
-    from torch_pi2.profile.text import read_files, stdlib_files
+    from torch_pi2.profiling.text import read_files, stdlib_files
 
     work.mkdir(parents=True, exist_ok=True)
     texts = {s: read_files(stdlib_files(s, with_tests=True)) for s in ("train", "heldout")}

@@ -1,7 +1,7 @@
 """``--skipped-to FILE``: the ids of tests that were skipped, a line each, as arguments for pytest (``@FILE``).
 
 Where there is no ``openssl`` command, torch's own compiler, beside which some tests put ours, is told to do without it;
-ours does so itself (tests/test_ci.py).
+ours does so itself (tests/project/test_ci.py).
 """
 
 from __future__ import annotations

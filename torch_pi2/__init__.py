@@ -3,37 +3,78 @@
     model = torch_pi2.optimize(model, calibration=text, tokenizer=tokenizer)
 
 See README.md for a start, :mod:`torch_pi2.api` for the functions, :mod:`torch_pi2.errors` for what they raise.
-Importing has no side effects: nothing is printed, downloaded, loaded or set.
+Importing has no side effects: nothing is printed, downloaded, loaded or set, and torch is imported with the first name
+that needs it.
 """
 
-import torch_pi2.export as export
-from torch_pi2.api import fit, optimize, plan, profile, restore
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torch_pi2.base.version import __version__
-from torch_pi2.checkpoint.pack import pack
-from torch_pi2.checkpoint.quantize import quantize
-from torch_pi2.checkpoint.save_load import load, save
-from torch_pi2.checkpoint.synthetic import synthetic
-from torch_pi2.decode.adapt import follow
-from torch_pi2.decode.budget import set_budget
-from torch_pi2.decode.generate import generate
 from torch_pi2.errors import Pi2Error
-from torch_pi2.graph.dispatch import NeuronClusterMode
-from torch_pi2.graph.find import find_sites
-from torch_pi2.layers.offloaded import stats
-from torch_pi2.observe.accesses import record_accesses
-from torch_pi2.observe.trace import trace
-from torch_pi2.observe.watch import watch
-from torch_pi2.plan.machine import plan_for
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.offload import OffloadConfig
+
+if TYPE_CHECKING:
+    from torch_pi2.api import fit, optimize, plan, profile, restore
+    from torch_pi2.checkpoint.pack import pack
+    from torch_pi2.checkpoint.quantize import quantize
+    from torch_pi2.checkpoint.save_load import load, save
+    from torch_pi2.checkpoint.synthetic import synthetic
+    from torch_pi2.decode.adapt import follow
+    from torch_pi2.decode.budget import set_budget
+    from torch_pi2.decode.decode import Decoder
+    from torch_pi2.decode.generate import generate
+    from torch_pi2.export.api import export
+    from torch_pi2.export.program import export_program
+    from torch_pi2.export.run import Bundle
+    from torch_pi2.graph.dispatch import NeuronClusterMode
+    from torch_pi2.graph.find import find_sites
+    from torch_pi2.layers.offloaded import stats
+    from torch_pi2.machine.find import find_hardware
+    from torch_pi2.observe.accesses import record_accesses
+    from torch_pi2.observe.trace import trace
+    from torch_pi2.observe.watch import watch
+    from torch_pi2.planner.machine import plan_for
+    from torch_pi2.spec.config import Config
+    from torch_pi2.spec.offload import OffloadConfig
+
+#: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
+_FROM = {
+    "api": ("fit", "optimize", "plan", "profile", "restore"),
+    "checkpoint.pack": ("pack",),
+    "checkpoint.quantize": ("quantize",),
+    "checkpoint.save_load": ("load", "save"),
+    "checkpoint.synthetic": ("synthetic",),
+    "decode.adapt": ("follow",),
+    "decode.budget": ("set_budget",),
+    "decode.decode": ("Decoder",),
+    "decode.generate": ("generate",),
+    "export.api": ("export",),
+    "export.program": ("export_program",),
+    "export.run": ("Bundle",),
+    "graph.dispatch": ("NeuronClusterMode",),
+    "graph.find": ("find_sites",),
+    "layers.offloaded": ("stats",),
+    "machine.find": ("find_hardware",),
+    "observe.accesses": ("record_accesses",),
+    "observe.trace": ("trace",),
+    "observe.watch": ("watch",),
+    "planner.machine": ("plan_for",),
+    "spec.config": ("Config",),
+    "spec.offload": ("OffloadConfig",),
+}
+_MODULE_OF = {name: f"torch_pi2.{module}" for module, names in _FROM.items() for name in names}
 
 __all__ = [
+    "Bundle",
     "Config",
+    "Decoder",
     "NeuronClusterMode",
     "OffloadConfig",
     "Pi2Error",
     "__version__",
     "export",
+    "export_program",
+    "find_hardware",
     "find_sites",
     "fit",
     "follow",
@@ -54,3 +95,19 @@ __all__ = [
     "trace",
     "watch",
 ]
+
+# A package is bound to its name when it is first imported: now, so that ``torch_pi2.export`` stays the function.
+importlib.import_module("torch_pi2.export")
+globals().pop("export", None)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -22,20 +22,20 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.decode.adapt import follow, let_go
 from torch_pi2.errors import CalibrationError, DtypeError
-from torch_pi2.fit.fit import MIN_SEQUENCES, causal_lm_loss, cold_neurons, rows_of
-from torch_pi2.fit.fit import fit as fit_predictors
-from torch_pi2.fit.signbit_fit import fit_signbit
+from torch_pi2.fitting.fit import MIN_SEQUENCES, causal_lm_loss, cold_neurons, rows_of
+from torch_pi2.fitting.fit import fit as fit_predictors
+from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
-from torch_pi2.plan.greedy import greedy_plan, hot_cut, plan_without_data
-from torch_pi2.plan.machine import plan_for
+from torch_pi2.planner.greedy import greedy_plan, hot_cut, plan_without_data
+from torch_pi2.planner.machine import plan_for
 from torch_pi2.predict.file import AnyPredictor, FittedPredictors
-from torch_pi2.profile.data import MIN_TOKENS, Batch, batches
-from torch_pi2.profile.run import profile as profile_sites
-from torch_pi2.profile.samples import bytes_per_token, samples_bytes
+from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
+from torch_pi2.profiling.run import profile as profile_sites
+from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
 from torch_pi2.rewrite.handle import Optimized, apply, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.spec.config import Config
@@ -115,7 +115,7 @@ def profile(
 
     Args:
         model: any ``nn.Module`` on the CPU; it is run in evaluation mode and left as it was.
-        data: text, token ids, or batches: see :func:`torch_pi2.profile.data.batches`.
+        data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
         tokenizer: needed for text.
 
     Raises:
@@ -187,7 +187,7 @@ def fit(
     experts get none: the router has left out most of their neurons, and each would have to be trained.
 
     ``data`` must give next-token logits (a causal language model); for other models use
-    :func:`torch_pi2.fit.fit.fit` with a ``loss_fn``.
+    :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``.
 
     Raises:
         CalibrationError, StaleArtifactError (statistics of other weights), ConfigError.
@@ -420,7 +420,7 @@ def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> 
             f"optimize without calibration, {wanted}",
             expected="calibration data",
             found="none",
-            fix="Pass calibration=text or ids (torch_pi2.profile.text.stdlib_text('train') needs no download).",
+            fix="Pass calibration=text or ids (torch_pi2.profiling.text.stdlib_text('train') needs no download).",
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left

@@ -1,7 +1,7 @@
 """Run fuzz targets, one after another: ``run.py [--seconds N] [--runs N] [--only NAME ...] FOLDER ...``
 
 Targets are programs ``fuzz_NAME`` (libFuzzer) in the given folders, and as ``python-NAME`` the files that Python reads
-(``TARGETS`` of tests/hostile.py, which makes sound ones and spoils them). Seeds of programs are in
+(``TARGETS`` of tests/helpers/hostile.py, which makes sound ones and spoils them). Seeds of programs are in
 ``csrc/fuzz/seeds/NAME``, replayed by ``make test`` (``replay_NAME`` of CTest); ``csrc/fuzz/seeds/NAME.dict``, if it is
 there, is libFuzzer's dictionary. What was executed is printed as a table.
 """
@@ -68,7 +68,7 @@ def main() -> int:
     args = parser.parse_args()
     found = [p for folder in args.folders for p in sorted(folder.glob("fuzz_*")) if p.is_file() and not p.suffix]
     programs = {name_of(p): p.resolve() for p in found}
-    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(HERE.parent / "helpers"))
     import hostile
 
     names = [*programs, *(f"python-{name}" for name in hostile.TARGETS)]

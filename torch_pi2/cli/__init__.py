@@ -13,11 +13,14 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from torch_pi2.base.fields import argument, shown
+from torch_pi2.base.version import __version__
 from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
@@ -38,11 +41,13 @@ VERBS = {
     "replay": "what other caches would have had of recorded accesses",
     "report": "one HTML file that shows a model folder: neurons, plan, times, caches, reads",
     "doctor": "versions, CPU features, kernels, missing extras",
-    "bench": "time the operators on this machine",
 }
 
 
-class _Parser(argparse.ArgumentParser):
+BuildParser = Callable[[], argparse.ArgumentParser]
+
+
+class Parser(argparse.ArgumentParser):
     """Reports a wrong command line as a Pi2Error, so that ``--json`` covers it too."""
 
     def error(self, message: str) -> NoReturn:
@@ -61,7 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line; verbs are imported, heavy libraries are not."""
     from torch_pi2.cli import common
 
-    parser = _Parser(prog="torch-pi2", description="Sparse feed-forward layers for PyTorch models.")
+    parser = Parser(prog="torch-pi2", description="Sparse feed-forward layers for PyTorch models.")
+    parser.add_argument("--version", action="version", version=f"torch-pi2 {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, help_line in VERBS.items():
         module = importlib.import_module(f"torch_pi2.cli.{name}")
@@ -78,15 +84,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(argv: Sequence[str]) -> tuple[dict[str, Any], str, TextIO | None]:
+def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str, TextIO | None]:
     """Result, its text or JSON, and where that goes."""
     for given in argv:
         wrong = "Only UTF-8 is taken: correct it, or rename the file."
         argument(given, f"argument {shown(given)}", wrong).text(empty=True)
-    args = build_parser().parse_args(argv)
-    if args.threads is not None:
+    args = parser().parse_args(argv)
+    with _quiet_interrupts():
         import torch
 
+        import torch_pi2.api  # noqa: F401 (what nearly all verbs use)
+    if args.threads is not None:
         torch.set_num_threads(args.threads)
     args.stdout = sys.stdout  # for a verb that writes its result as it comes, or elsewhere
     # Standard output is for the result alone.
@@ -96,14 +104,32 @@ def _run(argv: Sequence[str]) -> tuple[dict[str, Any], str, TextIO | None]:
     return result, text, args.stdout
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's) and return its exit code."""
+@contextlib.contextmanager
+def _quiet_interrupts() -> Iterator[None]:
+    """Ctrl-C ends the process: nothing has been begun, and an exception would end up in what is being imported."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # nohup: leave it so
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        os.write(2, b"torch-pi2: interrupted\n")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) -> int:
+    """Run the command line ``argv`` (default: the process's) of ``parser`` and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if sys.stderr is None:  # closed: what is printed to None goes to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     try:
         try:
-            return _told(*_run(argv))
+            return _told(*_run(argv, parser))
         except Pi2Error as error:
             return _refused(error, "--json" in argv)
         except OSError as error:

@@ -129,7 +129,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
     """At least ``tokens`` tokens, where there are as many, of the standard library's ``train`` or ``heldout`` files."""
-    from torch_pi2.profile.text import stdlib_text
+    from torch_pi2.profiling.text import stdlib_text
 
     probe = stdlib_text(split, max_bytes=1 << 16)
     bytes_per_token = len(probe.encode()) / max(1, len(tokenizer(probe, verbose=False)["input_ids"]))

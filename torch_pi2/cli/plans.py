@@ -13,7 +13,7 @@ from torch_pi2.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
-    from torch_pi2.plan.shape import ModelShape
+    from torch_pi2.planner.shape import ModelShape
     from torch_pi2.spec.machine_plan import HardwarePlan
     from torch_pi2.spec.plan import Plan
     from torch_pi2.spec.stats import ActivationStats
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     """The plan that ``args`` ask for, written to ``--out``; what is predicted, beside what simple plans would take."""
     from torch_pi2.machine.find import find_hardware
-    from torch_pi2.plan.baselines import KINDS, fixed_plan
-    from torch_pi2.plan.machine import check_recall, free, with_hardware
+    from torch_pi2.planner.baselines import KINDS, fixed_plan
+    from torch_pi2.planner.machine import check_recall, free, with_hardware
 
     hardware = find_hardware(args.hardware)
     _check_store(args)
@@ -34,7 +34,7 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     model, plan, shape = _subject(args, stats)
     base, first, first_shape = free(plan), plan, None
     if live is not None and before is not None:
-        from torch_pi2.plan.shape import ModelShape
+        from torch_pi2.planner.shape import ModelShape
 
         if _is_ours(args):
             first_shape = ModelShape.of(model, before, base, compiled=not args.eager)
@@ -79,8 +79,8 @@ def _planned(
     shape: ModelShape, hardware: Hardware, kind: str, how: Mapping[str, Any], only: Mapping[str, Any]
 ) -> HardwarePlan:
     """``only``: for the optimum, which alone looks at it."""
-    from torch_pi2.plan.baselines import fixed_plan
-    from torch_pi2.plan.solve import solve
+    from torch_pi2.planner.baselines import fixed_plan
+    from torch_pi2.planner.solve import solve
 
     if kind == "optimum":
         return solve(shape, hardware, **how, **only, progress=True)
@@ -109,9 +109,9 @@ def _check_store(args: argparse.Namespace) -> None:
 
 
 def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Arguments of :func:`torch_pi2.plan.solve.solve` and ``fixed_plan``."""
+    """Arguments of :func:`torch_pi2.planner.solve.solve` and ``fixed_plan``."""
     from torch_pi2.base.units import parse_bytes
-    from torch_pi2.plan.task import BATCHES
+    from torch_pi2.planner.task import BATCHES
 
     how: dict[str, Any] = {
         "budget_bytes": None if args.budget is None else parse_bytes(args.budget),
@@ -120,7 +120,7 @@ def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
         "context": args.context or 1024,
     }
     if args.accesses is not None:
-        from torch_pi2.plan.machine import replayed
+        from torch_pi2.planner.machine import replayed
 
         if args.budget is None:
             raise ConfigError(
@@ -152,8 +152,8 @@ def _statistics(args: argparse.Namespace) -> tuple[ActivationStats | None, Activ
 
 def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan, ModelShape]:
     """An optimised model, its plan, and its shape with ``stats``, if no neuron need be hot."""
-    from torch_pi2.plan.machine import free
-    from torch_pi2.plan.shape import ModelShape
+    from torch_pi2.planner.machine import free
+    from torch_pi2.planner.shape import ModelShape
 
     folder = Path(args.model)
     if _is_ours(args):
@@ -217,8 +217,8 @@ def _measured(
     args: argparse.Namespace, plan: Plan, hardware: Hardware, stats: ActivationStats, how: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """What runs at each batch size take beside what is predicted. ``how``: the plan was made."""
-    from torch_pi2.bench.plan_model import tokens_of
-    from torch_pi2.plan.explain import compare, explained_tokens
+    from torch_pi2.eval.token_source import tokens_of
+    from torch_pi2.planner.explain import compare, explained_tokens
 
     folder = Path(args.model)
     if not _is_ours(args):
@@ -286,7 +286,7 @@ def _buckets(plan: HardwarePlan, others: Mapping[str, HardwarePlan]) -> list[dic
 
 def difference(a: Path, b: Path) -> dict[str, Any]:
     """What differs between the plans of two folders (of a plan, or with ``pi2/`` in it)."""
-    from torch_pi2.plan.diff import diff
+    from torch_pi2.planner.diff import diff
 
     return {"a": str(a), "b": str(b), **diff(_plan_of(a), _plan_of(b))}
 

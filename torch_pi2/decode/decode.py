@@ -7,12 +7,13 @@ runs without guards: this class owns everything that guards would look at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import engine_of
 from torch_pi2.decode.attention import packed_attention
@@ -94,20 +95,19 @@ class Decoder:
             than ``max_tokens``; it has an encoder; or (by :meth:`prompt`) it does not use the cache.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
         *,
         max_tokens: int,
         batch: int = 1,
-        backend: str = "torch_pi2",
+        backend: str | Callable[..., Any] = "torch_pi2",
         compiled: bool = True,
         cpp_wrapper: bool = False,
         logits: bool = False,
         chunk_tokens: int = 0,
     ) -> None:
-        argument(max_tokens, "Decoder(max_tokens)").whole(0)
-        argument(batch, "Decoder(batch)").whole(0)
         if not callable(backend):
             argument(backend, "Decoder(backend)").text(torch._dynamo.list_backends(exclude_tags=()))
         if max_tokens < 2 or batch < 1:

@@ -2,7 +2,7 @@
 
 Module names say nothing at this level, and a model may slice, fuse or transpose its weights at will. What
 stays true is the storage: an operand that begins inside a site's parameter and has its strides *is* some
-rows of it. Used by the profiler (:mod:`torch_pi2.profile.recorder`) and by the dispatch modes
+rows of it. Used by the profiler (:mod:`torch_pi2.profiling.recorder`) and by the dispatch modes
 (:mod:`torch_pi2.graph.dispatch`).
 """
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from torch_pi2.base import process as machine
+from torch_pi2.base.arguments import checked
 from torch_pi2.base.process import cores
 from torch_pi2.base.version import __version__
 from torch_pi2.errors import ConfigError
@@ -24,6 +25,7 @@ def cached_path() -> Path:
     return Path(base) / "torch_pi2" / f"hardware-{key}.json"
 
 
+@checked
 def find_hardware(name: str | Path) -> Hardware:
     """``measured`` (this machine's, cached), a preset by name, or a file.
 

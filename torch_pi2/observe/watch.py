@@ -38,7 +38,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, explained
 from torch_pi2.observe.drift import LIMIT, Drift, drift
 from torch_pi2.ops import load
-from torch_pi2.profile.recorder import threshold_map
+from torch_pi2.profiling.recorder import threshold_map
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
@@ -63,7 +63,7 @@ class Watch:
         model: one that torch_pi2 has rewritten or loaded, in memory or over a store. Converted (``model.to``) it is
             no longer seen.
         batch_sizes: 1 to 64; 1, every token alone, is always among them.
-        thresholds: a neuron fires iff its score is larger, as in :func:`torch_pi2.profile.run.profile`; a number, or
+        thresholds: a neuron fires iff its score is larger, as in :func:`torch_pi2.profiling.run.profile`; a number, or
             one per site key. None: those of the statistics that the model was made from, so that the counts can be
             added to them; without such, those of its layers, which are 0 but for method ``threshold``.
         check_every: so many tokens after the last time, a thread calls :meth:`check`, until that has warned; 0: never.

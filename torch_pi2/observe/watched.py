@@ -75,7 +75,8 @@ def _ids(model: Any, sequences: int, tokens: int, seed: int) -> torch.Tensor:
             f"tokens for watching {type(model).__name__}",
             expected="ids of real text",
             found="none, and no synthetic model",
-            fix=f"Pass ids=, int64 [{sequences}, {tokens + 1}] (torch_pi2.profile.text.stdlib_text needs no download).",
+            fix=f"Pass ids=, int64 [{sequences}, {tokens + 1}] "
+            "(torch_pi2.profiling.text.stdlib_text needs no download).",
         )
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     generators = [torch.Generator().manual_seed(1000 * seed + i) for i in range(sequences)]

@@ -97,7 +97,7 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
                 f"predictor of {key}",
                 expected="one with a threshold and a card",
                 found="one that was not calibrated",
-                fix="Call torch_pi2.fit.train.calibrate on held-back samples first.",
+                fix="Call torch_pi2.fitting.train.calibrate on held-back samples first.",
             )
         kind = getattr(p, "kind", "lowrank")
         entries[key] = {"kind": kind, "threshold": p.threshold, "card": p.card.to_json()}

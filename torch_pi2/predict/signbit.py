@@ -39,7 +39,7 @@ class SignBit:
 
     Attributes:
         signs: uint8 ``[I, ceil(H / 64) * 8]`` (:func:`pack_signs`), original neuron order; hidden: H.
-        margin: 0 or more; set by :func:`torch_pi2.fit.signbit_fit.calibrate_signbit`.
+        margin: 0 or more; set by :func:`torch_pi2.fitting.signbit_fit.calibrate_signbit`.
         threshold: the same on :meth:`scores`.
         card: measured quality, or None before calibration.
     """

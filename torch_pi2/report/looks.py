@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Of a step's time, as :data:`torch_pi2.plan.cost.PARTS` has them; ``ffn``: hot, cold, io and merge.
+#: Of a step's time, as :data:`torch_pi2.planner.cost.PARTS` has them; ``ffn``: hot, cold, io and merge.
 PARTS: Mapping[str, tuple[str, str]] = {
     "attention": ("attention: linear layers", "#4e79a7"),
     "sdpa": ("attention: keys and values", "#9cc3e6"),

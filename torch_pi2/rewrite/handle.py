@@ -9,8 +9,8 @@ from torch import nn
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.profile.data import Batch
-from torch_pi2.profile.inputs import InputStats, gather_inputs
+from torch_pi2.profiling.data import Batch
+from torch_pi2.profiling.inputs import InputStats, gather_inputs
 from torch_pi2.rewrite.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import abandon, rewrite
 from torch_pi2.spec.config import Config

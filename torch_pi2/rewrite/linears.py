@@ -19,8 +19,8 @@ from torch_pi2.graph.capture import capture, example_inputs
 from torch_pi2.graph.experts import all_experts, known_experts, without_experts
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.ops.quantized import check_importance, check_quantizable
-from torch_pi2.profile.data import Batch
-from torch_pi2.profile.inputs import InputStats
+from torch_pi2.profiling.data import Batch
+from torch_pi2.profiling.inputs import InputStats
 from torch_pi2.spec.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")

@@ -43,7 +43,7 @@ class Bucket:
         accelerator: by layer, those of them that an accelerator computes: a multiple of 512, or all neurons.
         resident: by layer, so many neurons, the first in plan order, never leave the cache of a store.
         cache_bytes: of a store's neuron cache; 0 if all neurons are in memory, or if the budget leaves none.
-        ms: predicted milliseconds of a step, by part (:data:`torch_pi2.plan.cost.PARTS`); empty if nobody predicted.
+        ms: predicted milliseconds of a step, by part (:data:`torch_pi2.planner.cost.PARTS`); empty if nobody predicted.
     """
 
     batch: int

@@ -1,0 +1,93 @@
+"""Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
+
+`ffn` and `layer` are one feed-forward layer; `decode`, `offload`, `best-of` and `plan` whole models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_pi2 import cli
+from torch_pi2.cli import common
+
+#: name -> one line of help; NAME is the module ``benchmarks/NAME.py`` with ``add_arguments``, ``run`` and ``render``.
+BENCHMARKS = {
+    "ffn": "one gated layer with float weights, dense against sparse",
+    "layer": "one gated layer over shares of active neurons, against the memory roofline",
+    "decode": "a whole model, synthetic or in --folder, optionally against other engines",
+    "offload": "a model larger than memory, step by step from mmap to the pipeline",
+    "best-of": "several sequences of which one ends every few steps, under plans that follow or not",
+    "plan": "the solved plan against greedy, all-hot, all-cold and random ones, by batch and memory",
+}
+
+EXAMPLE = "python -m benchmarks decode --shape mistral-7b --weights int4 --threads 2 --prompt 128 --tokens 32 --json"
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=f"example:\n  {EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, help_line in BENCHMARKS.items():
+        benchmark = names.add_parser(name, help=help_line, description=help_line)
+        _module(name).add_arguments(benchmark)
+        common.add_every(benchmark)
+        benchmark.set_defaults(module=sys.modules[__name__], options=benchmark)
+    return parser
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """What the benchmark measured, and the command line of it."""
+    run = _module(args.name).run
+    settings = {name: getattr(args, name) for name in inspect.signature(run).parameters if hasattr(args, name)}
+    return {**run(**settings), "command": _command(args)}
+
+
+def render(result: dict[str, Any]) -> str:
+    text: str = _module(result["what"]).render(result)
+    return text
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line with every value it ran with, for who reads the result; of absolute paths only the last part."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, Path):
+            return value.name if value.is_absolute() else str(value)
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    words = ["python", "-m", "benchmarks", args.name]
+    for action in args.options._actions:
+        value = getattr(args, action.dest, None)
+        if value is None or (action.nargs == 0 and value is not action.const):
+            continue
+        flag = action.option_strings[-1]
+        if action.nargs == 0:
+            words.append(flag)
+        else:
+            repeated = value if isinstance(action, argparse._AppendAction) else [value]
+            words += [word for each in repeated for word in (flag, text(each))]
+    return shlex.join(words)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark; exit codes as of ``torch-pi2``."""
+    return cli.main(argv, build_parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""One feed-forward layer over shares of active neurons, against the lower bound that memory gives.
+
+Two lines, measured in the same run by plain reads: the active bundles at gather speed, and all bundles at streaming
+speed. What a layer can reach is the smaller of the two. Weights are random: speed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from benchmarks.arguments import add_activations, add_sizes, list_of
+from torch_pi2.base import process as machine
+from torch_pi2.cli import common
+from torch_pi2.errors import ConfigError
+from torch_pi2.ops import load
+from torch_pi2.ops.rows import GROUP, row_bytes
+
+WEIGHTS = ("int4", "int8", "bf16", "fp32")
+_FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+#: Numbers made at a time.
+_CHUNK_NUMBERS = 1 << 22
+#: Rounds thrown away.
+_WARMUP = 2
+#: Bytes over which layers, and linears, are spread: caches hold a good part of one layer.
+_BYTES = 1 << 30
+#: Bytes of one dense linear.
+_LINEAR_BYTES = 1 << 27
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser)
+    parser.add_argument(
+        "--active",
+        type=list_of(float),
+        default=[0.02, 0.05, 0.1, 0.2, 0.5, 1.0],
+        metavar="SHARES",
+        help="shares of neurons computed, comma-separated (default: 0.02,0.05,0.1,0.2,0.5,1.0)",
+    )
+    parser.add_argument("--weights", default="int4", choices=["int4", "int8", "bf16", "fp32"])
+    add_activations(parser)
+    parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 8)")
+
+
+def run(
+    hidden: int = 4096,
+    intermediate: int = 14336,
+    weights: str = "int4",
+    active: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+    *,
+    activations: str = "float",
+    rank: int | None = None,
+    tokens: int = 1,
+    rounds: int = 15,
+    memory_size: int = _BYTES,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Time one gated layer, a predictor and a linear on torch's current number of threads.
+
+    There are as many such layers, and linears, as fill ``memory_size`` bytes (at least 2), and every call takes the
+    next one: what is read is in no cache, as in a model of many layers.
+
+    Args:
+        hidden, intermediate: H and I.
+        weights: ``int4``, ``int8``, ``bf16`` or ``fp32``.
+        active: shares of neurons, 0..1, drawn uniformly and anew each round: no locality.
+        activations: ``float`` or ``int8`` (lossy; quantised weights only).
+        rank: of the low-rank predictor, stored as int4 (default H / 8; only with quantised weights).
+        tokens: rows of x, all with the same active neurons.
+
+    Returns:
+        ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many bundles), ``bound_ms``, ``of_bound``
+        (ms / bound_ms) and ``touched_gb_per_s``. ``stream_ms`` (a plain read of all bundles), ``read_gb_per_s``,
+        ``linear`` (``gb_per_s`` and ``of_read`` of a dense linear), ``predictor_ms``, and spreads. Milliseconds are
+        medians of alternating rounds.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
+    _check(hidden, intermediate, weights, active, activations, tokens, rounds)
+    load()
+    generator = torch.Generator().manual_seed(seed)
+    quantised, int8 = weights not in _FLOATS, activations == "int8"
+    make = _Maker(weights, generator)
+    layers = _several(make, 3 * intermediate, hidden, memory_size)
+    bundles = cycle([rows.unflatten(0, (intermediate, 3)) for rows in layers])
+    layer_bytes = layers[0].nbytes
+    x_TH = torch.randn(tokens, hidden, generator=generator)
+    x_TH = x_TH if quantised else x_TH.to(_FLOATS[weights])
+    settings = (weights, int8) if quantised else ("float", False)
+
+    def sets(share: float) -> list[torch.Tensor]:
+        count = max(1, round(share * intermediate))
+        return [
+            torch.randperm(intermediate, generator=generator)[:count].sort().values for _ in range(rounds + _WARMUP)
+        ]
+
+    chosen = {share: sets(share) for share in active}
+
+    def mask(ids: torch.Tensor) -> torch.Tensor:
+        mask_TI = torch.zeros(tokens, intermediate, dtype=torch.bool)
+        mask_TI[:, ids] = True
+        return mask_TI
+
+    masks = {share: [mask(ids) for ids in lists] for share, lists in chosen.items()}
+
+    def ffn(mask_TI: torch.Tensor) -> object:
+        # silu: no neuron that was asked for is skipped for being zero
+        return torch.ops.pi2.sparse_ffn(
+            x_TH, next(bundles), None, None, None, mask_TI, "silu", False, 0, 0.0, *settings
+        )
+
+    cases: dict[str, Callable[[int], object]] = {}
+    for share in active:
+        cases[f"stream {share}"] = lambda _: torch.ops.pi2.read_bundles(next(bundles), None)
+        cases[f"ffn {share}"] = lambda i, s=share: ffn(masks[s][i])  # type: ignore[misc]
+        cases[f"gather {share}"] = lambda i, s=share: torch.ops.pi2.read_bundles(  # type: ignore[misc]
+            next(bundles), chosen[s][i]
+        )
+    linear_rows = max(1, min(_LINEAR_BYTES, memory_size // 2) // row_bytes("int8", hidden))
+    if quantised:
+        linears = _several(make, linear_rows, hidden, memory_size)
+        rows = cycle(linears)
+        rank = rank or max(1, hidden // 8)
+        a, b = make.rows(rank, hidden, "int4"), make.rows(intermediate, rank, "int4")
+        cases["linear"] = lambda _: torch.ops.pi2.linear(x_TH, next(rows), None, weights, int8)
+        # also drives the predictor out of the cache
+        cases["linear read"] = lambda _: torch.ops.pi2.read_bundles(next(rows), None)
+        cases["predictor"] = lambda _: torch.ops.pi2.predict_lowrank_q(x_TH, a, b, None, "int4", int8, 0.0)
+    samples = _alternate(cases, rounds)
+    median = {name: statistics.median(values) for name, values in samples.items()}
+    streams = [median[name] for name in median if name.startswith("stream")]
+    stream_ms = statistics.median(streams)
+    shares = [_share(s, median, samples, stream_ms, layer_bytes // intermediate, intermediate) for s in active]
+    result: dict[str, Any] = {
+        "what": "layer",
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "weights": weights,
+        "activations": activations,
+        "tokens": tokens,
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+        "bytes": layer_bytes,
+        "stream_ms": round(stream_ms, 4),
+        "read_gb_per_s": round(layer_bytes / stream_ms / 1e6, 2),
+        "shares": shares,
+        "synthetic": "random weights and uniformly random active sets",
+        **machine.describe(),
+    }
+    if quantised:
+        size = linears[0].nbytes
+        linear, plain = size / median["linear"] / 1e6, size / median["linear read"] / 1e6
+        result["linear"] = {
+            "rows": linear_rows,
+            "ms": round(median["linear"], 4),
+            "gb_per_s": round(linear, 2),
+            "read_gb_per_s": round(plain, 2),
+            "of_read": round(linear / plain, 3),
+            "spread_ms": _spread(samples["linear"]),
+        }
+        result |= {
+            "rank": rank,
+            "predictor_ms": round(median["predictor"], 4),
+            "predictor_gb_per_s": round((a.nbytes + b.nbytes) / median["predictor"] / 1e6, 2),
+        }
+    return result
+
+
+def _check(
+    hidden: int,
+    intermediate: int,
+    weights: str,
+    active: Sequence[float],
+    activations: str,
+    tokens: int,
+    rounds: int,
+) -> None:
+    kinds = ("float",) if weights in _FLOATS else ("float", "int8")
+    checks = (
+        ("hidden", hidden >= 1, "1 or more", hidden),
+        ("intermediate", intermediate >= 1, "1 or more", intermediate),
+        ("weights", weights in WEIGHTS, ", ".join(WEIGHTS), weights),
+        ("active", bool(active) and all(0 < s <= 1 for s in active), "shares above 0, at most 1", list(active)),
+        ("activations", activations in kinds, f"{' or '.join(kinds)} with {weights} weights", activations),
+        ("tokens", tokens >= 1, "1 or more", tokens),
+        ("rounds", rounds >= 1, "1 or more", rounds),
+    )
+    for name, good, expected, found in checks:
+        if not good:
+            raise ConfigError(name, expected=expected, found=str(found), fix="Choose another value.")
+
+
+class _Maker:
+    """Random matrices, made piece by piece: memory stays that of the result."""
+
+    def __init__(self, weights: str, generator: torch.Generator) -> None:
+        self._weights, self._generator = weights, generator
+
+    def rows(self, rows: int, columns: int, weights: str | None = None) -> torch.Tensor:
+        """``[rows, columns]`` in a float dtype, or ``[rows, row_bytes]`` uint8: random integers, one scale."""
+        weights = weights or self._weights
+        dtype = _FLOATS.get(weights)
+        out = torch.empty((rows, columns if dtype else row_bytes(weights, columns)), dtype=dtype or torch.uint8)
+        torch.ops.pi2.advise_huge_pages(out)
+        scale = torch.tensor(columns**-0.5 / (4.6 if weights == "int4" else 74), dtype=torch.float16)
+        for part in out.split(max(1, _CHUNK_NUMBERS // columns)):
+            if dtype:
+                part.copy_(torch.randn(part.shape, generator=self._generator) * columns**-0.5)
+            else:
+                words = torch.empty(-(-part.numel() // 8), dtype=torch.int64).random_(generator=self._generator)
+                part.view(-1).copy_(words.view(torch.uint8)[: part.numel()])
+                part[:, -2 * -(-columns // GROUP) :] = scale.repeat(-(-columns // GROUP)).view(torch.uint8)
+        return out
+
+
+def _several(make: _Maker, rows: int, columns: int, memory_size: int) -> list[torch.Tensor]:
+    """Matrices of ``rows`` each, at least 2, that fill ``memory_size`` bytes."""
+    one = make.rows(1, columns).nbytes * rows
+    return list(make.rows(rows * max(2, memory_size // one), columns).split(rows))
+
+
+def _alternate(cases: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each case in every kept round, cases in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    with torch.inference_mode():
+        for i in range(rounds + _WARMUP):
+            for name, case in cases.items():
+                started = time.perf_counter()
+                case(i)
+                if i >= _WARMUP:
+                    samples[name].append((time.perf_counter() - started) * 1e3)
+    return samples
+
+
+def _share(
+    share: float,
+    median: dict[str, float],
+    samples: dict[str, list[float]],
+    stream_ms: float,
+    bundle_bytes: int,
+    intermediate: int,
+) -> dict[str, Any]:
+    count = max(1, round(share * intermediate))
+    ms, gather_ms = median[f"ffn {share}"], median[f"gather {share}"]
+    bound = min(gather_ms, stream_ms)
+    return {
+        "active": round(count / intermediate, 4),
+        "ms": round(ms, 4),
+        "gather_ms": round(gather_ms, 4),
+        "bound_ms": round(bound, 4),
+        "of_bound": round(ms / bound, 3),
+        "touched_gb_per_s": round(count * bundle_bytes / ms / 1e6, 2),
+        "gather_gb_per_s": round(count * bundle_bytes / gather_ms / 1e6, 2),
+        "spread_ms": _spread(samples[f"ffn {share}"]),
+    }
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [round(min(values), 4), round(max(values), 4)]
+
+
+def render(result: dict[str, Any]) -> str:
+    header = ("active", "ms", "GB/s", "gathered ms", "streamed ms", "bound ms", "of bound")
+    rows = [
+        (
+            common.percent(s["active"]),
+            f"{s['ms']:.3f}",
+            f"{s['touched_gb_per_s']:.1f}",
+            f"{s['gather_ms']:.3f}",
+            f"{result['stream_ms']:.3f}",
+            f"{s['bound_ms']:.3f}",
+            f"{s['of_bound']:.2f}",
+        )
+        for s in result["shares"]
+    ]
+    text = (
+        f"FFN {result['hidden']} x {result['intermediate']} {result['weights']}, {result['activations']} activations, "
+        f"{result['tokens']} token(s), {result['threads']} threads, {result['machine']['kernels']} kernels, "
+        f"streaming read {result['read_gb_per_s']:.1f} GB/s\n{common.table(header, rows)}\n"
+    )
+    if "linear" in result:
+        linear = result["linear"]
+        text += (
+            f"dense linear {linear['gb_per_s']:.1f} GB/s, {common.percent(linear['of_read'])} of its streaming read; "
+            f"predictor of rank {result['rank']} {result['predictor_ms']:.3f} ms\n"
+        )
+    return text + f"({result['synthetic']})"

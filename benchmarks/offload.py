@@ -1,0 +1,569 @@
+"""A model larger than memory, step by step as the paper's ablation has it, beside llama.cpp under the same memory cap.
+
+Each mode is a setting of how neurons come from flash, in a process of its own (memory is then that mode's), one after
+another. The steps are those of PowerInfer-2 (arXiv 2406.06282): mmap, bundles, cache, pipeline; and a window over the
+last tokens without a pipeline, as "LLM in a flash" (arXiv 2312.11514) has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import cap
+from benchmarks.arguments import list_of
+from benchmarks.gguf import write_gguf
+from benchmarks.peer import Peer, PeerError
+from benchmarks.subject import check_share
+from torch_pi2.base import process as machine
+from torch_pi2.cli import common
+from torch_pi2.decode.budget import divide
+from torch_pi2.errors import ConfigError
+from torch_pi2.machine.device import find_device
+from torch_pi2.observe.trace import check_path
+from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.store.budget import Budget
+from torch_pi2.store.firing import TOPIC_TOKENS
+from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.parts import Parts
+from torch_pi2.store.storefile import STORE_FILE, StoreReader
+
+_log = logging.getLogger("torch_pi2")
+
+PEERS = ("llama.cpp",)
+STREAMS = {
+    "topics": f"drawn at random, of one topic for {TOPIC_TOKENS} tokens on average: the locality of LLM in a flash",
+    "independent": "drawn at random, independent: no locality but frequency",
+}
+#: Shapes in which another share of neurons fires than 10 %: 15 % of each expert's in TurboSparse-Mixtral; a quarter of
+#: SmallThinker's, whose gates are all computed and whose experts are evenly used.
+FIRING: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {"active": 0.15},
+    "mixtral-8x7b-quarter": {"active": 0.15},
+    "smallthinker-4b": {"active": 0.25, "predictor": None, "locality": 0.0},
+}
+#: For recording a trace, and for writing it.
+TRACE_BYTES = 1 << 29
+#: On top of a cap where prompts are timed: for llama.cpp, and what a budget does not count.
+PROMPT_HEADROOM = 1 << 29
+#: Tokens of a prompt, and of an answer that is not timed, before the first round.
+_PROMPT, _WARM_UP = 8, 8
+#: The same for llama.cpp, which takes seconds a token, and the tokens of its only round.
+_LLAMA_PROMPT, _LLAMA_WARM_UP, _LLAMA_TOKENS = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Mode:
+    """``cached``: whether neurons have a budget beyond what must stay in memory. ``settings``: of OffloadConfig."""
+
+    cached: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, engine: str, device: str | None = None) -> OffloadConfig:
+        return OffloadConfig(**{"engine": engine, "device": device, **self.settings})
+
+
+MODES = {
+    "mmap": Mode(False, {"engine": "mmap", "pipeline": False}),
+    "bundle": Mode(False, {"pipeline": False}),
+    "cache": Mode(True, {"pipeline": False}),
+    "pipeline": Mode(True),
+    # Guesses are right nearly always where weights are random, as every layer then sees nearly the same input.
+    "lookahead": Mode(True, {"lookahead": True}),
+    # Nothing stays for being frequent there: only what the last tokens used.
+    "llm-in-a-flash": Mode(True, {"pipeline": False, "policy": "lru", "window": 5, "hot_share": 0.0, "preload": False}),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--folder", type=Path, metavar="DIR", help="with a neuron store (torch-pi2 pack)")
+    source.add_argument("--shape", help="synthetic, made in work/bench if it is not there (default: mistral-7b)")
+    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, 0..1")
+    add(
+        "--modes",
+        type=list_of(str),
+        default=["mmap", "bundle", "cache", "pipeline", "lookahead", "llm-in-a-flash"],
+        metavar="NAMES",
+        help="comma-separated (default: mmap,bundle,cache,pipeline,lookahead,llm-in-a-flash)",
+    )
+    add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
+    add("--rounds", type=common.positive, default=2, metavar="N")
+    add("--prompt", type=int, default=0, metavar="N", help="tokens of prompts that are timed, too (default: none)")
+    add("--engine", choices=["auto", "pread", "io_uring"], default="auto", help="of all modes but mmap")
+    add("--device", metavar="NAME", help="simulate reads of ufs-4.0, ufs-3.1, nvme or a JSON file (docs/DEVICES.md)")
+    add(
+        "--stream",
+        choices=["topics", "independent"],
+        default="topics",
+        help="tokens: of one topic for a while, as text is (default), or independent: the worst case",
+    )
+    add("--activations", default="int8", choices=["float", "int8"], help="int8 is lossy")
+    add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
+    add(
+        "--peer",
+        dest="peers",
+        action="append",
+        default=[],
+        choices=["llama.cpp"],
+        help="on the same shape, mapped, under the same memory cap (needs cgroup v1 and permission)",
+    )
+    add("--trace", type=Path, metavar="FILE", help="what threads did in mode pipeline, for Perfetto (docs/TRACES.md)")
+    add("--seed", type=common.seed, default=0)
+
+
+def run(
+    folder: str | Path | None = None,
+    shape: str | None = None,
+    *,
+    ffn_in_memory: float = 0.5,
+    modes: Iterable[str] = tuple(MODES),
+    tokens: int = 24,
+    rounds: int = 2,
+    prompt: int = 0,
+    engine: str = "auto",
+    stream: str = "topics",
+    device: str | None = None,
+    activations: str = "int8",
+    compiled: bool = True,
+    peers: Iterable[str] = (),
+    trace: str | Path | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Decode with each mode, on torch's current number of threads.
+
+    Args:
+        folder: with a neuron store (default ``work/bench/<shape>-store``, made if it is not there).
+        shape: of the synthetic model that is made (default mistral-7b).
+        ffn_in_memory: share of the neurons' bytes for which modes with a cache have room.
+        modes: names in ``MODES``.
+        tokens, rounds: of each mode, after a prompt and some tokens of warm-up.
+        prompt: tokens of prompts that are timed when decoding is over (as many as ``rounds``, after one more that is
+            not); 0: none.
+        engine: of all modes but ``mmap``. device: that reads are as slow as (docs/DEVICES.md): then figures are
+            simulated, and ``mmap`` is left out. activations: ``int8`` (lossy) or ``float``.
+        peers: names in ``PEERS``. llama.cpp runs the same shape in Q4_0 mapped and not repacked.
+        trace: file for what threads do in the last round of ``pipeline`` (docs/TRACES.md). All its rounds are
+            recorded, in ``TRACE_BYTES`` of memory beside its cap: figures to look into, not to compare.
+        seed: of tokens and of what is synthetic.
+
+    Returns:
+        ``modes``: by name ``tokens_per_s``, milliseconds of a token (``p50_ms``, ``p90_ms``, ``p99_ms``), bytes and
+        reads a token, ``hit_rate``, ``io_critical_share`` (waiting for neurons, over wall time and threads; both None
+        where the system reads), ``ffn_ms`` a token, ``cache_bytes``, ``peak_rss_bytes``, ``trace`` (what was recorded,
+        or None) and ``capped``; with ``prompt`` its ``prompt_tokens_per_s`` and ``prompt_io_critical_share``. Where
+        groups of cgroup v1 can be made every mode runs in one of ``cap_bytes``: the budget of a mode with a cache,
+        what a process takes before it loads a model (``base_rss_bytes``), what compiling takes beside a budget
+        (``compiling_bytes``: measured without a cap, in a process whose compiled code is on disk as that of the modes
+        is), and ``headroom_bytes`` where prompts are timed.
+        ``failed``: names of modes (and peers) that ended or could not load, and why. The others have their figures.
+        ``against``: tokens/s of ``pipeline`` over those of other modes.
+        ``peers``, machine and versions.
+
+    Raises:
+        ConfigError: a setting makes no sense, or no store in ``folder``. CapError: llama.cpp is asked for where memory
+            cannot be capped. PeerError: no mode could be measured. Pi2Error: what making a model raises.
+    """
+    modes, peers = list(dict.fromkeys(modes)), list(dict.fromkeys(peers))
+    if device is not None:
+        modes = _simulated(device, modes, peers)
+    _check(ffn_in_memory, modes, tokens, rounds, engine, stream, peers)
+    if prompt < 0:
+        raise ConfigError("prompt", expected="0 or more", found=str(prompt), fix="Choose a larger number.")
+    if trace is not None:
+        _check_trace(trace, modes)
+    folder = _store(folder, shape, seed)
+    capped = cap.available()
+    if peers and not capped:
+        with cap.MemoryCap(1 << 40):  # says why not
+            pass
+    settings: dict[str, Any] = {
+        "folder": str(folder),
+        "threads": torch.get_num_threads(),
+        "activations": activations,
+        "context": max(_PROMPT + _WARM_UP + rounds * tokens, prompt) + 1,
+        "compiled": compiled,
+        "seed": seed,
+        "topics": stream == "topics",
+    }
+    rooms = _Rooms(folder, settings["context"])
+    base = _base_rss(settings["threads"])
+    budget_bytes = rooms.budget(MODES["pipeline"].config(engine, device), ffn_in_memory)
+    headroom = PROMPT_HEADROOM if prompt else 0
+    compiling = 0
+    if compiled:
+        config = MODES["pipeline"].config(engine, device)
+        compiling = _compiling_bytes(settings, rooms.budget(config, 0.0), config, base)
+    cap_bytes = budget_bytes + base + compiling + headroom if capped else None
+    path = folder / PI2_FOLDER / STORE_FILE
+    warmed = cap.warm(path)
+    measured: dict[str, dict[str, Any]] = {}
+    about: dict[str, Any] = {}
+    failed: dict[str, PeerError] = {}
+    for name in modes:
+        config = MODES[name].config(engine, device)
+        room = rooms.budget(config, ffn_in_memory if MODES[name].cached else 0.0)
+        how = {**settings, "budget": room, "offload": asdict(config)}
+        how["trace"] = str(trace) if trace is not None and name == "pipeline" else None
+        try:
+            about, measured[name] = _mode(how, path, cap_bytes, tokens, rounds, prompt)
+        except PeerError as error:
+            failed[name] = error
+            _log.error("mode %s: %s", name, error)
+    if not measured:
+        raise next(iter(failed.values()))
+    against_peers = {}
+    if "llama.cpp" in peers:
+        assert cap_bytes is not None
+        gguf = write_gguf(folder.parent / f"{about['subject']['stem']}.q4_0.gguf", rooms.hf, seed=seed)
+        try:
+            against_peers["llama.cpp"] = _llama(gguf, settings["threads"], cap_bytes, prompt)
+        except PeerError as error:
+            failed["llama.cpp"] = error
+            _log.error("llama.cpp: %s", error)
+    if "llama.cpp" in against_peers:
+        for key, ratio in (("tokens_per_s", "ratio"), ("prompt_tokens_per_s", "prompt_ratio")):
+            ours, theirs = measured.get("pipeline", {}).get(key), against_peers["llama.cpp"].get(key)
+            if ours and theirs:
+                against_peers["llama.cpp"][ratio] = round(ours / theirs, 2)
+    subject = about["subject"]
+    return {
+        "what": "offload",
+        "shape": subject["shape"],
+        "weights": subject["weights"],
+        "activations": activations,
+        "synthetic": subject["synthetic"],
+        "engine": engine,
+        "simulated": device or False,
+        "ffn_in_memory": ffn_in_memory,
+        "ffn_bytes": rooms.neurons,
+        "token_bytes": rooms.token,
+        "budget_bytes": budget_bytes,
+        "base_rss_bytes": base,
+        "compiling_bytes": compiling,
+        "headroom_bytes": headroom,
+        "cap_bytes": cap_bytes,
+        "threads": settings["threads"],
+        "tokens": STREAMS[stream],
+        "tokens_a_round": tokens,
+        "rounds": rounds,
+        "prompt": prompt,
+        "compiled": compiled,
+        "file": f"warmed by one sequential {warmed} read, then evicted from the page cache before each mode",
+        "order": "modes one after another, each in a process of its own",
+        "modes": measured,
+        "failed": {name: str(error) for name, error in failed.items()},
+        "against": _against(measured),
+        "peers": against_peers,
+        **machine.describe(),
+    }
+
+
+def _simulated(device: str, modes: Sequence[str], peers: Sequence[str]) -> list[str]:
+    """Modes that a device can be simulated for. Raises ConfigError: no such device, or another engine to compare."""
+    find_device(device)
+    if peers:
+        raise ConfigError(
+            "--device with --peer",
+            expected="one of them",
+            found="both",
+            fix="Another engine reads at this machine's speed; compare with it without a device.",
+        )
+    return [name for name in modes if name != "mmap"]
+
+
+def _check(
+    ffn_in_memory: float,
+    modes: Sequence[str],
+    tokens: int,
+    rounds: int,
+    engine: str,
+    stream: str,
+    peers: Sequence[str],
+) -> None:
+    for name, value in {"tokens": tokens, "rounds": rounds, "modes": len(modes)}.items():
+        if value < 1:
+            raise ConfigError(name, expected="1 or more", found=str(value), fix="Choose a larger number.")
+    check_share(ffn_in_memory)
+    for what, names, allowed in (
+        ("mode", modes, tuple(MODES)),
+        ("engine", [engine], ("auto", "pread", "io_uring")),
+        ("stream", [stream], STREAMS),
+        ("peer", peers, PEERS),
+    ):
+        for name in names:
+            if name not in allowed:
+                raise ConfigError(what, expected=" or ".join(allowed), found=name, fix="Choose one of them.")
+
+
+def _check_trace(path: str | Path, modes: Sequence[str]) -> None:
+    if "pipeline" not in modes:
+        raise ConfigError(
+            f"trace {path}",
+            expected="the mode pipeline, which is what is recorded",
+            found=",".join(modes),
+            fix="Add it to the modes.",
+        )
+    check_path(Path(path))
+
+
+def _store(folder: str | Path | None, shape: str | None, seed: int) -> Path:
+    """The folder with a store; made where none is named. Raises ConfigError, and what making it raises."""
+    import torch_pi2
+
+    if folder is not None:
+        folder = Path(folder)
+        if shape is not None:
+            raise ConfigError(
+                "--shape with --folder", expected="one of them", found="both", fix="The folder has its own shape."
+            )
+        if not (folder / PI2_FOLDER / STORE_FILE).is_file():
+            raise ConfigError(
+                str(folder),
+                expected=f"a folder with a neuron store ({PI2_FOLDER}/{STORE_FILE})",
+                found="none",
+                fix="Make one with `torch-pi2 pack`.",
+            )
+        return folder
+    shape = shape or "mistral-7b"
+    made = Path("work") / "bench" / f"{shape}-store"
+    if not (made / PI2_FOLDER / STORE_FILE).is_file():
+        firing = {"active": 0.1} | FIRING.get(shape, {})
+        source = made.with_name(f"{shape}-int4-{firing['active']:g}")
+        if not (source / PI2_FOLDER).is_dir():
+            torch_pi2.synthetic(source, shape, weights="int4", seed=seed, **firing)
+        torch_pi2.pack(source, made)
+    return made
+
+
+class _Rooms:
+    """What budgets a store can have.
+
+    Attributes:
+        hf: the model's configuration. neurons: bytes of all neurons. token: of those that an average token wants.
+    """
+
+    def __init__(self, folder: Path, context: int) -> None:
+        self._folder, self._context = folder, context
+        with Parts(folder / PI2_FOLDER) as parts:
+            self._plan = parts.plan()
+            self._predictors = parts.predictors(self._plan.model_hash)
+        self.hf = model_config(folder)
+        whole = self._divided(OffloadConfig())
+        self.neurons, self.token = whole.neurons, whole.token
+
+    def budget(self, config: OffloadConfig, share: float) -> int:
+        """Bytes for all that must stay in memory and ``share`` of the neurons."""
+        whole = self._divided(config)
+        return whole.smallest + whole.in_slots(math.floor(share * self._count) * whole.slot)
+
+    def _divided(self, config: OffloadConfig) -> Budget:
+        """With room for everything."""
+        with StoreReader(self._folder / PI2_FOLDER / STORE_FILE) as reader:
+            self._count = sum(entry.slots_in_file for entry in reader.entries)
+            return divide(
+                1 << 60,
+                reader,
+                self._plan,
+                self._predictors,
+                self.hf,
+                config=config,
+                context=self._context,
+                dtype=self.hf.dtype or reader.float_dtype or torch.float32,
+            )
+
+
+def _base_rss(threads: int) -> int:
+    """Resident memory of a process that is ready to load a model."""
+    peer = Peer("benchmarks.peer_offload", {"threads": threads})
+    peer.close()
+    return int(peer.about["base_rss_bytes"])
+
+
+def _compiling_bytes(settings: Mapping[str, Any], budget: int, config: OffloadConfig, base: int) -> int:
+    """What compiling a step takes beside ``budget``: of a second process, after one that left compiled code on disk."""
+    how = {**settings, "budget": budget, "offload": asdict(config), "trace": None}
+    most = 0
+    for _ in range(2):
+        peer = Peer("benchmarks.peer_offload", how)
+        try:
+            most = peer.round(_PROMPT, 1)["peak_rss_bytes"]
+        finally:
+            peer.close()
+    return max(0, most - base - budget)
+
+
+def _mode(
+    settings: Mapping[str, Any], path: Path, cap_bytes: int | None, tokens: int, rounds: int, prompt: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the process says of itself, and the figures of one mode."""
+    cap.evict(path)
+    if cap_bytes and settings["trace"]:
+        cap_bytes += TRACE_BYTES
+    with cap.MemoryCap(cap_bytes) if cap_bytes else nullcontext() as group:
+        peer = Peer("benchmarks.peer_offload", {**settings, "cap": str(group.folder) if group else None})
+        try:
+            first = peer.round(_PROMPT, _WARM_UP)
+            kept = [peer.round(0, tokens) for _ in range(rounds)]
+            prompts = [peer.round(prompt, 0) for _ in range(rounds + 1)][1:] if prompt else []
+            most = group.most_bytes() if group else None
+        finally:
+            peer.close()
+    figures = _figures(kept, int(settings["threads"]))
+    budget = peer.about["budget"]
+    return peer.about, {
+        **figures,
+        **({"hit_rate": None, "io_critical_share": None} if settings["offload"]["engine"] == "mmap" else {}),
+        "prompt_s": round(first["prompt_s"], 2),
+        **_prompts(prompts, prompt, int(settings["threads"]), settings["offload"]["engine"] == "mmap"),
+        "reads": peer.about["reads"],
+        "offload": settings["offload"],
+        "trace": kept[-1]["trace"],
+        "budget_bytes": budget["total"],
+        "cache_bytes": kept[-1]["stats"]["cache_bytes"],
+        "ffn_in_memory": round(budget["cache"] / budget["neurons"], 4),
+        "peak_rss_bytes": (prompts or kept)[-1]["peak_rss_bytes"],
+        "capped": group is not None,
+        "group_peak_bytes": most,
+    }
+
+
+def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
+    steps = sorted(s for r in rounds for s in r["step_s"])
+    tokens, seconds = len(steps), sum(steps)
+    keys = ("wanted", "hits", "reads", "bytes_read", "evictions", "wait_ns", "late")
+    total = {key: sum(r["stats"][key] for r in rounds) for key in keys}
+    disk = [r["disk_bytes"] for r in rounds]
+    rates = [len(r["step_s"]) / sum(r["step_s"]) for r in rounds]
+    return {
+        "tokens_per_s": round(statistics.median(rates), 3),
+        "spread": {"tokens_per_s": [round(min(rates), 3), round(max(rates), 3)]},
+        **{f"p{p}_ms": round(_percentile(steps, p) * 1e3, 2) for p in (50, 90, 99)},
+        "bytes_read_per_token": round(total["bytes_read"] / tokens),
+        "disk_bytes_per_token": None if None in disk else round(sum(disk) / tokens),
+        "reads_per_token": round(total["reads"] / tokens, 1),
+        "late_share": round(total["late"] / total["reads"], 4) if total["reads"] else 0.0,
+        "evictions_per_token": round(total["evictions"] / tokens, 1),
+        "hit_rate": round(total["hits"] / total["wanted"], 4) if total["wanted"] else None,
+        "io_critical_share": round(total["wait_ns"] / 1e9 / threads / seconds, 4),
+        "ffn_ms": round(sum(r["ffn_s"] for r in rounds) / tokens * 1e3, 2),
+    }
+
+
+def _prompts(rounds: Sequence[Mapping[str, Any]], tokens: int, threads: int, mapped: bool) -> dict[str, Any]:
+    if not rounds:
+        return {}
+    rates, stats = [tokens / r["prompt_s"] for r in rounds], [r["prompt_stats"] for r in rounds]
+    seconds = sum(r["prompt_s"] for r in rounds)
+    return {
+        "prompt_tokens_per_s": round(statistics.median(rates), 2),
+        "prompt_spread": [round(min(rates), 2), round(max(rates), 2)],
+        "prompt_bytes_read": round(statistics.median(s["bytes_read"] for s in stats)),
+        "prompt_io_critical_share": None
+        if mapped
+        else round(sum(s["wait_ns"] for s in stats) / 1e9 / threads / seconds, 4),
+    }
+
+
+def _percentile(ordered: Sequence[float], percent: int) -> float:
+    """The nearest rank: a value that was measured."""
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _against(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    if "pipeline" not in measured:
+        return {}
+    ours = measured["pipeline"]["tokens_per_s"]
+    return {name: round(ours / m["tokens_per_s"], 2) for name, m in measured.items() if name != "pipeline"}
+
+
+def _llama(gguf: Path, threads: int, cap_bytes: int, prompt: int) -> dict[str, Any]:
+    """llama.cpp in a group of ``cap_bytes``: a few tokens, as it takes seconds for each, and one prompt."""
+    warmed = cap.warm(gguf)
+    with cap.MemoryCap(cap_bytes) as group:
+        peer = Peer(
+            "benchmarks.peer_llama",
+            {
+                "gguf": str(gguf),
+                "threads": threads,
+                "context": max(_LLAMA_PROMPT + _LLAMA_TOKENS, prompt) + 1,
+                "repack": False,
+                "cap": str(group.folder),
+            },
+        )
+        try:
+            peer.round(_LLAMA_PROMPT, _LLAMA_WARM_UP)
+            theirs = peer.round(_LLAMA_PROMPT, _LLAMA_TOKENS)
+            seconds = peer.round(prompt, 0)["prompt_s"] if prompt else None
+            most = group.most_bytes()
+        finally:
+            peer.close()
+    disk = theirs["disk_bytes"]
+    return {
+        "tokens_per_s": round(_LLAMA_TOKENS / theirs["decode_s"], 4),
+        "tokens": _LLAMA_TOKENS,
+        **({"prompt_tokens_per_s": round(prompt / seconds, 2)} if seconds else {}),
+        "disk_bytes_per_token": None if disk is None else round(disk / _LLAMA_TOKENS),
+        "major_faults": theirs["major_faults"],
+        "peak_rss_bytes": theirs["peak_rss_bytes"],
+        "capped": True,
+        "group_peak_bytes": most,
+        "file": f"warmed by one sequential {warmed} read",
+        "about": peer.about,
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    header = ("mode", "tokens/s", "p50 ms", "p99 ms", "MB/token", "hits", "I/O waited for", "FFN ms", "most memory")
+    rows = [
+        (
+            name + (" (traced)" if m.get("trace") else ""),
+            f"{m['tokens_per_s']:.2f}",
+            f"{m['p50_ms']:.1f}",
+            f"{m['p99_ms']:.1f}",
+            f"{(m['bytes_read_per_token'] or m['disk_bytes_per_token'] or 0) / 1e6:.1f}",
+            "" if m["hit_rate"] is None else common.percent(m["hit_rate"]),
+            "" if m["io_critical_share"] is None else common.percent(m["io_critical_share"]),
+            f"{m['ffn_ms']:.1f}",
+            common.size(m["peak_rss_bytes"]) + (" (capped)" if m["capped"] else ""),
+        )
+        for name, m in result["modes"].items()
+    ]
+    lines = [
+        f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
+        f"{common.percent(result['ffn_in_memory'])} of {common.size(result['ffn_bytes'])} of neurons in memory, "
+        + (f"cap {common.size(result['cap_bytes'])}" if result["cap_bytes"] else "no memory cap here"),
+        common.table(header, rows),
+    ]
+    if result["simulated"]:
+        late = common.percent(max(m["late_share"] for m in result["modes"].values()))
+        lines.insert(1, f"simulated device {result['simulated']}; at most {late} of reads took longer here than there")
+    lines += [f"{name} failed: {why}" for name, why in result["failed"].items()]
+    if result["against"]:
+        lines.append("pipeline is " + ", ".join(f"{r:.2f} times {name}" for name, r in result["against"].items()))
+    if result["prompt"]:
+        waited = ", ".join(
+            f"{name} {m['prompt_tokens_per_s']:.1f}"
+            + (f" ({common.percent(w)} of it waiting)" if (w := m["prompt_io_critical_share"]) is not None else "")
+            for name, m in result["modes"].items()
+        )
+        lines.append(f"prompts of {result['prompt']} tokens, tokens/s: {waited}")
+    for name, peer in result["peers"].items():
+        ratio = f"; pipeline is {peer['ratio']:.2f} times as fast" if "ratio" in peer else ""
+        lines.append(f"{name}, same cap: {peer['tokens_per_s']:.3f} tokens/s{ratio}")
+        if "prompt_tokens_per_s" in peer:
+            ratio = f"; pipeline is {peer['prompt_ratio']:.2f} times as fast" if "prompt_ratio" in peer else ""
+            lines.append(f"{name}, prompt: {peer['prompt_tokens_per_s']:.2f} tokens/s{ratio}")
+    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
+    return "\n".join([*lines, f"tokens {result['tokens']}; file {result['file']}", label])

@@ -1,0 +1,129 @@
+"""Another engine in a process of its own: it stays loaded while rounds alternate, and waits on a pipe in between.
+
+One JSON object a line in each direction. A peer is a module with ``load(settings)``, which returns a function that
+runs one round; ``serve`` is its main function, :class:`Peer` the other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.errors import LibraryMissingError, Pi2Error
+
+Round = Callable[[int, int], dict[str, Any]]
+Load = Callable[[Mapping[str, Any]], tuple[dict[str, Any], Round]]
+
+
+class PeerError(Pi2Error):
+    """A peer engine ended, or could not load its model."""
+
+
+class Peer:
+    """A running peer.
+
+    Args:
+        module: e.g. ``benchmarks.peer_llama``.
+        settings: what its ``load`` takes; JSON.
+
+    Attributes:
+        about: what it says of itself: versions, bytes, settings.
+
+    Raises:
+        PeerError, LibraryMissingError: it could not start; the message has the last line it wrote.
+    """
+
+    def __init__(self, module: str, settings: Mapping[str, Any]) -> None:
+        self._module = module
+        # Environment as it is: libgomp's threads stop spinning some milliseconds after a round, and a "passive" wait
+        # policy would slow the peer down.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            self.about = self._ask(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def round(self, prompt: int, tokens: int) -> dict[str, Any]:
+        """Run a prompt and an answer; returns ``prompt_s``, ``decode_s`` and ``peak_rss_bytes``."""
+        return self._ask({"prompt": prompt, "tokens": tokens})
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise PeerError(
+                self._module,
+                expected="an answer",
+                found=_ended(self._process.wait()),
+                fix="Its last words are above, on standard error; is there enough memory for it?",
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "missing" in answer:
+            raise LibraryMissingError(
+                answer["missing"],
+                expected="an installed package",
+                found=answer["error"],
+                fix=how_to_install("bench"),
+            )
+        if "error" in answer:
+            raise PeerError(
+                self._module, expected="a loaded model", found=answer["error"], fix="See its log on standard error."
+            )
+        return answer
+
+    def close(self) -> None:
+        """End the process and give its memory back."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close() if self._process.stdin else None
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+
+
+def _ended(code: int) -> str:
+    if code != -signal.SIGKILL:
+        return f"its end with exit code {code}"
+    return "its end by signal 9, as the system ends what takes more memory than there is or a cap allows"
+
+
+def serve(load: Load) -> None:
+    """Answer on the standard output of now; whatever libraries print goes to standard error."""
+    answers: TextIO = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(content: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    try:
+        about, run_round = load(json.loads(sys.stdin.readline()))
+    except ImportError as error:
+        answer({"missing": getattr(error, "name", None) or "package", "error": str(error)})
+        return
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return
+    answer(about)
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer(run_round(question["prompt"], question["tokens"]))

@@ -1,0 +1,108 @@
+"""llama.cpp as a peer: ``llama_decode`` of the PyPI package llama-cpp-python on a GGUF file, without sampling."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cap
+from benchmarks.peer import Round, serve
+
+#: Levels of ggml's log that are shown: warning and error.
+_PROBLEMS = (3, 4)
+#: Kept: the library only has its address.
+_log_problems: Any = None
+
+
+def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
+    """``settings``: gguf (path), threads, context (tokens). Defaults of llama.cpp otherwise: mmap, repacked weights.
+
+    With ``repack`` false weights stay in the mapped file (repacked they are anonymous memory, as much again); with
+    ``cap`` (folder of a group) the process joins that group first.
+    """
+    if settings.get("cap"):
+        cap.join(settings["cap"])
+    import llama_cpp
+
+    @llama_cpp.llama_log_callback
+    def log_problems(level: int, text: bytes, _user_data: Any) -> None:
+        if level in _PROBLEMS:
+            sys.stderr.write(text.decode(errors="replace"))
+
+    global _log_problems
+    _log_problems = log_problems
+    path, threads, context = settings["gguf"], settings["threads"], settings["context"]
+    llama_cpp.llama_log_set(_log_problems, None)
+    llama_cpp.llama_backend_init()
+    repack = settings.get("repack", True)
+    model_params = llama_cpp.llama_model_default_params()
+    if not repack:
+        _map_only(llama_cpp, model_params)
+    model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = context, context, threads, threads
+    lcontext = llama_cpp.llama_init_from_model(model, params)
+    if not lcontext:
+        raise RuntimeError(f"llama.cpp has no memory for a context of {context} tokens")
+    memory = llama_cpp.llama_get_memory(lcontext)
+
+    def feed(tokens: list[int]) -> None:
+        array = (llama_cpp.llama_token * len(tokens))(*tokens)
+        failed = llama_cpp.llama_decode(lcontext, llama_cpp.llama_batch_get_one(array, len(tokens)))
+        if failed:
+            raise RuntimeError(f"llama_decode returned {failed}")
+        llama_cpp.llama_get_logits(lcontext)  # waits for the result
+
+    def run_round(prompt: int, tokens: int) -> dict[str, Any]:
+        # One token first: pages that the kernel has reclaimed since the last round come back before the clock starts.
+        llama_cpp.llama_memory_clear(memory, True)
+        feed([1])
+        llama_cpp.llama_memory_clear(memory, True)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        started = time.perf_counter()
+        feed([1 + i % 100 for i in range(prompt)])
+        disk = cap.read_bytes()
+        between = time.perf_counter()
+        for i in range(tokens):
+            feed([1 + i % 100])
+        ended = time.perf_counter()
+        after = cap.read_bytes()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "prompt_s": between - started,
+            "decode_s": ended - between,
+            "peak_rss_bytes": usage.ru_maxrss * 1024,
+            "major_faults": usage.ru_majflt - faults,
+            "disk_bytes": None if disk is None or after is None else after - disk,
+        }
+
+    about = {
+        "engine": f"llama.cpp (llama-cpp-python {llama_cpp.__version__})",
+        "weights": f"Q4_0, every matrix, mmap, {'repacked as llama.cpp chooses' if repack else 'not repacked'}",
+        "bytes": Path(path).stat().st_size,
+        "threads": threads,
+        "context": context,
+        "system": llama_cpp.llama_print_system_info().decode().strip(),
+    }
+    return about, run_round
+
+
+def _map_only(llama_cpp: Any, params: Any) -> None:
+    """Set ``params`` to mmap without repacking. Raises RuntimeError: this version has no such switch."""
+    if not hasattr(params, "use_extra_bufts"):
+        raise RuntimeError(f"llama-cpp-python {llama_cpp.__version__} cannot switch repacking off; install a newer one")
+    params.use_extra_bufts = False
+    if hasattr(params, "load_mode"):  # instead of use_mmap in newer versions
+        params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
+    else:
+        params.use_mmap = True
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,107 @@
+"""Our engine over a neuron store, in a process of its own: so that memory is that of one mode, and can be capped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cap
+from benchmarks.peer import Round, serve
+
+#: Kind of a layer's work in ``torch.ops.pi2.timings``.
+_FFN = 2
+
+
+def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
+    """``settings``: threads; folder, budget (bytes), offload (fields of OffloadConfig), activations, context, compiled,
+    seed, topics (tokens stay with a topic for a while, else they are independent), cap (folder of a group, or None) and
+    trace (file for what threads do in the last round without a prompt, or None). Without ``folder`` nothing is loaded,
+    and ``about`` has what a process takes before it loads a model.
+
+    A round without a prompt goes on where the last one ended. Tokens are drawn, not what the model says
+    (:class:`~torch_pi2.store.firing.TokenStream`).
+    """
+    if settings.get("cap"):
+        cap.join(settings["cap"])
+    import torch
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # a pool of compilers would be under the cap as well
+    import torch._inductor.compile_fx
+    from transformers import AutoModelForCausalLM  # noqa: F401 imported by what loads a model: counts as overhead
+
+    import torch_pi2
+    from benchmarks.subject import Subject
+    from torch_pi2.base import process as machine
+    from torch_pi2.decode.decode import Decoder
+    from torch_pi2.observe.trace import trace
+    from torch_pi2.ops import load as load_library
+    from torch_pi2.spec.offload import OffloadConfig
+    from torch_pi2.store.firing import TokenStream
+
+    torch.set_num_threads(settings["threads"])
+    load_library()
+    about: dict[str, Any] = {"base_rss_bytes": machine.peak_rss_bytes()}
+    if "folder" not in settings:
+        return about, lambda _prompt, _tokens: {}
+    model: Any = torch_pi2.load(
+        settings["folder"],
+        activations=settings["activations"],
+        budget=settings["budget"],
+        offload=OffloadConfig(**settings["offload"]),
+        context=settings["context"],
+    )
+    store, budget = model.torch_pi2_store
+    decoder = Decoder(model, max_tokens=settings["context"], compiled=settings["compiled"])
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(settings["seed"])
+    stream = TokenStream(vocabulary, topics=settings["topics"], generator=generator)
+
+    def drawn(tokens: int) -> torch.Tensor:
+        return stream.draw(tokens)[None]
+
+    def run_round(prompt: int, tokens: int) -> dict[str, Any]:
+        store.stats(reset=True)
+        started = time.perf_counter()
+        if prompt:
+            decoder.prompt(drawn(prompt))
+        prompt_s, prompt_stats = time.perf_counter() - started, store.stats()
+        inputs_T11 = [drawn(1) for _ in range(tokens)]
+        store.stats(reset=True)
+        torch.ops.pi2.timings(True)
+        disk, step_s = cap.read_bytes(), []
+        recorded = trace(settings["trace"]) if settings["trace"] and not prompt else None
+        if recorded:
+            recorded.start()
+        for next_11 in inputs_T11:
+            started = time.perf_counter()
+            decoder.step(next_11)
+            step_s.append(time.perf_counter() - started)
+        after = cap.read_bytes()
+        figures = {
+            "prompt_s": prompt_s,
+            "prompt_stats": prompt_stats,
+            "step_s": step_s,
+            "stats": store.stats(),
+            "ffn_s": sum(row[4] for row in torch.ops.pi2.timings(True).tolist() if row[0] == _FFN) / 1e9,
+            "disk_bytes": None if disk is None or after is None else after - disk,
+            "peak_rss_bytes": machine.peak_rss_bytes(),
+        }
+        if recorded:
+            recorded.stop()
+        return {**figures, "trace": recorded and recorded.summary()}
+
+    about |= {
+        "subject": asdict(Subject.of(model, Path(settings["folder"]))),
+        "reads": store.describe(),
+        "budget": asdict(budget),
+        "vocabulary": vocabulary,
+    }
+    return about, run_round
+
+
+if __name__ == "__main__":
+    serve(load)

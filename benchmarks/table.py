@@ -1,0 +1,342 @@
+"""``benchmarks/results/*.json`` as a page of tables with roofline columns: ``python -m benchmarks.table FOLDER``.
+
+Each file is what ``python -m benchmarks`` decode, layer, offload, plan or best-of printed with ``--json``; nothing is
+computed here but ratios of figures of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.base.files import atomic_write
+from torch_pi2.errors import ArtifactError
+
+_HEAD = """# Measured results
+
+Written by `python -m benchmarks.table` from the JSON files beside it; each file's `command` field (older files
+have none) says what produced it. Every row is one run: its cases alternate, figures are medians, ranges go from the
+slowest to the fastest round. *read* is a plain streaming read of 1 GiB or more in the same run, *gathered* a plain read
+of random bundles as large as the model's. Models are synthetic unless a row says that one is real: random weights that
+fire as often as real ones. They speak of speed only.
+"""
+
+_PARTS_NOTE = """
+Attention is what torch's profiler saw of it; *apart*: it saw nothing (a step compiled with `--cpp-wrapper` passes it
+by), and the same calls were timed by themselves; empty: not measured, and *rest* contains it.
+"""
+
+
+def _number(value: Any, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _range(spread: Sequence[float] | None, digits: int = 2) -> str:
+    return "" if spread is None else f"{_number(spread[0], digits)}-{_number(spread[1], digits)}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _decode_row(name: str, result: Mapping[str, Any]) -> list[str]:
+    gb = result.get("bytes_per_token", 0) / 1e9
+    peers = ", ".join(
+        f"{peer} {_number(p['ratio'])} ({_range(p['spread']['ratio'])})" for peer, p in result["peers"].items()
+    )
+    real = ", real model" if result.get("synthetic") is False else ""
+    return [
+        f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations{real}",
+        str(result["threads"]),
+        str(result.get("rounds_kept", "")),
+        _number(result["tokens_per_s"]),
+        _number(result["prompt_tokens_per_s"], 1),
+        f"{100 * result['active_share']:.1f} %",
+        _number(gb or None),
+        _number(result.get("gb_per_s"), 1),
+        _number(result["read_gb_per_s"], 1),
+        _number(result["gather_gb_per_s"], 1),
+        f"{100 * result['of_read']:.0f} %" if "of_read" in result else "",
+        _number(gb / result["read_gb_per_s"] * 1e3 if gb else None, 1),
+        _number(result["ms_per_token"]["total"] if gb else None, 1),
+        _number(result["peak_rss_bytes"] / 1e9, 1),
+        peers,
+    ]
+
+
+def _part_row(name: str, result: Mapping[str, Any]) -> list[str]:
+    ms = result["ms_per_token"]
+    # files from before sdpa_from have 0 where the profiler saw nothing
+    source = result.get("sdpa_from", "profiler" if ms["sdpa"] else None)
+    attention = "" if source is None else _number(ms["sdpa"]) + (" (apart)" if source == "timed apart" else "")
+    rest = _number(ms["python"]) + (" with attention" if source is None else "")
+    others = [_number(ms[part]) for part in ("predictor", "ffn", "head")]
+    share = f"{100 * ms['python'] / ms['total']:.1f} %"
+    return [name, _number(ms["linears"]), attention, *others, rest, _number(ms["total"]), share]
+
+
+def _batch_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            name,
+            str(b["batch"]),
+            str(b.get("rounds_kept", "")),
+            _number(b["tokens_per_s"]),
+            _range(b.get("spread", {}).get("tokens_per_s")),
+            _number(b["prompt_tokens_per_s"], 1),
+            _range(b.get("spread", {}).get("prompt_tokens_per_s"), 1),
+        ]
+        for b in result["batches"]
+    ]
+
+
+def _peer_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            name,
+            str(p["about"]["engine"]),
+            _number(p["tokens_per_s"]),
+            _number(p["prompt_tokens_per_s"], 1),
+            _number(p["ratio"]),
+            _number(p["prompt_ratio"]),
+            str(p["major_faults"]),
+        ]
+        for p in result["peers"].values()
+    ]
+
+
+def _layer_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            f"{name}: {result['hidden']} x {result['intermediate']} {result['weights']}, {result['activations']}",
+            f"{100 * share['active']:.1f} %",
+            _number(share["ms"], 3),
+            _number(share["touched_gb_per_s"], 1),
+            _number(share["gather_ms"], 3),
+            _number(result["stream_ms"], 3),
+            _number(share["bound_ms"], 3),
+            _number(share["of_bound"]),
+        ]
+        for share in result["shares"]
+    ]
+
+
+def _linear_row(name: str, result: Mapping[str, Any]) -> list[str]:
+    linear = result["linear"]
+    return [
+        f"{name}: {linear['rows']} x {result['hidden']} {result['weights']}, {result['activations']}",
+        _number(linear["ms"], 3),
+        _number(linear["gb_per_s"], 1),
+        _number(linear["read_gb_per_s"], 1),
+        f"{100 * linear['of_read']:.0f} %",
+        str(result["rank"]),
+        _number(result["predictor_ms"], 3),
+    ]
+
+
+def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations, "
+    about += f"{100 * result['ffn_in_memory']:.0f} % of neurons"
+    about += ", independent tokens" if "independent" in result["tokens"] else ""
+    about += f", SIMULATED {result['simulated']}" if result.get("simulated") else ""
+    rows = [
+        [
+            f"{about}, {mode}" + (" (traced)" if m.get("trace") else ""),
+            _number(m["tokens_per_s"]),
+            _range(m["spread"]["tokens_per_s"]),
+            _number(m["p50_ms"], 1),
+            _number(m["p90_ms"], 1),
+            _number(m["p99_ms"], 1),
+            _number((m["bytes_read_per_token"] or m["disk_bytes_per_token"] or 0) / 1e6, 1),
+            _number(m["reads_per_token"], 0),
+            "" if m["hit_rate"] is None else f"{100 * m['hit_rate']:.1f} %",
+            "" if m["io_critical_share"] is None else f"{100 * m['io_critical_share']:.1f} %",
+            _number(m["ffn_ms"], 1),
+            _number(m["peak_rss_bytes"] / 1e9, 2),
+            _number(result["cap_bytes"] / 1e9) if m["capped"] else "none",
+            _number(result["against"].get(mode)),
+        ]
+        for mode, m in result["modes"].items()
+    ]
+    for peer, p in result["peers"].items():
+        read = None if p["disk_bytes_per_token"] is None else p["disk_bytes_per_token"] / 1e6
+        figures = [_number(p["tokens_per_s"], 3), "", "", "", "", _number(read, 1), "", "", "", ""]
+        memory = [_number(p["peak_rss_bytes"] / 1e9, 2), _number(result["cap_bytes"] / 1e9)]
+        rows.append([f"{name}: {peer}", *figures, *memory, _number(p.get("ratio"))])
+    return rows
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _plan_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations, "
+    about += " and ".join(result["methods"]) + ("" if result["synthetic"] else ", real model")
+    return [
+        [
+            f"{about}, {'all' if r['memory'] == 'whole' else _share(r['ffn_in_memory'])} in memory",
+            str(r["batch"]),
+            *(_number(r["tokens_per_s"].get(planner)) for planner in _PLANNERS),
+            _number(r["planners"]["planned"]["predicted_tokens_per_s"]),
+            "" if "hit_rate" not in r["planners"]["planned"] else f"{100 * r['planners']['planned']['hit_rate']:.1f} %",
+            r["best"],
+            f"{_number(r['planned_over_best'], 3)} ({_range(r['spread'][r['best']], 3)})",
+        ]
+        for r in result["rows"]
+    ]
+
+
+_DECODE = (
+    "run", "threads", "rounds", "tokens/s", "prompt tokens/s", "FFN read", "GB/token", "GB/s", "read GB/s",
+    "gathered GB/s", "of read", "ms at read speed", "ms", "peak GB", "times as fast as",
+)  # fmt: skip
+_PARTS = ("run", "linears", "attention", "predictor", "FFN", "head", "rest", "total", "rest of total")
+_PEERS = ("run", "engine", "tokens/s", "prompt tokens/s", "ours / its", "prompt, ours / its", "major faults")
+_BATCHES = ("run", "batch", "rounds", "tokens/s", "range", "prompt tokens/s", "range")
+_LAYERS = ("layer", "active", "ms", "GB/s", "gathered ms", "all streamed ms", "bound ms", "of bound")
+_LINEARS = ("dense linear", "ms", "GB/s", "read GB/s", "of read", "predictor rank", "predictor ms")
+
+_OFFLOAD = (
+    "run", "tokens/s", "range", "p50 ms", "p90 ms", "p99 ms", "MB/token read", "reads/token", "cache hits",
+    "I/O waited for", "FFN ms", "peak RSS GB", "memory cap GB", "pipeline / it",
+)  # fmt: skip
+_OFFLOAD_NOTE = """
+Half of the neurons' bytes, or what a row says, have room in memory; the rest is read from a store whose file is warm
+(one sequential read before), each mode in a process of its own, one after another, in a memory cap where the machine
+has one (page cache counts). Tokens are drawn at random: of one topic for a while, which gives neurons the locality that
+"LLM in a flash" measured on text, or independently (a row says so): no locality but that some fire more often. I/O
+waited for is time in which compute threads had nothing to compute, of all their time.
+"""
+
+
+_PLANNERS = ("planned", "greedy", "all-hot", "all-cold", "random")
+_PLAN = ("run", "batch", *_PLANNERS, "predicted", "cache hits", "best other", "planned / best")
+_PLAN_NOTE = """
+Tokens/s of plans for one model on the same tokens, in alternation: solved for this machine, and four that need no
+solving. *Predicted* is what the solver expected of its own. What plans are made of comes from other tokens. With a
+predictor plans differ in what it may miss; they are compared by speed alone. A planner that made the plan of another
+has its figures.
+"""
+
+
+_BEST_KINDS = ("follows", "for 1", "for 4", "unplanned")
+_BEST = (
+    "run",
+    "sequences",
+    *_BEST_KINDS,
+    "predicted",
+    "follows / for 1",
+    "follows / for 4",
+    "a change takes, of a step",
+)
+_BEST_NOTE = """
+Tokens/s while one of four sequences ends every four steps: the plan that follows them, plans for one and for four, and
+none.
+"""
+
+
+def _best_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations"
+    rows = [*result["batches"], {"batch": "all", "predicted_tokens_per_s": None, **result["whole"]}]
+    fixed = ("for 1", f"for {result['sequences']}")
+    return [
+        [
+            f"{about}, {_share(result['ffn_in_memory'])} in memory",
+            str(r["batch"]),
+            *(_number(r["tokens_per_s"][kind]) for kind in ("follows", *fixed, "unplanned")),
+            _number(r["predicted_tokens_per_s"]),
+            *(_number(r["over"][kind], 3) for kind in fixed),
+            f"{100 * result['switch']['of_a_step']:.1f} %",
+        ]
+        for r in rows
+    ]
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown of results by name (file name without ``.json``)."""
+    decodes = {name: r for name, r in results.items() if r["what"] == "decode"}
+    layers = {name: r for name, r in results.items() if r["what"] == "layer"}
+    offloads = {name: r for name, r in results.items() if r["what"] == "offload"}
+    plans = {name: r for name, r in results.items() if r["what"] == "plan"}
+    plan_title = f"## Planned against fixed plans\n{_PLAN_NOTE.rstrip()}"
+    bests = {name: r for name, r in results.items() if r["what"] == "best-of"}
+    best_title = f"## A batch that shrinks\n{_BEST_NOTE.rstrip()}"
+    offload_title = f"## Larger than memory\n{_OFFLOAD_NOTE.rstrip()}"
+    parts_title = f"### Milliseconds per token\n{_PARTS_NOTE.rstrip()}"
+    sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
+        ("## Whole models", _DECODE, [_decode_row(n, r) for n, r in decodes.items()]),
+        (parts_title, _PARTS, [_part_row(n, r) for n, r in decodes.items() if "ms_per_token" in r]),
+        ("### Other engines, in alternation", _PEERS, [row for n, r in decodes.items() for row in _peer_rows(n, r)]),
+        ("### Batches", _BATCHES, [row for n, r in decodes.items() for row in _batch_rows(n, r)]),
+        (offload_title, _OFFLOAD, [row for n, r in offloads.items() for row in _offload_rows(n, r)]),
+        (plan_title, _PLAN, [row for n, r in plans.items() for row in _plan_rows(n, r)]),
+        (best_title, _BEST, [row for n, r in bests.items() for row in _best_rows(n, r)]),
+        ("## One feed-forward layer", _LAYERS, [row for n, r in layers.items() for row in _layer_rows(n, r)]),
+        ("## Dense linears and predictors", _LINEARS, [_linear_row(n, r) for n, r in layers.items() if "linear" in r]),
+    ]
+    parts = [_HEAD, *map(_machine, list(results.values())[:1])]
+    for title, header, rows in sections:
+        if rows:
+            parts.append(f"{title}\n\n{_table(header, rows)}\n")
+    return "\n".join(parts)
+
+
+def _machine(result: Mapping[str, Any]) -> str:
+    machine = result["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{machine['kernels']} kernels; {versions}.\n"
+    )
+
+
+def write(folder: str | Path) -> Path:
+    """Read ``folder/*.json`` and write ``folder/README.md``; returns its path.
+
+    Raises:
+        ArtifactError: a file is not a result of ``python -m benchmarks`` decode, layer, offload, plan or best-of.
+    """
+    folder = Path(folder)
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        if not path.stem.startswith("qnn-"):  # of benchmarks.qnn, which are no runs
+            results[path.stem] = read_result(path)
+    target = folder / "README.md"
+    atomic_write(target, page(results))
+    return target
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """One JSON file. Raises ArtifactError, as :func:`write`."""
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        what = result["what"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _not_a_result(path, f"{type(error).__name__}: {error}") from error
+    if what not in ("decode", "layer", "offload", "plan", "best-of"):
+        raise _not_a_result(path, f"a result of bench {what}")
+    return result
+
+
+def _not_a_result(path: Path, found: str) -> ArtifactError:
+    return ArtifactError(
+        str(path),
+        expected="what `python -m benchmarks` decode, layer, offload, plan or best-of printed with --json",
+        found=found,
+        fix="Remove the file, or run `make bench` again.",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    write(parser.parse_args(argv).folder)
+
+
+if __name__ == "__main__":
+    main()

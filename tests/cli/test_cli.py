@@ -1,0 +1,474 @@
+"""The command line, end to end on a tiny model: JSON contract, exit codes, messages, and what each verb writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_calls import Ran
+from tiny_models import drelu_module
+from tiny_tokenizers import byte_tokenizer
+
+from torch_pi2 import cli
+from torch_pi2.cli import common
+
+TEXT = "".join(f"def f{i}(x, y={i}):\n    return x * {i % 7} + y\n\n" for i in range(200))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random dReLU model with a tokenizer, as a user's checkpoint with its own modelling code."""
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    module = drelu_module()
+    torch.manual_seed(0)
+    config = module.DReLULlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        hidden_act="relu",
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+    )
+    config.auto_map = {
+        "AutoConfig": "modeling_drelu_llama.DReLULlamaConfig",
+        "AutoModelForCausalLM": "modeling_drelu_llama.DReLULlamaForCausalLM",
+    }
+    model = module.DReLULlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    byte_tokenizer(TEXT).save_pretrained(folder)
+    shutil.copy(module.__file__, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*argv: object, ok: bool = True) -> Ran:
+        code = cli.main([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert not ok or code == 0, err
+        return Ran(code, out, err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(model_dir: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders written by profile, fit, plan and optimize."""
+    root = tmp_path_factory.mktemp("made")
+    shared = [str(model_dir), "--trust-remote-code"]
+    data = ["--text", str(text_file), "--tokens", "2048"]
+    steps = {
+        "stats": ["profile", *shared, *data],
+        "predictors": ["fit", *shared, "--stats", str(root / "stats"), *data, "--method", "lowrank"],
+        "plan": ["plan", *shared, "--stats", str(root / "stats"), "--predictors", str(root / "predictors")],
+        "exact": ["optimize", *shared, *data, "--method", "exact"],
+        "lowrank": ["optimize", *shared, *data, "--method", "lowrank"],
+    }
+    for name, argv in steps.items():
+        assert cli.main([*argv, "--out", str(root / name), "--json"]) == 0, name
+    return {name: root / name for name in steps}
+
+
+# --- the contract of every verb ---
+
+
+@pytest.mark.parametrize("verb", list(cli.VERBS))
+def test_help_has_an_example_that_parses(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([verb, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    example = text.partition("example:\n")[2].strip().splitlines()[0]
+    assert example.startswith(f"torch-pi2 {verb}")
+    assert "--json" in text
+    import shlex
+
+    cli.build_parser().parse_args(shlex.split(example)[1:])
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "torch_pi2", "doctor", "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] is True
+
+
+def test_help_does_not_load_transformers() -> None:
+    code = "import sys, torch_pi2.cli as c; c.build_parser(); sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- verbs ---
+
+
+def test_profile_writes_statistics(command, made) -> None:
+    found = command("inspect", made["stats"], "--json").json
+    assert found["contains"] == ["stats"]
+    assert [layer["key"] for layer in found["layers"]] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    for layer in found["layers"]:
+        assert layer["neurons"] == 64
+        assert 0.5 < layer["sparsity"] < 0.95  # dReLU of random weights: three quarters are zero
+        assert layer["active_share"] == pytest.approx(1 - layer["sparsity"])
+        assert 1000 < layer["tokens"] < 2048 + 8 * 128  # calibration ends with a whole batch
+
+
+def test_fit_writes_predictors_with_cards(command, made) -> None:
+    found = command("inspect", made["predictors"], "--json").json
+    assert found["contains"] == ["predictors"]
+    for layer in found["layers"]:
+        assert 0 < layer["recall"] <= 1
+        assert layer["rank"] >= 1
+        assert layer["bytes"] > 0
+
+
+def test_plan_is_readable(command, made) -> None:
+    found = command("inspect", made["plan"], "--json").json
+    assert found["contains"] == ["plan"]
+    assert all(layer["hot"] + layer["cold"] == 64 for layer in found["layers"])
+    assert {layer["form"] for layer in found["layers"]} == {"relu(gate)*relu(up)"}
+
+
+def test_settings_reach_the_plan(command, model_dir, made, tmp_path) -> None:
+    base = ["plan", model_dir, "--trust-remote-code", "--stats", made["stats"], "--method", "exact", "--json"]
+    none_hot = command(*base, "--out", tmp_path / "a", "--hot-frequency", "1.0").json
+    some_hot = command(*base, "--out", tmp_path / "b", "--hot-frequency", "0.1").json
+    assert sum(layer["hot"] for layer in none_hot["layers"]) < sum(layer["hot"] for layer in some_hot["layers"])
+
+
+def test_optimize_writes_an_ordinary_checkpoint_too(command, made) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = command("inspect", made["exact"], "--json").json
+    assert found["contains"][0] == "model"
+    assert "plan" in found["contains"]
+    assert {layer["method"] for layer in found["layers"]} == {"exact"}
+    AutoModelForCausalLM.from_pretrained(made["exact"], trust_remote_code=True, local_files_only=True)
+
+
+def test_optimize_takes_what_profile_and_fit_wrote(command, model_dir, text_file, made, tmp_path) -> None:
+    argv = ["--stats", made["stats"], "--predictors", made["predictors"], "--method", "lowrank", "--text", text_file]
+    found = command("optimize", model_dir, "--trust-remote-code", *argv, "--out", tmp_path / "m", "--json").json
+    fitted = command("inspect", made["predictors"], "--json").json
+    assert [layer["rank"] for layer in found["layers"]] == [layer["rank"] for layer in fitted["layers"]]
+
+
+def test_predictors_without_their_statistics_are_refused(command, model_dir, made, tmp_path) -> None:
+    argv = ["--predictors", made["predictors"], "--out", tmp_path / "m", "--json"]
+    error = _error(command("optimize", model_dir, "--trust-remote-code", *argv, ok=False))
+    assert error["expected"] == "--stats beside it"
+
+
+def test_inspect_for_people(command, made) -> None:
+    shown = command("inspect", made["lowrank"]).out
+    assert "plan.json" in shown
+    assert shown.count("model.layers.") == 2
+    assert "lowrank" in shown
+
+
+def test_exact_generation_is_the_dense_models(command, made) -> None:
+    argv = ["generate", made["exact"], "--prompt", "def f1(", "--max-new-tokens", "12", "--trust-remote-code", "--json"]
+    sparse, dense = command(*argv).json, command(*argv, "--dense").json
+    assert sparse["text"] == dense["text"]
+    assert (sparse["sparse"], dense["sparse"]) == (True, False)
+    assert 1 <= sparse["new_tokens"] <= 12
+
+
+def test_sampling_follows_the_seed(command, made) -> None:
+    argv = ["generate", made["exact"], "--prompt", "def", "--max-new-tokens", "16", "--trust-remote-code", "--json"]
+    argv += ["--temperature", "1.5", "--top-p", "0.95"]
+    first, again, other = (command(*argv, "--seed", s).json["text"] for s in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_several_sequences_in_one_batch(command, made) -> None:
+    argv = ["generate", made["exact"], "--prompt", "def", "--max-new-tokens", "8", "--trust-remote-code"]
+    argv += ["--num-return-sequences", "3"]
+    sampling = ["--temperature", "1.5"]
+    made_at_once, again = (command(*argv, *sampling, "--json").json for _ in range(2))
+    assert len(set(made_at_once["texts"])) == 3
+    assert made_at_once["texts"] == again["texts"]
+    assert made_at_once["text"] == made_at_once["texts"][0]
+    assert made_at_once["sequences_by_step"][0] == 3
+    assert 3 < made_at_once["new_tokens"] <= 24
+    assert command(*argv, *sampling, "--seed", "1", "--json").json["texts"][:2] == made_at_once["texts"][1:]
+    shown = command(*argv, *sampling).out
+    assert shown.startswith("--- 1 of 3\ndef")
+    assert "--- 3 of 3\ndef" in shown
+    assert "sequences that would all be the most likely one" in _error(command(*argv, "--json", ok=False))["found"]
+
+
+def test_generate_for_people_starts_with_the_prompt(command, made) -> None:
+    argv = ["generate", made["lowrank"], "--prompt", "def f1(", "--max-new-tokens", "3", "--trust-remote-code"]
+    assert command(*argv).out.startswith("def f1(")
+
+
+def test_generate_records_a_trace(command, made, tmp_path) -> None:
+    argv = ["generate", made["lowrank"], "--prompt", "def f1(", "--max-new-tokens", "3", "--trust-remote-code"]
+    assert command(*argv, "--json").json["trace"] is None
+    path = tmp_path / "out.json"
+    shown = command(*argv, "--trace", path).out
+    assert f" events into {path}]" in shown
+    assert "recording 0 events" not in shown
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"ffn", "compute", "predict"} <= names
+    found = command(*argv, "--trace", path, "--json").json["trace"]
+    assert (found["path"], found["lost_events"]) == (str(path), 0)
+    error = _error(command(*argv, "--trace", tmp_path, "--json", ok=False))
+    assert error["type"] == "ArtifactError"
+
+
+@pytest.mark.parametrize("method", ["exact", "lowrank"])
+def test_eval_compares_dense_and_sparse(command, made, text_file, method) -> None:
+    argv = ["--text", text_file, "--max-tokens", "500", "--decode-tokens", "3", "--rounds", "2", "--trust-remote-code"]
+    found = command("eval", made[method], *argv, "--json").json
+    dense, sparse = found["dense"], found["sparse"]
+    assert dense["tokens"] == sparse["tokens"]
+    assert 490 < dense["tokens"] <= 500
+    bits = dense["nats_per_token"] * dense["tokens"] / math.log(2)
+    assert dense["bits_per_byte"] == pytest.approx(bits / dense["bytes"])
+    assert sparse["neurons"] == dense["tokens"] * 2 * 64  # every scored token, in both layers
+    assert 0 < sparse["ffn_ms"] < sparse["total_ms"]
+    if method == "exact":
+        assert sparse["nats_per_token"] == pytest.approx(dense["nats_per_token"], rel=1e-5)
+        assert sparse["neurons_computed"] == 1
+        assert sparse["neurons_used"] < 0.5
+    shown = command("eval", made[method], *argv).out
+    assert "held-out bits per byte" in shown
+
+
+def test_doctor_knows_the_library_and_the_extras(command) -> None:
+    found = command("doctor", "--json").json
+    assert found["ok"] is True
+    assert found["library"]["loaded"] is True
+    assert found["library"]["kernels"] in found["library"]["kernels_built"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert {"hf", "dev"} <= set(found["extras"])
+    for extra in found["extras"].values():
+        assert (extra["install"] is not None) == bool(extra["missing"])
+    assert "all is well" in command("doctor").out
+
+
+def test_doctor_reports_a_missing_library(command, monkeypatch) -> None:
+    from torch_pi2.errors import LibraryMissingError
+    from torch_pi2.ops import library
+
+    def missing() -> None:
+        raise LibraryMissingError("the C++ library", expected="it", found="no such file", fix="make install")
+
+    monkeypatch.setattr(library, "load", missing)
+    found = command("doctor", "--json", ok=False)
+    assert found.code == 1
+    assert "make install" in found.json["library"]["problem"]
+    assert "NOT LOADED" in command("doctor", ok=False).out
+
+
+# --- mistakes ---
+
+
+def _error(ran: Ran) -> dict[str, str]:
+    assert ran.code == 2
+    error = ran.json["error"]
+    assert set(error) == {"type", "what", "expected", "found", "fix"}
+    assert all(error.values())
+    assert error["fix"] in ran.err
+    return error
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        ([], "the following arguments are required: VERB"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["profile"], "the following arguments are required"),
+        (["synthetic", "--out", "o", "--seed", "x"], "invalid seed value: 'x'"),
+        (["profile", "m", "--out", "o", "--threads", "0"], "expected 1 or more, found 0"),
+        (["optimize", "m", "--out", "o", "--method", "magic"], "invalid choice: 'magic'"),
+    ],
+)
+def test_wrong_command_lines(command, argv, found) -> None:
+    error = _error(command(*argv, "--json", ok=False))
+    assert found in error["found"]
+    plain = command(*argv, ok=False)
+    assert (plain.code, plain.out) == (2, "")
+    assert "usage: torch-pi2" in plain.err
+
+
+def test_a_model_that_is_not_there(command, tmp_path) -> None:
+    for name in (tmp_path / "nowhere", "nobody/nothing"):
+        error = _error(command("profile", name, "--out", tmp_path / "s", "--json", ok=False))
+        assert "--allow-download" in error["fix"]
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_model_folder_with_a_broken_file(command, model_dir, tmp_path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    argv = ["profile", broken, "--trust-remote-code", "--out", tmp_path / "s", "--json"]
+    assert "broken" in _error(command(*argv, ok=False))["what"]
+
+
+def test_foreign_code_is_not_run_unasked(command, model_dir, tmp_path) -> None:
+    error = _error(command("profile", model_dir, "--out", tmp_path / "s", "--json", ok=False))
+    assert "--trust-remote-code" in error["fix"]
+
+
+def test_text_that_is_not_there_or_not_text(command, model_dir, tmp_path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, found in (("nowhere", "No such file"), ("binary", "not UTF-8")):
+        argv = ["--trust-remote-code", "--text", tmp_path / name, "--out", tmp_path / "s", "--json"]
+        assert found in _error(command("profile", model_dir, *argv, ok=False))["found"]
+
+
+def test_too_short_text(command, model_dir, tmp_path) -> None:
+    (tmp_path / "short").write_text("x = 1\n")
+    argv = ["--trust-remote-code", "--text", tmp_path / "short", "--out", tmp_path / "s", "--json"]
+    assert _error(command("profile", model_dir, *argv, ok=False))["type"] == "CalibrationError"
+    assert not (tmp_path / "s").exists()
+
+
+def test_out_that_cannot_be_a_folder(command, model_dir, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    argv = ["--trust-remote-code", "--out", tmp_path / "file" / "deeper", "--json"]
+    error = _error(command("profile", model_dir, *argv, ok=False))
+    assert (error["type"], error["expected"]) == ("ArtifactError", "a folder that can be written")
+
+
+def test_optimize_does_not_replace_a_folder_that_is_not_its_own(command, model_dir, tmp_path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    argv = ["optimize", model_dir, "--trust-remote-code", "--method", "exact", "--out", tmp_path, "--json"]
+    assert (
+        _error(command(*argv, ok=False))["found"] == "a folder with other files in it: thesis.tex, and no folder pi2/"
+    )
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_optimize_replaces_no_folder_with_a_model_in_it(command, model_dir, tmp_path) -> None:
+    (tmp_path / "pi2").mkdir()
+    source = shutil.copytree(model_dir, tmp_path / "dense")
+    before = sorted(tmp_path.rglob("*"))
+    for out, kind in ((tmp_path, "ArtifactError"), (source / "sparse", "ConfigError")):
+        argv = ["optimize", source, "--trust-remote-code", "--method", "exact", "--out", out, "--json"]
+        assert _error(command(*argv, ok=False))["type"] == kind
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_names_that_cannot_be(command, made) -> None:
+    long = "a" * 300
+    for argv in (
+        ["inspect", long],
+        ["generate", long, "--prompt", "x"],
+        ["run", long, "--ids", "1"],
+        ["pack", made["exact"], long],
+        ["plan", "--diff", long, long],
+    ):
+        assert _error(command(*argv, "--json", ok=False))["found"] == "File name too long"
+    assert "'a\\udcff': expected text" in command("inspect", "a\udcff", ok=False).err
+
+
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [
+        (("--seed", 10**30), "at most 4611686018427387903, found 1000"),
+        (("--seed", "-1"), "expected 0 or more, found -1"),
+        (("--seed", "1_0"), "invalid seed value: '1_0'"),
+        (("--threads", 4294967297), "at most 1024, found 4294967297"),
+        (("--temperature", "1e-320"), "expected 0 (greedy), or 1e-06 or more, found 1e-320"),
+        (("--temperature", "nan"), "found nan"),
+        (("--max-new-tokens", "\u0661"), "invalid positive value"),
+    ],
+)
+def test_numbers_out_of_range(command, option, found) -> None:
+    assert found in _error(command("generate", "m", "--prompt", "x", *option, "--json", ok=False))["found"]
+
+
+def test_folders_that_hold_something_else(command, model_dir, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    for argv in (
+        ["inspect", tmp_path / "empty"],
+        ["inspect", tmp_path / "nowhere"],
+        ["generate", model_dir, "--prompt", "x"],
+        ["eval", tmp_path / "nowhere"],
+        ["plan", model_dir, "--stats", tmp_path / "empty", "--out", tmp_path / "p"],
+        ["plan", model_dir, "--stats", tmp_path / "empty", "--predictors", tmp_path / "empty", "--out", tmp_path / "p"],
+    ):
+        assert _error(command(*argv, "--json", ok=False))["type"] == "ArtifactError"
+
+
+def test_senseless_sampling_and_an_empty_prompt(command, made) -> None:
+    base = ["generate", made["exact"], "--trust-remote-code", "--json", "--prompt"]
+    for argv in (["x", "--temperature", "-1"], ["x", "--top-p", "0"], [""]):
+        assert _error(command(*base, *argv, ok=False))["type"] == "ConfigError"
+
+
+def test_statistics_of_another_model_are_refused(command, model_dir, made, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"].mul_(1.5)
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    argv = ["plan", other, "--trust-remote-code", "--stats", made["stats"], "--out", tmp_path / "p", "--json"]
+    assert _error(command(*argv, ok=False))["type"] == "StaleArtifactError"
+
+
+def test_interrupting_is_quiet(monkeypatch, capsys) -> None:
+    def interrupted(_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_pi2.cli.doctor.run", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err.startswith("torch-pi2: interrupted")
+
+
+def test_what_libraries_print_does_not_reach_standard_output(monkeypatch, capsys) -> None:
+    def chatty(_args: object) -> dict[str, Any]:
+        print("downloading the internet")
+        return {"ok": True}
+
+    monkeypatch.setattr("torch_pi2.cli.doctor.run", chatty)
+    assert cli.main(["doctor", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"ok": True}
+    assert "downloading" in err
+
+
+@pytest.mark.parametrize(("split", "tokens"), [("train", 100_000), ("heldout", 50_000)])
+def test_samples_of_the_library_are_long_enough_and_not_only_heads(split: str, tokens: int) -> None:
+    from torch_pi2.profiling.text import read_files, stdlib_files
+
+    tokenizer = byte_tokenizer(TEXT)
+    text = common.stdlib_sample(split, tokenizer, tokens)
+    assert tokens <= len(tokenizer(text)["input_ids"]) < 2 * tokens
+    excerpts = text.split("\f\n")
+    heads = {t[:64] for t in read_files(stdlib_files(split))}
+    assert sum(e[:64] in heads for e in excerpts) < 0.6 * len(excerpts)
+    assert text == common.stdlib_sample(split, tokenizer, tokens)
+
+
+def test_table_and_sizes() -> None:
+    assert common.table(("a", "bb"), [("xyz", 1), ("", 22)]) == "a    bb\n---  --\nxyz   1\n     22"
+    assert [common.size(n) for n in (12, 4200, 1.3e6, 2e9)] == ["12 B", "4.2 KB", "1.3 MB", "2.0 GB"]
+    assert (common.percent(0.1234), common.percent(None)) == ("12.3 %", "-")

@@ -1,0 +1,258 @@
+"""Loss and timing: against an independent computation, and on what must be refused."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LAYERS, tiny
+from tiny_tokenizers import byte_tokenizer
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
+from torch_pi2.eval import bits_per_byte, compare_decode, ffn_modules, nats_per_token, time_decode, work
+from torch_pi2.eval.work import Work
+from torch_pi2.spec.site import FFNSite, LinearRef
+
+TEXT = "def f(x):\n    return x + 1  # plain\nprint(f(2))\n" * 8
+
+
+class Bigram(nn.Module):
+    """Logits from the last token alone: its loss does not depend on windows, so any windowing must agree."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab, vocab)
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        return self.table(ids_BT)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(TEXT)
+
+
+@pytest.fixture
+def bigram() -> Bigram:
+    torch.manual_seed(0)
+    return Bigram(300)
+
+
+def independent_bits_per_byte(model: Bigram, ids: list[int], tokenizer: Any) -> tuple[float, int]:
+    """(bits per byte, bytes) in plain Python, bytes by decoding what was scored."""
+    log_p = torch.log_softmax(model.table.weight.detach().double(), -1)
+    nats = -sum(float(log_p[a, b]) for a, b in pairwise(ids))
+    n_bytes = len(tokenizer.decode(ids[1:], clean_up_tokenization_spaces=False).encode())
+    return nats / math.log(2) / n_bytes, n_bytes
+
+
+@pytest.mark.parametrize(("window", "batch_size"), [(512, 8), (7, 3), (1, 1), (16, 64)])
+def test_bits_per_byte_agrees_with_plain_python(bigram, tokenizer, window, batch_size) -> None:
+    ids = tokenizer(TEXT)["input_ids"]
+    wanted, n_bytes = independent_bits_per_byte(bigram, ids, tokenizer)
+    report = bits_per_byte(bigram, tokenizer, TEXT, window=window, batch_size=batch_size)
+    assert (report.tokens, report.bytes) == (len(ids) - 1, n_bytes)
+    assert report.bits_per_byte == pytest.approx(wanted, rel=1e-5)
+    assert report.perplexity == pytest.approx(math.exp(report.nats_per_token))
+    assert report.bits_per_byte == pytest.approx(report.nats_per_token * report.tokens / math.log(2) / report.bytes)
+
+
+def test_max_tokens_scores_a_prefix(bigram, tokenizer) -> None:
+    ids = tokenizer(TEXT)["input_ids"][:21]
+    wanted, n_bytes = independent_bits_per_byte(bigram, ids, tokenizer)
+    report = bits_per_byte(bigram, tokenizer, TEXT, window=6, max_tokens=20)
+    assert (report.tokens, report.bytes) == (20, n_bytes)
+    assert report.bits_per_byte == pytest.approx(wanted, rel=1e-5)
+
+
+def test_characters_split_over_tokens_are_scored_whole(bigram) -> None:
+    tokenizer = byte_tokenizer("abc", size=258)
+    text = "é→𝄞" * 4  # 2, 3 and 4 bytes, one token each
+    assert len(tokenizer(text)["input_ids"]) == 36
+    for max_tokens in range(4, 34):
+        report = bits_per_byte(bigram, tokenizer, text, max_tokens=max_tokens)
+        assert report.tokens == report.bytes, max_tokens  # one byte a token, nothing counted twice
+        assert max_tokens - 4 < report.tokens <= max_tokens
+
+
+def test_a_tokenizer_with_bos_scores_the_first_token_too(bigram) -> None:
+    with_bos = byte_tokenizer(TEXT, bos=True)
+    ids = with_bos(TEXT)["input_ids"]
+    report = bits_per_byte(bigram, with_bos, TEXT, window=10_000)
+    assert (report.tokens, report.bytes) == (len(ids) - 1, len(TEXT.encode()))
+    wanted = nats_per_token(bigram, [torch.tensor([ids])])
+    assert report.nats_per_token == pytest.approx(wanted, rel=1e-6)
+    short = bits_per_byte(bigram, with_bos, TEXT, window=8)  # BOS before every window: other contexts, same tokens
+    assert (short.tokens, short.bytes) == (report.tokens, report.bytes)
+    assert short.nats_per_token != pytest.approx(wanted, rel=1e-6)
+
+
+def test_windows_give_the_model_no_more_context_than_said(tokenizer) -> None:
+    seen: list[torch.Size] = []
+
+    class Watching(Bigram):
+        def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+            seen.append(ids_BT.shape)
+            return super().forward(ids_BT)
+
+    bits_per_byte(Watching(300), tokenizer, TEXT, window=12, batch_size=3)
+    assert max(shape[1] for shape in seen) == 12
+    assert max(shape[0] for shape in seen) == 3
+
+
+def test_hugging_face_loss_is_the_models_own(tokenizer) -> None:
+    model = tiny("llama")
+    ids_BT = torch.randint(0, 64, (3, 17))
+    with torch.no_grad():
+        wanted = float(model(input_ids=ids_BT, labels=ids_BT).loss)
+    assert nats_per_token(model, [ids_BT]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_mode_and_gradients_are_left_as_they_were(bigram, tokenizer) -> None:
+    bigram.train()
+    bits_per_byte(bigram, tokenizer, TEXT)
+    assert bigram.training
+    assert torch.is_grad_enabled()
+    assert bigram.table.weight.grad is None
+
+
+@pytest.mark.parametrize("text", ["", "d"])
+def test_too_short_text_is_refused(bigram, tokenizer, text) -> None:
+    with pytest.raises(CalibrationError, match=r"expected at least two tokens, found .* characters.*longer text"):
+        bits_per_byte(bigram, tokenizer, text)
+
+
+def test_nothing_to_score_is_refused(bigram) -> None:
+    with pytest.raises(CalibrationError, match="tokens to score: expected at least one, found none"):
+        nats_per_token(bigram, [torch.zeros(2, 1, dtype=torch.long)])
+
+
+@pytest.mark.parametrize("setting", ["window", "batch_size", "max_tokens"])
+def test_settings_below_one_are_refused(bigram, tokenizer, setting) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}: expected a positive number, found 0"):
+        bits_per_byte(bigram, tokenizer, TEXT, **{setting: 0})
+
+
+def test_nan_loss_is_refused(bigram, tokenizer) -> None:
+    bigram.table.weight.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="loss: expected a finite number, found nan"):
+        bits_per_byte(bigram, tokenizer, TEXT)
+
+
+# --- timing ---
+
+
+class Slow(nn.Module):
+    """An FFN that takes a known time."""
+
+    def __init__(self, inner: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.inner, self.seconds = inner, seconds
+
+    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.inner(x_BTH)
+
+
+def slowed(seconds: float) -> nn.Module:
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.mlp = Slow(layer.mlp, seconds)
+    return model
+
+
+MLPS = [f"model.layers.{i}.mlp" for i in range(LAYERS)]
+PROMPT = torch.ones(1, 4, dtype=torch.long)
+
+
+def test_time_inside_the_ffns_is_told_apart() -> None:
+    timing = time_decode(slowed(0.01), PROMPT, new_tokens=3, warmup=0, rounds=3, ffn_modules=MLPS)
+    assert 10 * LAYERS <= timing.ffn_ms < timing.total_ms
+    assert timing.total_ms - timing.ffn_ms < timing.ffn_ms  # a tiny model's rest takes a few milliseconds
+
+
+def test_without_names_there_is_no_ffn_time_and_hooks_are_gone() -> None:
+    model = tiny("llama")
+    assert time_decode(model, PROMPT, new_tokens=2, rounds=1).ffn_ms == 0
+    time_decode(model, PROMPT, new_tokens=2, rounds=1, ffn_modules=MLPS)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_comparison_orders_two_models() -> None:
+    result = compare_decode(slowed(0.02), slowed(0.002), PROMPT, new_tokens=2, rounds=3, ffn_modules=MLPS)
+    assert result.ffn_speedup > 3
+    assert result.total_speedup > 1.5
+
+
+def test_the_prompt_is_not_timed_and_decoding_uses_the_cache() -> None:
+    lengths: list[int] = []
+    model = tiny("llama")
+    model.model.embed_tokens.register_forward_pre_hook(lambda _m, inputs: lengths.append(inputs[0].shape[1]))
+    time_decode(model, PROMPT, new_tokens=3, warmup=0, rounds=1)
+    assert lengths == [4, 1, 1, 1]
+
+
+def test_unknown_module_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ffn_modules: expected names of modules of LlamaForCausalLM, found 'mlp'"):
+        time_decode(tiny("llama"), PROMPT, ffn_modules=["mlp"])
+
+
+@pytest.mark.parametrize("setting", [{"new_tokens": 0}, {"rounds": 0}, {"warmup": -1}])
+def test_senseless_counts_are_refused(setting) -> None:
+    with pytest.raises(ConfigError, match="new_tokens, rounds, warmup: expected at least 1, 1 and 0"):
+        time_decode(tiny("llama"), PROMPT, **setting)
+
+
+def _site(owner: str, up: str, down: str, gate: str | None = None, inner: tuple[str, ...] = ()) -> FFNSite:
+    def ref(name: str, bias: bool) -> LinearRef:
+        return LinearRef(f"{name}.weight", f"{name}.bias" if bias else None)
+
+    bias = gate is None
+    gate_ref = None if gate is None else ref(gate, bias)
+    return FFNSite(owner, 0, "relu", False, gate_ref, ref(up, bias), ref(down, bias), 32, 48, owner, inner=inner)
+
+
+def test_ffn_modules_is_the_mlp_or_else_its_parts() -> None:
+    mlp = "model.layers.0.mlp"
+    llama = _site(mlp, f"{mlp}.up_proj", f"{mlp}.down_proj", f"{mlp}.gate_proj")
+    assert ffn_modules(tiny("llama"), [llama]) == [mlp]
+    layer = "model.decoder.layers.0"  # holds the attention as well
+    opt = _site(layer, f"{layer}.fc1", f"{layer}.fc2", inner=(f"{layer}.activation_fn",))
+    assert ffn_modules(tiny("opt"), [opt]) == [f"{layer}.fc1", f"{layer}.fc2", f"{layer}.activation_fn"]
+
+
+# --- work ---
+
+
+def test_work_counts_what_the_operator_did() -> None:
+    from torch_pi2.ops import load
+
+    load()
+    x_TH = torch.randn(5, 16)
+    bundles_IRH = torch.randn(40, 3, 16)
+    active_TC = torch.rand(5, 30) < 0.3
+    with work() as done:
+        torch.ops.pi2.sparse_ffn(x_TH, bundles_IRH, None, None, None, active_TC, "relu", True, 10, 0.0)
+    assert done.neurons == 5 * 40
+    computed = 5 * 10 + int(active_TC.sum())
+    assert done.gate_rows == computed
+    assert done.neurons_computed == pytest.approx(computed / 200)
+    gate_TI, up_TI = x_TH @ bundles_IRH[:, 0].T, x_TH @ bundles_IRH[:, 1].T
+    asked = torch.cat([torch.ones(5, 10, dtype=torch.bool), active_TC], 1)
+    assert done.up_rows == int((asked & (gate_TI > 0)).sum())
+    assert done.down_rows == int((asked & (gate_TI > 0) & (up_TI > 0)).sum())
+    assert done.rows_used == pytest.approx((computed + done.up_rows + done.down_rows) / 600)
+
+
+def test_no_work_has_no_shares() -> None:
+    model = tiny("llama")
+    with work() as done, torch.no_grad():
+        model(PROMPT)
+    assert done == Work()
+    assert done.to_json()["neurons_computed"] is None

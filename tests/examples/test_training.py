@@ -1,0 +1,89 @@
+"""The training script on a tiny configuration: deterministic, resumable, and its folder loads with transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPT = REPO / "examples" / "train_drelu_lm.py"
+TINY = "--batch 2 --seq 16 --vocab 300 --hidden 32 --intermediate 64 --layers 2 --heads 2 --kv-heads 1 --device cpu"
+LOGGING = "--eval-tokens 200 --log-every 2 --eval-every 4 --save-every 2 --warmup 2"
+SETTINGS = [*TINY.split(), *LOGGING.split()]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus like the script's own, from a few files of the standard library."""
+    import numpy as np
+
+    sys.path.insert(0, str(REPO / "examples"))
+    import train_drelu_lm as script
+
+    sys.path.pop(0)
+    from torch_pi2.profiling import text
+
+    folder = tmp_path_factory.mktemp("corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        full = text.stdlib_files
+        patch.setattr(text, "stdlib_files", lambda split, **kw: full(split, with_tests=False)[:6])
+        info = script.prepare(folder, 300)
+    assert info["train"]["tokens"] == len(np.load(folder / "train.npy"))
+    assert script.prepare(folder, 300) == info  # the second time it is read back
+    return folder
+
+
+def train(work: Path, out: Path, steps: int, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--out", str(out), "--work", str(work), "--steps", str(steps)]
+    return subprocess.run([*command, *SETTINGS, *more], capture_output=True, text=True, check=True)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_train_resume_and_load(work: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    whole = tmp_path / "whole"
+    train(work, whole, 6)
+    rows = [json.loads(line) for line in (whole / "train_log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert 0 < rows[-1]["heldout_bits_per_byte"] < 10
+    assert all(0.5 < s < 1 for s in rows[-1]["sparsity_per_layer"])
+
+    # Killed after the state of step 4 was written: start again from there and end with the same weights.
+    killed = tmp_path / "killed"
+    state = torch.load(work / "whole.state.pt", weights_only=True)
+    assert state["step"] == 6
+    train(work, tmp_path / "other", 6)
+    assert all(torch.equal(v, weights(tmp_path / "other")[k]) for k, v in weights(whole).items())
+    code = (
+        "import sys; sys.argv = sys.argv[1:]; import torch, os\n"
+        "real = os.replace\n"
+        "def replace(a, b):\n"
+        "    real(a, b)\n"
+        "    if str(b).endswith('.state.pt') and torch.load(b, weights_only=True)['step'] == 4: os._exit(9)\n"
+        "os.replace = replace\n"
+        "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code, str(SCRIPT), "--out", str(killed), "--work", str(work), "--steps", "6"]
+    assert subprocess.run([*command, *SETTINGS], capture_output=True).returncode == 9
+    assert not killed.exists()
+    assert "resumed at step 4" in train(work, killed, 6).stderr
+    assert all(torch.equal(v, weights(killed)[k]) for k, v in weights(whole).items())
+
+    model = AutoModelForCausalLM.from_pretrained(whole, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+    assert type(model).__name__ == "DReLULlamaForCausalLM"
+    text = "def f(x):\n    return x\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    recorded = json.loads((whole / "training.json").read_text())
+    assert recorded["command"].startswith("python examples/train_drelu_lm.py --out")

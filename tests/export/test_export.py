@@ -1,0 +1,110 @@
+"""``torch_pi2.export_program``: the pi2 operators are in the graph and the program computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torch_pi2
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export.program import export_program
+from torch_pi2.layers.prompt import sparse_only
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(24, 70), nn.Linear(70, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def test_operators_are_in_the_program_and_any_length_runs() -> None:
+    from torch_pi2.planner.greedy import plan_without_data
+    from torch_pi2.rewrite.rewrite import rewrite
+    from torch_pi2.spec.plan import weights_hash
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
+    x = torch.randn(2, 5, 24)
+    sites = torch_pi2.find_sites(model, (x,))
+    rewrite(model, plan_without_data(sites, weights_hash(model, sites), torch_pi2.Config(method="exact")))
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = export_program(model, (x,), dynamic_shapes=({1: length},))
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert targets.count("pi2.sparse_ffn.default") == 1
+    longer = torch.randn(2, 33, 24)
+    with torch.no_grad(), sparse_only():  # eager, so many would go by matrix products, whose last bits differ
+        torch.testing.assert_close(exported.module()(longer), model(longer), rtol=0, atol=0)
+
+
+def test_dense_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"found a dense model.*optimize"):
+        export_program(Two(), (torch.zeros(1, 2, 24),))
+
+
+def test_the_reason_of_torch_export_is_passed_on() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
+    x = torch.randn(2, 24)
+    torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
+    with pytest.raises(
+        UnsupportedModelError, match=r"torch\.export of Sequential: expected a model that torch\.export"
+    ):
+        export_program(model, (x, x))
+
+
+def test_ffns_that_would_come_out_dense_are_refused() -> None:
+    model = Two().eval()
+    x = torch.randn(2, 24)
+    torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
+    with pytest.raises(UnsupportedModelError, match=r"all 2 sparse FFNs.*only 0 \(not blocks\.0, blocks\.1\)"):
+        export_program(model, (x,))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export_itself_refuses_what_would_come_out_dense(strict: bool) -> None:
+    model = Two().eval()
+    x = torch.randn(2, 24)
+    torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
+    # a strict export has an error of its own for one that is raised
+    message = "raise UnsupportedModelError" if strict else r"blocks\.0: .*it would come out dense\. .*restore"
+    with pytest.raises(Exception, match=message):
+        torch.export.export(model, (x,), strict=strict)
+    restored = torch_pi2.restore(model)
+    assert torch.export.export(restored, (x,), strict=strict)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("sparse", "found"), [(True, r"such as pi2\.sparse_ffn\."), (False, "with no operator of")])
+def test_our_partitioner_says_when_nothing_would_be_ours(order: int, sparse: bool, found: str) -> None:
+    """In ExecuTorch's own ways of lowering, in any order of partitioners."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
+
+    from torch_pi2.export.partitioner import Pi2Partitioner
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
+    if sparse:
+        torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
+    exported = torch.export.export(model, (torch.randn(2, 24),))
+    config = EdgeCompileConfig(_check_ir_validity=False)
+    message = (
+        rf"Pi2Partitioner: expected a program that torch_pi2\.export\(model, folder\) lowers.*{found}.*Call torch_pi2"
+    )
+    with pytest.raises(ConfigError, match=message):
+        to_edge_transform_and_lower(
+            exported, partitioner=[Pi2Partitioner(), XnnpackPartitioner()][::order], compile_config=config
+        )
+    with pytest.raises(ConfigError, match=message):
+        to_edge(exported, compile_config=config).to_backend(Pi2Partitioner())

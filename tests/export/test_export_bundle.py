@@ -1,0 +1,454 @@
+"""``torch_pi2.export(model, folder)``: ExecuTorch computes what the model does, and where the weights are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import HIDDEN, NEURONS, ROOM, bundle_of, one_layer
+from tiny_models import _hf, randomise, tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.decode.executorch import load_library, set_options
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, UnsupportedModelError
+from torch_pi2.export import api
+from torch_pi2.export.check import check_traced
+from torch_pi2.export.contents import describe_program
+from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.hot import HotChunks, chunks_per_batch, hot_chunks
+from torch_pi2.export.linears import prepare_rest
+from torch_pi2.export.lower import Method, lower, trace
+from torch_pi2.export.manifest import Manifest
+from torch_pi2.export.markers import cold_part, registered
+from torch_pi2.export.run import Bundle
+from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
+from torch_pi2.export.store import write_store
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.store.storefile import StoreReader
+
+PROMPT = [7, 30, 201, 5, 90, 11]
+
+
+def optimized(**config: Any) -> nn.Module:
+    return torch_pi2.optimize(one_layer(**config))
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """With XNNPACK in the place of an accelerator, one chunk for a sequence and two for two."""
+    return bundle_of(tmp_path_factory, "split", optimized, batches=(1, 2), hot={1: 1, 2: 2})
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """In float32, without an accelerator."""
+    return bundle_of(tmp_path_factory, "plain", optimized, batches=(1,))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """In 4 bit, linear layers too, without an accelerator."""
+    return bundle_of(tmp_path_factory, "int4", int4, batches=(1,))
+
+
+def int4() -> nn.Module:
+    return torch_pi2.optimize(one_layer(), weights="int4", activations="int8")
+
+
+def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A sign-bit predictor, and an accelerator that has more neurons than are hot in the plan."""
+    return bundle_of(tmp_path_factory, "predicted", with_predictor, batches=(1,), hot={1: 1})
+
+
+def with_predictor() -> nn.Module:
+    text = torch.randint(3, 250, (64, 24), generator=torch.Generator().manual_seed(0))
+    config = torch_pi2.Config(method="signbit", target_recall=0.7, hot_frequency=0.3, calibration_tokens=1500)
+    return torch_pi2.optimize(one_layer(), text, config)
+
+
+def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, Path]) -> None:
+    """They are computed by it whatever the predictor says, and the delegate follows the predictor for the others."""
+    model, folder = predicted
+    ffn = sparse_layers(model)[0]
+    assert 0 < ffn.n_hot < 512
+    assert ffn.has_predictor
+    layers = exported_layers(model)
+    with registered(layers) as key, torch.no_grad():
+        copy = delegated_copy(model, layers, key)
+        split = split_hot_cold(copy)
+        split[0].hot, split[0].first = hot_chunks(ffn, 1), 512
+        methods = decoder_methods(Lanes(copy, 1, ROOM), (1,))
+        split[0].hot = None
+        methods["prefill"](torch.tensor([PROMPT]), torch.arange(6)[None], torch.tensor([0]))
+        split[0].hot = hot_chunks(ffn, 1)
+        wanted = methods["decode_b1"](torch.tensor([[40]]), torch.tensor([[6]]))[0, 0]
+    with Bundle(folder) as bundle, torch.no_grad():
+        found = bundle.logits([*PROMPT, 40], len(PROMPT))[1]
+        whole = model(torch.tensor([[*PROMPT, 40]])).logits[0, -1]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    assert not torch.allclose(found, whole, rtol=0, atol=1e-3 * float(wanted.abs().max()))  # the predictor misses some
+
+
+@pytest.mark.parametrize("kind", ["split", "whole", "plain"])
+def test_greedy_text_and_logits_are_the_models(kind: str, request: pytest.FixtureRequest) -> None:
+    model, folder = request.getfixturevalue(kind)
+    expected = greedy(model, PROMPT, 30)
+    assert len(set(expected)) > 5  # a text that says something
+    with Bundle(folder) as bundle:
+        assert bundle.generate(PROMPT, 30).sequences[0].ids == expected
+        logits = bundle.logits(PROMPT)
+    with torch.no_grad():
+        wanted = model(torch.tensor([PROMPT])).logits[0, -1]
+    torch.testing.assert_close(logits[-1].reshape(-1), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_sequences_of_a_batch_have_positions_of_their_own(split: tuple[nn.Module, Path]) -> None:
+    from executorch.runtime import Runtime
+
+    model, folder = split
+    others = [PROMPT, [9, 200, 13]]
+    load_library()
+    set_options({"store_path": str(folder)})
+    try:
+        program = Runtime.get().load_program(folder / "model.pte")
+        prefill, decode = program.load_method("prefill"), program.load_method("decode_b2")
+        assert prefill is not None
+        assert decode is not None
+        for lane, prompt in enumerate(others):
+            prefill.execute([torch.tensor([prompt]), torch.arange(len(prompt))[None], torch.tensor([lane])])
+        tokens = torch.tensor([[40], [41]])
+        found = decode.execute([tokens, torch.tensor([[len(p)] for p in others])])[0].clone()
+    finally:
+        set_options({"store_path": ""})
+    with torch.no_grad():
+        wanted = [model(torch.tensor([[*p, int(t)]])).logits[0, -1] for p, t in zip(others, tokens)]
+    torch.testing.assert_close(found[:, 0], torch.stack(wanted), rtol=0, atol=2e-4)
+
+
+def test_best_of_two_forks_the_prompt(split: tuple[nn.Module, Path]) -> None:
+    with Bundle(split[1]) as bundle:
+        one, two = bundle.generate(PROMPT, 12, num_return_sequences=2).sequences
+    assert one.ids == two.ids == greedy(split[0], PROMPT, 12)
+
+
+def test_accelerator_and_delegate_share_the_neurons(split: tuple[nn.Module, Path]) -> None:
+    manifest = Manifest.load(split[1])
+    assert {name: m.hot_chunks for name, m in manifest.methods.items()} == {
+        "prefill": (),
+        "decode_b1": (1,),
+        "decode_b2": (2,),
+        "fork": (),
+    }
+    calls = {
+        n: m["delegates"].get("Pi2Backend", 0) for n, m in describe_program(split[1] / "model.pte")["methods"].items()
+    }
+    assert calls == {"prefill": 1, "decode_b1": 2, "decode_b2": 2, "fork": 0, "get_max_context_len": 0}
+    with Bundle(split[1]) as bundle:
+        bundle.generate(PROMPT, 5)
+        found = bundle.stats()
+    assert found["wanted"] == NEURONS + 4 * (NEURONS - 512)  # the first chunk is never wanted when decoding
+
+
+def test_no_weight_of_a_feed_forward_layer_is_in_the_program(plain: tuple[nn.Module, Path]) -> None:
+    model, folder = plain
+    assert describe_program(folder / "model.pte")["bytes"]["delegates"]["Pi2Backend"] == 512  # of both methods
+    dense = one_layer()
+    ids, positions = torch.zeros((1, 1), dtype=torch.int64), torch.zeros((1, 1), dtype=torch.int64)
+    method = decoder_methods(Lanes(dense, 1, ROOM), (1,))["decode_b1"]
+    dense_pte = lower(trace({"decode_b1": Method(method, (ids, positions))}, "dense"), "dense").data
+    size = (folder / "model.pte").stat().st_size
+    ffn = 3 * NEURONS * HIDDEN * 4
+    assert ffn > 0.8 * len(dense_pte)
+    assert size < 0.25 * len(dense_pte)
+    middle = sparse_layers(model)[0].bundles[NEURONS // 2].numpy().tobytes()
+    assert middle in (folder / "model.pi2").read_bytes()
+    assert middle not in (folder / "model.pte").read_bytes()
+
+
+def test_quantised_linears_stay_ours(whole: tuple[nn.Module, Path]) -> None:
+    methods = describe_program(whole[1] / "model.pte")["methods"]
+    assert methods["decode_b1"]["operators"]["pi2::linear.out"] == 3  # q, o and the head: k and v are too small
+    manifest = Manifest.load(whole[1])
+    assert (manifest.model.weights, manifest.model.linears) == ("int4", "int4")
+    assert manifest.lossy == ("neurons in int4", "linear layers in int4", "inputs of layers in int8")
+
+
+def test_int4_linears_of_a_float_model_reach_xnnpack(tmp_path: Path) -> None:
+    model = optimized()
+    torch_pi2.export(model, tmp_path / "b", max_tokens=ROOM, batches=(1,), linears="int4")
+    parts = describe_program(tmp_path / "b" / "model.pte")["bytes"]
+    projections = HIDDEN * (64 + 32 + 32 + 64)
+    assert 4 * projections > parts["named"] - 4 * 256 * HIDDEN / 7  # not as floats: that would be 49,152 alone
+    with Bundle(tmp_path / "b") as bundle:
+        found = bundle.logits(PROMPT)[-1].reshape(-1)
+    with torch.no_grad():
+        wanted = model(torch.tensor([PROMPT])).logits[0, -1]
+    assert 1e-6 < float((found - wanted).norm() / wanted.norm()) < 0.35  # lossy, and not something else
+
+
+def test_any_module(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.LayerNorm(24), nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
+    x = torch.randn(3, 24)
+    model = torch_pi2.optimize(block, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
+    torch_pi2.export(model, tmp_path / "b", args=(x,), dynamic_shapes=({0: torch.export.Dim("rows", max=8)},))
+    with Bundle(tmp_path / "b") as bundle, torch.no_grad():
+        for rows in (1, 3, 7):
+            x = torch.randn(rows, 24)
+            torch.testing.assert_close(bundle(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_over_a_store_is_exported_from_it(tmp_path: Path) -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"))
+    torch_pi2.save(model, tmp_path / "sparse")
+    torch_pi2.pack(tmp_path / "sparse", tmp_path / "store")
+    stored = torch_pi2.load(tmp_path / "store", budget="400MB")
+    one = write_store(tmp_path / "a.pi2", exported_layers(model), model.torch_pi2.plan)
+    two = write_store(tmp_path / "b.pi2", exported_layers(stored), stored.torch_pi2.plan)
+    assert (tmp_path / "a.pi2").read_bytes() == (tmp_path / "b.pi2").read_bytes()
+    assert one.places == two.places
+    with StoreReader(tmp_path / "a.pi2") as reader:
+        assert reader.verify() > one.bundle_bytes > 0
+
+
+#: Rotary embeddings that are others in longer sequences: from 65 tokens on, and (not in a bundle) beyond all positions.
+LONG: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 8.0, 16.0]},
+    },
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+}
+
+
+def architecture(name: str) -> nn.Module:
+    if name in LONG:
+        torch.manual_seed(0)
+        built = _hf("Phi3" if name == "longrope" else "Llama", **LONG[name], max_position_embeddings=128)
+        return randomise(built, std=0.3).eval()
+    return tiny(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama-bias", "mistral", "qwen2", "qwen3", "gemma", "phi3", "opt", "nemotron", "falcon", *LONG],
+)
+def test_architectures_compute_the_same_in_lanes(name: str) -> None:
+    """Before lowering: prefill in another lane, then a token, against the model's own cache; and traced, at the end."""
+    model = torch_pi2.optimize(architecture(name), config=torch_pi2.Config(method="exact"))
+    layers = exported_layers(model)
+    ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(1))
+    with registered(layers) as key, torch.no_grad():
+        lanes = Lanes(delegated_copy(model, layers, key), 2, 64)
+        methods = decoder_methods(lanes, (2,))
+        positions = torch.arange(9)[None]
+        for lane in (0, 1):
+            found = methods["prefill"](ids[:, :8], positions[:, :8], torch.tensor([lane]))
+        torch.testing.assert_close(found[:, -1], model(ids[:, :8]).logits[:, -1], rtol=1e-4, atol=1e-4)
+        token, place = ids[:, 8:].repeat(2, 1), torch.full((2, 1), 8)
+        step = methods["decode_b2"](token, place)
+        torch.testing.assert_close(step[1, -1], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
+        length = torch.export.Dim.DYNAMIC(min=1, max=20)
+        prompt = (ids[:, :8], positions[:, :8], torch.tensor([0]))
+        given = {"prefill": Method(methods["prefill"], prompt, None, ({1: length}, {1: length}, None))}
+        if decode := name in ("llama", "longrope"):
+            given["decode_b2"] = Method(methods["decode_b2"], (token, place))
+        traced = trace(given, name)
+        check_traced(lanes, traced, max_prompt=20, smooth=True, decode=decode)
+        assert not any(rows.any() for rows in (lanes.key_0, lanes.value_0))  # nothing is left of it
+    targets = [str(node.target) for node in traced["prefill"].graph.nodes]
+    assert sum(target.startswith("pi2.delegate_ffn") for target in targets) == len(layers)
+
+
+def test_a_16_bit_model_computes_in_float32() -> None:
+    """But for neurons and embeddings, which stay as they are: the numbers of the model with these weights."""
+    model = exact(one_layer().bfloat16())
+    layers = exported_layers(model)
+    ids = torch.tensor([PROMPT])
+    with registered(layers) as key, torch.no_grad():
+        private = delegated_copy(model, layers, key)
+        prepare_rest(private, "float32")
+        kinds = {name: tensor.dtype for name, tensor in private.state_dict().items()}
+        assert kinds.pop("model.embed_tokens.weight") == torch.bfloat16
+        assert set(kinds.values()) == {torch.float32}
+        prefill = decoder_methods(Lanes(private, 1, ROOM), (1,))["prefill"]
+        found = prefill(ids, torch.arange(len(PROMPT))[None], torch.tensor([0]))[0, -1]
+        wanted = torch_pi2.restore(model).float()(ids).logits[0, -1]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_hot_chunks_and_the_cold_part_are_the_layer() -> None:
+    model = optimized()
+    ffn = sparse_layers(model)[0]
+    x = torch.randn(5, HIDDEN)
+    hot = hot_chunks(ffn, 2)
+    assert [len(up.weight) for up in hot.up] == [512, 512]
+    with torch.no_grad():
+        torch.testing.assert_close(hot(x) + cold_part(ffn, x, 1024), ffn(x), rtol=1e-4, atol=1e-4)
+        hot.chunks = 1
+        torch.testing.assert_close(hot(x) + cold_part(ffn, x, 512), ffn(x), rtol=1e-4, atol=1e-4)
+    assert isinstance(hot, HotChunks)
+
+
+def test_chunks_follow_what_a_batch_fires() -> None:
+    text = torch.randint(3, 250, (64, 24), generator=torch.Generator().manual_seed(0))
+    model = torch_pi2.optimize(one_layer(), text, torch_pi2.Config(method="exact", calibration_tokens=1500))
+    layers, stats = sparse_layers(model), model.torch_pi2.stats
+    found = chunks_per_batch(layers, (1, 2, 4, 64), stats, hot_frequency=0.6)
+    assert [of_layer for (of_layer,) in found.values()] == sorted(of_layer for (of_layer,) in found.values())
+    assert found[1] < found[64] == [2]  # 64 tokens together fire nearly all: 1,100 neurons are two chunks, rounded
+    by_plan = HardwarePlan(
+        {},
+        None,
+        1 << 30,
+        64,
+        (Bucket(1, (600,), (512,), (0,)), Bucket(2, (1200,), (1024,), (0,))),
+        PromptPlan((0,)),
+    )
+    assert chunks_per_batch(layers, (1, 2, 4), stats, hardware=by_plan) == {1: [1], 2: [2], 4: [2]}
+    on_the_cpu = replace(by_plan, buckets=(Bucket(1, (600,), (0,), (0,)),))
+    assert chunks_per_batch(layers, (1, 4), None, hardware=on_the_cpu) == chunks_per_batch(layers, (1, 4), None)
+    assert chunks_per_batch(layers, (1, 4), None, {1: 2, 4: 9}) == {1: [2], 4: [3]}
+    with pytest.raises(ConfigError, match=r"hot=.*1 or more chunks for each batch size of \[1, 4\], found None for 4"):
+        chunks_per_batch(layers, (1, 4), None, {1: 1})
+
+
+def test_export_leaves_the_model_and_an_earlier_bundle_whole(
+    plain: tuple[nn.Module, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = optimized()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    out = Path(shutil.copytree(plain[1], tmp_path / "b"))
+    earlier = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no space")
+
+    monkeypatch.setattr(api, "_write_program", fail)
+    with pytest.raises(RuntimeError, match="no space"):
+        torch_pi2.export(model, out, max_tokens=ROOM)
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == earlier
+    assert model.torch_pi2 is not None
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert greedy(model, PROMPT, 3)
+
+
+def exact(model: nn.Module) -> nn.Module:
+    return torch_pi2.optimize(model, config=torch_pi2.Config(method="exact"))
+
+
+def gpt_neo() -> nn.Module:
+    """Local attention that no name in its configuration tells."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    config = GPTNeoConfig(**sizes, vocab_size=64, window_size=8, max_position_embeddings=64, activation_function="relu")
+    return exact(randomise(GPTNeoForCausalLM(config).eval()))
+
+
+class OverTokens(nn.Module):
+    """Every token has something of all others: nothing that keys and values can hold."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True) / 2
+
+
+def not_causal() -> nn.Module:
+    model = one_layer()
+    model.model.norm = OverTokens()
+    return exact(model)
+
+
+def bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return exact(randomise(BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)).eval()))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 1, "vocab_size": 64}
+    return exact(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval())
+
+
+def refusals() -> list[Any]:
+    x = torch.randn(80, 24)
+    mlp = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24)))
+    few = {"max_tokens": 48, "batches": (1,)}
+    many = {"max_tokens": 100, "batches": (1,)}
+    long = (
+        "at most 64: Phi3ForCausalLM computes its attention otherwise in longer .* found 100. Export with max_tokens=64"
+    )
+    window = "a sliding window of 16 tokens, fewer than 48"
+    return [
+        pytest.param(one_layer, {}, ConfigError, "found a dense model", id="dense"),
+        pytest.param(optimized, {"target": "tpu"}, ConfigError, "'xnnpack', or 'qnn:'", id="target"),
+        pytest.param(optimized, {"linears": "int3"}, ConfigError, r"linears=.*float32, int8, int4", id="linears"),
+        pytest.param(optimized, {"batches": ()}, ConfigError, "batch sizes of 1 or more", id="batches"),
+        pytest.param(optimized, {"batches": 2}, ConfigError, r"export\(batches\): expected a Seq", id="batch"),
+        pytest.param(optimized, {"max_tokens": 2}, ConfigError, "3 or more, found 2", id="tokens"),
+        pytest.param(optimized, {"max_tokens": "48"}, ConfigError, r"export\(max_tokens\): .*, found '48'", id="text"),
+        pytest.param(optimized, {"hot": {8: 1}}, ConfigError, "chunks for sizes of batches alone", id="hot"),
+        pytest.param(optimized, {"precision": "fp16"}, ConfigError, "where target is not an NPU's", id="precision"),
+        pytest.param(optimized, {"dynamic_shapes": {}}, ConfigError, "the example inputs that", id="shapes"),
+        pytest.param(optimized, {"max_tokens": 65}, ConfigError, "at most 64, the positions", id="positions"),
+        pytest.param(optimized, few | {"tokenizer": "gpt2"}, ConfigError, "found str", id="tokenizer"),
+        pytest.param(int4, few | {"linears": "int8"}, ConfigError, "those of the model are in int4", id="quantised"),
+        pytest.param(lambda: torch_pi2.optimize(mlp, [(x,)]), {}, ConfigError, "example inputs", id="args"),
+        pytest.param(lambda: exact(_hf("Mistral", sliding_window=16)), few, UnsupportedModelError, window, id="window"),
+        pytest.param(gpt_neo, few, UnsupportedModelError, "its attention is of another kind", id="local"),
+        pytest.param(lambda: exact(architecture("longrope")), many, ConfigError, long, id="longrope"),
+        pytest.param(not_causal, few, UnsupportedModelError, "its attention is of another kind", id="not causal"),
+        pytest.param(lambda: exact(tiny("opt")), many, ConfigError, "at most 64, the positions", id="table"),
+        pytest.param(lambda: exact(tiny("falcon-bias")), few, UnsupportedModelError, r"found .* \(ALiBi\)", id="alibi"),
+        pytest.param(bloom, few, UnsupportedModelError, r"found attention with linear biases \(ALiBi\)", id="bloom"),
+        pytest.param(t5, few, UnsupportedModelError, "an encoder and a decoder", id="encoder"),
+    ]
+
+
+@pytest.mark.parametrize(("make", "settings", "error", "message"), refusals())
+def test_what_is_refused(make: Any, settings: Any, error: type[Pi2Error], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        torch_pi2.export(make(), tmp_path / "b", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "my web page"}')
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(ArtifactError, match="expected a new or empty folder, or an earlier bundle, found other files"):
+        torch_pi2.export(optimized(), tmp_path)
+    assert (tmp_path / "letter.txt").read_text() == "dear"
+
+
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    from tiny_experts import build
+
+    with pytest.raises(UnsupportedModelError, match="mixtures of experts"):
+        torch_pi2.export(torch_pi2.optimize(build("Mixtral"), config=torch_pi2.Config(method="exact")), tmp_path / "b")
+
+
+def test_manifest_of_a_bundle_is_that_of_its_files(split: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(split[1], tmp_path / "b"))
+    manifest = Manifest.load(folder)
+    manifest.verify(folder, "all")
+    assert manifest.token_bytes == NEURONS * 3 * HIDDEN * 4  # no predictor: every neuron's slot is wanted
+    assert manifest.ffn_bytes == NEURONS * 3 * HIDDEN * 4
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "drelu_llama"

@@ -1,0 +1,315 @@
+"""Real context binaries by Qualcomm's compiler, run on Qualcomm's x86 emulator of the NPU: ``make test-qnn``.
+
+Needs the extra ``qnn``. Nothing here is skipped: without the libraries the tests fail.
+Tolerances are relative (L2), against PyTorch in the same precision. The HTP looks smooth activations up in tables when
+it computes in float16, so that SiLU and GELU are 3e-3 to 7e-3 off there; ReLU is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import torch_pi2
+from benchmarks.qnn import measure
+from torch_pi2.errors import CompileError
+from torch_pi2.export import qnn
+from torch_pi2.export.contents import describe_program
+from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.markers import registered
+from torch_pi2.export.qnn import sdk
+from torch_pi2.export.qnn.quantize import quantize
+from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
+
+pytestmark = pytest.mark.qnn
+
+TOLERANCE = 2e-3
+SMOOTH_FP16 = 1e-2
+
+
+def hot_part(activation: str, hidden: int, neurons: int, chunk: int, *, gated: bool = True) -> HotChunks:
+    torch.manual_seed(0)
+    site = SimpleNamespace(activation=activation, activation_on_up=False, gated=gated)
+    rows = [torch.randn(neurons, hidden) / hidden**0.5 for _ in range(3 if gated else 2)]
+    return HotChunks(site, rows, torch.randn(neurons) / 4 if gated else None, torch.randn(neurons) / 4, chunk)
+
+
+class Block(nn.Module):
+    """A hot part between two linear layers, as in a decoder."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.before, self.after = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.hot: nn.Module = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.hot(self.before(x)))
+
+
+def lower(programs: dict[str, torch.export.ExportedProgram]) -> tuple[bytes, dict[str, list[str]]]:
+    """The ``.pte``, and of each method the backends in their order."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
+    edge = to_edge_transform_and_lower(programs, partitioner=[XnnpackPartitioner()], compile_config=config)
+    backends = {}
+    for name in programs:
+        graph = edge.exported_program(name).graph_module
+        calls = [n for n in graph.graph.nodes if "executorch_call_delegate" in str(n.target)]
+        backends[name] = [getattr(graph, call.args[0].target).backend_id for call in calls]
+    return bytes(edge.to_executorch().buffer), backends
+
+
+def relative(got: torch.Tensor, right: torch.Tensor) -> float:
+    return float((got - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("soc", ["SM8650", "SM8750"])
+@pytest.mark.parametrize(("precision", "activation"), [("w4a16", "relu"), ("w8a16", "silu"), ("fp16", "relu")])
+def test_a_block_on_the_emulator(soc: str, precision: str, activation: str, tmp_path: Path) -> None:
+    hidden, block = 320, Block(320).eval()
+    hot = hot_part(activation, hidden, 256, 128)
+    graphs = {"decode_b1": qnn.Graph((1, 1), [2]), "decode_b2": qnn.Graph((2, 1), [1])}
+    torch.manual_seed(2)
+    inputs = {name: torch.randn(*graph.shape, hidden) for name, graph in graphs.items()}
+    with torch.no_grad():
+        samples = block.before(torch.cat([torch.randn(12, hidden), *(x.reshape(-1, hidden) for x in inputs.values())]))
+    settings = qnn.Settings(soc, precision, weight_sharing=False, timeout_s=300)
+    lowered = qnn.lower_hot([hot], [samples], graphs, settings)
+    assert lowered.report["qnn"].startswith("v2.49.40")
+    layer = lowered.report["layers"][0]
+    assert layer["outliers"] == ([64, 64] if precision == "w4a16" else [0, 0])
+    programs, right = {}, {}
+    for name, x in inputs.items():
+        block.hot = lowered.modules[name][0]
+        programs[name], right[name] = torch.export.export(block, (x,)), block(x).detach()
+        hot.chunks, block.hot = graphs[name].chunks[0], hot
+        assert relative(right[name], block(x).detach()) < {"w4a16": 0.2, "w8a16": 0.02, "fp16": 1e-6}[precision]
+    program, backends = lower(programs)
+    assert backends == {name: ["XnnpackBackend", "QnnBackend", "XnnpackBackend"] for name in graphs}
+    (tmp_path / "model.pte").write_bytes(program)
+    sdk.load(sdk.find())
+    from executorch.runtime import Runtime
+
+    loaded = Runtime.get().load_program(tmp_path / "model.pte")
+    for name, x in inputs.items():
+        (got,) = loaded.load_method(name).execute([x])
+        assert relative(got, right[name]) < TOLERANCE
+
+
+def test_every_activation_in_float16(tmp_path: Path) -> None:
+    names = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
+    hot = [hot_part(name, 128, 64, 64) for name in names]
+    settings = qnn.Settings("SM8650", "fp16", weight_sharing=False, timeout_s=300)
+    lowered = qnn.lower_hot(hot, [None] * len(hot), {"forward": qnn.Graph((3,), [1] * len(hot))}, settings)
+    layers = nn.ModuleList(module for module in lowered.modules["forward"] if module is not None)
+    torch.manual_seed(3)
+    x = torch.randn(3, 128)
+    for name, part, got in zip(names, hot, run_on_emulator(Parallel(layers), x, tmp_path)):
+        half = copy.deepcopy(part).half()(x.half()).float()
+        assert relative(got, half) < (TOLERANCE if name.startswith("relu") else SMOOTH_FP16), name
+
+
+class Parallel(nn.Module):
+    """Several layers of one input."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x) for layer in self.layers)
+
+
+def run_on_emulator(module: nn.Module, x: torch.Tensor, folder: Path) -> list[torch.Tensor]:
+    from executorch.runtime import Runtime
+
+    (folder / "model.pte").write_bytes(lower({"forward": torch.export.export(module, (x,))})[0])
+    sdk.load(sdk.find())
+    method = Runtime.get().load_program(folder / "model.pte").load_method("forward")
+    return list(method.execute([x]))
+
+
+def test_nine_graphs_share_one_copy_of_the_weights() -> None:
+    """1, 2 and 4 chunks by 1, 2 and 4 sequences, as exported by default (64 outliers of each chunk in 8 bits)."""
+    found = measure("SM8650", 2048, "w4a16", 64)
+    layer = found["layers"][0]
+    assert 1 <= found["context_over_unique"] <= 1.3
+    assert len(layer["graphs"]) == 9
+    for name, graph in layer["graphs"].items():
+        weights = found["unique_bytes"] // 4 * int(name[3])
+        assert graph["spill_bytes"] == 0
+        assert weights < graph["read_bytes"] < 1.3 * weights  # what a call reads is its own chunks, not all
+
+
+def test_outliers_are_shared_between_graphs_too() -> None:
+    hidden, chunk, outliers = 2048, 512, 64
+    hot = hot_part("relu", hidden, chunk, chunk)
+    graphs = {f"decode_b{b}": qnn.Graph((b, 1), [1]) for b in (1, 2)}
+    settings = qnn.Settings("SM8550", outliers=outliers, timeout_s=300)
+    layer = qnn.lower_hot([hot], [torch.randn(16, hidden)], graphs, settings).report["layers"][0]
+    unique = 3 * hidden * ((chunk - outliers) // 2 + outliers)
+    assert unique <= layer["context_bytes"] <= 1.3 * unique
+
+
+def test_outliers_in_8_bits_lower_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QNN_SDK_ROOT", "")  # the quantiser would download an SDK, and needs none
+    hot, samples = hot_part("relu", 128, 512, 512), torch.randn(64, 128)
+    with torch.no_grad():  # 16 neurons with a few large weights, as trained models have them
+        hot.up[0].weight[:16, :4] *= 40
+        hot.down[0].weight[:, :16] *= 4
+    none, some = (quantize(hot, samples, qnn.Settings("SM8550", outliers=count)).errors[0] for count in (0, 64))
+    assert some < none / 3
+
+
+_RUN = """
+import sys, torch
+from torch_pi2.export.qnn import sdk
+sdk.load(sdk.find())
+from executorch.runtime import Runtime
+method = Runtime.get().load_program(sys.argv[1]).load_method("forward")
+(y,) = method.execute([torch.load(sys.argv[2])])
+torch.save(y, sys.argv[3])
+"""
+
+
+def test_damage_of_the_context_binary_changes_the_result(tmp_path: Path) -> None:
+    """The control of all the others: numbers come from the binary, and not from something else."""
+    hot, x = hot_part("relu", 256, 128, 128, gated=False), torch.randn(1, 256)
+    graphs = {"forward": qnn.Graph((1,), [1])}
+    lowered = qnn.lower_hot([hot], [None], graphs, qnn.Settings("SM8650", "fp16", weight_sharing=False))
+    module = lowered.modules["forward"][0]
+    assert module is not None
+    program, _ = lower({"forward": torch.export.export(module, (x,))})
+    size = lowered.report["layers"][0]["context_bytes"]
+    start = program.index(module.get_submodule("delegate").processed_bytes)
+    damaged = bytearray(program)
+    for i in range(start + size // 2, start + size // 2 + 2000):
+        damaged[i] ^= 0x55
+    torch.save(x, tmp_path / "x.pt")
+    for name, content in (("whole", program), ("damaged", bytes(damaged))):
+        (tmp_path / f"{name}.pte").write_bytes(content)
+        command = [sys.executable, "-c", _RUN, *(str(tmp_path / n) for n in (f"{name}.pte", "x.pt", f"{name}.pt"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if name == "whole":
+            assert done.returncode == 0, done.stderr
+            assert relative(torch.load(tmp_path / "whole.pt"), module(x).detach()) < TOLERANCE
+        elif done.returncode == 0:
+            assert not relative(torch.load(tmp_path / "damaged.pt"), module(x).detach()) < 0.1
+
+
+def _child_with(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``code`` runs at the start of the process that compiles."""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_an_operator_that_the_npu_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import torch\nfrom torch_pi2.ops.activations import ACTIVATIONS\nACTIVATIONS['relu'] = torch.digamma\n"
+    _child_with(code, tmp_path, monkeypatch)
+    with pytest.raises(CompileError, match=r"hot part of layer layer0.*digamma"):
+        qnn.lower_hot(
+            [hot_part("relu", 64, 64, 64)],
+            [None],
+            {"forward": qnn.Graph((1,), [1])},
+            qnn.Settings("SM8650", "fp16", timeout_s=300),
+        )
+
+
+def test_the_check_compiles_and_stays_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
+    seen = tmp_path / "seen"
+    code = (
+        "import os, sys\n"
+        "def deny(event, arguments):\n"
+        "    if event.startswith(('socket.connect', 'socket.getaddrinfo', 'urllib.')):\n"
+        f"        open({str(seen)!r}, 'a').write(event)\n"
+        "        os._exit(7)\n"
+        "sys.addaudithook(deny)\n"
+    )
+    _child_with(code, tmp_path, monkeypatch)
+    assert qnn.problems("SM8750", compile=True) == []
+    assert not seen.exists()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "w4a16"])
+def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle as users export it: hot neurons on QNN, cold ones over the store, the rest on XNNPACK.
+
+    Against PyTorch with the hot parts in the precision that was compiled.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=512,
+        hidden_act="relu",
+        max_position_embeddings=64,
+    )
+    model = LlamaForCausalLM(config).eval()
+    text = torch.randint(0, 512, (8, 40))
+    model = torch_pi2.optimize(model, [text], torch_pi2.Config(method="exact"))
+    compiled: list[qnn.Lowered] = []
+    lower_hot = qnn.lower_hot
+    monkeypatch.setattr(qnn, "lower_hot", lambda *args: compiled.append(lower_hot(*args)) or compiled[-1])
+    monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
+    folder = torch_pi2.export(
+        model,
+        tmp_path / "bundle",
+        target="qnn:SM8650",
+        precision=precision,
+        weight_sharing=False,
+        max_tokens=32,
+        batches=(1, 2),
+        hot={1: 1, 2: 1},
+        calibration=text,
+    )
+    sdk.load(sdk.find())
+    from executorch.runtime import Runtime
+
+    from torch_pi2.decode.executorch import load_library, set_options, stats
+
+    methods = describe_program(folder / "model.pte")["methods"]
+    for name in ("decode_b1", "decode_b2"):  # of each of two layers one hot part, between submit and collect
+        delegates = methods[name]["delegates"]
+        assert (delegates["QnnBackend"], delegates["Pi2Backend"]) == (2, 4)
+        assert delegates["XnnpackBackend"] > 0
+    assert "QnnBackend" not in methods["prefill"]["delegates"]
+    load_library()
+    set_options({"store_path": str(folder / "model.pi2")})
+    program = Runtime.get().load_program(folder / "model.pte")
+    ids = torch.randint(0, 512, (1, 9))
+    prefill, decode = program.load_method("prefill"), program.load_method("decode_b1")
+    prefill.execute([ids[:, :8], torch.arange(8)[None], torch.zeros(1, dtype=torch.int64)])
+    stats(reset=True)
+    (got,) = decode.execute([ids[:, 8:], torch.full((1, 1), 8)])
+    layers = exported_layers(model)
+    with registered(layers) as key, torch.no_grad():
+        reference = delegated_copy(model, layers, key)
+        split = split_hot_cold(reference)
+        steps = decoder_methods(Lanes(reference, 2, 32), (1,))
+        steps["prefill"](ids[:, :8], torch.arange(8)[None], torch.zeros(1, dtype=torch.int64))
+        for module, hot in zip(split, compiled[0].modules["decode_b1"]):
+            module.hot, module.first = hot, 512
+        right = steps["decode_b1"](ids[:, 8:], torch.full((1, 1), 8))[:, -1]
+        whole = model(ids).logits[:, -1]
+    assert relative(got.reshape(right.shape), right) < TOLERANCE
+    assert relative(got.reshape(right.shape), whole) < (TOLERANCE if precision == "fp16" else 0.3)
+    assert 0 < stats()["stores"][0]["wanted"] <= 2 * (768 - 512)  # the cold part of two layers, and no hot neuron

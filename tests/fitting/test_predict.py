@@ -1,0 +1,420 @@
+"""Predictors: what is trained, quantised, calibrated, sized and stored, and how honestly it is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import drelu_module, tiny
+from torch import nn
+
+from torch_pi2 import ops
+from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.fitting.fit import causal_lm_loss, cold_neurons, fit, initial_rank
+from torch_pi2.fitting.train import calibrate, exact_gate, measure, train_lowrank
+from torch_pi2.graph import find_sites
+from torch_pi2.graph.dispatch import PredictedMaskMode
+from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
+from torch_pi2.predict.lowrank import ALWAYS, LowRank, quantise_rows
+from torch_pi2.profiling.data import Batch
+from torch_pi2.profiling.run import profile
+from torch_pi2.profiling.samples import Samples
+from torch_pi2.spec.plan import weights_hash
+from torch_pi2.spec.site import FFNSite, FFNWeights, LinearRef
+from torch_pi2.spec.stats import pack_bits
+
+H, I = 16, 45  # noqa: E741  the package's suffixes; 45 is no multiple of 8
+
+
+def layer(seed: int = 0) -> tuple[FFNSite, FFNWeights]:
+    """A dReLU layer whose gate has rank 4 and is mostly negative: something a predictor can learn."""
+    g = torch.Generator().manual_seed(seed)
+    gate = torch.randn(I, 4, generator=g) @ torch.randn(4, H, generator=g) / 4
+    weights = FFNWeights(
+        gate,
+        torch.randn(I, H, generator=g) / 4,
+        torch.randn(H, I, generator=g) / 4,
+        torch.full((I,), -1.0),
+        torch.full((I,), 0.5),
+        None,
+    )
+    refs = [LinearRef("gate.weight"), LinearRef("up.weight"), LinearRef("down.weight")]
+    return FFNSite("ffn", 0, "relu", True, *refs, H, I, ""), weights
+
+
+def samples(n: int, seed: int, w: FFNWeights) -> Samples:
+    x = torch.randn(n, H, generator=torch.Generator().manual_seed(seed))
+    h = torch.relu(x @ w.gate.T + w.bias_gate) * torch.relu(x @ w.up.T + w.bias_up)
+    return Samples(x, pack_bits(h > 0), I)
+
+
+def test_training_learns_far_more_than_the_base_rate() -> None:
+    site, w = layer()
+    p = calibrate(train_lowrank(samples(4000, 1, w), rank=12), samples(1000, 2, w), site, target_recall=0.95)
+    card = measure(p, samples(1000, 3, w), site, weights=w)
+    rate = samples(1000, 3, w).fired().float().mean().item()
+    assert card.recall == pytest.approx(0.95, abs=0.02), "on tokens neither fitted to nor calibrated on"
+    assert card.predicted_active < 0.45, "guessing would have to predict 0.95"
+    assert card.precision > 1.8 * rate
+    assert card.precision * card.predicted_active == pytest.approx(card.recall * rate, rel=1e-3)
+    assert card.mass_recall is not None
+    assert card.mass_recall > card.recall, "what is missed is small"
+    assert card.rank == p.rank == 12
+    assert card.bytes == 12 * H + 4 * 12 + I * 12 + 8 * I
+    assert card.cost_share == pytest.approx(12 * (H + I) / (3 * H * I))
+
+
+def test_training_is_deterministic_and_seeded() -> None:
+    _, w = layer()
+    s = samples(300, 1, w)
+    one, two, three = (train_lowrank(s, rank=4, steps=20, seed=seed) for seed in (0, 0, 1))
+    assert all(torch.equal(one.tensors()[k], two.tensors()[k]) for k in one.tensors())
+    assert not torch.equal(one.a, three.a)
+
+
+def test_training_runs_inside_no_grad_and_leaves_the_global_generator_alone() -> None:
+    _, w = layer()
+    before = torch.random.get_rng_state()
+    with torch.no_grad():
+        p = train_lowrank(samples(100, 1, w), rank=3, steps=5)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert p.a.dtype is p.b.dtype is torch.int8
+
+
+def test_bfloat16_inputs_train_too() -> None:
+    site, w = layer()
+    s = samples(2000, 1, w)
+    p = train_lowrank(Samples(s.x_NH.bfloat16(), s.fired_bits, I), rank=12)
+    assert calibrate(p, samples(500, 2, w), site, target_recall=0.9).card.predicted_active < 0.45
+
+
+def test_class_weights_make_misses_dearer_than_false_alarms() -> None:
+    """At the uncalibrated threshold 0 the weighted loss errs towards predicting too much."""
+    site, w = layer()
+    p = train_lowrank(samples(4000, 1, w), rank=12)
+    card = measure(p, samples(1000, 2, w), site)
+    assert card.recall > 0.85 > card.precision
+
+
+@pytest.mark.parametrize("target", [0.5, 0.9, 0.99, 1.0])
+def test_calibration_reaches_its_target_with_the_highest_threshold(target: float) -> None:
+    site, w = layer()
+    held = samples(700, 2, w)
+    p = calibrate(train_lowrank(samples(2000, 1, w), rank=8, steps=200), held, site, target_recall=target)
+    assert p.card is not None
+    assert p.card.recall >= target
+    score, fired = p.scores(held.x_NH), held.fired()
+    above = (score > p.threshold) & fired
+    assert above.sum() / fired.sum() < target, "a threshold any higher would miss it"
+
+
+def test_cold_neurons_only_are_fitted_and_measured() -> None:
+    site, w = layer()
+    cold = torch.arange(0, I, 2)
+    s, held = samples(2000, 1, w), samples(500, 2, w)
+    p = calibrate(train_lowrank(s, rank=8, neurons=cold), held, site, target_recall=0.9, neurons=cold)
+    hot = torch.arange(1, I, 2)
+    assert bool(p.active(held.x_NH)[:, hot].all()), "what was not fitted is always active"
+    assert bool((p.bias[hot] == ALWAYS).all())
+    mine = p.active(held.x_NH)[:, cold]
+    assert p.card.predicted_active == pytest.approx(mine.float().mean().item())
+    assert p.card.recall == pytest.approx(0.9, abs=0.01)
+
+
+def test_a_layer_that_never_fires_is_predicted_silent() -> None:
+    site, _ = layer()
+    x = torch.randn(200, H)
+    silent = Samples(x, torch.zeros(200, -(-I // 8), dtype=torch.uint8), I)
+    p = calibrate(train_lowrank(silent, rank=2, steps=10), silent, site)
+    assert (p.card.recall, p.card.precision, p.card.predicted_active) == (1.0, 1.0, 0.0)
+
+
+def test_scores_are_the_operators() -> None:
+    """``predict_lowrank`` on the rows of some neurons is this predictor on those neurons."""
+    ops.load()
+    _, w = layer()
+    p = train_lowrank(samples(500, 1, w), rank=6, steps=50)
+    p.threshold = 0.3
+    x, some = torch.randn(2, 9, H), torch.tensor([44, 0, 7, 8])
+    got = torch.ops.pi2.predict_lowrank(x, p.a, p.a_scale, p.b[some], p.b_scale[some], p.bias[some], p.threshold)
+    want = p.active(x.view(-1, H))[:, some].view(2, 9, 4)
+    assert float((got == want).float().mean()) > 0.98  # all but ties broken by the order of a sum
+
+
+def test_row_quantisation_error_is_half_a_step() -> None:
+    m = torch.randn(7, 33) * torch.logspace(-6, 3, 7)[:, None]
+    q, scale = quantise_rows(m)
+    assert bool(((q * scale[:, None] - m).abs() <= 0.5001 * scale[:, None]).all())
+    assert torch.equal(quantise_rows(torch.zeros(2, 3))[0], torch.zeros(2, 3, dtype=torch.int8))
+
+
+def test_exact_gate_has_recall_one_and_costs_the_gate() -> None:
+    site, w = layer()
+    gate = exact_gate(site, w, samples(400, 2, w))
+    assert gate.card is not None
+    assert gate.card.recall == 1.0
+    assert 0.3 < gate.card.precision < 1.0, "dReLU: up must be positive as well"
+    assert gate.card.cost_share == pytest.approx(1 / 3)
+    assert gate.card.bytes == 0
+    assert gate.tensors() == {}
+    x = torch.randn(5, H)
+    assert torch.equal(gate.scores(x) >= gate.threshold, torch.relu(x @ w.gate.T + w.bias_gate) > 0)
+    plain = FFNSite("p", 0, "relu", False, None, LinearRef("up.weight"), LinearRef("down.weight"), H, I, "")
+    weights = FFNWeights(None, w.up, w.down, None, w.bias_up, None)
+    s = Samples(x.repeat(20, 1), pack_bits((x.repeat(20, 1) @ w.up.T + w.bias_up) > 0), I)
+    card = exact_gate(plain, weights, s).card
+    assert card is not None
+    assert (card.recall, card.precision) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rank", 0), ("steps", 0), ("batch", 0)])
+def test_senseless_training_settings_are_refused(name: str, value: int) -> None:
+    _, w = layer()
+    with pytest.raises(ConfigError, match=f"predictor training: expected rank, steps and batch >= 1, .*{name}=0"):
+        train_lowrank(samples(100, 1, w), **({"rank": 4} | {name: value}))
+
+
+def test_too_few_samples_and_bad_targets_are_refused() -> None:
+    site, w = layer()
+    with pytest.raises(CalibrationError, match=r"predictor training samples: expected at least 64 tokens, found 63"):
+        train_lowrank(samples(63, 1, w), rank=4)
+    p = train_lowrank(samples(100, 1, w), rank=4, steps=5)
+    for target in (0.0, 1.1):
+        with pytest.raises(ConfigError, match=r"target_recall: expected more than 0, at most 1, found"):
+            calibrate(p, samples(100, 2, w), site, target_recall=target)
+    with pytest.raises(CalibrationError, match=r"held-back samples: expected at least one token, found none"):
+        calibrate(p, samples(0, 2, w), site)
+
+
+# ---- sizing on a whole model
+
+
+@pytest.fixture(scope="module")
+def sparse_model() -> tuple[nn.Module, list[FFNSite], torch.Tensor]:
+    """A tiny dReLU model trained for a moment to copy a pattern, so that there is a loss to keep."""
+    module = drelu_module()
+    torch.manual_seed(0)
+    config = module.DReLULlamaConfig(
+        vocab_size=24,
+        hidden_size=24,
+        intermediate_size=45,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        hidden_act="relu",
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = module.DReLULlamaForCausalLM(config)
+    g = torch.Generator().manual_seed(1)
+    step = torch.randint(1, 7, (64, 1), generator=g)
+    ids = (torch.randint(0, 24, (64, 1), generator=g) + step * torch.arange(24)) % 24
+    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.1, torch.randint(0, 24, ids.shape, generator=g), ids)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        optimiser.zero_grad()
+        out.loss.backward()
+        optimiser.step()
+    return model.eval(), find_sites(model), ids
+
+
+FIT = {"n_tokens": 800, "steps": 120, "max_rounds": 6, "seq_len": 24, "hot_frequency": 0.6}
+
+
+def test_fit_keeps_the_loss_within_tolerance_and_skips(sparse_model: tuple) -> None:
+    model, sites, ids = sparse_model
+    stats = profile(model, ids, sites, seq_len=24)
+    got = fit(model, ids, sites, stats, tolerance=0.05, **FIT)
+    report = got.report
+    assert report is not None
+    assert report.met
+    assert report.change <= 0.05
+    assert 0 < len(report.rounds) <= 6
+    assert report.skipped > 0.2
+    assert report.loss == pytest.approx(report.dense_loss * (1 + report.change))
+    assert set(report.tokens) == {"fit", "calibrate", "evaluate"}
+    assert sum(report.tokens.values()) == ids.numel()
+    for row in report.layers:
+        assert row["rank"] == got[row["key"]].rank
+        assert row["predicted_active"] == got[row["key"]].card.predicted_active
+    # The figure can be had again from nothing but the predictors and the evaluation rows.
+    dealt = [8 * r + b for b in range(8) for r in range(8)]  # the order in which batches() hands out rows
+    rows = ids[[row for i, row in enumerate(dealt) if i % 10 >= 8]]
+    cold = {s.key: cold_neurons(stats, s.key, 0.6) for s in sites}
+    batch = Batch(rows, torch.ones_like(rows).bool())
+    with torch.no_grad(), PredictedMaskMode(model, sites, got, cold) as mode:
+        total, count = causal_lm_loss(model, batch)
+    assert total / count == pytest.approx(report.loss, rel=1e-4)
+    assert 1 - mode.cold_share == pytest.approx(report.skipped, abs=1e-4)
+
+
+def test_fit_is_deterministic_and_a_tight_tolerance_skips_less(sparse_model: tuple) -> None:
+    model, sites, ids = sparse_model
+    stats = profile(model, ids, sites, seq_len=24)
+    loose, again = (fit(model, ids, sites, stats, tolerance=0.2, **FIT) for _ in range(2))
+    tight = fit(model, ids, sites, stats, tolerance=0.001, **FIT)
+    assert loose.report == again.report
+    assert all(torch.equal(loose[k].b, again[k].b) for k in loose)
+    assert tight.report.skipped < loose.report.skipped
+    assert any(r["step"].startswith("raise") for r in tight.report.rounds) or tight.report.met
+
+
+def test_an_unreachable_tolerance_is_said_and_not_hidden(sparse_model: tuple, caplog: pytest.LogCaptureFixture) -> None:
+    model, sites, ids = sparse_model
+    stats = profile(model, ids, sites, seq_len=24)
+    got = fit(model, ids, sites, stats, tolerance=1e-9, target_recall=0.2, **(FIT | {"max_rounds": 1}))
+    assert not got.report.met
+    assert "more than the tolerance of 0.00 %, after 1 rounds" in caplog.text
+
+
+def test_callers_may_bring_their_loss_and_their_way_to_apply(sparse_model: tuple) -> None:
+    model, sites, ids = sparse_model
+    stats = profile(model, ids, sites, seq_len=24)
+    seen: list[set[str]] = []
+
+    def apply(predictors: dict[str, LowRank]) -> PredictedMaskMode:
+        seen.append(set(predictors))
+        return PredictedMaskMode(model, sites, predictors)
+
+    def count_loss(model: nn.Module, batch: Batch) -> tuple[float, int]:
+        return float(batch.call(model).logits.square().sum()), batch.n_tokens
+
+    cold = {s.key: torch.arange(s.intermediate) for s in sites}
+    got = fit(model, ids, sites, stats, loss_fn=count_loss, apply=apply, cold=cold, tolerance=0.3, **FIT)
+    assert seen
+    assert all(s <= {x.key for x in sites} for s in seen)
+    assert got.report.layers[0]["cold"] == 45
+
+
+def test_layers_without_cold_neurons_get_no_predictor(sparse_model: tuple) -> None:
+    model, sites, ids = sparse_model
+    stats = profile(model, ids, sites, seq_len=24)
+    none = {s.key: torch.arange(0) for s in sites}
+    assert dict(fit(model, ids, sites, stats, cold=none, **FIT)) == {}
+    one = none | {sites[1].key: torch.arange(20)}
+    assert set(fit(model, ids, sites, stats, cold=one, tolerance=0.5, **FIT)) == {sites[1].key}
+
+
+def test_fit_refuses_what_it_cannot_use(sparse_model: tuple) -> None:
+    model, sites, ids = sparse_model
+    stats = profile(model, ids, sites, seq_len=24)
+    with pytest.raises(CalibrationError, match=r"sequences to fit predictors on: expected at least 10 .* found 9"):
+        fit(model, ids[:9], sites, stats, **FIT)
+    stats.model_hash = "0" * 64
+    with pytest.raises(StaleArtifactError, match=r"activation statistics: expected a profile of FFN weights"):
+        fit(model, ids, sites, stats, **FIT)
+    for name, value in (
+        ("tolerance", 0.0),
+        ("target_recall", 1.0),
+        ("hot_frequency", 0),
+        ("max_rounds", 0),
+        ("margin", 2),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}: expected .* found"):
+            fit(model, ids, sites, stats, **(FIT | {name: value}))
+
+
+def test_losses_that_cannot_be_taken_are_refused(sparse_model: tuple) -> None:
+    model, sites, ids = sparse_model
+    with pytest.raises(CalibrationError, match=r"loss of the model: expected token ids and logits .* found no ids"):
+        causal_lm_loss(model, Batch(None, None, (ids,)))
+    with pytest.raises(CalibrationError, match=r"found output Tensor"):
+        causal_lm_loss(nn.Embedding(24, 3), Batch(ids[:, :5].reshape(-1), torch.ones(5).bool()))
+    stats = profile(model, ids, sites, seq_len=24)
+    with pytest.raises(
+        NonFiniteError, match=r"loss on the evaluation sequences: expected a finite number .* found nan"
+    ):
+        fit(model, ids, sites, stats, loss_fn=lambda m, b: (float("nan"), 1), **FIT)
+
+
+def test_padding_counts_for_nothing_in_the_loss() -> None:
+    model = tiny("llama")
+    ids = torch.randint(3, 64, (2, 12))
+    mask = torch.ones_like(ids).bool()
+    mask[1, 7:] = False
+    with torch.no_grad():
+        total, count = causal_lm_loss(model, Batch(ids, mask))
+        first = causal_lm_loss(model, Batch(ids[:1], mask[:1]))
+        second = causal_lm_loss(model, Batch(ids[1:, :7], mask[1:, :7]))
+    assert count == 11 + 6
+    assert total == pytest.approx(first[0] + second[0], rel=1e-4)
+
+
+def test_initial_rank_follows_density_and_skew() -> None:
+    site = FFNSite("x", 0, "relu", True, None, LinearRef("u"), LinearRef("d"), 4096, 14336, "")
+    dense, sparse = initial_rank(site, 0.3, 0.3), initial_rank(site, 0.05, 0.3)
+    assert dense > sparse > initial_rank(site, 0.05, 0.7)
+    assert initial_rank(site, 1.0, 0.0) == 2048
+    assert initial_rank(site, 1e-9, 1.0) == 8
+
+
+# ---- storage
+
+
+def fitted() -> FittedPredictors:
+    site, w = layer()
+    p = calibrate(train_lowrank(samples(200, 1, w), rank=4, steps=10), samples(100, 2, w), site, weights=w)
+    return FittedPredictors({"ffn": p})
+
+
+def test_predictors_round_trip(tmp_path: Path, sparse_model: tuple) -> None:
+    model, sites, ids = sparse_model
+    stats = profile(model, ids, sites, seq_len=24)
+    got = fit(model, ids, sites, stats, tolerance=0.5, **(FIT | {"max_rounds": 1}))
+    digest = weights_hash(model, sites)
+    path = save_predictors(tmp_path, got, digest)
+    assert [p.name for p in tmp_path.iterdir()] == ["predictors.safetensors"]
+    assert path.parent == tmp_path
+    loaded = load_predictors(tmp_path, model_hash=digest)
+    assert loaded.report == got.report
+    x = torch.randn(9, 24)
+    for key, p in got.items():
+        assert torch.equal(loaded[key].active(x), p.active(x))
+        assert loaded[key].card == p.card
+        assert loaded[key].threshold == p.threshold
+    matrices = [t for n, t in load_file(path).items() if n.endswith((".a", ".b"))]
+    assert matrices
+    assert all(t.dtype is torch.int8 for t in matrices)
+
+
+def test_stale_damaged_and_uncalibrated_predictors_are_refused(tmp_path: Path) -> None:
+    path = save_predictors(tmp_path, fitted(), "a" * 64)
+    with pytest.raises(StaleArtifactError, match=r"expected made from FFN weights bbbbbbbbbbbb, found aaaaaaaaaaaa"):
+        load_predictors(tmp_path, model_hash="b" * 64)
+    tensors = load_file(path)
+    meta = {"format": "torch_pi2.predictors", "version": "1", "model_hash": "a", "report": "null", "predictors": "{"}
+    save_file(tensors, path, metadata=meta)
+    with pytest.raises(ArtifactError, match=r"predictors: expected JSON, found damage"):
+        load_predictors(path)
+    save_file(tensors, path, metadata={n: t for n, t in meta.items() if n != "model_hash"} | {"predictors": "{}"})
+    with pytest.raises(ArtifactError, match=r"expected the hash of a model's weights, found none"):
+        load_predictors(path)
+    save_predictors(tmp_path, fitted(), "a" * 64)
+    good = path.read_bytes()
+    path.write_bytes(good[: len(good) // 2])
+    with pytest.raises(ArtifactError, match=r"expected a whole safetensors file"):
+        load_predictors(path)
+    save_file(tensors, path, metadata=meta | {"version": "2"})
+    with pytest.raises(
+        ArtifactError, match=r"expected torch_pi2.predictors version 1, found torch_pi2.predictors version 2"
+    ):
+        load_predictors(path)
+    bare = fitted()
+    bare["ffn"].card = None
+    with pytest.raises(ConfigError, match=r"predictor of ffn: expected one with a threshold and a card"):
+        save_predictors(tmp_path, bare, "a" * 64)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match=r"expected a folder that can be written"):
+        save_predictors(tmp_path / "file", fitted(), "a" * 64)
+
+
+def test_tensors_that_do_not_fit_together_are_refused() -> None:
+    t = fitted()["ffn"].tensors()
+    with pytest.raises(ArtifactError, match=r"low-rank predictor: expected tensors a, .* found no b_scale"):
+        LowRank.from_tensors({k: v for k, v in t.items() if k != "b_scale"}, 0.0, None)
+    with pytest.raises(ArtifactError, match=r"shapes of a low-rank predictor: .* b \[44, 4\]"):
+        LowRank.from_tensors(t | {"b": t["b"][:-1]}, 0.0, None)

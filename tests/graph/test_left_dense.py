@@ -1,0 +1,412 @@
+"""What is found and stays dense is named with the reason; what is lossy is said; calibration data of all forms."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from rewriting import close
+from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, plain, tiny
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_pi2
+from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, Pi2Error, UnsupportedModelError
+from torch_pi2.graph.experts import all_experts
+from torch_pi2.graph.find import search
+from torch_pi2.profiling.data import batches
+from torch_pi2.spec.config import Config
+
+IDS_NT = torch.randint(3, VOCAB, (16, 16), generator=torch.Generator().manual_seed(0))
+X_BTH = torch.randn(2, 40, HIDDEN, generator=torch.Generator().manual_seed(1))
+EXACT = Config(method="exact", batch_size=4, seq_len=16, calibration_tokens=128)
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+class Tied(nn.Module):
+    """Down is up transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, INTERMEDIATE)
+
+    def forward(self, x):
+        return F.linear(F.relu(self.up(x)), self.up.weight.t())
+
+
+class SharedUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.up = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, INTERMEDIATE)
+        self.one, self.two = nn.Linear(INTERMEDIATE, HIDDEN), nn.Linear(INTERMEDIATE, HIDDEN)
+
+    def forward(self, x):
+        x = x + self.one(F.relu(self.up(self.n(x))))
+        return x + self.two(F.relu(self.up(self.n(x))))
+
+
+class UsedTwice(SharedUp):
+    def forward(self, x):
+        h = F.relu(self.up(self.n(x)))
+        return self.one(h) + self.two(h)
+
+
+class Normed(nn.Module):
+    """A norm between the projections, as BitNet has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+        self.n = nn.LayerNorm(INTERMEDIATE)
+
+    def forward(self, x):
+        return self.down(self.n(F.relu(self.up(x))))
+
+
+class TopK(Normed):
+    def forward(self, x):
+        h = F.relu(self.up(x))
+        return self.down(torch.where(h < h.topk(8, -1).values[..., -1:], 0.0, h))
+
+
+class Adapted(Normed):
+    """A LoRA that is not merged, on up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, INTERMEDIATE, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x) + 2 * self.b(self.a(x))))
+
+
+class Three(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(INTERMEDIATE, INTERMEDIATE - 8)
+        self.down = nn.Linear(INTERMEDIATE - 8, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.relu(self.more(F.relu(self.up(x)))))
+
+
+class Rounded(Normed):
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).bfloat16().float())
+
+
+class Joined(Normed):
+    def forward(self, x):
+        h = F.relu(self.up(x))
+        return self.down(torch.cat([h[..., :8], h[..., 8:] * 0.5], -1))
+
+
+def weight_normed() -> nn.Module:
+    block = FunctionalBlock()
+    nn.utils.parametrizations.weight_norm(block.banana)
+    return block
+
+
+class SharedInside(nn.Module):
+    """Gate and up are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(HIDDEN, INTERMEDIATE)
+        self.up.weight = self.gate.weight
+        self.down = nn.Linear(INTERMEDIATE, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.relu(self.gate(x)) * self.up(x))
+
+
+class SharedBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.down.bias = self.up.bias
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "tied": (Tied, "1.up", "its matmuls share weights"),
+    "weight_norm": (weight_normed, "1", "weights that are no parameter [out, in] as it is"),
+    "shared up": (SharedUp, "1", "1.up.weight is shared by 2 layers of one module"),
+    "shared inside": (SharedInside, "1", "1.gate.weight stands in two places of it"),
+    "shared bias": (SharedBias, "1", "1.up.bias stands in two places of it"),
+    "used twice": (UsedTwice, "1", "linear uses what it computes inside"),
+    "norm": (Normed, "1", "layer_norm between its matmuls"),
+    "topk": (TopK, "1", "topk between its matmuls"),
+    "adapter": (Adapted, "1", "more matmuls than gate, up and down"),
+    "three matmuls": (Three, "1", "more matmuls than gate, up and down"),
+    "cast": (Rounded, "1", "a cast to torch.bfloat16 between its projections"),
+    "cat": (Joined, "1", "cat between its matmuls"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+@torch.no_grad()
+def test_a_layer_left_dense_is_named(name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    make, key, reason = LEFT[name]
+    model = nn.Sequential(FunctionalBlock(), make()).eval()
+    wanted = model(X_BTH)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch_pi2.optimize(model, [(X_BTH,)], EXACT)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    if name != "cast":  # which may round another way what differs in the last bit
+        assert close(model(X_BTH), wanted)
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0"]
+    assert model.torch_pi2.left == {key: reason}
+    assert f"left dense: {key} ({reason})" in caplog.text
+    model.torch_pi2.plan.save(tmp_path)
+    assert torch_pi2.plan.__module__  # the plan keeps it
+    assert type(model.torch_pi2.plan).load(tmp_path).made_by["left"] == {key: reason}
+
+
+class Routed(nn.Module):
+    """Experts in a list, of which a call reaches one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(FunctionalBlock() for _ in range(3))
+
+    def forward(self, x):
+        return self.experts[int(x.argmax()) % 1](x)
+
+
+def test_layers_that_the_example_does_not_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch_pi2.optimize(nn.Sequential(FunctionalBlock(), Routed()).eval(), [(X_BTH,)], EXACT)
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1.experts.0"]
+    assert set(model.torch_pi2.left) == {"1.experts.1", "1.experts.2"}
+    assert (
+        "1.experts.1, 1.experts.2 (the example inputs do not reach it, or it is kept from torch.compile)" in caplog.text
+    )
+
+
+class Counting(nn.Module):
+    """Keeps something of every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+        self.calls, self.seen, self.last = 0, [], {}
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.last["x"] = x
+        return self.down(F.relu(self.up(x)))
+
+
+@torch.no_grad()
+def test_what_a_forward_does_besides_goes_on_and_is_not_done_by_probes() -> None:
+    model = Counting().eval()
+    model = nn.Sequential(FunctionalBlock(), model).eval()
+    wanted = model(X_BTH)
+    torch_pi2.optimize(model, [(X_BTH,)], EXACT)
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1"]
+    counting, before = model[1], model[1].calls
+    assert close(model(X_BTH), wanted)
+    assert counting.calls == before + 1
+    assert set(counting.seen) == {X_BTH.shape}
+    assert counting.last["x"].shape == X_BTH.shape
+
+
+def test_auto_with_little_data_fits_no_predictors(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"), IDS_NT[:8], Config(batch_size=4, seq_len=16))
+    assert not model.torch_pi2.predictors
+    assert "8 sequences are too few to fit predictors to (10): none are" in caplog.text
+
+
+def test_layers_that_a_plan_leaves_dense_are_named() -> None:
+    model = torch_pi2.optimize(tiny("llama"), IDS_NT, Config(method="dense", batch_size=4, seq_len=16))
+    assert set(model.torch_pi2.left.values()) == {"choosing neurons would not pay"}
+
+
+@pytest.mark.parametrize("name", ["1", "1.banana"])
+def test_backward_hooks_do_not_keep_layers_dense(name: str) -> None:
+    model = nn.Sequential(FunctionalBlock(), FunctionalBlock()).eval()
+    fired: list[str] = []
+    model.get_submodule(name).register_full_backward_hook(lambda *_: fired.append("after"))
+    model.get_submodule(name).register_full_backward_pre_hook(lambda *_: fired.append("before"))
+    wanted = model(X_BTH).detach()
+    torch_pi2.optimize(model, [(X_BTH,)], EXACT)
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1"]
+    with torch.no_grad():
+        assert close(model(X_BTH), wanted)
+    with pytest.raises(GradientError):
+        model(X_BTH.clone().requires_grad_())
+    torch_pi2.restore(model)
+    model(X_BTH.clone().requires_grad_()).sum().backward()
+    assert sorted(fired) == ["after", "before"]
+
+
+def test_masks_have_the_shape_of_their_ids() -> None:
+    with pytest.raises(CalibrationError, match=r"attention_mask: expected one for every id, \(16, 16\), found \(3,\)"):
+        list(batches([{"input_ids": IDS_NT, "attention_mask": torch.ones(3)}]))
+
+
+def test_gemma3n_names_its_first_layer() -> None:
+    config = transformers.Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 2},
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        head_dim=8,
+        activation_sparsity_pattern=[0.95, 0.0],
+        num_kv_shared_layers=0,
+        laurel_rank=4,
+        layer_types=["full_attention"] * 2,
+    )
+    found = search(transformers.Gemma3nForCausalLM(config).eval())
+    assert [site.key for site in found.sites] == ["model.layers.1.mlp"]
+    assert list(found.left) == ["model.layers.0.mlp"]
+    assert "mean between its matmuls" in found.left["model.layers.0.mlp"]
+
+
+def test_gates_with_a_matrix_per_head_are_no_experts() -> None:
+    config = transformers.RecurrentGemmaConfig(
+        **SIZES | {"intermediate_size": 96, "num_hidden_layers": 3}, lru_width=32, attention_window_size=16
+    )
+    assert search(transformers.RecurrentGemmaForCausalLM(config).eval()).left == {}
+
+
+# --- experts with clamps ---
+
+MOE = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+CLAMPED = {
+    "DeepseekV4": ({"n_routed_experts": 4, "moe_intermediate_size": 24}, "compares with 10"),
+    "GptOss": ({}, "parameters down_proj, down_proj_bias"),
+}
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+def test_experts_with_clamps_are_refused_by_name(name: str) -> None:
+    more, reason = CLAMPED[name]
+    config = getattr(transformers, f"{name}Config")(**MOE | more)
+    with pytest.raises(Pi2Error, match=rf"mlp\.experts \({name}Experts: experts of an unknown form; .*{reason}"):
+        torch_pi2.optimize(transformers.AutoModelForCausalLM.from_config(config).eval())
+
+
+@pytest.mark.parametrize("clamp", [0.5, 7.0, 1000.0, 1e9])
+def test_experts_are_tried_at_all_magnitudes(clamp: float) -> None:
+    """Qwen's experts with the gate of GLM-5's."""
+    config = transformers.MixtralConfig(**MOE)
+    model = transformers.MixtralForCausalLM(config).eval()
+    experts: Any = model.model.layers[0].mlp.experts
+
+    class Clamped(type(experts)):  # type: ignore[misc]
+        limit = clamp
+
+        def _apply_gate(self, gate_up):
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+    assert not isinstance(all_experts(model)["model.layers.0.mlp.experts"], str)
+    experts.__class__ = Clamped
+    form = all_experts(model)["model.layers.0.mlp.experts"]
+    assert "a forward that computes something else as well" in str(form)
+    assert f"{clamp:g}" in str(form)
+
+
+# --- weights of other libraries ---
+
+
+def test_torchao_weights_are_named() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny("llama-relu")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    reason = (
+        r"model\.layers\.0\.mlp, model\.layers\.1\.mlp \(weights of class \w+, quantised or spread by another library"
+    )
+    with pytest.raises(NoFFNFoundError, match=reason):
+        torch_pi2.optimize(model, IDS_NT, EXACT)
+
+
+# --- what is lossy ---
+
+
+@pytest.mark.parametrize("method", ["auto", "threshold", "exact"])
+def test_what_is_lossy_is_said(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "torch_pi2")
+    name = "llama" if method != "exact" else "llama-relu"
+    config = Config(method=method, batch_size=4, seq_len=16, calibration_tokens=128)
+    block = plain(nn.Sequential(nn.Linear(HIDDEN, INTERMEDIATE), nn.SiLU(), nn.Linear(INTERMEDIATE, HIDDEN)))
+    model = block if method != "exact" else tiny(name)
+    torch_pi2.optimize(model, [(X_BTH,)] if model is block else IDS_NT, config)
+    parts = model.torch_pi2
+    if method == "exact":
+        assert (parts.lossy, parts.loss_change) == (False, 0.0)
+        assert "lossy" not in caplog.text
+        return
+    assert (parts.lossy, parts.loss_change) == (True, None)
+    line = "lossy: 1 of 1 layers threshold (what that does to the loss was not measured)"
+    assert line in caplog.text
+    assert ("method 'auto' chose what is " + line in caplog.text) is (method == "auto")
+
+
+# --- calibration data ---
+
+
+def clip() -> nn.Module:
+    small = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | {"hidden_act": "gelu"}
+    text = small | {"bos_token_id": 1, "eos_token_id": 2}
+    vision = {k: v for k, v in small.items() if k not in ("vocab_size", "pad_token_id")}
+    vision |= {"image_size": 32, "patch_size": 16}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+
+
+def t5() -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "d_model": HIDDEN, "d_ff": INTERMEDIATE, "num_layers": 1, "num_heads": 4, "d_kv": 8}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+DATA: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
+    "dicts with more than ids": (clip, [{"input_ids": IDS_NT[i : i + 4], "pixel_values": IMAGES} for i in (0, 4)], 2),
+    "an encoder and decoder": (t5, IDS_NT, 2),
+    "lists of tensors": (lambda: plain(FunctionalBlock()), [[X_BTH]], 1),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+@torch.no_grad()
+def test_calibration_data(name: str) -> None:
+    make, data, layers = DATA[name]
+    model = make().eval()
+    torch_pi2.optimize(model, data, EXACT)
+    assert len(model.torch_pi2.plan.layers) == layers
+    assert all(layer.tokens > 0 for layer in model.torch_pi2.stats)
+
+
+def test_forms_of_ids_are_the_same_batches() -> None:
+    wanted = [batch.input_ids for batch in batches(list(IDS_NT), batch_size=4)]
+    forms = [TensorDataset(IDS_NT), DataLoader(TensorDataset(IDS_NT), batch_size=None), [[ids] for ids in IDS_NT]]
+    forms.append(transformers.BatchEncoding({"input_ids": IDS_NT}))
+    for data in forms[:-1]:
+        found = [batch.input_ids for batch in batches(data, batch_size=4)]
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    (batch,) = batches(forms[-1])
+    assert torch.equal(batch.input_ids, IDS_NT)
+
+
+def test_the_only_layer_with_another_formula() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        torch_pi2.optimize(nn.Sequential(*plain(nn.Linear(HIDDEN, 64), nn.Tanh(), nn.Linear(64, HIDDEN))), [(X_BTH,)])
+    assert "strict" not in str(caught.value)

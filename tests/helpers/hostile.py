@@ -1,0 +1,310 @@
+"""Files as somebody could make them who means harm: sound ones of all kinds that Python reads, and how to spoil them.
+
+``make fuzz`` does it at random (tests/fuzz/run.py); tests do it by tables, and for a moment.
+What is read must be sound or refused with a ``Pi2Error``; all else is an error here, kept as a file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.errors import Pi2Error
+from torch_pi2.machine.device import find_device
+from torch_pi2.machine.device_presets import PRESETS
+from torch_pi2.machine.hardware import Accelerator, Bandwidth, Hardware, Kernel, Line, Rates, ThreadFactor
+from torch_pi2.machine.reads import ReadRate, Reads
+from torch_pi2.observe.accesses import Accesses, StoredLayer
+from torch_pi2.predict.file import FitReport, FittedPredictors, load_predictors, save_predictors
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.signbit import SignBit
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.store.folder import read_config
+from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.weights import QuantizedWeights
+
+HASH = "ab" * 32
+#: In place of what ``json.dumps`` cannot write.
+DEEP, DIGITS = "\0deep\0", "\0digits\0"
+_INSTEAD = {json.dumps(DEEP): "[" * 3000 + "]" * 3000, json.dumps(DIGITS): "9" * 5000}
+
+
+class Target(NamedTuple):
+    """A kind of file: its name in a folder, where JSON is in it (None: it is JSON), and who reads it.
+
+    ``free``: fields whose content is for people, so that anything may stand there.
+    """
+
+    file: str
+    texts: tuple[str, ...] | None
+    read: Callable[[Path], object]
+    free: tuple[str, ...] = ()
+
+
+def _open(kind: Any) -> Callable[[Path], object]:
+    def read(path: Path) -> None:
+        with kind(path) as file:
+            if isinstance(file, StoreReader):
+                file.verify()
+
+    return read
+
+
+TARGETS: dict[str, Target] = {
+    "plan": Target("plan.json", None, lambda p: Plan.load(p.parent), ("made_by", "made_for")),
+    "orders": Target("plan.safetensors", (), lambda p: Plan.load(p.parent)),
+    "stats": Target("stats.safetensors", ("layers", "made_by"), ActivationStats.load, ("made_by",)),
+    "predictors": Target("predictors.safetensors", ("predictors", "report"), load_predictors, ("rounds", "layers")),
+    "weights": Target("weights.safetensors", ("linears", "sites"), _open(QuantizedWeights)),
+    "store": Target("model.pi2", ("layers", "checks", "linears", "sites", "provenance"), _open(StoreReader)),
+    "hardware": Target("hardware.json", None, Hardware.load, ("notes", "machine", "versions")),
+    "device": Target("device.json", None, find_device),
+    "accesses": Target("accesses.safetensors", ("stored", "run", "place_bytes"), Accesses.load, ("engine",)),
+    "config": Target("config.json", None, lambda p: read_config(p.parent), ("model_type", "layers")),
+    "index": Target("model.safetensors.index.json", None, lambda p: Checkpoint(p.parent).close(), ("metadata",)),
+}
+
+
+def write_sound(root: Path) -> None:
+    """A folder for each of ``TARGETS``, with its file, and what belongs to it."""
+    site = FFNSite("a", 0, "relu", True, LinearRef("g", None, (0, 8)), LinearRef("u", "b"), LinearRef("d"), 4, 8, "o")
+    expert = FFNSite("e", 1, "silu", False, None, LinearRef("m.u", None, None, 0), LinearRef("m.d"), 4, 8, "m", "M")
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).int()
+    buckets = (Bucket(1, (8, 0), (8, 0), (0, 0), 1 << 20, {"hot": 1.5}),)
+    settings = {"policy": "lfu", "io_threads": 32, "lookahead": False}
+    threads = {"compute": 2, "io": 1}
+    hardware = HardwarePlan({"hash": "x"}, 1 << 30, 0, 64, buckets, PromptPlan((48, 0)), settings, threads)
+    layers = [LayerPlan(site, "exact", 3, order, 0.0, 0.5), LayerPlan(expert, "dense", 0, order.clone())]
+    for name in ("plan", "orders"):
+        Plan(layers, HASH, {"planner": "x"}, hardware).save(root / name)
+    many = [torch.arange(8) for _ in range(3)]
+    bits, bins = torch.zeros(3, 1, dtype=torch.uint8), torch.zeros(HIST_BINS, dtype=torch.int64)
+    one = LayerStats(
+        "a", 0, 0.0, 9, many[0], many[1], many[2].double(), (1,), bins[:1].clone(), many[0][None] + 0, bins, bits
+    )
+    ActivationStats({"a": one}, HASH, {"seed": 3}).save(root / "stats")
+    card = PredictorCard(0.9, 0.5, 0.2, 100, 0.1, 2, None)
+    a, b = torch.ones(2, 4, dtype=torch.int8), torch.ones(8, 2, dtype=torch.int8)
+    low = LowRank(a, torch.ones(2), b, torch.ones(8), torch.zeros(8), -0.5, card)
+    sign = SignBit(torch.zeros(8, 8, dtype=torch.uint8), 4, 0.5, card)
+    report = FitReport(1.0, 1.01, 0.01, 0.01, True, 0.5, [{"step": 1}], [{"key": "a"}], {"fit": 3})
+    fitted = FittedPredictors({"a": low, "e": sign})
+    fitted.report = report
+    save_predictors(root / "predictors", fitted, HASH)
+    stored = (StoredLayer("a", 8, 1, 512), StoredLayer("e", 8, 1, 512))
+    run = {"policy": "lfu", "slots": 4, "hot_share": 0.5, "preload": True, "window": 0, "whole": True}
+    run |= {"wanted": 1, "hits": 1, "lost": 0, "resident": [0, 0], "engine": "pread"}
+    wanted = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8))
+    (root / "accesses").mkdir(parents=True)
+    Accesses(stored, HASH, 512, run, *wanted).save(root / "accesses" / "accesses.safetensors")
+    texts = {"hardware": _machine().to_json(), "device": json.dumps(PRESETS["ufs-4.0"])}
+    texts |= {
+        "config": '{"model_type": "llama", "layers": [{"a": 1}]}',
+        "index": '{"weight_map": {"w": "one.safetensors"}}',
+    }
+    for name, text in texts.items():
+        (root / name).mkdir()
+        (root / name / TARGETS[name].file).write_text(text)
+    with TensorWriter(root / "index" / "one.safetensors", {"w": Spec((2,), torch.float32)}, {}) as out:
+        out.write("w", torch.zeros(2))
+    _write_stores(root)
+
+
+def _machine() -> Hardware:
+    """A small one: each field once."""
+    lines = (Line(1, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0),)
+    rates = Rates({"int4/int8": Kernel(lines, lines, lines)}, {"signbit": lines}, {"bfloat16": lines})
+    reads = Reads("pread", True, True, 1 << 20, 1.0, 0.0, {"pread": (ReadRate(4096, 1 << 20, 1, 1e4),)})
+    one = {"memory": (Bandwidth(0, 1, 10.0),), "thread_factors": (ThreadFactor(1, 1.0),)}
+    accelerator = Accelerator("npu", 1 << 30, 1.0, 1.0, 1.0, 1.0, 1.0)
+    about = ({"cpu": "x"}, {"torch": "2"}, {"glue": "y"})
+    return Hardware("a", "measured", *about, 1, 1, 1, 0, rates=rates, reads=reads, accelerator=accelerator, **one)
+
+
+def _write_stores(root: Path) -> None:
+    from stores import toy
+
+    from torch_pi2.checkpoint.pack import pack
+
+    folder = toy(root / "toy")
+    pack(folder, root / "packed")
+    for name, of in (("weights", folder), ("store", root / "packed")):
+        (root / name).mkdir()
+        (root / name / TARGETS[name].file).write_bytes((of / "pi2" / TARGETS[name].file).read_bytes())
+
+
+# --- spoiling ---
+
+
+def path_of(root: Path, name: str) -> Path:
+    return root / name / TARGETS[name].file
+
+
+def split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a safetensors file."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def joined(header: Any, data: bytes) -> bytes:
+    text = dumps(header).encode(errors="surrogatepass")
+    text += b" " * (-(8 + len(text)) % 4096)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def dumps(value: Any) -> str:
+    text = json.dumps(value)
+    for name, instead in _INSTEAD.items():
+        text = text.replace(name, instead)
+    return text
+
+
+def documents(name: str, sound: bytes) -> Iterator[tuple[str, Any, Callable[[Any], bytes]]]:
+    """Each JSON text in a file: its name, its value, and the file with another value in its place."""
+    target = TARGETS[name]
+    if target.texts is None:
+        yield "", json.loads(sound), lambda value: dumps(value).encode()
+        return
+    header, data = split(sound)
+    yield "header", header, lambda value: joined(value, data)
+    for text in target.texts:
+
+        def other(value: Any, text: str = text) -> bytes:
+            return joined(header | {"__metadata__": header["__metadata__"] | {text: dumps(value)}}, data)
+
+        yield text, json.loads(header["__metadata__"][text]), other
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Ways to all fields, and to the first elements of lists."""
+    items: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        items = enumerate(value[:1])
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
+    """``value`` with ``new`` at ``path``; ``...``: without it."""
+    value = at = copy.copy(value)
+    for key in path[:-1]:
+        at[key] = copy.copy(at[key])
+        at = at[key]
+    if new is ...:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = new
+    return value
+
+
+ODD: dict[str, Any] = {
+    "missing": ...,
+    "null": None,
+    "text": "no such thing",
+    "half a character": "\ud800",
+    "truth": True,
+    "fraction": 0.5,
+    "negative": -1,
+    "zero": 0,
+    "huge": 10**30,
+    "digits": DIGITS,
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "list": [[]],
+    "object": {"a": {}},
+    "deep": DEEP,
+}
+
+
+def refused(name: str, path: Path) -> Pi2Error | None:
+    """What reading ``path`` raises; None: it is sound. Anything but a Pi2Error goes through."""
+    try:
+        TARGETS[name].read(path)
+    except Pi2Error as error:
+        if len(str(error)) > 3000:
+            raise AssertionError(f"a message of {len(str(error))} characters") from error
+        return error
+    return None
+
+
+# --- at random ---
+
+_TOKENS = (
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"-1",
+    b"1e999",
+    b"null",
+    b"true",
+    b"NaN",
+    b"9" * 30,
+    b"\0",
+    b"\xff",
+)
+
+
+_SOME = [value for name, value in ODD.items() if name != "deep"]
+
+
+class _Text(NamedTuple):
+    value: Any
+    ways: list[tuple[str | int, ...]]
+    other: Callable[[Any], bytes]
+
+
+def spoiled(sound: bytes, texts: list[_Text], chance: random.Random) -> bytes:
+    """``sound`` with one to four random changes: fields of its JSON ``texts``, or bytes."""
+    if chance.random() < 0.6:
+        text = chance.choice(texts)
+        value = changed(text.value, chance.choice(text.ways), chance.choice(_SOME))
+        return text.other(value)
+    made = bytearray(sound)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(made) + 1) if chance.random() < 0.5 else chance.randrange(min(len(made), 2048) + 1)
+        end = at + chance.randint(0, 4)
+        made[at:end] = chance.choice((b"", chance.choice(_TOKENS), chance.randbytes(end - at)))
+    return bytes(made)
+
+
+def fuzz(root: Path, name: str, *, seed: int, executions: int = 1 << 62, seconds: float = 1e9) -> int:
+    """Spoil a sound file at random, so often or so long; how often it was. What is not refused well is kept."""
+    chance, until, path = random.Random(f"{name} {seed}"), time.monotonic() + seconds, path_of(root, name)
+    sound = path.read_bytes()
+    texts = [_Text(value, list(places(value)), other) for _, value, other in documents(name, sound)]
+    texts = [text for text in texts if text.ways]
+    for count in range(executions):
+        if time.monotonic() > until:
+            executions = count
+            break
+        data = spoiled(sound, texts, chance)
+        path.write_bytes(data)
+        try:
+            refused(name, path)
+        except BaseException:
+            kept = Path(f"crash-{name}-{seed}-{count}")
+            kept.write_bytes(data)
+            path.write_bytes(sound)
+            print(f"{name}: execution {count} of seed {seed}: see {kept.resolve()}", file=sys.stderr)
+            raise
+    path.write_bytes(sound)
+    return executions

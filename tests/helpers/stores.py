@@ -1,0 +1,169 @@
+"""Stores of toys, taken apart and damaged."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_pi2
+from torch_pi2.base.crc32c import crc32c_by_table
+from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.checkpoint import pack as packing
+from torch_pi2.predict.file import save_predictors
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.store.parts import Parts
+from torch_pi2.store.storefile import PADDING, StoreReader, part_of
+from torch_pi2.store.superblock import Superblock
+from torch_pi2.store.weights import bundle_specs, metadata
+
+#: The toys have no predictors: without it, their neurons would be in clusters.
+pack = functools.partial(torch_pi2.pack, cluster=1)
+
+
+HASH = "0123456789abcdef" * 4
+
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 104,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 80,
+}
+
+
+def toy(folder: Path, neurons: tuple[int, ...] = (50, 9), hidden: int = 40, *, model_hash: str = HASH) -> Path:
+    """A quantised folder of random bytes; every other layer has no gate."""
+    g = torch.Generator().manual_seed(0)
+    layers = []
+    for i, size in enumerate(neurons):
+        gate = None if i % 2 else LinearRef(f"layers.{i}.gate.weight")
+        up, down = LinearRef(f"layers.{i}.up.weight", f"layers.{i}.up.bias"), LinearRef(f"layers.{i}.down.weight")
+        site = FFNSite(f"layers.{i}", 3 + i, "relu", False, gate, up, down, hidden, size, f"layers.{i}")
+        order = torch.randperm(size, generator=g).to(torch.int32)
+        layers.append(LayerPlan(site, "dense" if i % 2 else "exact", 5, order))
+    plan = Plan(layers, model_hash, {"planner": "test"})
+    specs = {"lm_head.weight": Spec((70, 36), torch.uint8), "embed": Spec((70, hidden), torch.bfloat16)}
+    specs |= {"norm": Spec((3,), torch.float32), "number": Spec((), torch.float32), "none": Spec((0, 4), torch.float16)}
+    for layer in layers:
+        specs |= bundle_specs(layer.site, "int4")
+    about = metadata("int4", model_hash, {"lm_head": hidden}, {layer.site.key: "owner" for layer in layers})
+    with TensorWriter(folder / "pi2" / "weights.safetensors", specs, about) as out:
+        for name, spec in specs.items():
+            data = torch.randint(0, 256, (spec.nbytes,), generator=g, dtype=torch.uint8)
+            out.write_bytes(name, data, 0)
+    plan.save(folder / "pi2")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def store_of(folder: Path) -> Path:
+    return folder / "pi2" / "model.pi2"
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(3, 19)[None].view(2, 8)).logits.float()
+
+
+def stopped(error: BaseException, monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **options: Any) -> None:
+    """``pack`` that raises ``error`` at the second layer."""
+    real, calls = packing._write_layer, []
+
+    def write(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_write_layer", write)
+        with pytest.raises(type(error)):
+            pack(source, out, **options)
+
+
+class Damaged:
+    """A store taken apart: header, and data as it lies behind it."""
+
+    def __init__(self, path: Path) -> None:
+        whole = path.read_bytes()
+        length = int.from_bytes(whole[:8], "little")
+        self.header = json.loads(whole[8 : 8 + length])
+        self.data = bytearray(whole[8 + length :])
+        self.start = 8 + length
+
+    @property
+    def meta(self) -> dict[str, str]:
+        return self.header["__metadata__"]
+
+    def at(self, name: str) -> int:
+        """Where in the data tensor ``name`` begins."""
+        return self.header[name]["data_offsets"][0]
+
+    def number(self, at: int, value: int, form: str = "<I") -> None:
+        """Change a number in the superblock, and its checksum with it."""
+        struct.pack_into(form, self.data, at, value)
+        self.seal()
+
+    def seal(self) -> None:
+        self.data[12:16] = bytes(4)
+        rows = torch.frombuffer(bytearray(self.data[:4096]), dtype=torch.uint8)[None]
+        self.data[12:16] = int(crc32c_by_table(rows)[0]).to_bytes(4, "little")
+
+    def rename(self, old: str, new: str) -> None:
+        self.header[new] = self.header.pop(old)
+
+    def write(self, path: Path, pad: int = 4096) -> None:
+        text = json.dumps(self.header).encode()
+        text += b" " * (-(8 + len(text)) % pad)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(self.data))
+
+
+def rename_checked(d: Damaged, old: str, new: str) -> None:
+    """A tensor of the last kind under another name, with the checksum of the old one."""
+    d.rename(old, new)
+    checks = json.loads(d.meta["checks"])
+    checks[new] = checks.pop(old)
+    d.meta["checks"] = json.dumps(checks)
+
+
+def parts_beside(folder: Path) -> Plan:
+    """Make the store of ``folder`` one of version 1, with plan, predictors and statistics in files beside it."""
+    pi2 = folder / "pi2"
+    with Parts(pi2) as parts:
+        plan, predictors, stats = parts.plan(), parts.predictors(), parts.stats()
+    with StoreReader(store_of(folder)) as store:
+        names = sorted(store.specs, key=lambda n: (store.offset(n), store.specs[n].nbytes))
+        parts_at = [i for i, n in enumerate(names) if part_of(n) is not None]
+        after = [n for n in names[parts_at[-1] + 1 :] if store.specs[n].nbytes]
+        padding = after[:1] if after and PADDING.fullmatch(after[0]) else []
+        kept = {n: store.specs[n] for n in names if part_of(n) is None and n not in padding}
+        meta = {n: value for n, value in store.metadata.items() if n != "metadata_check"} | {"pi2_version": "1"}
+        meta["checks"] = json.dumps({n: check for n, check in store.checks.items() if n in kept})
+        with TensorWriter(folder / "old", kept, meta, order=list(kept)) as out:
+            where = [
+                replace(entry, slots=out.offset(f"{key}.bundles"), checks=out.offset(f"{key}.checks"))
+                for key, entry in zip(store.keys, store.entries)
+            ]
+            block = Superblock(out.file_bytes, bytes.fromhex(store.model_hash), tuple(where)).pack()
+            out.write("pi2.superblock", torch.frombuffer(bytearray(block), dtype=torch.uint8))
+            for name in kept:
+                if name != "pi2.superblock":
+                    out.write_bytes(name, store.read_bytes(name, 0, kept[name].nbytes), 0)
+    (folder / "old").replace(store_of(folder))
+    plan.save(pi2)
+    if predictors:
+        save_predictors(pi2, predictors, plan.model_hash)
+    if stats:
+        stats.save(pi2)
+    return plan

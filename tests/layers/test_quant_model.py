@@ -1,0 +1,529 @@
+"""Quantised models in memory: equal to the dense model of what their rows stand for, honest about what is lost."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import make_plan, predictor
+from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.errors import (
+    CalibrationError,
+    ConfigError,
+    DeviceError,
+    GradientError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedModelError,
+)
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.profiling.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
+from torch_pi2.rewrite.linears import Storage, find_linears, quantize_linears
+from torch_pi2.rewrite.rewrite import rewrite
+
+IDS = torch.arange(3, 35).reshape(2, 16) % 64
+CALIBRATION = torch.randint(3, 64, (40, 32), generator=torch.Generator().manual_seed(5))
+
+
+def quantised(name: str, **config: object) -> tuple[nn.Module, nn.Module]:
+    """A tiny model as it was, and quantised."""
+    dense = tiny(name)
+    settings = {"method": "exact", "weights": "int4"} | config
+    return dense, torch_pi2.optimize(copy.deepcopy(dense), config=torch_pi2.Config(**settings))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    return float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+def linear(rows: int = 70, columns: int = 48, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows, bias=bias).eval()
+
+
+# --- one linear layer ---
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_linear_computes_with_what_its_rows_stand_for(kind: str) -> None:
+    float_layer = linear()
+    made = QuantLinear.from_linear(float_layer, kind)
+    x = torch.randn(2, 3, 48)
+    with torch.no_grad():
+        assert near(made(x), F.linear(x, made.dequantized(), float_layer.bias))
+        for dtype in (torch.bfloat16, torch.float16):
+            assert made(x.to(dtype)).dtype is dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            assert made(x).dtype is torch.bfloat16
+    weight = float_layer.weight.detach()
+    assert made.relative_error(weight) == pytest.approx(
+        float((made.dequantized() - weight).norm() / weight.norm()), rel=1e-5
+    )
+    assert made.rows.shape == (70, row_bytes(kind, 48))
+    assert str(made) == f"QuantLinear(48 -> 70, {kind}, bias=True)"
+
+
+def test_int8_activations_round_the_input() -> None:
+    made, rounding = (QuantLinear.from_linear(linear(), "int8", flag) for flag in (False, True))
+    x = torch.randn(5, 48)
+    with torch.no_grad():
+        assert not torch.equal(made(x), rounding(x))
+        assert near(rounding(x), made(x), 0.02)
+
+
+def test_linear_looks_like_the_float_layer_from_outside() -> None:
+    float_layer = linear().to(torch.bfloat16)
+    made = QuantLinear.from_linear(float_layer, "int8")
+    assert made.weight.shape == float_layer.weight.shape
+    assert made.weight.dtype is torch.bfloat16
+    assert isinstance(made.weight, AbsentParameter)
+    state = made.state_dict()
+    assert set(state) == {"weight", "bias"}
+    assert {t.dtype for t in state.values()} == {torch.bfloat16}
+    assert near(state["weight"].float(), float_layer.weight.detach().float(), 0.02)
+    assert torch.equal(state["bias"], float_layer.bias)
+    with pytest.raises(ConfigError, match=r"load_state_dict into a quantised linear layer: expected a float model"):
+        made.load_state_dict(float_layer.state_dict())
+
+
+def test_converting_the_model_leaves_rows_and_bias_exact() -> None:
+    made = QuantLinear.from_linear(linear(), "int4")
+    rows, bias = made.rows.clone(), made.bias.clone()
+    made.to(torch.bfloat16)
+    assert torch.equal(made.rows, rows)
+    assert torch.equal(made.bias, bias)
+    assert made.dtype is torch.bfloat16
+    assert copy.deepcopy(made).dequantized().dtype is torch.bfloat16
+
+
+def test_empty_linear_waits_for_its_rows() -> None:
+    full = QuantLinear.from_linear(linear(), "int4")
+    made = QuantLinear.empty(70, 48, "int4", bias=True)
+    assert made.rows.is_meta
+    assert made.bias.is_meta
+    made.rows, made.bias = full.rows, full.bias
+    x = torch.randn(3, 48)
+    with torch.no_grad():
+        assert torch.equal(made(x), full(x))
+
+
+def test_linear_refuses() -> None:
+    made = QuantLinear.from_linear(linear(), "int4")
+    with torch.no_grad(), pytest.raises(ShapeError, match=r"quantised linear layer: expected \[..., 48\]"):
+        made(torch.ones(2, 47))
+    with pytest.raises(GradientError, match=r"found an input that requires grad"):
+        made(torch.ones(2, 48, requires_grad=True))
+    with pytest.raises(GradientError, match=r"found a model in training mode"):
+        made.train()(torch.ones(2, 48))
+    with pytest.raises(DeviceError, match=r"device of lm_head: expected cpu, found meta"):
+        QuantLinear.from_linear(nn.Linear(32, 64, device="meta"), "int4", name="lm_head")
+    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8, found 'int2'"):
+        QuantLinear.from_linear(linear(), "int2")
+    with pytest.raises(ShapeError, match=r"rows of a linear layer: expected uint8 \[N, 36\] \(48 columns of int4\)"):
+        QuantLinear(torch.zeros(3, 35, dtype=torch.uint8), None, 48, "int4")
+
+
+# --- a whole model ---
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("drelu", "int8"),
+        ("llama-bias", "int4"),
+        ("gemma2", "int4"),
+        ("phi3", "int4"),
+        ("opt", "int4"),
+        ("falcon-bias", "int8"),
+        ("nemotron", "int4"),
+    ],
+)
+def test_model_equals_the_dense_model_of_its_rows(name: str, kind: str) -> None:
+    """Every form of FFN, fused and with biases: the float model with the dequantised weights gives the same logits."""
+    dense, model = quantised(name, weights=kind, method="exact" if name not in ("gemma2", "phi3") else "dense")
+    assert any(isinstance(m, QuantLinear) for m in model.modules())
+    before, error = logits(dense), 0.12 if kind == "int4" else 0.01
+    state = model.state_dict()
+    assert set(state) == set(dense.state_dict())
+    if getattr(dense.config, "tie_word_embeddings", False):
+        dense.lm_head.weight = nn.Parameter(dense.lm_head.weight.detach().clone())  # the head has rows of its own
+    dense.load_state_dict(state)
+    assert near(logits(model), logits(dense))
+    assert not torch.equal(logits(dense), before)
+    assert all(0 < e.weight < error and e.output is None for e in model.torch_pi2.quantization.values())
+
+
+@pytest.mark.parametrize("block", [FunctionalBlock, GatedBlock], ids=lambda b: b.__name__)
+def test_lazy_layers_compute_with_their_rows(block: type[nn.Module]) -> None:
+    model, x = plain(block(), block()), torch.randn(2, 5, HIDDEN)
+    dense = copy.deepcopy(model)
+    method = "exact" if block is FunctionalBlock else "dense"
+    rewrite(model, make_plan(model, (x,), method=method), storage=Storage("int4"))
+    dense.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert near(model(x), dense(x))
+
+
+def test_w4a8_is_near_w4() -> None:
+    _, model = quantised("drelu")
+    _, rounding = quantised("drelu", activations="int8")
+    assert not torch.equal(logits(model), logits(rounding))
+    assert near(logits(rounding), logits(model), 0.2)
+    assert "int4 x int8" in str(rounding)
+    assert "int4, int8 activations" in str(rounding)
+
+
+def test_predictors_choose_among_quantised_neurons() -> None:
+    """Float and quantised bundles skip the same neurons, whichever form the predictor has."""
+    model = tiny("drelu")
+    plan = make_plan(model, method="lowrank")
+    rows = {"a": torch.randn(4, HIDDEN), "b": torch.randn(INTERMEDIATE, 4), "bias": torch.randn(INTERMEDIATE)}
+    rows |= {name: torch.ops.pi2.quantize(rows[name], "int8", None) for name in ("a", "b")}
+    for tensors in (predictor(), rows):
+        predictors = {layer.site.key: {**tensors, "threshold": 0.1} for layer in plan.layers}
+        found = rewrite(copy.deepcopy(model), plan, predictors, storage=Storage("int8"))
+        wanted = copy.deepcopy(model)
+        wanted.load_state_dict(found.state_dict())
+        rewrite(wanted, plan, predictors, check_hash=False)
+        assert all(layer.has_predictor for layer in sparse_layers(found))
+        assert near(logits(found), logits(wanted))
+    broken = {key: {**p, "a": p["a"][:, :-1]} for key, p in predictors.items()}
+    with pytest.raises(ShapeError, match=r"predictor a of model.layers.0.mlp: expected uint8 \[r, 18\] or \[r, 34\]"):
+        rewrite(copy.deepcopy(model), plan, broken)
+
+
+def test_calibration_measures_outputs_and_weighs_errors() -> None:
+    dense = tiny("llama-relu")
+    with torch.no_grad():
+        dense.model.norm.weight.copy_(torch.logspace(-1, 1, HIDDEN))  # inputs of very different sizes
+    errors = {}
+    for how in ("rtn", "weighted"):
+        config = torch_pi2.Config(method="dense", weights="int4", quantization=how)
+        model = torch_pi2.optimize(copy.deepcopy(dense), CALIBRATION, config)
+        errors[how] = model.torch_pi2.quantization
+    assert errors["rtn"].keys() == errors["weighted"].keys() == {"model.layers.0.mlp", "model.layers.1.mlp", "lm_head"}
+    assert all(0 < e.output < 0.3 for found in errors.values() for e in found.values())
+    assert errors["weighted"]["lm_head"].weight >= errors["rtn"]["lm_head"].weight
+    assert errors["weighted"]["lm_head"].output < errors["rtn"]["lm_head"].output
+
+
+def test_inputs_leave_padding_out_and_keep_few() -> None:
+    model = tiny("drelu")
+    sites = torch_pi2.graph.find_sites(model)
+    ids, mask = CALIBRATION[:20], torch.ones(20, 32, dtype=torch.bool)
+    mask[:, 20:] = False
+    from torch_pi2.profiling.data import Batch
+
+    found = gather_inputs(model, [Batch(ids, mask)], sites, {"lm_head": model.lm_head})
+    assert set(found) == {"lm_head", *(s.key for s in sites)}
+    assert {f.tokens for f in found.values()} == {400}
+    assert {len(f.sample_TK) for f in found.values()} == {SAMPLE_TOKENS}
+    stats = InputStats()
+    assert stats.importance is None
+    stats.add(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    assert stats.importance.tolist() == pytest.approx([5.0035, 2.0035])
+
+
+def test_inputs_given_by_name_count_too() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = FunctionalBlock(), nn.Linear(HIDDEN, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(input=self.block(x))
+
+    from torch_pi2.profiling.data import Batch
+
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(2, 5, HIDDEN)
+    with torch.no_grad():
+        block = model.block(x)
+    data = [Batch(None, None, (x,))]
+    found = gather_inputs(model, data, torch_pi2.graph.find_sites(model, (x,)), {"head": model.head})
+    assert found["head"].tokens == 10
+    assert near(found["head"].sample_TK, block.flatten(0, 1))
+    quantised = torch_pi2.optimize(
+        model, data, torch_pi2.Config(method="exact", weights="int4", quantization="weighted", calibration_tokens=64)
+    )
+    with torch.no_grad():
+        assert quantised(x).shape == (2, 5, 64)
+
+
+def test_what_stays_float() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(FunctionalBlock(), FunctionalBlock())
+            self.attention = nn.MultiheadAttention(HIDDEN, 4, batch_first=True)
+            self.router, self.narrow = nn.Linear(HIDDEN, 8), nn.Linear(16, 64)
+            self.unused, self.head = nn.Linear(HIDDEN, 64), nn.Linear(HIDDEN, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.blocks(x)
+            y = self.attention(y, y, y)[0] * self.router(y)[..., :1]
+            return self.head(y) + self.narrow(y[..., :16]) + F.linear(y, self.unused.weight)
+
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(2, 5, HIDDEN)
+    from torch_pi2.profiling.data import Batch
+
+    sites = torch_pi2.graph.find_sites(model, (x,))
+    linears, skipped = find_linears(model, sites, Batch(None, None, (x,)))
+    assert set(linears) == {"head"}
+    assert skipped == {
+        "attention.out_proj": "a NonDynamicallyQuantizableLinear",
+        "router": "small (32 -> 8)",
+        "narrow": "small (16 -> 64)",
+        "unused": "not called as a module",
+    }
+
+
+def test_head_tied_to_the_embedding_gets_rows_of_its_own() -> None:
+    dense, model = quantised("drelu")
+    assert isinstance(model.lm_head, QuantLinear)
+    assert torch.equal(model.get_input_embeddings().weight, dense.get_input_embeddings().weight)
+    assert not model.config.tie_word_embeddings
+    assert model.generate(IDS, max_new_tokens=4).shape == (2, 20)
+
+
+def test_float_memory_goes_layer_by_layer() -> None:
+    model = tiny("llama")
+    sites = torch_pi2.graph.find_sites(model)
+    linears, _ = find_linears(model, sites)
+    weights = [layer.weight for layer in linears.values()]
+    assert quantize_linears(model, linears, Storage("int4")).keys() == {"lm_head"}
+    assert not linears
+    assert [w.untyped_storage().nbytes() for w in weights] == [4]
+    tied = tiny("drelu")
+    linears, _ = find_linears(tied, torch_pi2.graph.find_sites(tied))
+    quantize_linears(tied, linears, Storage("int4"))
+    assert tied.get_input_embeddings().weight.numel() == 64 * HIDDEN
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C: not an Exception."""
+
+
+def three_linears(tied: bool = False) -> tuple[nn.Module, dict[str, nn.Linear]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, tie_word_embeddings=tied, **sizes)).eval()
+    linears, _ = find_linears(model, torch_pi2.graph.find_sites(model))
+    assert len(linears) == 9
+    return model, linears
+
+
+@pytest.mark.parametrize("error", [MemoryError, Interrupted])
+@pytest.mark.parametrize("n", [0, 4, 8])
+def test_linears_that_fail_leave_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, n: int, error: type[BaseException]
+) -> None:
+    model, linears = three_linears()
+    modules, wanted, names = list(model.modules()), logits(model), list(linears)
+    real, calls = QuantLinear.from_linear, []
+
+    def fail(*args: object, **kwargs: object) -> QuantLinear:
+        calls.append(1)
+        if len(calls) == n + 1:
+            raise error
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(QuantLinear, "from_linear", fail)
+    with pytest.raises(error):
+        quantize_linears(model, linears, Storage("int4"))
+    assert len(calls) == n + 1
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert torch.equal(logits(model), wanted)
+    assert list(linears) == names
+    quantize_linears(model, linears, Storage("int4"))
+    assert isinstance(model.lm_head, QuantLinear)
+
+
+def test_replacing_is_undone_when_it_fails_half_way() -> None:
+    model, linears = three_linears(tied=True)
+    modules, wanted = list(model.modules()), logits(model)
+
+    class Config(type(model.config)):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "tie_word_embeddings" and not value:
+                assert isinstance(model.lm_head, QuantLinear)  # everything has been replaced by now
+                raise Interrupted
+            super().__setattr__(name, value)
+
+    model.config.__class__ = Config
+    with pytest.raises(Interrupted):
+        quantize_linears(model, linears, Storage("int8"))
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(logits(model), wanted)
+
+
+def test_importance_is_checked_before_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, linears = three_linears()
+    wanted = logits(model)
+    monkeypatch.setattr(QuantLinear, "from_linear", lambda *_, **__: pytest.fail("a layer was quantised"))
+
+    def seen(importance: torch.Tensor) -> dict[str, InputStats]:
+        stats = {name: InputStats() for name in linears}
+        for found in stats.values():
+            found.add(torch.ones(2, 64))
+        last = list(linears)[-1]
+        stats[last] = InputStats()
+        stats[last].add(importance[None])
+        return stats
+
+    for importance, error, message in (
+        (torch.ones(63), ShapeError, r"importance for lm_head.weight: expected \[64\], one number per column"),
+        (torch.full((64,), torch.nan), NonFiniteError, r"importance for lm_head.weight: expected finite numbers"),
+    ):
+        with pytest.raises(error, match=message):
+            quantize_linears(model, linears, Storage("int4", inputs=seen(importance), weighted=True))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"values of lm_head.weight"):
+        quantize_linears(model, linears, Storage("int4"))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 0
+    linears["lm_head"] = nn.Linear(64, 96, device="meta")
+    with pytest.raises(DeviceError, match=r"device of lm_head.weight: expected cpu, found meta"):
+        quantize_linears(model, linears, Storage("int4"))
+    assert len(linears) == 9
+    assert logits(model).shape == wanted.shape
+
+
+def test_hooks_stay() -> None:
+    model, calls = tiny("llama"), []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    torch_pi2.optimize(model, config=torch_pi2.Config(method="dense", weights="int8"))
+    logits(model)
+    assert isinstance(model.lm_head, QuantLinear)
+    assert calls == [1] * len(calls)
+    assert calls
+
+
+# --- what cannot be done ---
+
+
+def test_quantising_cannot_be_undone() -> None:
+    _, model = quantised("drelu")
+    found = logits(model)
+    with pytest.raises(ConfigError, match=r"int4 in lm_head, which is lossy: .* Load the checkpoint again"):
+        torch_pi2.restore(model)
+    assert torch.equal(logits(model), found)
+    with pytest.raises(
+        ConfigError, match=r"original weights of model.layers.0.mlp: expected a layer with float weights"
+    ):
+        model.load_state_dict(model.state_dict())
+    assert torch.equal(logits(model), found)
+    bare = rewrite(tiny("drelu"), make_plan(tiny("drelu")), storage=Storage("int8"))  # no linears: another check
+    with pytest.raises(ConfigError, match=r"original weights of model.layers.0.mlp: .* int8, which is lossy"):
+        torch_pi2.restore(bare)
+    logits(bare)
+
+
+def test_broken_weights_are_refused_before_anything_is_changed() -> None:
+    for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):
+        model = tiny("llama")
+        with torch.no_grad():
+            model.get_parameter(name)[3, 1] = float("nan")
+        state = copy.deepcopy(model.state_dict())
+        with pytest.raises(NonFiniteError, match=r"lm_head.weight: expected finite|layers.1.mlp down: expected finite"):
+            torch_pi2.optimize(model, config=torch_pi2.Config(method="dense", weights="int4"))
+        assert not sparse_layers(model)
+        assert all(torch.equal(t, state[k]) or k == name for k, t in model.state_dict().items())
+
+
+def test_a_layer_that_fails_late_leaves_a_running_model_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_pi2.rewrite import rewrite as module
+
+    model, real = tiny("drelu"), module._check_quantised
+
+    def fail(ffn: SparseFFN, x: torch.Tensor) -> None:
+        if ffn.site.layer == 1:
+            raise UnsupportedModelError("x", expected="y", found="z", fix="w")
+        real(ffn, x)
+
+    monkeypatch.setattr(module, "_check_quantised", fail)
+    wanted = logits(model)
+    with pytest.raises(UnsupportedModelError) as caught:
+        torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8"))
+    assert "dequantised weights now: load the checkpoint again" in caught.value.__notes__[0]
+    assert not sparse_layers(model)
+    assert near(logits(model), wanted, 0.05)
+    assert not torch.equal(logits(model), wanted)
+
+
+def test_an_interruption_between_ffns_and_linears_leaves_a_running_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_pi2.rewrite import handle
+
+    def interrupt(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    model = tiny("drelu")
+    wanted = logits(model)
+    monkeypatch.setattr(handle, "quantize_linears", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8"))
+    assert "dequantised weights now: load the checkpoint again" in caught.value.__notes__[0]
+    assert not sparse_layers(model)
+    assert not hasattr(model, "torch_pi2")
+    assert near(logits(model), wanted, 0.05)
+
+
+def test_settings_are_checked() -> None:
+    for config, message in (
+        ({"weights": "int3"}, r"Config.weights: expected float, int4, int8, found 'int3'"),
+        ({"weights": "int4", "activations": "int4"}, r"Config.activations: expected float, int8, found 'int4'"),
+        ({"activations": "int8"}, r"Config.activations: expected float with weights='float', found 'int8'"),
+        ({"quantization": "awq"}, r"Config.quantization: expected rtn, weighted"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            torch_pi2.Config(**config)
+    with pytest.raises(CalibrationError, match=r"quantization='weighted'\): expected calibration data"):
+        torch_pi2.optimize(
+            tiny("drelu"), config=torch_pi2.Config(method="exact", weights="int4", quantization="weighted")
+        )
+
+
+def test_shortcuts_override_the_config() -> None:
+    config = torch_pi2.Config(method="exact")
+    model = torch_pi2.optimize(tiny("drelu"), config=config, weights="int8", activations="int8")
+    assert {(layer.weights, layer.int8_activations) for layer in sparse_layers(model)} == {("int8", True)}
+    assert config == replace(config, weights="float")
+
+
+def test_empty_ffn_waits_for_its_bundles() -> None:
+    model = tiny("llama-bias")
+    plan = make_plan(model)
+    full = sparse_layers(rewrite(model, plan, storage=Storage("int4")))[0]
+    made = SparseFFN.empty(plan.layers[0].site, plan.layers[0], "int4")
+    assert made.bundles.is_meta
+    assert made.bundles.shape == full.bundles.shape
+    for name in ("bundles", "bias_gate", "bias_up", "bias_down"):
+        assert getattr(made, name).is_meta
+        assert getattr(made, name).dtype is getattr(full, name).dtype
+        setattr(made, name, getattr(full, name))
+    x = torch.randn(3, HIDDEN)
+    with torch.no_grad():
+        assert torch.equal(made(x), full(x))
+    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8, found 'int2'"):
+        SparseFFN.empty(plan.layers[0].site, plan.layers[0], "int2")

@@ -1,0 +1,349 @@
+"""Recorded accesses, replays of them, and budgets that change while a model is in use."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replaying import CLOSED, decoded, loaded
+from shared import small_store
+from torch import nn
+
+import torch_pi2
+from torch_pi2.base.files import atomic_folder_files
+from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.cli import main
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.observe.accesses import Accesses
+from torch_pi2.observe.replay import OPTIMAL, as_run, lru_curve, replay, slots_of
+from torch_pi2.spec.offload import POLICIES, OffloadConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small synthetic model over a store."""
+    return small_store(tmp_path_factory) / "store"
+
+
+def recorded(folder: Path, path: Path, share: float = 0.4, **config: Any) -> tuple[Accesses, dict[str, Any]]:
+    model = loaded(folder, share, **config)
+    with torch_pi2.record_accesses(model, path) as recorder:
+        decoded(model)
+    assert recorder.accesses is not None
+    return recorder.accesses, torch_pi2.stats(model)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_of_a_run_has_its_hits(folder: Path, tmp_path: Path, policy: str) -> None:
+    settings: dict[str, Any]
+    for settings in ({}, {"preload": False, "window": 3, "hot_share": 0.0})[: 2 if policy == "lru" else 1]:
+        accesses, stats = recorded(folder, tmp_path / "a", policy=policy, **settings)
+        found = as_run(Accesses.load(tmp_path / "a"))
+        assert accesses.run["whole"]
+        assert accesses.run["hits"] == stats["hits"] == found.hits
+        assert accesses.run["wanted"] == stats["wanted"] == found.wanted > 0
+        assert accesses.run["slots"] == stats["slots"]
+        assert (found.hits > 0) == (policy != "none")
+        assert accesses.passes == 13
+        best = replay(accesses, OPTIMAL, stats["slots"])
+        assert best.hit_rate >= found.hit_rate
+        assert best.reads_per_pass <= found.reads_per_pass
+
+
+def test_what_a_replay_cannot_repeat_is_said(folder: Path, tmp_path: Path) -> None:
+    accesses, _ = recorded(folder, tmp_path / "a", lookahead=True)
+    assert not accesses.run["whole"]
+    model = loaded(folder, 0.4)
+    decoded(model)
+    with torch_pi2.record_accesses(model, tmp_path / "b") as recorder:
+        decoded(model)
+    assert recorder.accesses is not None
+    assert not recorder.accesses.run["whole"]
+    assert recorder.accesses.run["hits"] > 0
+    assert main(["replay", str(tmp_path / "b"), "--policies", "lru", "--budget", "50%"]) == 0
+
+
+def test_more_memory_and_everything(folder: Path, tmp_path: Path) -> None:
+    accesses, _ = recorded(folder, tmp_path / "a")
+    for policy in ("lru", "static", OPTIMAL):
+        rates = [replay(accesses, policy, n * accesses.slots // 4).hit_rate for n in range(5)]
+        assert rates == sorted(rates)
+        assert rates[0] == 0
+        assert rates[-1] == 1
+    empty = replay(accesses, "lru", accesses.slots, preload=False)
+    curve = dict(lru_curve(accesses, [0, 0.5, 1]))
+    assert curve[0] == 0
+    assert curve[0] < curve[0.5] < curve[1] == empty.hit_rate < 1
+    assert replay(accesses, "lru", accesses.slots // 2, preload=False).hit_rate == pytest.approx(curve[0.5], abs=0.05)
+    nothing = replay(accesses, "none", accesses.slots)
+    assert nothing.read_bytes_per_pass == nothing.reads_per_pass * accesses.stored[0].read_bytes
+    assert slots_of(accesses, "25%") == accesses.slots // 4
+    assert slots_of(accesses, "1GiB") == accesses.slots
+    assert slots_of(accesses, str(10 * accesses.place_bytes + 1)) == 10
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accesses, stats = recorded(folder, tmp_path / "a")
+    command = ["replay", str(tmp_path / "a"), "--budget", "40%,200KB", "--policies", "lru,lfu,optimal"]
+    assert main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["as_run"]["same"]
+    assert result["as_run"]["hit_rate"] == stats["hit_rate"]
+    assert [(c["policy"], c["slots"]) for c in result["caches"]][:3] == [
+        (policy, slots_of(accesses, "40%")) for policy in ("lru", "lfu", "optimal")
+    ]
+    assert len(result["caches"]) == 6
+    assert len(result["lru_curve"]) == 10
+    assert main(["replay", str(tmp_path / "a")]) == 0
+    text = capsys.readouterr().out
+    assert "a replay has the same hits" in text
+    assert "lru, empty at first" in text
+    for policy in (*POLICIES, OPTIMAL):
+        assert text.count(f" {policy} ") >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--policies", "clock"],
+            "policy: expected lru or sieve or s3-fifo or lfu or static or none or optimal, found",
+        ),
+        (["--budget", "130%"], "budget: expected 0% to 100%, or bytes, found '130%'"),
+        (["--budget", "much"], "budget: expected bytes, or text such as"),
+        (["--hot-share", "2"], "hot_share: expected 0 to 1, found 2.0"),
+        (["--window", "-1"], "window: expected 0 or more, found -1"),
+    ],
+)
+def test_wrong_arguments(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    if not (tmp_path.parent / "a").exists():
+        recorded(folder, tmp_path.parent / "a")
+    assert main(["replay", str(tmp_path.parent / "a"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_recording_says_what_cannot_be(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="expected a model over a neuron store, found one in memory"):
+        torch_pi2.record_accesses(nn.Linear(2, 2), tmp_path / "a")
+    model = loaded(folder, 0.4)
+    with pytest.raises(ConfigError, match="capacity: expected 1 byte or more, found 0"):
+        torch_pi2.record_accesses(model, tmp_path / "a", capacity=0)
+    with pytest.raises(ArtifactError, match="the name of a folder"):
+        torch_pi2.record_accesses(model, tmp_path)
+    recorder = torch_pi2.record_accesses(model, tmp_path / "a", capacity=1000)
+    with pytest.raises(ConfigError, match="expected one that was started, found one that was not"):
+        recorder.stop()
+    recorder.start()
+    with pytest.raises(ConfigError, match=r"expected one recording at a time, .* found accesses are being recorded"):
+        torch_pi2.record_accesses(model, tmp_path / "b").start()
+    decoded(model)
+    recorder.stop()
+    assert "calls were lost: they want more than 1000 bytes" in caplog.text
+    accesses = Accesses.load(tmp_path / "a")
+    assert accesses.run["lost"] > 0
+    assert accesses.wanted.nbytes <= 1000
+    assert not accesses.run["whole"]
+    with pytest.raises(ZeroDivisionError), torch_pi2.record_accesses(model, tmp_path / "c"):
+        decoded(model, lambda i: 1 // (5 - i))
+    assert Accesses.load(tmp_path / "c").run["hits"] > 0
+    recorder = torch_pi2.record_accesses(model, tmp_path / "d")
+    with pytest.raises(ZeroDivisionError), recorder:
+        _ = recorder.stop(), 1 // 0
+    store = torch_pi2.stats(model)["store"]
+    with pytest.raises(ZeroDivisionError) as caught, torch_pi2.record_accesses(model, tmp_path / "e"):
+        _ = store.close(), 1 // 0
+    assert "a store that has been closed" in caught.value.__notes__[0]
+    with pytest.raises(ArtifactError, match=CLOSED):
+        torch_pi2.record_accesses(model, tmp_path / "e").start()
+    with pytest.raises(ArtifactError, match=CLOSED):
+        torch_pi2.stats(model)
+    model = loaded(folder, 0.4)
+    with pytest.raises(ArtifactError, match=CLOSED), torch_pi2.record_accesses(model, tmp_path / "e"):
+        torch_pi2.stats(model)["store"].close()
+    assert not (tmp_path / "e").exists()
+
+
+def _with(**metadata: str) -> Callable[..., Any]:
+    return lambda tensors, meta: (tensors, meta | metadata)
+
+
+def _run(**values: Any) -> Callable[..., Any]:
+    return lambda tensors, meta: (tensors, meta | {"run": json.dumps(json.loads(meta["run"]) | values)})
+
+
+def _tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    return lambda tensors, meta: (tensors | {name: change(tensors[name])}, meta)
+
+
+def _set(tensor: torch.Tensor, value: int) -> torch.Tensor:
+    tensor[0] = value
+    return tensor
+
+
+DAMAGE: dict[str, tuple[Callable[..., Any], str]] = {
+    "version": (_with(version="2"), "expected torch_pi2.accesses version 1, found torch_pi2.accesses version 2"),
+    "format": (_with(format="pt"), "found pt version 1"),
+    "no JSON": (_with(stored="["), "a, stored: expected JSON, found damage"),
+    "no layers": (_with(stored="[]"), "stored: expected a list of 1 or more, found []"),
+    "sizes": (_with(stored='[["a", 8, 0, 512]]'), "stored, 0, 2: expected a whole number, 1 or more"),
+    "fields": (_with(stored='[["a", 8]]'), "stored, 0: expected a list of 4"),
+    "place": (_with(place_bytes="-5"), "place_bytes: expected a whole number, 1 or more"),
+    "policy": (_run(policy=3), "run, policy: expected text, found 3"),
+    "hot share": (_run(hot_share=1.5), "run, hot_share: expected a number, 0 or more, at most 1, found 1.5"),
+    "slots": (_run(slots=-1), "run, slots: expected a whole number, 0 or more, found -1"),
+    "resident": (_run(resident=[1, 2, 3, 10**6]), "run, resident, 3: expected a whole number"),
+    "resident of fewer": (_run(resident=[1]), "run, resident: expected a list of 4, found [1]"),
+    "missing": (_with(run="{}"), "run: expected a field policy, found none"),
+    "tensor": (lambda tensors, meta: ({"layers": tensors["layers"]}, meta), "damage (no tensor streamed)"),
+    "dtype": (_tensor("layers", lambda t: t.long()), "layers: torch.int64"),
+    "shape": (_tensor("wanted", lambda t: t[None]), "2 dimensions"),
+    "layer": (_tensor("layers", lambda t: _set(t, 99)), "call 0: expected layer 0 to 3, found 99"),
+    "streamed": (_tensor("streamed", lambda t: _set(t, 7)), "call 0: expected streamed 0 or 1, found 7"),
+    "calls": (_tensor("streamed", lambda t: t[1:].clone()), "expected as many calls in streamed as in layers"),
+    "short": (_tensor("wanted", lambda t: t[1:].clone()), "bytes of bits, found"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage(folder: Path, tmp_path: Path, damage: Callable[..., Any], message: str) -> None:
+    path = tmp_path.parent / "sound"
+    if not path.exists():
+        recorded(folder, path)
+    tensors, metadata = damage(*read_tensors(path))
+    atomic_folder_files(tmp_path, {"a": (tensors, metadata)})
+    with pytest.raises(ArtifactError) as caught:
+        Accesses.load(tmp_path / "a")
+    assert message in str(caught.value)
+
+
+def test_files_that_are_none(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="expected a safetensors file, found nothing"):
+        Accesses.load(tmp_path / "a")
+    recorded(folder, tmp_path / "a")
+    whole = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(whole[:-1])
+    with pytest.raises(ArtifactError, match="expected a whole safetensors file, found damage"):
+        Accesses.load(tmp_path / "a")
+    for bit in range(0, 8 * len(whole), 997):  # an error of ours, or accesses that can be replayed
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "a").write_bytes(flipped)
+        try:
+            accesses = Accesses.load(tmp_path / "a")
+            replay(accesses, "lru", min(accesses.slots, 100))
+        except Pi2Error:
+            pass
+
+
+def test_operators_say_what_they_expect(folder: Path, tmp_path: Path) -> None:
+    accesses, _ = recorded(folder, tmp_path / "a")
+    layers, streamed, bits, about = accesses.arguments
+    for arguments, message in (
+        ((layers.long(), streamed, bits, about), r"layers: expected contiguous int32 \[calls\]"),
+        ((layers, streamed, bits[::2], about), r"bits: expected contiguous uint8 \[bytes\]"),
+        ((layers, streamed, bits, about[:, :1].contiguous()), "two numbers of each layer, found .*, and 1"),
+        ((layers, streamed, bits, torch.zeros(4, 2, dtype=torch.int64)), "layers: expected neurons and clusters of 1"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.pi2.replay_check(*arguments)
+    with pytest.raises(RuntimeError, match="replay: expected no negative numbers and a hot share of 0 to 1"):
+        torch.ops.pi2.replay(*accesses.arguments, "lru", -1, 0.5, True, 0)
+    names = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"  # so that neither list has one that the other lacks
+    with pytest.raises(RuntimeError, match=f"accesses: policy: expected {names}, found 'clock'"):
+        torch.ops.pi2.replay(*accesses.arguments, "clock", 1, 0.5, True, 0)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "static"])  # csrc/tests/test_replay.cc has all
+def test_another_budget_in_the_middle_of_decoding(folder: Path, policy: str) -> None:
+    model = loaded(folder, 0.8, policy=policy, lookahead=policy == "lfu")
+    wanted = decoded(model)
+    parts = torch_pi2.stats(model)["budget"]
+    shares = iter([0.1, 0.6, 0.0, 0.8, 0.3, 0.0] * 2)
+
+    def resize(i: int) -> None:
+        share = next(shares)
+        made = torch_pi2.set_budget(model, parts.smallest + parts.in_slots(int(share * parts.neurons)))
+        stats = torch_pi2.stats(model)
+        assert stats["budget"] == made
+        assert stats["cache_bytes"] == made.cache
+        assert made.cache == pytest.approx(share * parts.neurons, abs=parts.slot)
+
+    assert torch.equal(decoded(model, resize), wanted)
+
+
+def test_budgets_that_cannot_be(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = loaded(folder, 0.5)
+    wanted = decoded(model)
+    parts = torch_pi2.stats(model)["budget"]
+    with pytest.raises(ConfigError, match=r"expected at least \d+ MiB, for all but neurons, found 0 MiB. Give it more"):
+        torch_pi2.set_budget(model, 1000)
+    with pytest.raises(ConfigError, match=r"expected at most [\d.]+ MiB, as it was loaded, found 1024.0 MiB"):
+        torch_pi2.set_budget(model, "1GiB")
+    with pytest.raises(ConfigError, match="expected a model over a neuron store, found one in memory"):
+        torch_pi2.set_budget(nn.Linear(2, 2), "1GiB")
+    assert torch_pi2.stats(model)["budget"] == parts
+    torch_pi2.set_budget(model, parts.smallest + parts.in_slots(parts.token // 2))
+    assert "holds less than the" in caplog.text
+    assert torch_pi2.stats(model)["store"].hot_share == 0.9
+    assert torch.equal(decoded(model), wanted)
+    mapped = torch_pi2.load(folder, budget="1GiB", offload=OffloadConfig(engine="mmap"))
+    with pytest.raises(ConfigError, match="engine: expected pread or io_uring, found mmap"):
+        torch_pi2.set_budget(mapped, parts.whole)
+    store = torch_pi2.stats(model)["store"]
+    with pytest.raises(ConfigError, match=r"cache_bytes: expected 0 to \d+, with which it was opened, found -1"):
+        store.resize(-1)
+    store.close()
+    with pytest.raises(ArtifactError, match=CLOSED):
+        store.resize(0)
+    with pytest.raises(ArtifactError, match=CLOSED):
+        torch_pi2.set_budget(model, parts.smallest)
+
+
+def test_what_a_policy_remembers_is_in_the_budget(folder: Path) -> None:
+    lru, ghosts = (torch_pi2.stats(loaded(folder, 0.5, policy=p))["budget"] for p in ("lru", "s3-fifo"))
+    assert ghosts.neuron_tables == lru.neuron_tables + 4 * lru.neurons // lru.slot
+    assert replace(ghosts, neuron_tables=lru.neuron_tables, total=lru.total) == lru
+
+
+_MEASURE = """
+import sys, torch, torch_pi2
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+torch.set_num_threads(1)
+model = torch_pi2.load(sys.argv[1], budget="1GiB")
+store, parts = model.torch_pi2_store
+with torch.no_grad():
+    model(torch.arange(8)[None])
+full = rss()
+torch_pi2.set_budget(model, parts.smallest + parts.in_slots(parts.neurons // 8))
+small = rss()
+with torch.no_grad():
+    for i in range(4):
+        model(torch.arange(8)[None] + 8 * i)
+print(parts.neurons, full - small, rss() - small)
+torch_pi2.set_budget(model, parts.whole)
+print(rss() - small)
+"""
+
+
+def test_memory_goes_back_to_the_system(tmp_path: Path) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 256}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+    torch_pi2.synthetic(tmp_path / "plain", shape, active=0.02, weights="int4")
+    torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
+    command = [sys.executable, "-c", _MEASURE, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    neurons, freed, later, grown = map(int, done.stdout.split())
+    assert freed > 0.8 * 7 / 8 * neurons
+    assert later < (4 << 20)
+    assert grown > 0.8 * 7 / 8 * neurons

@@ -1,0 +1,476 @@
+"""Watching what fires: counts against PyTorch, in memory and over stores, and what statistics are made of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_experts import SYNTHETIC
+from tiny_models import tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, StaleArtifactError
+from torch_pi2.graph import find_sites
+from torch_pi2.layers.bundles import bundle_rows
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.observe import watch as watch_module
+from torch_pi2.observe.drift import update
+from torch_pi2.observe.watch import Watch, watch
+from torch_pi2.observe.watched import save_stats, watched_stats
+from torch_pi2.ops import ACTIVATIONS, load
+from torch_pi2.predict.file import FittedPredictors
+from torch_pi2.predict.signbit import SignBit
+from torch_pi2.rewrite.handle import Optimized, apply
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.spec.stats import ActivationStats
+
+SIZES = (1, 2, 4, 8, 16)
+VOCABULARY = 64
+
+
+def ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def planned(name: str, method: str = "exact", *, hot: float = 0.4, weights: str = "float") -> nn.Module:
+    """A tiny model rewritten by a plan of random neuron orders."""
+    return copy.deepcopy(_planned(name, method, hot, weights))
+
+
+@cache
+def _planned(name: str, method: str, hot: float, weights: str) -> nn.Module:
+    model = tiny(name)
+    sites = find_sites(model)
+    generator = torch.Generator().manual_seed(3)
+    threshold = 0.4 if method == "threshold" else 0.0
+    layers, predictors = [], FittedPredictors()
+    for site in sites:
+        order = torch.randperm(site.intermediate, generator=generator).to(torch.int32)
+        n_hot = 0 if method == "threshold" else int(hot * site.intermediate)
+        layers.append(LayerPlan(site, method, n_hot, order, threshold, 0.5))
+        if method == "signbit":
+            gate = site.weights(model).gate
+            assert gate is not None
+            predictors[site.key] = SignBit.from_weights(gate)
+    parts = Optimized(Plan(layers, weights_hash(model, sites)), predictors, None)
+    return apply(model, parts, False, Config(weights=weights))
+
+
+def fires(layer: SparseFFN, x_TH: torch.Tensor, cut: float) -> torch.Tensor:
+    """``[T, I]`` bool in original order, from the layer's weights in float64."""
+    act, double_TH = ACTIVATIONS[layer.site.activation], x_TH.double()
+
+    def row(role: str) -> torch.Tensor:
+        place = 0 if role == "gate" else layer.bundles.shape[1] - 2
+        w_IH = bundle_rows(layer.bundles, place, layer.weights, layer.site.hidden, torch.float32)
+        y_TI = (double_TH @ w_IH.double().T).index_select(1, layer.inverse)
+        bias = layer.bias_gate if role == "gate" else layer.bias_up
+        return y_TI if bias is None else y_TI + bias.double()[layer.inverse]
+
+    score_TI = row("gate" if layer.site.gated else "up")
+    first_TI, score_TI = score_TI, act(score_TI)
+    if layer.site.activation_on_up:
+        score_TI = score_TI * act(row("up"))
+    doubt = first_TI.abs() if cut == 0 else (score_TI.abs() - cut).abs()
+    assert float(doubt.min()) > 1e-7, "roundings could decide whether a neuron fires: use other data"
+    asked_TI = torch.ones_like(score_TI, dtype=torch.bool)
+    if layer.has_predictor:
+        op, settings = layer.predictor_call()
+        asked_TI[:, layer.order[layer.n_hot :]] = op(x_TH, *layer.predictor(), *settings)
+    return (score_TI.abs() > cut) & asked_TI
+
+
+class Reference:
+    """The inputs of a model's sparse layers, and what must be counted of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.x: dict[str, list[torch.Tensor]] = {layer.site.key: [] for layer in sparse_layers(model)}
+        self._hooks = [
+            module.register_forward_pre_hook(self._experts if isinstance(module, SparseExperts) else self._ffn)
+            for module in model.modules()
+            if isinstance(module, (SparseFFN, SparseExperts))
+        ]
+
+    def _ffn(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        self.x[module.site.key].append(args[0].reshape(-1, module.site.hidden))
+
+    def _experts(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        for e, site in enumerate(module.sites):
+            self.x[site.key].append(args[0][(args[1] == e).any(1)])
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def check(self, stats: ActivationStats, cut: float = 0.0) -> None:
+        assert list(stats.layers) == [layer.site.key for layer in sparse_layers(self.model)]
+        for layer in sparse_layers(self.model):
+            found, calls = stats[layer.site.key], self.x[layer.site.key]
+            fired = [fires(layer, x, cut) for x in calls if len(x)]
+            assert found.tokens == sum(map(len, calls))
+            assert torch.equal(found.fired, sum(f.sum(0) for f in fired))
+            assert 0 < int(found.fired.sum()) < found.tokens * found.intermediate
+            sizes = (1,) if layer.site.experts is not None else SIZES
+            assert found.batch_sizes == sizes
+            for k, size in enumerate(sizes):
+                steps = [f for f in fired if size == 1 or len(f) <= SIZES[-1]]
+                grouped = [f[: len(f) // size * size].reshape(-1, size, f.shape[1]).any(1) for f in steps]
+                assert int(found.batch_groups[k]) == sum(map(len, grouped))
+                assert torch.equal(found.batch_fired[k], sum(g.sum(0) for g in grouped)), size
+
+
+@pytest.fixture
+def referred() -> Iterator[Callable[[nn.Module], Reference]]:
+    made: list[Reference] = []
+
+    def make(model: nn.Module) -> Reference:
+        made.append(Reference(model))
+        return made[-1]
+
+    yield make
+    for reference in made:
+        reference.close()
+
+
+def run(model: nn.Module, vocabulary: int = VOCABULARY) -> None:
+    """Steps of 1, 2, 3, 8 and 16 sequences, and a prompt."""
+    with torch.no_grad():
+        for batch, tokens in ((1, 1), (2, 1), (3, 1), (8, 1), (16, 1), (1, 25)):
+            model(ids(batch, tokens, seed=batch) % vocabulary)
+
+
+CASES = [
+    ("llama-bias", "exact", 0.4, "float"),
+    ("drelu", "exact", 0.3, "float"),
+    ("opt", "exact", 0.3, "float"),
+    ("llama", "threshold", 0.0, "float"),
+    ("llama-relu", "signbit", 0.3, "int4"),
+    ("nemotron", "dense", 1.0, "int8"),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "hot", "weights"), CASES)
+def test_counts_are_those_of_the_layer(
+    referred: Callable[[nn.Module], Reference], name: str, method: str, hot: float, weights: str
+) -> None:
+    model = planned(name, method, hot=hot, weights=weights)
+    run(model)  # before anybody watches
+    reference = referred(model)
+    with watch(model) as watched:
+        run(model)
+        assert watched.tokens == 1 + 2 + 3 + 8 + 16 + 25
+    reference.check(watched.stats(), 0.4 if method == "threshold" else 0.0)
+
+
+def test_thresholds_of_their_own(referred: Callable[[nn.Module], Reference]) -> None:
+    model = planned("llama", "dense")
+    reference = referred(model)
+    with watch(model, thresholds=0.3) as watched:
+        run(model)
+    reference.check(watched.stats(), 0.3)
+    assert int(watched.stats()["model.layers.0.mlp"].zeros.sum()) == 0  # nobody knows
+    with pytest.raises(ConfigError, match=r"firing thresholds: expected numbers >= 0 for keys of the sites, found"):
+        watch(model, thresholds={"nobody": 1.0})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Synthetic models, quantised: layers with low-rank predictors, and experts; and the stores packed from them."""
+    base = tmp_path_factory.mktemp("watch")
+    torch_pi2.synthetic(base / "plain", "tiny", active=0.2, weights="int4", layers=2, rank=32)
+    mixtral = SYNTHETIC | {"model_type": "mixtral", "num_local_experts": 4}
+    torch_pi2.synthetic(base / "experts", mixtral, active=0.3, weights="int4", predictor=None)
+    for name in ("plain", "experts"):
+        torch_pi2.pack(base / name, base / f"{name}-store")
+    return {name: base / name for name in ("plain", "experts", "plain-store", "experts-store")}
+
+
+@pytest.mark.parametrize("name", ["plain", "experts"])
+def test_over_stores_as_in_memory(
+    folders: dict[str, Path], referred: Callable[[nn.Module], Reference], name: str
+) -> None:
+    model = torch_pi2.load(folders[name])
+    over = torch_pi2.load(folders[f"{name}-store"], budget="64MiB")
+    assert any(layer.has_predictor for layer in sparse_layers(model)) == (name == "plain")
+    reference = referred(model)
+    found: list[ActivationStats] = []
+    before = torch.get_num_threads()
+    try:
+        for each, threads in ((model, 2), (over, 1), (over, 2)):
+            torch.set_num_threads(threads)
+            with watch(each) as watched:
+                run(each)
+            if threads == 2 and each is model:
+                reference.check(watched.stats())
+            with watched, sparse_only(), torch.no_grad():
+                each(ids(2, 40) % 48)  # goes on, with a prompt that is streamed from a store
+            found.append(watched.stats())
+    finally:
+        torch.set_num_threads(before)
+    assert found[0].tokens == 55 + 80
+    for stats in found[1:]:
+        assert stats.model_hash == found[0].model_hash
+        assert stats.tokens == found[0].tokens
+        for a, b in zip(found[0], stats, strict=True):
+            assert a.tokens == b.tokens
+            assert torch.equal(a.fired, b.fired)
+            assert torch.equal(a.batch_fired, b.batch_fired)
+            assert torch.equal(a.batch_groups, b.batch_groups)
+
+
+def test_two_threads_lose_nothing() -> None:
+    model = planned("llama-relu")
+    threads = [threading.Thread(target=run, args=(model,)) for _ in range(2)]
+    with watch(model) as once:
+        run(model)
+    sums = {s.key: torch.zeros_like(s.fired) for s in once.stats()}
+    with watch(model) as watched:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            for stats in watched.stats(reset=True):
+                sums[stats.key] += stats.fired
+        for stats in watched.stats(reset=True):
+            sums[stats.key] += stats.fired
+        assert watched.tokens == 0
+    for stats in once.stats():
+        assert torch.equal(sums[stats.key], 2 * stats.fired)
+
+
+def test_only_while_it_is_on() -> None:
+    model = planned("llama-relu")
+    watched = watch(model)
+    with pytest.raises(ConfigError, match=r"expected a watch that was started, found one that was not. Call start"):
+        watched.stop()
+    watched.start()
+    with pytest.raises(ConfigError, match=r"expected one watch of it at a time, found another under way. Stop that"):
+        watch(model).start()
+    with pytest.raises(ConfigError, match="one watch of it at a time"):
+        watched.start()
+    run(model)
+    assert watched.stop().tokens == watched.tokens == 55
+    run(model)
+    assert watched.tokens == 55
+    with watched:
+        run(model)
+    assert watched.stats()["model.layers.0.mlp"].tokens == watched.tokens == 110
+    with watch(planned("llama-relu")), watch(model) as other:  # another model at the same time
+        pass
+    assert other.tokens == 0
+
+
+def test_what_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected a model that torch_pi2.optimize has rewritten, found a dense model"
+    ):
+        watch(tiny("llama"))
+    model = planned("llama-relu")
+    with pytest.raises(ConfigError, match=r"batch_sizes: expected at most 17 of 1 to 64, found 3, 65"):
+        watch(model, batch_sizes=(3, 65))
+    over = torch_pi2.load(folders["plain-store"], budget="64MiB")
+    watched = watch(over)
+    over.torch_pi2_store[0].close()
+    with pytest.raises(ArtifactError, match="an open store, found a store that has been closed"):
+        watched.start()
+
+
+def test_operators_say_what_is_wrong(folders: dict[str, Path]) -> None:
+    load()
+    ops = torch.ops.pi2
+    bundles = torch.zeros(4, 3, 8)
+    for call, message in (
+        (lambda: ops.firing_start([bundles], [], []), r"cuts: expected 1, one for each layer, found 0"),
+        (lambda: ops.firing_start([bundles], [-1.0], []), r"cuts: expected 0 or more, found -1"),
+        (
+            lambda: ops.firing_start([bundles[0]], [0.0], []),
+            r"expected contiguous \[neurons, rows, hidden\], found \[3, 8",
+        ),
+        (
+            lambda: ops.firing_start([bundles], [0.0], [4, 2]),
+            r"sizes: expected at most 16, ascending from 2 to 64, found 4",
+        ),
+        (lambda: ops.firing_read(0, 0, False), r"watch: expected one under way, found number 0"),
+        (lambda: ops.firing_start_stored(0, [0], [0.0], []), r"store: expected an open one, found number 0"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    assert not ops.firing_stop(0)
+    number = ops.firing_start([bundles], [0.0], [2])
+    assert ops.firing_start([bundles], [0.0], []) == 0
+    assert ops.firing_tokens(number) == 0
+    assert ops.firing_read(number, 0, True).shape == (2, 5)
+    with pytest.raises(RuntimeError, match=r"layer: expected 0 to 0, found 1. Count them from the first"):
+        ops.firing_read(number, 1, False)
+    assert ops.firing_stop(number)
+    over = torch_pi2.load(folders["plain-store"], budget="64MiB")
+    with pytest.raises(RuntimeError, match=r"layer: expected 0 to 1, found 2. The store is of another model"):
+        ops.firing_start_stored(over.torch_pi2_store[0].number, [2], [0.0], [])
+
+
+def test_statistics_are_whole(tmp_path: Path) -> None:
+    model = planned("llama-relu")
+    with watch(model, batch_sizes=(4, 2)) as watched:
+        pass
+    empty = watched.stats()
+    with pytest.raises(
+        ConfigError, match=r"firing frequency of .*: expected statistics of some tokens, found none\. Prof"
+    ):
+        empty.frequency("model.layers.0.mlp")
+    assert empty.summary()["layers"][0]["active_share"] == 0
+    with watched, torch.no_grad():
+        run(model)
+        model(ids(4, 1))
+    stats = watched.stats()
+    assert stats.made_by == {"verb": "watch", "watched": True, "tokens": 59}
+    again = ActivationStats.load(stats.save(tmp_path), model_hash=model.torch_pi2.plan.model_hash)
+    assert again.summary() == stats.summary()
+    assert again.tokens == 59
+    doubled = stats.merge(again)
+    for a, b in zip(stats, doubled, strict=True):
+        assert torch.equal(2 * a.fired, b.fired)
+        assert torch.equal(a.frequency(4), b.frequency(4))
+        assert torch.equal(a.frequency(), a.fired.double() / a.tokens)
+        assert torch.equal(a.zeros, a.tokens - a.fired)
+        assert a.batch_groups.tolist() == [59, 4, 1]
+    assert doubled.made_by["tokens"] == doubled.tokens == 118
+    key = "model.layers.1.mlp"
+    assert stats.threshold_for(key, 0.1) == 0.0
+    assert stats[key].cofire().shape == (48, 48)
+    with pytest.raises(
+        ConfigError, match=r"expected 1 to 4 \(what was profiled\), found 8. .* or watch so many sequences"
+    ):
+        stats.frequency(key, 8)
+    with pytest.raises(
+        ConfigError, match=r"expected statistics with scores, found counts alone, of a model that was wat"
+    ):
+        stats.threshold_for(key, 0.99)
+
+
+def test_what_was_watched_adds_to_a_profile() -> None:
+    model = tiny("llama")
+    torch_pi2.optimize(model, ids(16, 32), Config(method="threshold", batch_size=4, seq_len=32, calibration_tokens=512))
+    profiled = model.torch_pi2.stats
+    with watch(model) as watched:
+        run(model)
+    live = watched.stats()
+    for a, b in zip(profiled, live, strict=True):
+        assert a.threshold == b.threshold > 0  # those of the profile, without being asked for
+    both = update(profiled, live)
+    for a, b, sum_ in zip(profiled, live, both, strict=True):
+        assert torch.equal(sum_.fired, a.fired + b.fired)
+        assert sum_.tokens == a.tokens + b.tokens
+        assert sum_.batch_sizes == SIZES
+        assert int(sum_.batch_groups[1]) == int(a.batch_groups[1] + b.batch_groups[1])
+        assert int(sum_.batch_groups[4]) == int(b.batch_groups[4]) == 1
+        assert len(sum_.cofire_bits) == len(a.cofire_bits) > 0
+        assert torch.equal(sum_.mean_score(), a.mean_score())
+        assert both.threshold_for(a.key, 0.7) == profiled.threshold_for(a.key, 0.7)  # so that it can be planned with
+    torch_pi2.plan(torch_pi2.restore(model), both, config=Config(method="threshold"))
+
+
+def test_a_watch_that_is_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_POLL_S", 0.01)
+    model = planned("llama-relu")
+    dropped = watch(model, check_every=1000).start()
+    checker = next(thread for thread in threading.enumerate() if thread.name == "torch_pi2 drift")
+    time.sleep(0.05)
+    del dropped
+    gc.collect()
+    checker.join(30)
+    assert not checker.is_alive()
+    with watch(model) as watched:  # not refused: nobody watches it
+        run(model)
+    assert watched.tokens > 0
+
+
+def test_drift_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_POLL_S", 0.01)
+    model = planned("llama-relu")  # in an order that has nothing to do with what fires
+    watched = watch(model, check_every=100, limit=0.05)
+
+    def warned() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "torch_pi2"]
+
+    with caplog.at_level(logging.WARNING, "torch_pi2"), watched:
+        with torch.no_grad():
+            for step in range(60):
+                model(ids(16, 1, seed=step))
+        for _ in range(1000):
+            if warned():
+                break
+            time.sleep(0.01)
+        assert len(warned()) == 1
+        assert warned()[0].startswith("what fires has drifted from the plan: ")
+        assert warned()[0].endswith("and plan again with `torch-pi2 plan MODEL --update FILE`")
+        found = watched.check(limit=1.0)
+        assert found.share > 0.2
+        assert len(warned()) == 1
+        watched.check(limit=0.2)
+        assert len(warned()) == 2
+    with pytest.raises(ConfigError, match=r"expected some tokens, found none. Use the model while it is watched"):
+        watch(model).check()
+
+
+def test_models_without_statistics_get_some(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = torch_pi2.load(folders["plain"])
+    stats = watched_stats(model, (1, 2, 6), tokens=20, seed=1)
+    assert stats.made_by["ids"] == "synthetic"
+    assert stats.tokens == 120
+    first = next(iter(stats))
+    assert first.batch_groups.tolist() == [120, 60, 20]
+    assert 0.1 < first.active_share < 0.3
+    over = torch_pi2.load(folders["plain-store"], budget="64MiB")
+    given = watched_stats(over, (2,), tokens=6, ids=ids(3, 9))
+    assert given.tokens == 12
+    assert given.made_by["ids"] == "given"
+    with pytest.raises(CalibrationError, match=r"expected int64 \[16 or more, 9 or more\], found int64 \[3, 9\]"):
+        watched_stats(model, tokens=8, ids=ids(3, 9))
+    with pytest.raises(
+        CalibrationError, match=r"expected ids of real text, found none, and no synthetic model. Pass ids="
+    ):
+        watched_stats(planned("llama-relu"))
+
+
+def test_statistics_beside_a_store(folders: dict[str, Path], tmp_path: Path) -> None:
+    torch_pi2.pack(folders["plain"], tmp_path / "store")
+    stats = watched_stats(torch_pi2.load(tmp_path / "store", budget="64MiB"), (1, 2), tokens=8)
+    path = save_stats(tmp_path / "store", stats)
+    assert path == tmp_path / "store" / "pi2" / "stats.safetensors"
+    found = torch_pi2.load(tmp_path / "store").torch_pi2.stats
+    assert found.summary() == stats.summary()
+    assert Watch(torch_pi2.load(tmp_path / "store", budget="64MiB")).stats().tokens == 0  # thresholds from beside it
+    assert save_stats(folders["plain"], stats).is_file()
+    path_inside = tmp_path / "inside"
+    torch_pi2.pack(folders["plain"], path_inside)
+    (folders["plain"] / "pi2" / "stats.safetensors").unlink()
+    with pytest.raises(
+        ConfigError, match=r"expected a store without statistics, found one that has them inside. Save th"
+    ):
+        save_stats(path_inside, stats)
+    over = torch_pi2.load(path_inside, budget="64MiB")
+    with watch(over, thresholds=None) as watched:
+        run(over)
+    assert watched.stats().tokens == 55
+    stats.model_hash = "another"
+    with pytest.raises(
+        StaleArtifactError, match=r"statistics for .*: expected FFN weights .*, found another. Watch the"
+    ):
+        save_stats(tmp_path / "store", stats)
+    stats.save(path)
+    with pytest.raises(StaleArtifactError, match="It belongs to another model"):
+        torch_pi2.load(tmp_path / "store")

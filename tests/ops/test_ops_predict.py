@@ -1,0 +1,341 @@
+"""Predictors, predicted layers and quantised bundles as operators: against the references, on odd sizes; refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_pi2.errors import GradientError, ShapeError
+from torch_pi2.ops import load, reference, rows
+from torch_pi2.predict.signbit import pack_signs
+
+load()
+ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
+FORMATS = [("int4", False), ("int4", True), ("int8", False), ("int8", True)]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = torch.ops.pi2.kernel_tables().partition(":")[2]
+    assert torch.ops.pi2.select_kernels(request.param)
+    yield request.param
+    torch.ops.pi2.select_kernels(best)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def quantised(*shape: int, weights: str, seed: int = 0) -> torch.Tensor:
+    """Random rows of ``shape[-1]`` numbers of about unit size."""
+    *leading, n = shape
+    groups = -(-n // rows.GROUP)
+    size = rows.row_bytes(weights, n)
+    out = torch.randint(0, 256, (*leading, size), dtype=torch.uint8, generator=generator(seed))
+    scale = (0.5 + torch.rand(*leading, groups, generator=generator(seed + 1))) * (0.2 if weights == "int4" else 0.014)
+    out[..., size - 2 * groups :] = scale.half().view(torch.uint8)
+    return out
+
+
+def layer(weights: str, neurons: int = 300, rows_: int = 3, hidden: int = 111, tokens: int = 5) -> tuple:
+    g = generator(2)
+    biases = (
+        torch.randn(neurons, generator=g) if rows_ == 3 else None,
+        torch.randn(neurons, generator=g),
+        torch.randn(hidden, generator=g),
+    )
+    x = torch.randn(tokens, hidden, generator=g)
+    if weights == "float":
+        return x, torch.randn(neurons, rows_, hidden, generator=g) * hidden**-0.5, *biases
+    return x, quantised(neurons, rows_, hidden, weights=weights), *biases
+
+
+def test_row_bytes_and_values() -> None:
+    assert [rows.row_bytes("int4", n) for n in (1, 32, 33, 4096)] == [18, 18, 36, 2304]
+    assert rows.row_bytes("int8", 4096) == 4352
+    row = torch.zeros(18, dtype=torch.uint8)
+    row[0], row[15] = 0x2F, 0x80  # weights 0 and 16; 15 and 31
+    row[16:] = torch.tensor([0.5]).half().view(torch.uint8)
+    found = rows.values(row, "int4", 32)
+    assert found[[0, 16, 15, 31]].tolist() == [3.5, -3.0, -4.0, 0.0]
+    assert rows.values(row, "int4", 5).tolist() == found[:5].tolist()
+
+
+def test_rounded_activations() -> None:
+    x = torch.tensor([[127.0, -63.4, 0.5, 1.5, *[0.0] * 28, 2.0], [float("nan"), *[1.0] * 31, 0.0]])
+    found = rows.rounded_activations(x)
+    torch.testing.assert_close(found[0, :4], torch.tensor([127.0, -63.0, 0.0, 2.0]))  # ties to even
+    assert found[0, 32] == 2.0
+    assert found[1, :32].isnan().all()
+    assert found[1, 32] == 0
+
+
+@pytest.mark.parametrize(("weights", "int8_activations"), FORMATS)
+@pytest.mark.parametrize("size", [(1, 3, 1, 1), (300, 3, 111, 5), (513, 2, 64, 70), (70, 3, 320, 1)], ids=str)
+def test_quantised_layer_equals_the_reference(isa: str, weights: str, int8_activations: bool, size: tuple) -> None:
+    tensors = layer(weights, *size)
+    n_hot = size[0] // 3
+    mask_TC = torch.rand(size[3], size[0] - n_hot, generator=generator(1)) < 0.3
+    for active in (None, mask_TC):
+        for activation, threshold in (("relu", 0.0), ("silu", 0.2)):
+            settings = (active, activation, size[1] == 3, n_hot, threshold, weights, int8_activations)
+            wanted = reference.sparse_ffn(*tensors, *settings)
+            found = torch.ops.pi2.sparse_ffn(*tensors, *settings)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6 * float(wanted.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize(("weights", "int8_activations"), FORMATS)
+def test_quantised_layer_does_not_depend_on_company_or_threads(isa: str, weights: str, int8_activations: bool) -> None:
+    x, *tensors = layer(weights, 700, 3, 96, 9)
+    settings = ("relu", True, 100, 0.0, weights, int8_activations)
+    mask_TC = torch.rand(9, 600, generator=generator(3)) < 0.2
+    together = torch.ops.pi2.sparse_ffn(x, *tensors, mask_TC, *settings)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for t in range(9):
+            alone = torch.ops.pi2.sparse_ffn(x[t], *tensors, mask_TC[t], *settings)
+            assert torch.equal(alone, together[t])
+    finally:
+        torch.set_num_threads(before)
+
+
+def lowrank_q(weights: str, tokens: int = 5, hidden: int = 77, rank: int = 40, cold: int = 530) -> tuple:
+    g = generator(5)
+    a = quantised(rank, hidden, weights=weights, seed=3)
+    b = quantised(cold, rank, weights=weights, seed=4)
+    return torch.randn(tokens, hidden, generator=g), a, b, torch.randn(cold, generator=g)
+
+
+@pytest.mark.parametrize(("weights", "int8_activations"), FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 256, 33, 700), (70, 77, 40, 530)], ids=str)
+def test_quantised_predictor_equals_the_reference(isa: str, weights: str, int8_activations: bool, shape: tuple) -> None:
+    x, a, b, bias = lowrank_q(weights, *shape)
+    for bias_or_none in (bias, None):
+        found = torch.ops.pi2.predict_lowrank_q(x, a, b, bias_or_none, weights, int8_activations, 0.05)
+        wanted = reference.predict_lowrank_q(x, a, b, bias_or_none, weights, int8_activations, 0.05)
+        assert found.shape == (shape[0], shape[3])
+        # Scores at the threshold may round either way: to int8 by a step, else in the last bits.
+        assert float((found != wanted).float().mean()) <= (0.005 if int8_activations else 0.0005)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 64, 700), (9, 65, 517), (3, 300, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_signbit_equals_the_reference(isa: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    tokens, hidden, cold = shape
+    w = torch.randn(cold, hidden, generator=generator())
+    w[0, 0] = -0.0
+    x = torch.randn(tokens, hidden, generator=generator(1)).to(dtype)
+    x[0, 0] = -0.0
+    agreeing = ((w[None] < 0) == (x[:, None] < 0)).sum(-1)
+    for margin in (0.0, 0.8, 1.0, 1.3):
+        found = torch.ops.pi2.predict_signbit(x, pack_signs(w), hidden, margin)
+        assert torch.equal(found, reference.predict_signbit(x, pack_signs(w), hidden, margin))
+        assert torch.equal(found, agreeing.double() >= margin * (hidden - agreeing))
+    x[-1, -1] = float("nan")
+    assert torch.ops.pi2.predict_signbit(x, pack_signs(w), hidden, 1e9)[-1].all()
+
+
+def predicted_cases() -> list[tuple]:
+    """Predictor tensors, kind, cut, weights and int8 activations for 77 inputs and 200 cold neurons."""
+    g = generator(9)
+    _, a, b, bias = lowrank_q("int4", cold=200)
+    a8 = torch.randint(-127, 128, (19, 77), dtype=torch.int8, generator=g)
+    b8 = torch.randint(-127, 128, (200, 19), dtype=torch.int8, generator=g)
+    scales = torch.rand(19, generator=g) * 0.01, torch.rand(200, generator=g) * 0.01
+    return [
+        ([a8, scales[0], b8, scales[1], bias], "lowrank", 0.1, "float", False),
+        ([a8, scales[0], b8, scales[1]], "lowrank", 0.01, "float", False),
+        ([a, b, bias], "lowrank_q", 0.1, "int4", False),
+        ([a, b], "lowrank_q", 0.1, "int4", True),
+        ([pack_signs(torch.randn(200, 77, generator=g))], "signbit", 1.0, "float", False),
+    ]
+
+
+def predict(x: torch.Tensor, case: tuple) -> torch.Tensor:
+    tensors, kind, cut, weights, int8_activations = case
+    if kind == "signbit":
+        return torch.ops.pi2.predict_signbit(x, *tensors, x.shape[-1], cut)
+    if kind == "lowrank":
+        return torch.ops.pi2.predict_lowrank(x, *tensors, *[None] * (5 - len(tensors)), cut)
+    return torch.ops.pi2.predict_lowrank_q(x, *tensors, *[None] * (3 - len(tensors)), weights, int8_activations, cut)
+
+
+@pytest.mark.parametrize("weights", ["float", "int4", "int8"])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_predicted_layer_has_the_bits_of_its_parts(isa: str, weights: str, tokens: int) -> None:
+    x, *tensors = layer(weights, 230, 3, 77, tokens)
+    for case in predicted_cases():
+        active = predict(x, case)
+        assert 0 < int(active.sum()) < active.numel()
+        settings = ("relu", True, 30, 0.0, weights, weights == "int8")
+        found = torch.ops.pi2.predicted_ffn(x, *tensors, *case, *settings)
+        assert torch.equal(found, torch.ops.pi2.sparse_ffn(x, *tensors, active, *settings))
+
+
+def test_predicted_layer_equals_the_reference() -> None:
+    x, *tensors = layer("int8", 230, 3, 77, 1)
+    for case in predicted_cases():
+        settings = ("relu", True, 30, 0.0, "int8", False)
+        wanted = reference.predicted_ffn(x, *tensors, *case, *settings)
+        # One neuron at the threshold may differ: a small part of the output, not the whole of it.
+        torch.testing.assert_close(torch.ops.pi2.predicted_ffn(x, *tensors, *case, *settings), wanted, rtol=0.1, atol=3)
+
+
+def test_all_hot_and_empty_inputs() -> None:
+    x, *tensors = layer("float", 30, 3, 77, 3)
+    signs = torch.zeros(0, 16, dtype=torch.uint8)
+    case = ([signs], "signbit", 1.0, "float", False)
+    found = torch.ops.pi2.predicted_ffn(x, *tensors, *case, "relu", True, 30, 0.0)
+    assert torch.equal(found, torch.ops.pi2.sparse_ffn(x, *tensors, None, "relu", True, 30, 0.0))
+    assert torch.ops.pi2.predicted_ffn(x[:0], *tensors, *case, "relu", True, 30, 0.0).shape == (0, 77)
+    assert torch.ops.pi2.predict_signbit(x.view(3, 1, 77), signs, 77, 1.0).shape == (3, 1, 0)
+
+
+def test_opcheck() -> None:
+    x, *tensors = layer("int4", 230, 3, 77, 3)
+    settings = ("relu", True, 30, 0.0, "int4", True)
+    torch.library.opcheck(torch.ops.pi2.sparse_ffn.default, (x, *tensors, None, *settings))
+    for case in predicted_cases():
+        torch.library.opcheck(torch.ops.pi2.predicted_ffn.default, (x, *tensors, *case, *settings))
+    torch.library.opcheck(torch.ops.pi2.predict_lowrank_q.default, (*lowrank_q("int8"), "int8", True, 0.0))
+    signs = pack_signs(torch.randn(40, 77))
+    torch.library.opcheck(torch.ops.pi2.predict_signbit.default, (x, signs, 77, 1.0))
+
+
+def test_opcheck_out_variant() -> None:
+    # No functionalisation: see tests/ops/test_ops.py.
+    x, *tensors = layer("int4", 230, 3, 77, 3)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for case in predicted_cases():
+        args, out = (x, *tensors, *case, "relu", True, 30, 0.0, "int4", True), torch.empty_like(x)
+        torch.library.opcheck(torch.ops.pi2.predicted_ffn.out, args, {"out": out}, test_utils=utils)
+        assert torch.ops.pi2.predicted_ffn.out(*args, out=out) is out
+        assert torch.equal(out, torch.ops.pi2.predicted_ffn(*args))
+    with pytest.raises(
+        RuntimeError, match=r"pi2: out: expected a contiguous tensor .*operator's shape, found \[3, 76\]"
+    ):
+        torch.ops.pi2.predicted_ffn.out(*args, out=torch.empty(3, 76))
+
+
+def test_gradients_are_refused() -> None:
+    x, *tensors = layer("float", 230, 3, 77, 3)
+    x.requires_grad_()
+    with pytest.raises(GradientError, match=r"predicted_ffn.*argument 0 requires grad"):
+        torch.ops.pi2.predicted_ffn(x, *tensors, *predicted_cases()[0], "relu", True, 30, 0.0)
+    with pytest.raises(GradientError, match="predict_signbit"):
+        torch.ops.pi2.predict_signbit(x, torch.zeros(3, 16, dtype=torch.uint8), 77, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
+        ({"weights": "float"}, "dtype of bundles: expected float32, .* with weights 'float', found uint8"),
+        ({"weights": "int8"}, r"bundles: expected rows of 136 bytes \(hidden size 111 of x in int8\), found 72"),
+        ({"bundles": torch.zeros(300, 3, 111)}, "dtype of bundles: expected uint8 with weights 'int4'"),
+        ({"x": torch.zeros(5, 96)}, r"bundles: expected rows of 54 bytes \(hidden size 96"),
+        ({"bias_up": torch.zeros(300).half()}, r"dtype of bias_up: expected float32 \(the weights are quantised\)"),
+        ({"bundles": torch.zeros(300, 3, 111), "weights": "float"}, "int8_activations: expected false with float"),
+    ],
+)
+def test_bad_quantised_arguments(change: dict, message: str) -> None:
+    names = ("x", "bundles", "bias_gate", "bias_up", "bias_down")
+    args = dict(zip(names, layer("int4")))
+    args |= {"active": None, "activation": "relu", "activation_on_up": True, "n_hot": 3, "threshold": 0.0}
+    args |= {"weights": "int4", "int8_activations": True} | change
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.pi2.sparse_ffn(**args)
+
+
+def test_bad_predictors() -> None:
+    x, a, b, bias = lowrank_q("int4")
+    with pytest.raises(RuntimeError, match=r"predictor tensor b: expected contiguous uint8 530 x 36 \(rows of 40 int4"):
+        torch.ops.pi2.predict_lowrank_q(x, a, b[:, :-1], bias, "int4", False, 0.0)
+    with pytest.raises(RuntimeError, match="weights: expected int4 or int8, found 'float'"):
+        torch.ops.pi2.predict_lowrank_q(x, a, b, bias, "float", False, 0.0)
+    with pytest.raises(RuntimeError, match=r"shape of predictor tensor b_bias: expected \[530\], found \[529\]"):
+        torch.ops.pi2.predict_lowrank_q(x, a, b, bias[1:], "int4", False, 0.0)
+    with pytest.raises(RuntimeError, match=r"tensor a: expected a row and a column at least, found \[0, 54\]"):
+        torch.ops.pi2.predict_lowrank_q(x, a[:0], b, bias, "int4", False, 0.0)
+    signs = pack_signs(torch.randn(9, 77))
+    with pytest.raises(RuntimeError, match="hidden size of x: expected 64"):
+        torch.ops.pi2.predict_signbit(x, signs, 64, 1.0)
+    with pytest.raises(RuntimeError, match=r"shape of signs: expected \[neurons, 16\] for hidden .*, found \[9, 8\]"):
+        torch.ops.pi2.predict_signbit(x, signs[:, :8], 77, 1.0)
+    with pytest.raises(RuntimeError, match="dtype of signs: expected uint8"):
+        torch.ops.pi2.predict_signbit(x, signs.char(), 77, 1.0)
+    with pytest.raises(RuntimeError, match="layout of signs: expected contiguous"):
+        torch.ops.pi2.predict_signbit(x, signs.T.contiguous().T, 77, 1.0)
+    for bad, shown in ((-1.0, "-1"), (float("inf"), "inf"), (float("-inf"), "-inf"), (float("nan"), "-?nan")):
+        with pytest.raises(RuntimeError, match=f"margin: expected a finite number of at least 0, found {shown}\\."):
+            torch.ops.pi2.predict_signbit(x, signs, 77, bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": torch.zeros(19, 77)}, "dtype of predictor tensor a: expected int8, found another"),
+        (
+            {"b": torch.zeros(20, 19, dtype=torch.int8).T.contiguous().T},
+            "layout of predictor tensor b: expected",
+        ),
+        (
+            {"b": torch.zeros(20, 18, dtype=torch.int8)},
+            r"tensor b: expected \[20, 19\], found \[20, 18\]",
+        ),
+        ({"b_scale": torch.zeros(20, 1)}, r"shape of predictor tensor b_scale: expected \[20\], found \[20, 1\]"),
+        ({"a_scale": torch.zeros(19).half()}, "dtype of predictor tensor a_scale: expected float32"),
+        ({"b_bias": torch.zeros(40)[::2]}, "layout of predictor tensor b_bias: expected contiguous"),
+    ],
+)
+def test_bad_predictor_tensors(change: dict, message: str) -> None:
+    args = {"x": torch.zeros(2, 77), "a": torch.zeros(19, 77, dtype=torch.int8), "a_scale": torch.zeros(19)}
+    args |= {"b": torch.zeros(20, 19, dtype=torch.int8), "b_scale": torch.zeros(20), "b_bias": None} | change
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.pi2.predict_lowrank(**args, threshold=0.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (([], "oracle", 1.0, "float", False), "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
+        (([], "signbit", 1.0, "float", False), "predictor: expected 1 tensor for kind signbit, found 0"),
+        (([torch.zeros(1)] * 4, "lowrank_q", 1.0, "int4", False), r"expected 2 tensors \(and a bias\) .*, found 4"),
+        (([torch.zeros(9, 16, dtype=torch.uint8)], "signbit", 1.0, "float", False), r"expected 200 cold .*, found 9"),
+    ],
+)
+def test_bad_predicted_layers(case: tuple, message: str) -> None:
+    x, *tensors = layer("float", 230, 3, 77, 3)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.pi2.predicted_ffn(x, *tensors, *case, "relu", True, 30, 0.0)
+
+
+def test_fakes_check_shapes() -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 64)
+        bundles = torch.empty(9, 3, 36, dtype=torch.uint8)
+        settings = (None, None, None, None, "relu", True, 0, 0.0)
+        assert torch.ops.pi2.sparse_ffn(x, bundles, *settings, "int4", True).shape == (2, 64)
+        with pytest.raises(ShapeError, match=r"expected rows of 54 bytes \(hidden size 96 of x in int4\), found 36"):
+            torch.ops.pi2.sparse_ffn(torch.empty(2, 96), bundles, *settings, "int4", True)
+        signs = torch.empty(9, 16, dtype=torch.uint8)
+        assert torch.ops.pi2.predict_signbit(torch.empty(2, 77), signs, 77, 1.0).shape == (2, 9)
+        with pytest.raises(ShapeError, match=r"signs: expected \[rows, 8\] bytes"):
+            torch.ops.pi2.predict_signbit(x, signs, 64, 1.0)
+        with pytest.raises(ShapeError, match=r"predictor tensor a: expected \[rows, 36\] bytes"):
+            torch.ops.pi2.predict_lowrank_q(x, signs, signs, None, "int4", False, 0.0)
+
+
+def test_timings_tell_predictor_and_layer_apart() -> None:
+    x, *tensors = layer("float", 230, 3, 77, 3)
+    torch.ops.pi2.timings(True)
+    for _ in range(3):
+        torch.ops.pi2.predicted_ffn(x, *tensors, *predicted_cases()[0], "relu", True, 30, 0.0)
+    found = torch.ops.pi2.timings(True)
+    assert sorted(found[:, :4].tolist()) == [[1, 200, 77, 3], [2, 230, 77, 3]]
+    assert (found[:, 4] > 0).all()
+    assert torch.ops.pi2.timings(False).shape == (0, 5)

@@ -1,0 +1,215 @@
+"""Operators over quantised rows: the formats, C++ against the reference bit for bit, kernels of linear, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from torch_pi2.errors import ConfigError, DtypeError, GradientError, NonFiniteError, ShapeError
+from torch_pi2.ops import load, reference_quant
+from torch_pi2.ops.quantized import KINDS, bits_per_weight, quantize
+from torch_pi2.ops.rows import row_bytes, values
+
+load()
+ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [(1, 1), (3, 5), (7, 32), (70, 33), (33, 100), (65, 320)]  # N, K
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = torch.ops.pi2.kernel_tables().partition(":")[2]
+    assert torch.ops.pi2.select_kernels(request.param)
+    yield request.param
+    torch.ops.pi2.select_kernels(best)
+
+
+def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)) * scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_and_dequantize_are_the_reference_bit_for_bit(
+    kind: str, size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    importance = torch.rand(size[1], generator=torch.Generator().manual_seed(1))
+    for scale in (1.0, 1e-6, 1e-9, 300.0, 0.0):
+        w = matrix(*size, scale).to(dtype)
+        for weight in (None, importance):
+            rows = torch.ops.pi2.quantize(w, kind, weight)
+            assert rows.shape == (size[0], row_bytes(kind, size[1]))
+            assert torch.equal(rows, reference_quant.quantize(w, kind, weight))
+        for out in DTYPES:
+            wanted = reference_quant.dequantize(rows, kind, size[1], out)
+            assert torch.equal(torch.ops.pi2.dequantize(rows, kind, size[1], out), wanted)
+
+
+def test_bytes_are_as_documented() -> None:
+    """Built by hand: integers -8 to 7 at both ends of the nibbles, and the float16 scale behind all values."""
+    integers = torch.arange(32) % 16 - 8.0
+    rows = torch.ops.pi2.quantize(0.5 * integers[None], "int4", None)
+    low, high = integers[:16] + 8, integers[16:] + 8
+    assert rows[0, :16].tolist() == (low + 16 * high).int().tolist()
+    assert rows[0, 16:].view(torch.float16).tolist() == [0.5]
+    assert torch.equal(values(rows, "int4", 32)[0], 0.5 * integers)
+    rows = torch.ops.pi2.quantize(torch.tensor([[127.0, -127.0, 3.0]]), "int8", None)
+    assert rows[0, :3].view(torch.int8).tolist() == [127, -127, 3]
+    assert rows[0, 3:32].tolist() == [0] * 29
+    assert [bits_per_weight(kind) for kind in KINDS] == [4.5, 8.5]
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int4", 0.084), ("int8", 0.006)])
+def test_error_on_normal_weights(kind: str, bound: float) -> None:
+    """A scale of |v| / 8 alone gives 0.086 with int4."""
+    w = matrix(64, 512)
+    off = torch.ops.pi2.dequantize(torch.ops.pi2.quantize(w, kind, None), kind, 512, torch.float32) - w
+    assert float(off.norm() / w.norm()) < bound
+
+
+def test_importance_moves_the_error_to_columns_that_do_not_count() -> None:
+    w, counts = matrix(256, 32), torch.where(torch.arange(32) < 16, 1.0, 0.01)
+
+    def error(importance: torch.Tensor | None) -> float:
+        rows = torch.ops.pi2.quantize(w, "int4", importance)
+        off = torch.ops.pi2.dequantize(rows, "int4", 32, torch.float32) - w
+        return float((counts * off.square()).sum())
+
+    assert error(counts) < 0.97 * error(None)
+
+
+def test_dequantize_reads_strided_rows() -> None:
+    bundles = torch.stack([torch.ops.pi2.quantize(matrix(9, 40, s), "int4", None) for s in (1.0, 2.0, 3.0)], 1)
+    for r in range(3):
+        found = torch.ops.pi2.dequantize(bundles[:, r], "int4", 40, torch.float32)
+        assert torch.equal(found, values(bundles[:, r], "int4", 40))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("int8_activations", [False, True])
+def test_linear_equals_the_reference(isa: str, kind: str, int8_activations: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for rows, columns in (*SIZES, (130, 1024)):
+        quantised = torch.ops.pi2.quantize(matrix(rows, columns, columns**-0.5), kind, None)
+        bias = torch.randn(rows, generator=generator)
+        for tokens in (1, 3, 70):
+            for dtype in DTYPES:
+                x = torch.randn(tokens, columns, generator=generator).to(dtype)
+                for b in (None, bias):
+                    args = (x, quantised, b, kind, int8_activations)
+                    found, wanted = torch.ops.pi2.linear(*args), reference_quant.linear(*args)
+                    assert found.dtype is dtype
+                    rounding = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
+                    torch.testing.assert_close(
+                        found.float(), wanted.float(), rtol=0, atol=rounding * (1 + float(wanted.abs().max()))
+                    )
+
+
+@pytest.mark.parametrize("int8_activations", [False, True])
+def test_linear_shows_nan_in_its_own_token_only(int8_activations: bool) -> None:
+    x = matrix(3, 64)
+    x[1, 5] = float("nan")
+    y = torch.ops.pi2.linear(x, torch.ops.pi2.quantize(matrix(8, 64), "int4", None), None, "int4", int8_activations)
+    assert y.isnan().all(1).tolist() == [False, True, False]
+    assert not y[[0, 2]].isnan().any()
+
+
+def test_opcheck() -> None:
+    w, x = matrix(5, 40), matrix(3, 40)
+    torch.library.opcheck(torch.ops.pi2.quantize.default, (w, "int4", torch.ones(40)))
+    for kind in KINDS:
+        rows = torch.ops.pi2.quantize(w, kind, None)
+        torch.library.opcheck(torch.ops.pi2.dequantize.default, (rows, kind, 40, torch.bfloat16))
+        torch.library.opcheck(torch.ops.pi2.linear.default, (x, rows, torch.ones(5), kind, False))
+        torch.library.opcheck(torch.ops.pi2.linear.default, (x[None], rows, None, kind, True))
+
+
+def test_opcheck_out_variant() -> None:
+    # No functionalisation: see tests/ops/test_ops.py.
+    x, rows = matrix(3, 40), torch.ops.pi2.quantize(matrix(5, 40), "int4", None)
+    args, out = (x, rows, torch.ones(5), "int4", True), torch.empty(3, 5)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.pi2.linear.out, args, {"out": out}, test_utils=utils)
+    assert torch.ops.pi2.linear.out(*args, out=out) is out
+    assert torch.equal(out, torch.ops.pi2.linear(*args))
+    for wrong, found in ((torch.empty(3, 6), r"\[3, 6\]"), (torch.empty(3, 5).double(), r"another dtype, \[3, 5\]")):
+        with pytest.raises(
+            RuntimeError, match=rf"pi2: out: expected a contiguous tensor with x's dtype .*found {found}"
+        ):
+            torch.ops.pi2.linear.out(*args, out=wrong)
+    with pytest.raises(RuntimeError, match=r"found strided, \[3, 5\]\. Make it with torch\.empty"):
+        torch.ops.pi2.linear.out(*args, out=torch.empty(5, 3).T)
+
+
+def test_refusals_of_the_operators() -> None:
+    rows = torch.ops.pi2.quantize(matrix(5, 40), "int4", None)
+    with pytest.raises(RuntimeError, match=r"weights: expected int4 or int8, found 'int3'"):
+        torch.ops.pi2.quantize(matrix(5, 40), "int3", None)
+    with pytest.raises(RuntimeError, match=r"pi2: rows: expected contiguous uint8 5 x 72 .*rows of 100 int4 numbers"):
+        torch.ops.pi2.linear(torch.ones(2, 100), rows, None, "int4", False)
+    with pytest.raises(RuntimeError, match=r"pi2: rows: .* found another dtype, \[5, 36\]"):
+        torch.ops.pi2.linear(torch.ones(2, 40), rows.char(), None, "int4", False)
+    with pytest.raises(RuntimeError, match=r"pi2: rows: .* found strided, \[5, 36\]"):
+        torch.ops.pi2.linear(torch.ones(2, 40), rows.T.contiguous().T, None, "int4", False)
+    with pytest.raises(RuntimeError, match=r"uint8 \[rows, 36\] for 40 columns of int4"):
+        torch.ops.pi2.dequantize(rows[:, :-1], "int4", 40, torch.float32)
+    with pytest.raises(GradientError, match=r"torch.ops.pi2.linear: expected no gradients"):
+        torch.ops.pi2.linear(torch.ones(2, 40, requires_grad=True), rows, None, "int4", False)
+    with torch.device("meta"), pytest.raises(ShapeError, match=r"rows: expected \[rows, 72\] \(100 columns of int4\)"):
+        torch.ops.pi2.linear(torch.ones(2, 100), rows.to("meta"), None, "int4", False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_refuses_what_no_integer_stands_for(kind: str, dtype: torch.dtype) -> None:
+    w = matrix(70, 100).to(dtype)
+    for bad, shown in ((float("nan"), "NaN"), (float("inf"), "inf"), (float("-inf"), "-inf")):
+        broken = w.clone()
+        broken[69, 2] = broken[66, 99] = broken[66, 98] = bad  # the first is named, whichever thread met one
+        for importance in (None, torch.ones(100)):
+            with pytest.raises(RuntimeError, match=rf"w: expected finite .*found {shown} in row 66, column 98\. Check"):
+                torch.ops.pi2.quantize(broken, kind, importance)
+
+
+def test_quantize_refuses_weights_and_importance_out_of_range() -> None:
+    w = matrix(4, 40)
+    w[2, 39] = -524064.0
+    with pytest.raises(RuntimeError, match=r"at most 524032 \(int4 .*, found -524064 in row 2, column 39"):
+        torch.ops.pi2.quantize(w, "int4")
+    w[2, 39] = 524032.0  # the scale is the largest float16
+    assert torch.equal(torch.ops.pi2.quantize(w, "int4"), reference_quant.quantize(w, "int4"))
+    assert torch.isfinite(values(torch.ops.pi2.quantize(w, "int4"), "int4", 40)).all()
+    w[2, 39] = 8319009.0
+    with pytest.raises(RuntimeError, match=r"at most 8319008 \(int8 "):
+        torch.ops.pi2.quantize(w, "int8")
+    for bad, shown in ((-1.0, "-1"), (float("nan"), "NaN"), (float("inf"), "inf")):
+        importance = torch.ones(40)
+        importance[7] = bad
+        for kind in KINDS:
+            with pytest.raises(RuntimeError, match=rf"importance: expected finite .*, found {shown} for column 7\."):
+                torch.ops.pi2.quantize(matrix(4, 40), kind, importance)
+
+
+def test_refusals_of_the_python_face() -> None:
+    w = matrix(4, 40)
+    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8, found 'float'"):
+        quantize("w", w, "float")
+    with pytest.raises(DtypeError, match=r"dtype of w: expected float32, bfloat16 or float16, found float64"):
+        quantize("w", w.double(), "int4")
+    with pytest.raises(ShapeError, match=r"w: expected \[rows, columns\], found \(40,\)"):
+        quantize("w", w[0], "int4")
+    for bad in (float("nan"), float("-inf")):
+        broken = w.clone()
+        broken[2, 3] = bad
+        with pytest.raises(NonFiniteError, match=r"values of layers.7.q_proj: .* found 1 NaN or infinite of 160"):
+            quantize("layers.7.q_proj", broken, "int8")
+    with pytest.raises(NonFiniteError, match=r"at most 524032, for int4 with float16 scales, found 600000"):
+        quantize("w", torch.full((1, 32), 6e5), "int4")
+    assert torch.isfinite(values(quantize("w", torch.full((1, 32), 5.2e5), "int4"), "int4", 32)).all()
+    with pytest.raises(ShapeError, match=r"importance for w: expected \[40\]"):
+        quantize("w", w, "int4", torch.ones(39))
+    with pytest.raises(NonFiniteError, match=r"importance for w: expected finite numbers of at least 0"):
+        quantize("w", w, "int4", -torch.ones(40))

@@ -1,0 +1,156 @@
+"""More than one process on a store, a full disk, and what the system itself takes away."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from small_budget import logits, small
+from stores import SMALL, store_of
+from tiny_models import tiny
+
+import torch_pi2
+from torch_pi2.errors import ArtifactError, Pi2Error
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("processes")
+    for name, seed in (("one", 0), ("two", 1)):
+        torch_pi2.synthetic(base / f"{name}-plain", SMALL, active=0.2, rank=16, seed=seed)
+        torch_pi2.pack(base / f"{name}-plain", base / name)
+    return base
+
+
+@pytest.fixture
+def one(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base / "one", tmp_path / "one"))
+
+
+_READER = """
+import sys, torch, torch_pi2
+from torch_pi2.spec.offload import OffloadConfig
+torch.set_num_threads(1)
+folder, *settings = sys.argv[1:]
+config = OffloadConfig(preload=False, io_threads=2, engine=settings[0])
+budget = torch_pi2.stats(torch_pi2.load(folder, budget="1GiB", offload=config))["budget"].smallest
+model = torch_pi2.load(folder, budget=budget if settings[0] != "mmap" else "1GiB", offload=config)
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        with torch.no_grad():
+            y = model(torch.arange(1, 13)[None]).logits
+        print("bits", y.double().sum().item().hex(), flush=True)
+    except torch_pi2.errors.Pi2Error as error:
+        print("error", type(error).__name__, str(error).replace("\\n", " "), flush=True)
+"""
+
+
+class Reader:
+    """Another process that has opened the store of ``folder``."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _READER, folder, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip()
+
+    def ask(self) -> str:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        return self._line()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("engine", ["auto", "mmap"])
+def test_a_store_that_is_cut_off_packed_over_and_deleted_below_another_process(
+    base: Path, one: Path, engine: str
+) -> None:
+    """Of a file cut off in place it is told by name, not by a signal; else it reads what was there, to its end."""
+    reader = Reader(one, engine)
+    wanted = reader.ask()
+    assert wanted.startswith("bits")
+    whole = store_of(one).read_bytes()
+    os.truncate(store_of(one), len(whole) // 2)
+    for _ in range(2):
+        assert reader.ask().startswith("error ArtifactError")
+    with store_of(one).open("r+b") as file:
+        file.write(whole)
+    assert reader.ask() == wanted
+    torch_pi2.pack(base / "two-plain", one)
+    assert reader.ask() == wanted
+    assert torch.equal(logits(small(one)), logits(small(base / "two")))
+    shutil.rmtree(one)
+    assert reader.ask() == wanted
+    reader.close()
+    with pytest.raises(ArtifactError):
+        torch_pi2.load(one, budget="1GiB")
+
+
+# --- a full disk ---
+
+
+@contextmanager
+def full_disk(folder: Path, room: int) -> Iterator[None]:
+    """``folder`` on a file system of ``room`` bytes; where none can be mounted, no file may be larger than that."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", folder]
+    mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not mounted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room // 4, hard))
+    try:
+        yield
+    finally:
+        if mounted:
+            subprocess.run(["umount", folder], check=True)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture(scope="module")
+def writers(base: Path) -> dict[str, Callable[[Path], object]]:
+    tiny("llama-relu").save_pretrained(base / "float")
+    model = torch_pi2.optimize(tiny("llama-relu"), None, torch_pi2.Config(method="exact"))
+    return {
+        "pack": lambda folder: torch_pi2.pack(base / "one-plain", folder),
+        "quantize": lambda folder: torch_pi2.quantize(base / "float", folder),
+        "synthetic": lambda folder: torch_pi2.synthetic(folder, SMALL, active=0.2, rank=16),
+        "save": lambda folder: torch_pi2.save(model, folder),
+        "plan": lambda folder: model.torch_pi2.plan.save(folder),
+    }
+
+
+@pytest.mark.parametrize("room", [4096, 65536])
+def test_a_full_disk(writers: dict[str, Callable[[Path], object]], tmp_path: Path, room: int) -> None:
+    """Refused by name with nothing left, or written whole."""
+    refused = 0
+    for name, write in writers.items():
+        disk = tmp_path / name
+        disk.mkdir()
+        with full_disk(disk, room):
+            said = ""
+            try:
+                write(disk / "out")
+            except Pi2Error as error:
+                said = str(error)
+            if said:
+                refused += 1
+                assert "space" in said or "too large" in said, (name, said)
+                assert os.listdir(disk) in ([], ["out"]), name
+                assert [p.name for p in (disk / "out").rglob("*") if p.name.startswith(".")] == [], name
+        write(disk / "out")
+    assert refused >= 3

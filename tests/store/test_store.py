@@ -1,0 +1,910 @@
+"""Neuron stores: the bytes of the format, packing that survives kills, and damage that is always noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from stores import HASH, SMALL, Damaged, logits, pack, parts_beside, rename_checked, stopped, store_of, toy
+from tiny_models import tiny
+
+import torch_pi2
+from torch_pi2.base.crc32c import continue_crc32c, crc32c, crc32c_by_table, has_operator
+from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.tensorfile import Spec, TensorReader
+from torch_pi2.checkpoint import pack as packing
+from torch_pi2.checkpoint.quantize import quantize
+from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.checkpoint.sparse import load_sparse
+from torch_pi2.cli import main
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.store.parts import Parts
+from torch_pi2.store.storefile import StoreReader, open_weights, part_of, tensor_check
+from torch_pi2.store.superblock import LayerEntry, Superblock, slot_bytes
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``in``, a quantised folder, and ``out``, its store."""
+    root = tmp_path_factory.mktemp("toys")
+    pack(toy(root / "in"), root / "out")
+    return root
+
+
+def weights_of(folder: Path) -> Path:
+    return folder / "pi2" / "weights.safetensors"
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# --- bytes ---
+
+
+def test_checksums_are_castagnolis() -> None:
+    rows = torch.tensor([list(b"123456789")], dtype=torch.uint8)
+    assert int(crc32c_by_table(rows)[0]) == 0xE3069283
+    # RFC 3720, B.4
+    vectors = {0x8A9136AA: [0] * 32, 0x62A8AB43: [255] * 32, 0x46DD794E: list(range(32)), 0x113FDB5C: range(31, -1, -1)}
+    found = crc32c_by_table(torch.tensor([list(v) for v in vectors.values()], dtype=torch.uint8))
+    assert found.tolist() == list(vectors)
+    assert crc32c_by_table(torch.empty((0, 7), dtype=torch.uint8)).shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1500, 54), (2, 4099), (1, 0)])
+def test_both_ways_to_checksums_agree(shape: tuple[int, int]) -> None:
+    rows = torch.randint(0, 256, shape, dtype=torch.uint8)
+    found = crc32c_by_table(rows)
+    assert (found.dtype, found.shape) == (torch.int64, shape[:1])
+    assert has_operator()  # else crc32c would be compared with itself
+    assert torch.equal(crc32c(rows), found)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (9,), (4, 5), (5, 3, 1), (1, 1, 1, 1, 1, 4), (4096, 2, 4096, 3)])
+def test_checksums_go_on_from_piece_to_piece(sizes: tuple[int, ...]) -> None:
+    whole = (b"123456789" * 911)[: sum(sizes)]
+    crc = start = 0
+    for size in sizes:
+        crc, start = continue_crc32c(crc, whole[start : start + size]), start + size
+    assert crc == int(
+        crc32c_by_table(torch.frombuffer(bytearray(whole) or bytearray(1), dtype=torch.uint8)[None, : len(whole)])[0]
+    )
+
+
+def test_superblock_to_the_byte(toys: Path) -> None:
+    """What the core parses; layers of 50 gated and 9 plain neurons of 40 numbers."""
+    data = store_of(toys / "out").read_bytes()
+    assert data[:8] == (4096 - 8).to_bytes(8, "little")
+    block = data[4096:8192]
+    assert block[:12] == b"PI2STORE" + bytes.fromhex("01000000")
+    assert block[16:72] == bytes.fromhex("0010000000000000") + len(data).to_bytes(8, "little") + bytes.fromhex(
+        "0200000000100000" + HASH
+    )
+    assert block[128:176].hex() == (
+        "0020000000000000"  # slots at 8192, after the superblock
+        "00a2000000000000"  # checksums after the slots of both layers
+        "32000000"
+        "28000000"
+        "03000000"
+        "04000000"  # 50 neurons, hidden 40, 3 rows, int4
+        "00020000"
+        "24000000"
+        "05000000"
+        "03000000"  # slots of 512, rows of 36 bytes, 5 hot, layer 3
+    )
+    assert block[256:304].hex() == (
+        "0090000000000000"  # on the next page
+        "c8a2000000000000"
+        "09000000"
+        "28000000"
+        "02000000"
+        "04000000"
+        "00020000"
+        "24000000"
+        "09000000"
+        "04000000"  # dense: all are hot
+    )
+    assert not any(block[72:128] + block[176:256] + block[304:])
+    checked = torch.frombuffer(bytearray(block[:12] + bytes(4) + block[16:]), dtype=torch.uint8)
+    assert block[12:16] == int(crc32c_by_table(checked[None])[0]).to_bytes(4, "little")
+    parsed = Superblock.parse(block)
+    assert parsed.layers[0] == LayerEntry(8192, 0xA200, 50, 40, 3, 4, 512, 36, 5, 3)
+    assert (parsed.pack(), parsed.layers[0].bundle_bytes) == (block, 108)
+
+
+def test_superblocks_of_many_layers_take_more_pages() -> None:
+    entry = LayerEntry(8192, 0, 1, 32, 2, 4, 512, 18, 0, 0)
+    for layers, pages in ((1, 1), (31, 1), (32, 2), (1000, 32)):
+        data = Superblock(1, b"h" * 32, (entry,) * layers).pack()
+        assert len(data) == 4096 * pages
+        assert len(Superblock.parse(data).layers) == layers
+
+
+def test_slots() -> None:
+    assert [slot_bytes(n) for n in (54, 512, 513, 4095, 4096, 4097, 6912)] == [512, 512, 1024, 4096, 4096, 8192, 8192]
+    assert [slot_bytes(6912, align) for align in (512, 1024, 16384)] == [7168, 7168, 16384]
+
+
+def test_the_file_is_laid_out_as_documented(toys: Path) -> None:
+    with StoreReader(store_of(toys / "out")) as store:
+        in_order = sorted(store.specs, key=lambda name: (store.offset(name), store.specs[name].nbytes))
+        assert [n for n in in_order if n != "none"][:7] == [
+            "pi2.superblock",
+            "layers.0.bundles",
+            "pi2.padding.0",
+            "layers.1.bundles",
+            "layers.0.checks",
+            "layers.1.checks",
+            "pi2.padding.1",
+        ]
+        assert store.offset("pi2.padding.1") + store.specs["pi2.padding.1"].nbytes == 0xB000
+        regions = store.regions()
+        assert sum(regions.values()) == store.file_bytes == store_of(toys / "out").stat().st_size
+        assert regions["bundles"] == 50 * 108 + 9 * 72
+        assert regions["slot_padding"] == 59 * 512 - regions["bundles"]
+        assert regions["linears"] == 70 * 36
+    tensors = load_file(str(store_of(toys / "out")))
+    assert not tensors["layers.0.bundles"][:, 108:].any()
+    checks = tensors["layers.0.checks"].numpy().view("<u4").tolist()
+    assert checks == crc32c_by_table(tensors["layers.0.bundles"][:, :108].contiguous()).tolist()
+
+
+def test_clusters_share_slots(tmp_path: Path) -> None:
+    torch_pi2.pack(toy(tmp_path / "in"), tmp_path / "out", cluster=8)
+    data = store_of(tmp_path / "out").read_bytes()
+    block = Superblock.parse(data[4096:8192])
+    assert data[4096 + 8 : 4096 + 12] == bytes.fromhex("02000000")
+    assert data[4096 + 128 + 48 : 4096 + 128 + 52] == bytes.fromhex("08000000")
+    first, last = block.layers
+    assert (first.cluster, first.slot_bytes, first.slots_in_file) == (8, 1024, 7)  # 8 x 108 bytes; 50 neurons
+    assert (last.cluster, last.slot_bytes, last.slots_in_file) == (8, 1024, 2)  # 8 x 72 bytes; 9 neurons
+    with StoreReader(store_of(tmp_path / "out")) as store, TensorReader(weights_of(tmp_path / "in")) as weights:
+        wanted = weights.read("layers.0.bundles").flatten(1)
+        assert torch.equal(store.read("layers.0.bundles")[6, : 2 * 108], wanted[48:].flatten())
+        assert not store.read("layers.0.bundles")[6, 2 * 108 :].any()
+        assert torch.equal(store.read_layer(0, (7, 49)).flatten(1), wanted[7:49])
+
+
+def test_clusters_are_for_layers_without_predictors(tmp_path: Path) -> None:
+    torch_pi2.pack(toy(tmp_path / "in"), tmp_path / "out")
+    with StoreReader(store_of(tmp_path / "out")) as store:
+        assert [entry.cluster for entry in store.entries] == [64, 64]
+    for cluster in (0, 3, 128):
+        with pytest.raises(ConfigError, match=rf"a power of two from 1 to 64, found {cluster}"):
+            torch_pi2.pack(tmp_path / "in", tmp_path / "other", cluster=cluster)
+
+
+@pytest.mark.parametrize(("align", "cluster"), [(None, 1), (512, 1), (8192, 1), (None, None), (4096, 4)])
+def test_everything_comes_back(tmp_path: Path, align: int | None, cluster: int | None) -> None:
+    source = toy(tmp_path / "in", (50, 9, 33))
+    report = torch_pi2.pack(source, tmp_path / "out", slot_align=align, cluster=cluster)
+    with TensorReader(source / "pi2" / "weights.safetensors") as old, StoreReader(store_of(tmp_path / "out")) as new:
+        for i, key in enumerate(new.keys):
+            wanted = old.read(f"{key}.bundles")
+            assert torch.equal(new.read_layer(i), wanted)
+            assert torch.equal(new.read_layer(i, (3, 8)), wanted[3:8])
+            in_slot = new.entries[i].cluster * new.entries[i].bundle_bytes
+            assert new.entries[i].slot_bytes == slot_bytes(in_slot, align)
+        weights = [name for name in new.checks if part_of(name) is None]
+        for name in weights:
+            assert old.spec(name) == new.spec(name)
+            assert torch.equal(raw(new.read(name)), raw(old.read(name)))
+        assert {*weights} == {n for n in old.specs if not n.endswith(".bundles")}
+        parts = ("superblock", "bundles", "linears", "floats", "plan", "predictors", "stats")
+        assert new.verify() == sum(new.regions()[part] for part in parts)
+        assert json.loads(new.metadata["provenance"])["from"] == "torch_pi2.weights"
+        for name in ("linears", "sites", "weights", "model_hash"):
+            assert new.metadata[name] == old.metadata[name]
+        assert report.regions == new.regions()
+        assert (report.layers, report.neurons, report.resumed_layers) == (3, 92, 0)
+        assert report.file_bytes == new.file_bytes
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    assert os.listdir(tmp_path / "out" / "pi2") == ["model.pi2"]
+
+
+def test_pieces_do_not_show(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("checkpoint.pack", "store.storefile"):
+        monkeypatch.setattr(f"torch_pi2.{module}.PIECE", 4096)
+    pack(toys / "in", tmp_path / "out")
+    assert store_of(tmp_path / "out").read_bytes() == store_of(toys / "out").read_bytes()
+    with StoreReader(store_of(tmp_path / "out")) as store:
+        store.verify()
+    pack(toys / "out", tmp_path / "again")  # a store, packed once more
+    with StoreReader(store_of(tmp_path / "again")) as store:
+        store.verify()
+        assert json.loads(store.metadata["provenance"])["from"] == "torch_pi2.store"
+        old = load_file(str(store_of(toys / "out")))
+        assert all(torch.equal(raw(t), raw(old[n])) for n, t in load_file(str(store_of(tmp_path / "again"))).items())
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "opt", "phi3"])
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_store_is_the_model_it_was_packed_from(tmp_path: Path, name: str, weights: str) -> None:
+    tiny(name).save_pretrained(tmp_path / "float")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "q", weights)
+    pack(tmp_path / "q", tmp_path / "store")
+    packed = torch_pi2.load(tmp_path / "store")
+    assert torch.equal(logits(packed), logits(torch_pi2.load(tmp_path / "q")))
+    assert torch.equal(logits(load_dense(tmp_path / "store")), logits(load_dense(tmp_path / "q")))
+    report = pack(tmp_path / "float", tmp_path / "direct", weights=weights)
+    assert store_of(tmp_path / "direct").read_bytes() == store_of(tmp_path / "store").read_bytes()
+    assert report.bytes_written >= report.file_bytes - 4096
+    torch_pi2.save(packed, tmp_path / "saved")  # in memory it is a quantised model like any other
+    files = [load_file(str(tmp_path / n / "pi2" / "weights.safetensors")) for n in ("q", "saved")]
+    assert all(torch.equal(files[0][n], files[1][n]) for n in files[0])
+    assert sorted(os.listdir(tmp_path)) == ["direct", "float", "q", "saved", "store"]
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+#: Models that are no causal language model: their configuration names their class.
+CLASSES: dict[str, Callable[[], Any]] = {
+    "encoder": lambda: transformers.BertModel(transformers.BertConfig(**SIZES, hidden_act="relu")),
+    "classifier": lambda: transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**SIZES, hidden_act="relu", pad_token_id=0)
+    ),
+    "no head": lambda: transformers.LlamaModel(transformers.LlamaConfig(**SIZES, hidden_act="relu")),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@torch.no_grad()
+def test_models_are_of_the_class_that_their_configuration_names(tmp_path: Path, name: str) -> None:
+    model, ids = CLASSES[name]().eval(), torch.arange(3, 12)[None]
+    wanted, kind = model(ids)[0], type(model)
+    torch_pi2.save(torch_pi2.optimize(model), tmp_path / "saved")
+    pack(tmp_path / "saved", tmp_path / "store")
+    quantize(tmp_path / "saved", tmp_path / "q", "int8")
+    for folder, error in (("saved", 1e-5), ("store", 1e-5), ("q", 5e-2)):
+        loaded = torch_pi2.load(tmp_path / folder)
+        assert type(loaded) is kind
+        torch.testing.assert_close(loaded(ids)[0], wanted, rtol=0, atol=error * float(wanted.abs().max()))
+        assert type(load_dense(tmp_path / folder)) is kind
+
+
+def test_lack_of_memory_is_no_fault_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "m")
+    pack(tmp_path / "m", tmp_path / "store")
+
+    def fail(*_args: Any, **_settings: Any) -> Any:
+        raise MemoryError
+
+    for name in ("from_pretrained", "from_config"):
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, name, fail)
+    for folder in ("m", "store"):
+        with pytest.raises(MemoryError):
+            torch_pi2.load(tmp_path / folder)
+
+
+def test_predictors_and_configuration_come_along(tmp_path: Path) -> None:
+    torch_pi2.synthetic(tmp_path / "q", SMALL, rank=16)
+    (tmp_path / "q" / "tokenizer.json").write_text("{}")
+    pack(tmp_path / "q", tmp_path / "store")
+    with Parts(tmp_path / "store" / "pi2") as parts:
+        assert parts.predictors().keys() == parts.plan().by_key().keys()
+    assert (tmp_path / "store" / "tokenizer.json").is_file()
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "store")), logits(torch_pi2.load(tmp_path / "q")))
+    with StoreReader(store_of(tmp_path / "store")) as store:
+        assert json.loads(store.metadata["synthetic"])["rank"] == 16
+
+
+def test_layers_can_be_made_by_somebody_else(tmp_path: Path) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    pack(tmp_path / "float", tmp_path / "store", weights="int4")
+    pi2 = tmp_path / "store" / "pi2"
+    seen = []
+
+    def make(layer: LayerPlan, reader: Any, dtype: torch.dtype) -> SparseFFN:
+        seen.append((layer.site.key, dtype, type(reader)))
+        return SparseFFN.empty(layer.site, layer, reader.kind, dtype=dtype)
+
+    options: dict[str, Any] = {"dtype": None, "trust_remote_code": False, "int8_activations": False, "progress": False}
+    with Parts(pi2) as parts:
+        plan = parts.plan()
+    load_sparse(tmp_path / "store", pi2, plan, {}, **options, make_layer=make)
+    key = "model.layers.{}.mlp"
+    assert seen == [(key.format(i), torch.float32, StoreReader) for i in (0, 1)]
+
+
+# --- kills, full disks, company ---
+
+_KILLED = """
+import hashlib, json, os, shutil, signal, sys, torch
+from pathlib import Path
+import torch_pi2
+from torch_pi2.checkpoint import pack as packing
+torch.set_num_threads(1)
+packing._RECORD = 3000
+source, root = Path(sys.argv[1]), Path(sys.argv[2])
+torch_pi2.pack(source, root / "whole", cluster=1)
+def digest(folder):
+    files = (p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+calls = 0
+def counted(real):
+    def call(*args, **options):
+        global calls
+        calls += 1
+        if calls == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+    return call
+found = []
+for n in range(1, 1000):
+    child = os.fork()
+    if child == 0:
+        for name in ("pwrite", "ftruncate", "fsync", "replace", "rename", "unlink", "mkdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        torch_pi2.pack(source, root / "out", cluster=1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        break
+    report = torch_pi2.pack(source, root / "out", cluster=1)
+    same = digest(root / "out") == digest(root / "whole")
+    sizes = (report.bytes_written, report.resumed_layers, report.file_bytes)
+    found.append((*sizes, same, sorted(os.listdir(root))))
+    shutil.rmtree(root / "out")
+print(json.dumps([os.waitstatus_to_exitcode(status), found]))
+"""
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+    """SIGKILL before every write, sync, rename and removal in turn, then the same call again."""
+    source = toy(tmp_path / "in", (50, 9, 33, 64))
+    (tmp_path / "root").mkdir()
+    argv = [sys.executable, "-c", _KILLED, str(source), str(tmp_path / "root")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    code, found = json.loads(done.stdout)
+    assert code == 0
+    assert len(found) > 30
+    assert all(same for *_, same, _ in found)
+    assert all(names == ["out", "whole"] for *_, names in found)
+    written, resumed, size, *_ = zip(*found)
+    assert {*resumed} == {0, 1, 2, 3, 4}
+    # the header is written twice; all that was recorded is not
+    assert all(w <= s + 4096 - 512 * 50 for w, r, s in zip(written, resumed, size) if r)
+    assert min(written) < size[0] / 3
+
+
+def test_interrupted_it_goes_on(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None) -> None:
+    stopped(KeyboardInterrupt(), monkeypatch, toys / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == [".out.partial"]
+    assert pack(toys / "in", tmp_path / "out").resumed_layers == 1
+    assert store_of(tmp_path / "out").read_bytes() == store_of(toys / "out").read_bytes()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("change", ["time", "size", "settings", "progress", "partial", "no partial"])
+def test_another_source_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None, change: str
+) -> None:
+    source, partial = toy(tmp_path / "in"), tmp_path / ".out.partial"
+    stopped(KeyboardInterrupt(), monkeypatch, source, tmp_path / "out")
+    path, options = source / "pi2" / "weights.safetensors", {}
+    if change == "time":
+        os.utime(path, ns=(1, 1))
+    elif change == "size":
+        toy(source, (51, 9))
+    elif change == "settings":
+        options["slot_align"] = 1024
+    elif change == "progress":
+        (partial / "progress.json").write_text("[]")
+    elif change == "partial":
+        os.truncate(partial / ".model.pi2.partial", 5000)
+    else:
+        (partial / ".model.pi2.partial").unlink()
+    assert pack(source, tmp_path / "out", **options).resumed_layers == 0
+    pack(source, tmp_path / "wanted", **options)
+    assert store_of(tmp_path / "out").read_bytes() == store_of(tmp_path / "wanted").read_bytes()
+
+
+@pytest.mark.parametrize(("weights", "maker"), [("int4", "quantize"), ("float", "bundle")])
+def test_bundles_of_float_checkpoints_are_not_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None, weights: str, maker: str
+) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights=weights)
+    assert sorted(os.listdir(tmp_path)) == [".out.partial", "float"]
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, maker, None)
+        assert pack(tmp_path / "float", tmp_path / "out", weights=weights).resumed_layers == 1
+    assert sorted(os.listdir(tmp_path)) == ["float", "out"]
+    stopped(KeyboardInterrupt(), monkeypatch, tmp_path / "float", tmp_path / "out", weights=weights)
+    pack(tmp_path / "float", tmp_path / "out", weights="int8")  # other settings: made anew
+    with open_weights(tmp_path / "out" / "pi2") as store:
+        assert store.kind == "int8"
+    with pytest.raises(ArtifactError, match="expected a model's configuration"):
+        pack(tmp_path / "none", tmp_path / "out", weights="int8")
+    assert sorted(os.listdir(tmp_path)) == ["float", "out"]
+
+
+def test_bundles_are_made_anew_for_another_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None
+) -> None:
+    source = torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "float")
+    stopped(KeyboardInterrupt(), monkeypatch, source, tmp_path / "out", weights="float")
+    marker = tmp_path / ".out.partial" / "bundles" / "pi2" / "source.json"
+    before = marker.read_text()
+    assert before == packing._source_marker(source, "float")
+    for name in ("pi2/plan.json", "pi2/plan.safetensors", "config.json", "model.safetensors"):
+        was = (source / name).stat().st_mtime_ns
+        os.utime(source / name, ns=(was, was + 1))
+        assert packing._source_marker(source, "float") != before, name
+        os.utime(source / name, ns=(was, was))
+    (source / "modeling.py").write_text("")
+    assert packing._source_marker(source, "float") != before
+    (source / "modeling.py").unlink()
+    assert packing._source_marker(source, "float") == before
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "__version__", "0")
+        assert packing._source_marker(source, "float") != before
+    plan = Plan.load(source / "pi2")
+    layers = [replace(layer, order=layer.order.flip(0)) for layer in plan.layers]
+    replace(plan, layers=layers).save(source / "pi2")
+    pack(source, tmp_path / "out", weights="float")
+    with Parts(tmp_path / "out" / "pi2") as parts:
+        assert all(torch.equal(a.order, b.order) for a, b in zip(parts.plan().layers, layers, strict=True))
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_disk_without_space_is_seen_before_writing(
+    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 1000))
+    size = store_of(toys / "out").stat().st_size
+    with pytest.raises(
+        ArtifactError, match=rf"expected {size} bytes of free space in .*, found 1000\. .* free some sp"
+    ):
+        pack(toys / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
+def test_a_disk_that_fills_up(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    shutil.copytree(toys / "out", tmp_path / "out")
+    before = store_of(tmp_path / "out").read_bytes()
+    real, calls = os.pwrite, []
+
+    def full(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) == n:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(ArtifactError, match=r"expected \d+ bytes of free space in .*, found \d+\. Choose another"):
+            pack(toys / "in", tmp_path / "out", slot_align=1024)
+    assert os.listdir(tmp_path) == ["out"]
+    assert store_of(tmp_path / "out").read_bytes() == before
+    pack(toys / "in", tmp_path / "out", slot_align=1024)
+    assert len(store_of(tmp_path / "out").read_bytes()) > len(before)
+
+
+def test_other_errors_leave_nothing(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(ZeroDivisionError(), monkeypatch, toys / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_at_a_time(toys: Path, tmp_path: Path) -> None:
+    class Done(Exception):
+        pass
+
+    def both() -> None:
+        with replacing_folder(tmp_path / "out", keep=True) as staging:
+            (staging / "mine").write_text("x")
+            with pytest.raises(
+                ArtifactError, match=r"no other process that writes it, found one that has locked \.out\.lock"
+            ):
+                pack(toys / "in", tmp_path / "out")
+            assert (staging / "mine").read_text() == "x"
+            raise Done
+
+    with pytest.raises(Done):
+        both()
+    pack(toys / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_cannot_be_packed(toys: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("x")
+    for options, error, message in (
+        ({"weights": "int2"}, ConfigError, r"pack\(weights=\.\.\.\): expected int4 or .*, found 'int2'"),
+        ({"weights": "int8"}, ConfigError, "expected int4, as the weights are, found 'int8'"),
+        ({"weights": "float"}, ConfigError, "expected int4, as the weights are, found 'float'"),
+        ({"slot_align": 600}, ConfigError, "expected a power of two from 512 to 65536, found 600"),
+        ({"slot_align": 256}, ConfigError, "expected a power of two from 512 to 65536, found 256"),
+        ({"folder_out": toys / "in" / "x"}, ConfigError, "pack's folders: expected two separate ones"),
+        ({"folder_out": tmp_path / "other"}, ArtifactError, "found a folder with other files in it"),
+    ):
+        with pytest.raises(error, match=message):
+            pack(**{"folder_in": toys / "in", "folder_out": tmp_path / "out", **options})
+    with pytest.raises(ArtifactError, match="expected a hexadecimal model_hash, found 'xyz'"):
+        pack(toy(tmp_path / "odd", model_hash="xyz"), tmp_path / "out")
+    shutil.copytree(toys / "in", tmp_path / "in")
+    plan = Plan.load(tmp_path / "in" / "pi2")
+    plan.model_hash = "ef" * 32
+    plan.save(tmp_path / "in" / "pi2")
+    with pytest.raises(StaleArtifactError, match=r"as in plan\.json"):
+        pack(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+_MEMORY = """
+import re, sys, torch, torch_pi2
+def read(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+torch.set_num_threads(1)
+torch_pi2.pack(sys.argv[1], sys.argv[3], cluster=1)  # everything imported once
+open("/proc/self/clear_refs", "w").write("5")
+before = read("VmRSS")
+report = torch_pi2.pack(sys.argv[2], sys.argv[4], cluster=1)
+print(read("VmHWM") - before, report.file_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
+    toy(tmp_path / "small")
+    toy(tmp_path / "big", (180_000,) * 4, 256)
+    folders = [str(tmp_path / name) for name in ("small", "big", "a", "b")]
+    done = subprocess.run([sys.executable, "-c", _MEMORY, *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    memory, size = map(int, done.stdout.split())
+    assert size > 300e6
+    assert memory < 200e6
+    shutil.rmtree(tmp_path / "big")
+    shutil.rmtree(tmp_path / "b")
+
+
+# --- damage: the rows of the table in docs/FORMATS.md ---
+
+
+def _flip(d: Damaged, name: str, at: int = 0) -> None:
+    d.data[d.at(name) + at] ^= 1
+
+
+def _swap_names(d: Damaged) -> None:
+    d.header["layers.0.checks"], d.header["layers.1.checks"] = d.header["layers.1.checks"], d.header["layers.0.checks"]
+
+
+def _plan_of_two_dimensions(d: Damaged) -> None:
+    d.header["pi2.plan"]["shape"] = [1, *d.header["pi2.plan"]["shape"]]
+
+
+def _superblock_last(d: Damaged) -> None:
+    """Everything else one superblock further to the front."""
+    for name, entry in d.header.items():
+        if name not in ("__metadata__", "pi2.superblock"):
+            entry["data_offsets"] = [n - 4096 for n in entry["data_offsets"]]
+    d.header["pi2.superblock"]["data_offsets"] = [len(d.data) - 4096, len(d.data)]
+    d.data = d.data[4096:] + d.data[:4096]
+
+
+ON_OPENING: dict[str, tuple[Callable[[Damaged], Any], str]] = {
+    "no layers": (lambda d: d.meta.pop("layers"), r"f, layers: expected JSON, found damage"),
+    "layers not JSON": (lambda d: d.meta.update(layers="["), "f, layers: expected JSON, found damage"),
+    "layers of another kind": (lambda d: d.meta.update(layers="{}"), r"layers: expected a list, found \{\}"),
+    "checks of another kind": (lambda d: d.meta.update(checks="3"), "checks: expected an object, found 3"),
+    "layers that are numbers": (lambda d: d.meta.update(layers="[0, 1]"), "layers, 0: expected text, found 0"),
+    "a layer twice": (lambda d: d.meta.update(layers='["layers.0"]' * 2), "f, layers: expected JSON, found damage"),
+    "another layer": (lambda d: d.meta.update(layers='["layers.0", "x"]'), "layers: expected the keys of sites"),
+    "deep layers": (
+        lambda d: d.meta.update(layers="[" * 100_000),
+        "found damage .lists or objects more than 64",
+    ),
+    "an unknown tensor": (lambda d: d.rename("norm", "x"), r"not those of layers and checks, e\.g\. norm"),
+    "padding by another name": (lambda d: d.rename("pi2.padding.0", "pi2.paddinx.0"), r"e\.g\. pi2\.paddinx\.0"),
+    "no checksums of a layer": (lambda d: d.rename("layers.1.checks", "pi2.padding.7"), r"e\.g\. layers\.1\.checks"),
+    "no superblock": (lambda d: d.rename("pi2.superblock", "pi2.padding.7"), r"e\.g\. pi2\.superblock"),
+    "superblock of another dtype": (lambda d: d.header["pi2.superblock"].update(dtype="I8"), "superblock is int8"),
+    "superblock of two dimensions": (
+        lambda d: d.header["pi2.superblock"].update(shape=[1, 4096]),
+        r"uint8 \[1, 4096\]",
+    ),
+    "superblock not the first": (_superblock_last, r"pi2\.superblock is uint8 \[4096\] at byte"),
+    "magic": (lambda d: d.number(0, 0x51), "magic b'Q"),
+    "version": (lambda d: d.number(8, 3), "superblock version 3"),
+    "checksum": (lambda d: _flip(d, "pi2.superblock", 4000), r"superblock checksum \w{8} where it says \w{8}"),
+    "superblock's size": (lambda d: d.number(16, 8192, "<Q"), "2 layers in 8192 of 4096 bytes, pages of 4096"),
+    "page": (lambda d: d.number(36, 512), "2 layers in 4096 of 4096 bytes, pages of 512"),
+    "number of layers": (lambda d: d.number(32, 3), "2 layers where the superblock has 3"),
+    "no layer": (lambda d: d.number(32, 0), "0 layers in 4096 of 4096 bytes"),
+    "too many layers": (lambda d: d.number(32, 4_000_000_000), "4000000000 layers in 4096 of"),
+    "reserved bytes": (lambda d: d.number(100, 1), "values where version 1 has others"),
+    "reserved bytes of an entry": (lambda d: d.number(128 + 48, 1), "values where version 1 has others"),
+    "clusters": (lambda d: (d.number(8, 2), d.number(128 + 48, 3)), "clusters of 3 neurons in layer 0"),
+    "size of the file": (lambda d: d.number(24, 77, "<Q"), r"\d+ bytes where the superblock says 77"),
+    "hash": (lambda d: d.meta.update(model_hash="ef" * 32), "model_hash efefefefefef where the superblock has 0123456"),
+    "hash that is none": (lambda d: d.meta.update(model_hash="x" * 64), "ValueError: non-hexadecimal"),
+    "kind": (lambda d: d.meta.update(weights="int8"), r"weights, row_bytes of layers\.0"),
+    "slots": (lambda d: d.number(128, 12288, "<Q"), r"\(ValueError: slots of layers\.0: LayerEntry\(slots=12288"),
+    "checks": (lambda d: d.number(256 + 8, 12288, "<Q"), r"\(ValueError: checks of layers\.1"),
+    "neurons": (lambda d: d.number(128 + 16, 49), r"\(ValueError: bundles, length of checks of layers\.0"),
+    "no neurons": (lambda d: d.number(128 + 16, 0), "neurons, n_hot, bundles, length of checks of layers.0"),
+    "hidden": (lambda d: d.number(128 + 20, 65), r"\(ValueError: row_bytes of layers\.0"),
+    "rows": (lambda d: d.number(128 + 24, 4), r"\(ValueError: rows of layers\.0"),
+    "weights": (lambda d: d.number(128 + 28, 3), r"\(ValueError: weights of layers\.0"),
+    "slot_bytes": (lambda d: d.number(128 + 32, 100), r"\(ValueError: slot_bytes, bundles of layers\.0"),
+    "hot neurons": (lambda d: d.number(128 + 40, 51), r"\(ValueError: n_hot of layers\.0"),
+    "names exchanged": (_swap_names, r"\(ValueError: checks, length of checks of layers\.0"),
+    "no plan": (lambda d: rename_checked(d, "pi2.plan", "plan"), r"pi2\.plan\.layers\.\d\.order without pi2\.plan"),
+    "a part that is none": (lambda d: rename_checked(d, "norm", "pi2.norm"), r"a tensor pi2\.norm"),
+    "plan of two dimensions": (_plan_of_two_dimensions, r"pi2\.plan is uint8 \[1, \d+\]"),
+    "provenance": (lambda d: d.meta.update(provenance="{}"), r"metadata has checksum \w{8}, not \w{8}"),
+    "another text more": (lambda d: d.meta.update(more="x"), r"metadata has checksum"),
+    "no checksum of metadata": (lambda d: d.meta.pop("metadata_check"), r"KeyError: 'metadata_check'"),
+    "bundles of another shape": (
+        lambda d: d.header["layers.0.bundles"].update(shape=[25, 1024]),
+        r"\(ValueError: bundles of layers\.0",
+    ),
+}
+
+
+def test_data_must_begin_on_a_page(toys: Path, tmp_path: Path) -> None:
+    Damaged(store_of(toys / "out")).write(tmp_path / "f", pad=1)
+    with pytest.raises(ArtifactError, match=r"data begins at byte \d+"):
+        StoreReader(tmp_path / "f")
+
+
+@pytest.mark.parametrize("kind", ON_OPENING)
+def test_damage_that_is_seen_on_opening(toys: Path, tmp_path: Path, kind: str) -> None:
+    change, message = ON_OPENING[kind]
+    damaged = Damaged(store_of(toys / "out"))
+    change(damaged)
+    damaged.write(tmp_path / "f")
+    with pytest.raises(ArtifactError, match=message) as error:
+        StoreReader(tmp_path / "f")
+    assert str(error.value).startswith(str(tmp_path / "f"))
+
+
+def test_taken_apart_and_put_together_it_is_whole(toys: Path, tmp_path: Path) -> None:
+    """What the tests above damage is whole before."""
+    damaged = Damaged(store_of(toys / "out"))
+    damaged.seal()
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        assert store.verify() > 0
+
+
+@pytest.mark.parametrize("change", [{"pi2_version": "3"}, {"pi2_format": "torch_pi2.weights"}])
+def test_other_files_are_no_stores(toys: Path, tmp_path: Path, change: dict[str, str]) -> None:
+    damaged = Damaged(store_of(toys / "out"))
+    damaged.meta.update(change)
+    damaged.write(tmp_path / "f")
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2, found torch_pi2\."):
+        StoreReader(tmp_path / "f")
+
+
+def test_truncated_or_foreign(toys: Path, tmp_path: Path) -> None:
+    whole = store_of(toys / "out").read_bytes()
+    for length in (0, 7, 4000, 4096, 8192, 20000, len(whole) - 1):
+        (tmp_path / "f").write_bytes(whole[:length])
+        with pytest.raises(ArtifactError, match="found damage"):
+            StoreReader(tmp_path / "f")
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2, found torch_pi2\.weights v"):
+        StoreReader(toys / "in" / "pi2" / "weights.safetensors")
+
+
+IN_DATA: dict[str, tuple[Callable[[Damaged], Any], str]] = {
+    "bundle": (
+        lambda d: _flip(d, "layers.0.bundles", 512 * 7 + 3),
+        r"neuron 7 of layers\.0 has checksum \w{8}, not \w",
+    ),
+    "last bundle": (lambda d: _flip(d, "layers.1.bundles", 512 * 8 + 71), r"neuron 8 of layers\.1 has checksum"),
+    "checks": (lambda d: _flip(d, "layers.0.checks", 4 * 49), r"neuron 49 of layers\.0 has checksum"),
+    "rows": (lambda d: _flip(d, "lm_head.weight", 2519), r"lm_head\.weight has checksum \w{8}, not \w{8}"),
+    "float": (lambda d: _flip(d, "norm", 5), r"norm has checksum"),
+    "scalar": (lambda d: _flip(d, "number"), r"number has checksum"),
+    "bias": (lambda d: _flip(d, "layers.0.bias_up"), r"layers\.0\.bias_up has checksum"),
+    "dtype": (lambda d: d.header["embed"].update(dtype="F16"), r"embed has checksum"),
+    "shape": (lambda d: d.header["embed"].update(shape=[40, 70]), r"embed has checksum"),
+    "its checksum": (
+        lambda d: d.meta.update(checks=d.meta["checks"].replace('"norm": "', '"norm": "0')),
+        r"norm has checksum \w{8}, not 0\w{8}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IN_DATA)
+def test_damage_that_is_seen_when_read(toys: Path, tmp_path: Path, kind: str) -> None:
+    change, message = IN_DATA[kind]
+    damaged = Damaged(store_of(toys / "out"))
+    change(damaged)
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        with pytest.raises(ArtifactError, match=message):
+            store.verify()
+        name = message.partition(r" has")[0].replace("\\", "").split(" of ")[-1]
+        with pytest.raises(ArtifactError, match=message):
+            store.read_layer(store.keys.index(name)) if name in store.keys else store.read(name)
+
+
+def test_many_damaged_neurons_are_counted(toys: Path, tmp_path: Path) -> None:
+    damaged = Damaged(store_of(toys / "out"))
+    for neuron in (3, 4, 9):
+        _flip(damaged, "layers.0.bundles", 512 * neuron)
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        assert store.read_layer(0, (5, 9)).shape == (4, 3, 36)
+        with pytest.raises(ArtifactError, match=r"neuron 3 of layers\.0 has .*, and 2 others"):
+            store.read_layer(0)
+
+
+def test_padding_is_nobodys(toys: Path, tmp_path: Path) -> None:
+    damaged = Damaged(store_of(toys / "out"))
+    _flip(damaged, "layers.0.bundles", 108)
+    _flip(damaged, "pi2.padding.0")
+    damaged.write(tmp_path / "f")
+    with StoreReader(tmp_path / "f") as store:
+        store.verify()
+
+
+def test_a_file_that_shrinks_or_is_replaced_while_open(toys: Path, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    shutil.copy(store_of(toys / "out"), path)
+    with StoreReader(path) as store:
+        wanted = store.read_layer(0)
+        (tmp_path / "g").write_bytes(b"something else")
+        os.replace(tmp_path / "g", path)
+        assert torch.equal(store.read_layer(0), wanted)
+    shutil.copy(store_of(toys / "out"), path)
+    with StoreReader(path) as store:
+        os.truncate(path, 9000)
+        with pytest.raises(ArtifactError, match=r"layers\.0\.bundles ends after \d+ of \d+ bytes"):
+            store.verify()
+
+
+@pytest.mark.parametrize("change", ["order", "layers", "hash"])
+def test_plans_that_were_made_anew_are_refused(tmp_path: Path, change: str) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    pack(tmp_path / "float", tmp_path / "store", weights="int4")
+    plan = parts_beside(tmp_path / "store")
+    if change == "order":
+        plan.layers[1].order = plan.layers[1].order.flip(0)
+    elif change == "layers":
+        plan.layers.reverse()
+    else:
+        plan.model_hash = "ef" * 32
+    plan.save(tmp_path / "store" / "pi2")
+    for load in (torch_pi2.load, load_dense):
+        with pytest.raises(StaleArtifactError, match=r"as in plan\.json"):
+            load(tmp_path / "store")
+
+
+def test_a_layer_that_is_not_there(toys: Path) -> None:
+    plan = Plan.load(toys / "in" / "pi2")
+    site = plan.layers[0].site
+    with StoreReader(store_of(toys / "out")) as store:
+        other = FFNSite(**{**site.__dict__, "key": "layers.7"})
+        with pytest.raises(ArtifactError, match=r"expected a layer layers\.7, found 2 others"):
+            store.read_bundles(other)
+        other = FFNSite(**{**site.__dict__, "hidden": 64})
+        message = r"expected 50 neurons of 3 rows of 64 in layers\.0, found 50, 3 and 40"
+        with pytest.raises(ArtifactError, match=message):
+            store.read_bundles(other)
+
+
+def _bytes(store: StoreReader) -> dict[str, torch.Tensor]:
+    return {f"{key}.bundles": store.read_layer(i) for i, key in enumerate(store.keys)} | {
+        name: store.read(name) for name in store.checks
+    }
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_damage_is_noticed_or_harmless(toys: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Bits, bytes cut out and put in, blocks exchanged: a Pi2Error, or every tensor as it was packed."""
+    whole = store_of(toys / "out").read_bytes()
+    content = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        area = data.draw(st.sampled_from([2200, 4600, len(content)]))
+        at = data.draw(st.integers(0, min(area, len(content)) - 1))
+        how = data.draw(st.sampled_from(["bit", "byte", "splice", "exchange", "cut"]))
+        if how == "bit":
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif how == "byte":
+            content[at] = data.draw(st.sampled_from(b'0129,:"[]{}\x00\xff'))
+        elif how == "splice":
+            content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+        elif how == "exchange":
+            other, size = data.draw(st.integers(0, len(content) - 1)), data.draw(st.sampled_from([4, 128, 512, 4096]))
+            a, b = content[at : at + size], content[other : other + size]
+            if len(a) == len(b) and abs(at - other) >= size:
+                content[at : at + size], content[other : other + size] = b, a
+        else:
+            del content[at:]
+        if not content:
+            break
+    (tmp_path / "f").write_bytes(content)
+    try:
+        with StoreReader(tmp_path / "f") as store:
+            found = _bytes(store)
+            store.verify()
+    except Pi2Error:
+        return
+    with StoreReader(store_of(toys / "out")) as store:
+        wanted = _bytes(store)
+    assert found.keys() == wanted.keys()
+    assert all((t.dtype, t.shape) == (wanted[n].dtype, wanted[n].shape) for n, t in found.items())
+    assert all(torch.equal(raw(t), raw(wanted[n])) for n, t in found.items())
+
+
+def test_a_checksum_covers_name_dtype_and_shape() -> None:
+    spec = Spec((2, 3), torch.float32)
+    checks = {
+        tensor_check(name, s, [torch.tensor([7])])
+        for name, s in (
+            ("a", spec),
+            ("b", spec),
+            ("a", Spec((3, 2), torch.float32)),
+            ("a", Spec((2, 3), torch.int32)),
+        )
+    }
+    assert len(checks) == 4
+
+
+# --- the command line ---
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = toy(tmp_path / "in"), tmp_path / "out"
+    assert main(["pack", str(source), str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "59 neurons of 2 layers" in text
+    assert "slot padding" in text
+    assert main(["pack", str(source), str(out), "--slot-align", "1024", "--cluster", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["file_bytes"] == store_of(out).stat().st_size == sum(found["regions"].values())
+    assert main(["inspect", str(out), "--verify", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["contains"] == ["model", "plan", "store"]
+    assert found["store"]["verified_bytes"] > 59 * 72
+    assert [layer["slot_bytes"] for layer in found["layers"]] == [1024, 1024]
+    assert found["layers"][0]["padding_share"] == pytest.approx(1 - 108 / 1024)
+    assert found["layers"][0]["method"] == "exact"
+    for argv in ([str(out)], [str(store_of(out))], [str(store_of(out)), "--verify"]):
+        assert main(["inspect", *argv]) == 0
+        text = capsys.readouterr().out
+        assert "59 neurons in int4" in text
+        assert ("are as they were packed" in text) == ("--verify" in argv)
+    assert main(["inspect", str(source), "--verify", "--json"]) == 2
+    assert "expected a neuron store pi2/model.pi2" in capsys.readouterr().err
+    damaged = Damaged(store_of(out))
+    _flip(damaged, "layers.0.bundles")
+    damaged.write(store_of(out))
+    assert main(["inspect", str(out)]) == 0
+    assert main(["inspect", str(out), "--verify"]) == 2
+    assert "neuron 0 of layers.0 has checksum" in capsys.readouterr().err
+
+
+def test_float_weights_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    assert main(["pack", str(tmp_path / "float"), str(tmp_path / "out"), "--weights", "int4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 2

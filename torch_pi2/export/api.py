@@ -1,0 +1,192 @@
+"""``torch_pi2.export(model, folder)``: an optimised model as a folder that ExecuTorch runs (docs/BUNDLE.md)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.files import atomic_write, replacing_folder
+from torch_pi2.errors import ConfigError
+from torch_pi2.export.chat import write_chat
+from torch_pi2.export.describe import manifest_of
+from torch_pi2.export.failures import named_failures
+from torch_pi2.export.hot import CHUNK
+from torch_pi2.export.linears import linears_of, prepare_rest
+from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE
+from torch_pi2.export.markers import registered
+from torch_pi2.export.methods import Methods, Source, decoder_methods_of, module_methods
+from torch_pi2.export.request import Request, check_bundle_folder, check_request, sorted_batches
+from torch_pi2.export.standins import delegated_copy, exported_layers
+from torch_pi2.export.store import StoreFacts, blob_of, write_store
+from torch_pi2.rewrite.handle import parts_of
+
+
+@checked
+def export(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    target: str = "xnnpack",
+    tokenizer: Any = None,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    max_tokens: int = 512,
+    max_prompt: int = 256,
+    batches: Sequence[int] = (1, 2, 4),
+    linears: str = "float32",
+    hot: Mapping[int, int] | None = None,
+    precision: str = "w4a16",
+    outliers: int = 64,
+    weight_sharing: bool = True,
+    calibration: Any = None,
+    progress: bool = False,
+) -> Path:
+    """Write an optimised ``model`` as a bundle: ``model.pte``, ``model.pi2``, tokenizer and ``manifest.json``.
+
+    Feed-forward layers become calls of our delegate, whose weights stay in the store ``model.pi2`` (none of them is in
+    ``model.pte``); everything else goes to XNNPACK. ``model`` is left as it was. What is in ``folder`` from an earlier
+    export is replaced when all is written.
+
+    Args:
+        model: that :func:`torch_pi2.optimize` or :func:`torch_pi2.load` gave, in memory or over a store. A Hugging Face
+            decoder gets the methods ``prefill``, ``decode_bN`` for each of ``batches``, and ``fork``, all over one KV
+            cache; any other module the method ``forward``, traced with ``args``, ``kwargs`` and ``dynamic_shapes``
+            as ``torch.export.export`` takes them.
+        target: ``xnnpack`` (CPU) or ``qnn:SM8650`` (also SM8550, SM8750): hot neurons on Qualcomm's NPU.
+        tokenizer: written to the bundle.
+        max_tokens: of a sequence, prompt and answer together. max_prompt: that one call of ``prefill`` takes; memory is
+            planned for as many, and longer prompts go in pieces.
+        linears: layers outside feed-forward ones in a float model: ``float32``, ``int8`` or ``int4`` (lossy; XNNPACK's
+            8-bit activations). Those of a model with int4 or int8 weights stay as they are.
+        hot: batch size -> chunks of 512 neurons that the accelerator computes in each layer. Default: from the
+            statistics. With ``xnnpack`` XNNPACK stands in for the accelerator (default: there is none).
+        precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
+        calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
+            are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.
+        progress: progress bars on standard error (terminals only).
+
+    Raises:
+        ConfigError: a dense model, a setting that makes no sense, or more ``max_tokens`` than what is traced is right
+            for (the message has the most). UnsupportedModelError: experts, a sliding window, or something that torch,
+            transformers or ExecuTorch cannot export; the message has the reason. LibraryMissingError:
+            executorch is not installed, or for ``qnn`` Qualcomm's libraries are not. ArtifactError: the folder holds
+            other files, or cannot be written. CalibrationError: see ``calibration``.
+    """
+    request = Request(
+        target,
+        max_tokens,
+        max_prompt,
+        sorted_batches(batches),
+        linears,
+        hot,
+        precision,
+        outliers,
+        weight_sharing,
+        progress,
+    )
+    check_request(request)
+    folder = Path(folder).resolve()
+    check_bundle_folder(folder)
+    parts, layers = parts_of(model), exported_layers(model)
+    traced = args is not None or kwargs is not None
+    decoder = not traced and hasattr(model, "config") and hasattr(model, "generate")
+    _check_model(model, request, decoder, traced, dynamic_shapes)
+    with ExitStack() as stack:
+        staging = stack.enter_context(replacing_folder(folder))
+        name = stack.enter_context(registered(layers))
+        _save_small(model, tokenizer, staging)
+        facts = write_store(staging / STORE_FILE, layers, parts.plan, progress=progress)
+        source = Source(model, layers, parts, linears_of(model, linears), decoder, tokenizer, calibration)
+        with named_failures(f"export of {source.name}", "a model that torch can copy and run with a cache"):
+            private = delegated_copy(model, layers, name)
+            prepare_rest(private, linears)
+            if decoder:
+                made = decoder_methods_of(source, private, request, staging)
+            else:
+                made = module_methods(private, args, kwargs, dynamic_shapes)
+        planned = _write_program(staging / PROGRAM_FILE, source, made, request, name, facts)
+        manifest = manifest_of(source, request, facts, staging, made.chunks, planned)
+        manifest.save(staging)
+        manifest.verify(staging)
+    return folder
+
+
+def _check_model(model: nn.Module, request: Request, decoder: bool, traced: bool, dynamic_shapes: Any) -> None:
+    """``traced``: example inputs were given, so that ``forward`` is traced whatever the model is."""
+    what = f"export of {type(model).__name__}"
+    if dynamic_shapes is not None and not traced:
+        raise ConfigError(
+            f"{what} with dynamic_shapes",
+            expected="the example inputs that they are of (args=... or kwargs=...)",
+            found="none",
+            fix="Leave it out for a Hugging Face decoder, whose methods have shapes of their own.",
+        )
+    if not decoder and not traced:
+        raise ConfigError(
+            what,
+            expected="example inputs (args=...), as it is no Hugging Face decoder",
+            found="none",
+            fix="Pass what torch.export.export takes.",
+        )
+    if request.splits and not decoder:
+        raise ConfigError(
+            f"{what} with hot parts",
+            expected="a Hugging Face decoder, whose batch sizes are known",
+            found="another module",
+            fix="Export it with target='xnnpack' and without hot.",
+        )
+
+
+def _write_program(
+    path: Path, source: Source, made: Methods, request: Request, name: str, facts: StoreFacts
+) -> tuple[int, int]:
+    """Trace, check, lower and write methods; bytes of ExecuTorch's memory for them, and of XNNPACK's."""
+    from torch_pi2.export.lower import lower, trace
+    from torch_pi2.export.partitioner import blobs
+
+    layers = source.layers
+    preload_from = [min(of_layer) * CHUNK for of_layer in zip(*made.chunks.values())] or [0] * len(layers)
+
+    def blob(layer: int, role: int, first: int, queue: int) -> bytes:
+        """Of a delegate operator. The store is preloaded from the first neuron that decoding wants."""
+        wanted = min(preload_from[layer], layers[layer].site.intermediate)
+        return blob_of(facts, layers, layer, role, first, queue, wanted).pack()
+
+    constants = {CONTEXT_METHOD: request.max_tokens} if source.decoder else {}
+    with blobs(name, blob):
+        programs = trace(made.methods, source.name, progress=request.progress)
+        made.check(programs)
+        program = lower(programs, source.name, constants=constants, progress=request.progress)
+    atomic_write(path, program.data)
+    return program.arena_bytes, program.workspace_bytes
+
+
+def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_json_file"):
+        config.to_json_file(staging / "config.json", use_diff=False)  # type: ignore[union-attr]
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.to_json_file(staging / "generation_config.json")
+    if tokenizer is None:
+        return
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise ConfigError(
+            "export(tokenizer=...)",
+            expected="a tokenizer of transformers",
+            found=type(tokenizer).__name__,
+            fix="Pass AutoTokenizer.from_pretrained(...).",
+        )
+    tokenizer.save_pretrained(staging)
+    for path in staging.iterdir():  # further chat templates: nobody reads them there
+        if path.is_dir():
+            shutil.rmtree(path)
+    if hasattr(tokenizer, "apply_chat_template"):
+        write_chat(tokenizer, staging)

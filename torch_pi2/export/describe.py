@@ -1,0 +1,129 @@
+"""The manifest of a bundle that was just written."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.version import __version__
+from torch_pi2.decode.budget import wanted_neurons
+from torch_pi2.decode.executorch import EXECUTORCH
+from torch_pi2.export.contents import describe_program
+from torch_pi2.export.hot import CHUNK
+from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest, Method, Model, describe_files
+from torch_pi2.export.memory import fixed_bytes
+from torch_pi2.export.methods import Source
+from torch_pi2.export.request import Request
+from torch_pi2.export.store import StoreFacts, kind_of
+from torch_pi2.store.storefile import StoreReader
+
+
+def manifest_of(
+    source: Source,
+    request: Request,
+    facts: StoreFacts,
+    staging: Path,
+    chunks: Mapping[str, list[int]],
+    planned: tuple[int, int],
+) -> Manifest:
+    """Of the files in ``staging``. ``planned``: bytes of ExecuTorch's memory for the methods, and of XNNPACK's."""
+    model, layers, decoder, files = source.model, source.layers, source.decoder, describe_files(staging)
+    config: Any = getattr(model, "config", None)
+    methods = {"forward": Method("forward", 1, 1)}
+    if decoder:
+        methods = {"prefill": Method("prefill", 1, request.prompt_tokens)}
+        for batch in request.batches:
+            name = f"decode_b{batch}"
+            methods[name] = Method("decode", batch, 1, tuple(chunks.get(name, ())))
+        if max(request.batches) > 1:
+            methods["fork"] = Method("fork", 1, 1)
+    pte = files[PROGRAM_FILE].bytes
+    with StoreReader(staging / STORE_FILE) as store:
+        entries = store.entries
+    tokenizer_file = files.get("tokenizer.json")
+    return Manifest(
+        kind="decoder" if decoder else "module",
+        target=request.target,
+        made_by=_made_by(decoder, request),
+        files=files,
+        model=Model(
+            class_name=source.name,
+            model_type=getattr(config, "model_type", None),
+            model_hash=source.parts.plan.model_hash,
+            weights=kind_of(layers[0]),
+            linears=source.rest,
+            layers=len(layers),
+            hidden=layers[0].site.hidden,
+            vocab=config.get_text_config(decoder=True).vocab_size if decoder else None,
+        ),
+        methods=methods,
+        max_tokens=request.max_tokens if decoder else 1,
+        lanes=max(request.batches) if decoder else 1,
+        eos=_eos(model) if decoder else (),
+        bos=_bos(model, source.tokenizer) if decoder else None,
+        lossy=tuple(_lossy(source, request)),
+        pte_bytes=pte,
+        store_bytes=facts.file_bytes,
+        ffn_bytes=facts.bundle_bytes,
+        fixed_bytes=fixed_bytes(
+            pte,
+            describe_program(staging / PROGRAM_FILE)["bytes"]["named"],
+            1
+            if source.rest == "float32"
+            else sum(m.kind != "fork" for m in methods.values()),  # see pi2_et_share_weights
+            *planned,
+            facts.predictor_bytes,
+            entries,
+            request.max_tokens,
+            tokenizer_file.bytes if tokenizer_file else 0,
+        ),
+        token_bytes=sum(
+            wanted_neurons(layer) * size for layer, size in zip(source.parts.plan.layers, facts.neuron_bytes)
+        ),
+    )
+
+
+def _made_by(decoder: bool, request: Request) -> dict[str, str]:
+    found = {"torch_pi2": __version__, "torch": torch.__version__, "executorch": EXECUTORCH}
+    if decoder:
+        found["transformers"] = importlib.metadata.version("transformers")
+    if request.linears != "float32":
+        found["torchao"] = importlib.metadata.version("torchao")
+    return found | {"python": ".".join(map(str, sys.version_info[:3]))}
+
+
+def _eos(model: nn.Module) -> tuple[int, ...]:
+    found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config, "eos_token_id", None)
+    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (int(found),)
+
+
+def _bos(model: nn.Module, tokenizer: Any) -> int | None:
+    found: Any = getattr(tokenizer, "bos_token_id", None)
+    return getattr(model.config, "bos_token_id", None) if found is None else found
+
+
+def _lossy(source: Source, request: Request) -> list[str]:
+    found = []
+    layers, rest = source.layers, source.rest
+    methods = sorted({layer.method for layer in source.parts.plan.layers} & {"threshold", "lowrank", "signbit"})
+    if methods:
+        found.append(f"cold neurons chosen by {' and '.join(methods)}")
+    if kind_of(layers[0]) in ("int4", "int8"):
+        found.append(f"neurons in {kind_of(layers[0])}")
+    if rest != "float32":
+        found.append(f"linear layers in {rest}")
+    if layers[0].int8_activations:
+        found.append("inputs of layers in int8")
+    if request.soc is not None:
+        found.append(
+            f"hot neurons in {request.precision} on {request.soc} when decoding (chunks of {CHUNK}); prompts by the CPU"
+        )
+    return found

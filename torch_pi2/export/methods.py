@@ -1,0 +1,176 @@
+"""What of a model is traced: the methods of a decoder, with hot parts of an accelerator, or a module's ``forward``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from torch_pi2.base.files import atomic_write
+from torch_pi2.errors import CalibrationError
+from torch_pi2.export.calibrate import inputs_of
+from torch_pi2.export.check import check_traced
+from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
+from torch_pi2.export.request import Request, qnn_settings
+from torch_pi2.export.standins import split_hot_cold
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.rewrite.handle import Optimized
+from torch_pi2.spec.config import Config
+
+if TYPE_CHECKING:
+    from torch_pi2.export.lower import Method
+
+#: What was traced, by the names of methods; and what sees that it is right.
+Programs = Mapping[str, torch.export.ExportedProgram]
+Check = Callable[[Programs], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An optimised model on its way out.
+
+    Attributes:
+        layers: its sparse FFNs. parts: their plan, statistics. rest: kind of the linear layers outside of them.
+        decoder: whether it is a Hugging Face decoder. calibration: as :func:`torch_pi2.export` takes it.
+    """
+
+    model: nn.Module
+    layers: Sequence[SparseFFN]
+    parts: Optimized
+    rest: str
+    decoder: bool
+    tokenizer: Any
+    calibration: Any
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+@dataclass(frozen=True)
+class Methods:
+    """By name: what is traced. chunks: of each layer, on an accelerator. check: sees that traced ones are right."""
+
+    methods: Mapping[str, Method]
+    chunks: Mapping[str, list[int]] = field(default_factory=dict)
+    check: Check = lambda _: None
+
+
+def decoder_methods_of(source: Source, private: nn.Module, request: Request, staging: Path) -> Methods:
+    """Of a Hugging Face decoder, of whose copy ``private`` the layers are delegated."""
+    from torch.export import Dim
+
+    from torch_pi2.export.lower import Method
+
+    chunks: dict[str, list[int]] = {}
+    prepare: dict[str, Callable[[], None]] = {}
+    if request.splits:
+        plan = source.parts.plan
+        frequency = plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency)
+        found = chunks_per_batch(
+            source.layers,
+            request.batches,
+            source.parts.stats,
+            request.hot,
+            hot_frequency=frequency,
+            hardware=plan.hardware,
+        )
+        chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
+        prepare = _split(source, private, chunks, request, staging)
+    if "prefill" in prepare:
+        prepare["prefill"]()
+    lanes = Lanes(private, max(request.batches), request.max_tokens)
+    longest = request.prompt_tokens
+    length = Dim.DYNAMIC(min=1, max=longest)
+    example = min(8, longest)
+    tokens = torch.zeros((1, example), dtype=torch.int64)
+    prompt = (tokens, torch.arange(example)[None], torch.zeros(1, dtype=torch.int64))
+    methods: dict[str, Method] = {}
+    for name, module in decoder_methods(lanes, request.batches).items():
+        if name == "prefill":
+            methods[name] = Method(module, prompt, None, ({1: length}, {1: length}, None), prepare.get(name))
+        elif name == "fork":
+            methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
+        else:
+            step = torch.zeros((int(name.removeprefix("decode_b")), 1), dtype=torch.int64)
+            methods[name] = Method(module, (step, step.clone()), prepare=prepare.get(name))
+
+    def check(programs: Programs) -> None:
+        prepare.get("prefill", lambda: None)()
+        rough = any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in source.layers)
+        smooth = source.rest == "float32" and not rough
+        # hot parts may be compiled, and have neurons that predictors leave out
+        check_traced(lanes, programs, max_prompt=longest, smooth=smooth, decode=not request.splits)
+
+    return Methods(methods, chunks, check)
+
+
+def _split(
+    source: Source, private: nn.Module, chunks: Mapping[str, list[int]], request: Request, staging: Path
+) -> dict[str, Callable[[], None]]:
+    """Give the layers of ``private`` their hot parts; what is to be done before each method is traced."""
+    split = split_hot_cold(private)
+    most = [max(of_layer) for of_layer in zip(*chunks.values())]
+    hot: list[Any] = [hot_chunks(ffn, most[i]) for i, ffn in enumerate(source.layers)]
+    compiled: Mapping[str, Sequence[nn.Module | None]] = {}
+    if request.soc is not None:
+        from torch_pi2.export import qnn
+
+        samples = _samples(source, request)
+        graphs = {
+            name: qnn.Graph((int(name.removeprefix("decode_b")), 1), of_layers) for name, of_layers in chunks.items()
+        }
+        lowered = qnn.lower_hot(hot, samples, graphs, qnn_settings(request))
+        atomic_write(staging / "qnn.json", json.dumps(lowered.report, indent=1) + "\n")
+        compiled = lowered.modules
+        hot.clear()  # what was compiled has the weights
+
+    def whole() -> None:
+        for module in split:
+            module.hot = None
+
+    def step(name: str) -> None:
+        for i, module in enumerate(split):
+            module.first = min(chunks[name][i] * CHUNK, source.layers[i].site.intermediate)
+            module.hot = compiled[name][i] if compiled else hot[i]
+            if not compiled:
+                hot[i].chunks = chunks[name][i]
+
+    return {"prefill": whole} | {name: partial(step, name) for name in chunks}
+
+
+def _samples(source: Source, request: Request) -> Sequence[torch.Tensor | None]:
+    if request.precision == "fp16":
+        return [None] * len(source.layers)
+    if source.calibration is None:
+        raise CalibrationError(
+            f"export(target='{request.target}', precision='{request.precision}')",
+            expected="calibration data, on which the inputs of hot parts are seen",
+            found="none",
+            fix="Pass calibration=text (and tokenizer=...), or precision='fp16'.",
+        )
+    return inputs_of(source.model, source.layers, source.calibration, source.tokenizer)
+
+
+def module_methods(
+    private: nn.Module, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> Methods:
+    """Of another module, traced with example inputs."""
+    from torch_pi2.export.lower import Method
+
+    def plain(value: Any) -> Any:
+        """Inputs of 16-bit models: everything outside of feed-forward layers is float32."""
+        sixteen = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return value.float() if sixteen else value
+
+    given: tuple[Any, ...] = tuple(args or ())
+    given, kwargs = tree_map(plain, (given, dict(kwargs or {})))
+    return Methods({"forward": Method(private, given, kwargs, dynamic_shapes)})

@@ -1,0 +1,114 @@
+"""What an export is asked for, and what can be refused of it before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.decode.executorch import check_executorch
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.export.linears import LINEARS
+from torch_pi2.export.manifest import MANIFEST_FILE, Manifest
+
+#: Precision, outliers and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
+_NPU_DEFAULTS = ("w4a16", 64, True)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What :func:`torch_pi2.export` was asked for; its arguments say what each is."""
+
+    target: str
+    max_tokens: int
+    max_prompt: int
+    batches: tuple[int, ...]
+    linears: str
+    hot: Mapping[int, int] | None
+    precision: str
+    outliers: int
+    weight_sharing: bool
+    progress: bool
+
+    @property
+    def soc(self) -> str | None:
+        return self.target.partition(":")[2] or None
+
+    @property
+    def splits(self) -> bool:
+        """Whether layers have a hot part for an accelerator."""
+        return self.soc is not None or self.hot is not None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """That one call of ``prefill`` takes."""
+        return min(self.max_prompt, self.max_tokens - 1)
+
+
+def sorted_batches(batches: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({*batches}))
+    except TypeError:
+        return ()  # refused by name
+
+
+def check_request(request: Request) -> None:
+    """What can be refused before anything is done."""
+    whole = [type(n) is int for n in (request.max_tokens, request.max_prompt, *request.batches)]
+    npu = (request.precision, request.outliers, request.weight_sharing)
+    for name, good, expected in (
+        ("max_tokens", all(whole) and request.max_tokens >= 3, "a whole number, 3 or more"),
+        ("max_prompt", all(whole) and request.max_prompt >= 2, "a whole number, 2 or more"),
+        ("batches", all(whole) and bool(request.batches) and min(request.batches) >= 1, "batch sizes of 1 or more"),
+        ("linears", request.linears in LINEARS, ", ".join(LINEARS)),
+        (
+            "precision",
+            request.soc is not None or npu == _NPU_DEFAULTS,
+            "it, outliers and weight_sharing left out where target is not an NPU's",
+        ),
+        ("hot", request.hot is None or not {*request.hot} - {*request.batches}, "chunks for sizes of batches alone"),
+    ):
+        if not good:
+            found = repr(getattr(request, name))
+            raise ConfigError(f"export({name}=...)", expected=expected, found=found, fix="Leave it out.")
+    kind, _, soc = request.target.partition(":")
+    if request.target != "xnnpack" and (kind != "qnn" or not soc):
+        raise ConfigError(
+            "export(target=...)",
+            expected="'xnnpack', or 'qnn:' and an SoC such as 'qnn:SM8650'",
+            found=repr(request.target),
+            fix="Choose one of them.",
+        )
+    check_executorch()
+    if request.soc is not None:
+        from torch_pi2.export import qnn
+
+        qnn.check(qnn_settings(request))
+
+
+def qnn_settings(request: Request) -> Any:
+    from torch_pi2.export import qnn
+
+    assert request.soc is not None
+    return qnn.Settings(
+        request.soc, request.precision, outliers=request.outliers, weight_sharing=request.weight_sharing
+    )
+
+
+def check_bundle_folder(folder: Path) -> None:
+    """Raises ArtifactError if ``folder`` holds anything but an earlier bundle: it is replaced as a whole."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    ours = {MANIFEST_FILE}
+    if (folder / MANIFEST_FILE).is_file():
+        with suppress(ArtifactError):  # somebody else's manifest.json
+            ours |= Manifest.load(folder, verify=False).files.keys()
+    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in folder.iterdir()} - ours:
+        raise ArtifactError(
+            str(folder),
+            expected="a new or empty folder, or an earlier bundle",
+            found="other files" if folder.is_dir() else "a file",
+            fix="Choose another folder.",
+        )

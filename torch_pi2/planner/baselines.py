@@ -1,0 +1,120 @@
+"""Simple plans, to compare the optimum with: the same budgets, buckets and reading, and the same predicted times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.planner.misses import MissCurve
+from torch_pi2.planner.search import STEP, Choice, hot_counts
+from torch_pi2.planner.settings import prompt_plan
+from torch_pi2.planner.shape import LayerShape, ModelShape
+from torch_pi2.planner.task import BATCHES, Task, assemble, by_policy, check
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan
+
+if TYPE_CHECKING:
+    from torch_pi2.machine.hardware import Hardware
+
+#: ``greedy``: hot is what fires for a large share of tokens, whatever the batch and the machine (the first plan,
+#: :mod:`torch_pi2.planner.greedy`). ``all-hot``, ``all-cold``: as far as layers allow. ``random``: as many as
+#: chance says.
+KINDS = ("greedy", "all-hot", "all-cold", "random")
+#: Of the cache, what never leaves it: as a store does without a plan.
+_RESIDENT_SHARE = 0.25
+
+
+def fixed_plan(
+    shape: ModelShape,
+    hardware: Hardware,
+    kind: str,
+    *,
+    budget_bytes: int | None = None,
+    accelerator_bytes: int = 0,
+    batches: Sequence[int] = BATCHES,
+    context: int = 1024,
+    misses: MissCurve | Mapping[str, MissCurve] | None = None,
+    offload: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> HardwarePlan:
+    """A plan of one of ``KINDS``: the same hot neurons at all batch sizes, resident ones as a store has without a plan.
+
+    Args:
+        offload: how the drive is read (default: as :func:`~torch_pi2.planner.solve.solve` reads it).
+        seed: of ``random``.
+
+    Others: see :func:`torch_pi2.planner.solve.solve`. An accelerator is filled layer by layer.
+
+    Raises:
+        ConfigError: no such kind, or a budget that cannot be met, with the smallest that can.
+    """
+    if kind not in KINDS:
+        raise ConfigError("planner", expected=" or ".join(KINDS), found=repr(kind), fix="Choose one of them.")
+    given = by_policy(misses) if budget_bytes is not None else {}
+    task = Task(
+        shape, hardware, budget_bytes, accelerator_bytes, tuple(batches), context, given, offload=dict(offload or {})
+    )
+    check(task)
+    choice = simple_choice(task, kind, seed)
+    buckets = []
+    for batch in task.batches:
+        resident = _resident(task, batch, choice, seed if kind == "random" else None)
+        ms = task.cost(batch, choice, resident).ms
+        buckets.append(Bucket(batch, choice.hot, choice.accelerator, resident, task.cache_bytes(batch), ms))
+    made = assemble(task, buckets, kind)
+    return replace(made, prompt=prompt_plan(shape, hardware, buckets[-1], task.stored))
+
+
+def simple_choice(task: Task, kind: str, seed: int = 0) -> Choice:
+    """Hot neurons of a plan of ``kind``, and of them those of an accelerator."""
+    step = ACCELERATOR_CHUNK if task.accelerator_bytes else STEP
+    random, hot = np.random.default_rng(seed), []
+    for layer in task.shape.layers:
+        counts = hot_counts(layer, step)
+        at = {
+            "all-hot": len(counts) - 1,
+            "all-cold": 0,
+            "greedy": int(np.searchsorted(counts, _greedy(layer), side="right")) - 1,
+            "random": int(random.integers(len(counts))),
+        }[kind]
+        hot.append(int(counts[max(0, at)]))
+    return Choice(tuple(hot), _filled(task, hot))
+
+
+def _greedy(layer: LayerShape) -> int:
+    """Neurons that fire for as many tokens as the first plan asks for, by default settings of ``Config``."""
+    config = Config()
+    cut = config.hot_frequency if layer.exact_zeros else 1 - (1 - config.hot_frequency) * config.sparsity
+    return max(layer.base_hot, int((layer.frequency(1) >= cut).sum()))
+
+
+def _filled(task: Task, hot: Sequence[int]) -> tuple[int, ...]:
+    """Hot neurons of the first layers, as many as an accelerator has room for."""
+    left, counts = task.accelerator_bytes, []
+    for layer, h in zip(task.shape.layers, hot, strict=True):
+        may = layer.experts == 1 and layer.chosen == 1 and layer.method != "threshold"
+        fits = min(h, left // layer.bundle_bytes) if may else 0
+        count = fits if fits == layer.intermediate else fits // ACCELERATOR_CHUNK * ACCELERATOR_CHUNK
+        counts.append(count)
+        left -= count * layer.bundle_bytes
+    return tuple(counts)
+
+
+def _resident(task: Task, batch: int, choice: Choice, seed: int | None) -> tuple[int, ...]:
+    """A quarter of the cache, the same share of every layer; with a ``seed``, random shares."""
+    layers = task.shape.layers
+    if not task.stored:
+        return (0,) * len(layers)
+    slots = int(_RESIDENT_SHARE * task.slots(batch))
+    share_L = np.array([float(layer.slots) for layer in layers])
+    if seed is not None:
+        share_L *= np.random.default_rng(seed).random(len(layers))
+    counts = []
+    for layer, share, first in zip(layers, share_L / share_L.sum(), choice.accelerator, strict=True):
+        whole = int(slots * share) * layer.cluster
+        counts.append(min(whole, (layer.intermediate - first) // layer.cluster * layer.cluster))
+    return tuple(counts)

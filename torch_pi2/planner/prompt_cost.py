@@ -1,0 +1,140 @@
+"""What a prompt takes, and from how many tokens on a layer is faster with every neuron than with those wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch_pi2.planner.curve import TIMES, expert_use, layer_curve, linear_ms, sums
+from torch_pi2.planner.shape import LayerShape, ModelShape
+
+if TYPE_CHECKING:
+    from torch_pi2.machine.hardware import Hardware
+
+#: Tokens of a prompt for which a layer of a store is read once, at most (csrc/include/pi2/ffn.h: ``kPromptTokens``).
+MOST_CHUNK = 512
+#: Tokens of a pass of the sparse operator over the weights (csrc/ffn/sparse_ffn.cc: ``kTokenTile``).
+_TILE = 64
+#: Numbers of tokens of which one is a layer's switch point.
+_TOKENS = (*range(2, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
+#: Of the time per token, what is near enough to the best chunk's.
+_NEAR = 1.03
+
+
+def dense_ms(layer: LayerShape, hardware: Hardware, tokens: int, *, model_bytes: float | None = None) -> float:
+    """Milliseconds of a layer that computes every neuron for ``tokens`` tokens (an expert: for its share of them)."""
+    use, own = expert_use(layer, tokens)
+    firsts = own * layer.intermediate * (layer.rows - 1)
+    took = hardware.dense_us(
+        layer.kernel,
+        tokens=own,
+        nbytes=layer.intermediate * layer.bundle_bytes,
+        macs=(firsts + float(sums(layer, own).hot_pairs_used[0])) * layer.hidden,
+        calls=1 / (layer.experts * use) if layer.chosen < 1 else 1,
+        model_bytes=model_bytes,
+    )
+    return use * took / 1e3
+
+
+def sparse_ms(
+    layer: LayerShape, hardware: Hardware, tokens: int, *, hot: int | None = None, model_bytes: float | None = None
+) -> float:
+    """Milliseconds of a layer that computes what its predictor or gate lets through, in passes of 64 tokens.
+
+    What a pass reads is the union of what its tokens want, measured where statistics have such batches.
+    """
+    boundary = layer.base_hot if hot is None else hot
+
+    def passes(size: int) -> float:
+        curve = layer_curve(layer, hardware, size, boundary, model_bytes=model_bytes)
+        return math.fsum(float(curve[part][0]) for part in TIMES)
+
+    whole, rest = divmod(tokens, _TILE)
+    return (whole * passes(_TILE) if whole else 0.0) + (passes(rest) if rest else 0.0)
+
+
+def switch_point(shape: ModelShape, hardware: Hardware, layer: int, *, hot: int | None = None) -> int:
+    """From so many tokens in one call on a layer is faster with every neuron: at each number up to 512; 0: never."""
+    about, at = shape.layers[layer], 0
+    for tokens in reversed(_TOKENS):
+        whole = dense_ms(about, hardware, tokens, model_bytes=shape.weight_bytes)
+        if whole > sparse_ms(about, hardware, tokens, hot=hot, model_bytes=shape.weight_bytes):
+            break
+        at = tokens
+    return at
+
+
+def prompt_cost(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    tokens: int,
+    dense: Sequence[bool],
+    hot: Sequence[int] | None = None,
+    in_memory: bool = True,
+    chunk_tokens: int = MOST_CHUNK,
+) -> float:
+    """Milliseconds of a prompt of one sequence.
+
+    Linear layers of all tokens of a piece at once; attention, of each token over those before it, at the speed at which
+    a single one reads keys and values; of FFNs :func:`dense_ms` or :func:`sparse_ms`; ``glue``. Over a store each piece
+    of ``chunk_tokens`` reads every layer once (``hardware.stream_us``, as if nothing were in the cache) while the one
+    before is computed: the longer of both counts, and the first read in full.
+
+    Args:
+        dense: by layer, whether every neuron is computed. hot: by layer, those that no predictor is asked about where
+            not every neuron is (None: ``base_hot``).
+    """
+    pieces = [tokens] if in_memory else [chunk_tokens] * (tokens // chunk_tokens) + [tokens % chunk_tokens]
+    hot = [layer.base_hot for layer in shape.layers] if hot is None else hot
+    computing, done, nbytes = [], 0, shape.weight_bytes
+    for size in filter(None, pieces):
+        for layer, whole, first in zip(shape.layers, dense, hot, strict=True):
+            if whole:
+                ffn = dense_ms(layer, hardware, size, model_bytes=nbytes)
+            else:
+                ffn = sparse_ms(layer, hardware, size, hot=first, model_bytes=nbytes)
+            computing.append(ffn + _block_ms(shape, layer, hardware, size, done))
+        done += size
+    head = linear_ms(hardware, shape.head_kernel, 1, shape.head_bytes, model_bytes=shape.weight_bytes)
+    if in_memory:
+        return math.fsum(computing) + head
+    reading = [hardware.stream_us(layer.slots * layer.file_slot_bytes) / 1e3 for layer in shape.layers]
+    reading *= len(computing) // len(reading)
+    following = [ms * hardware.read_while_computing for ms in reading[1:]] + [0.0]
+    return reading[0] + math.fsum(map(max, computing, following)) + head
+
+
+def best_chunk(
+    shape: ModelShape, hardware: Hardware, dense: Sequence[bool], *, hot: Sequence[int] | None = None
+) -> int:
+    """Tokens of a piece of a long prompt over a store: the fewest, of 64 to 512, with 97 % of the best speed.
+
+    Fewer tokens need less memory for activations; with enough of them reading hides behind computing.
+
+    Args:
+        dense, hot: as :func:`prompt_cost` takes them.
+    """
+    sizes = (_TILE, 2 * _TILE, 4 * _TILE, MOST_CHUNK)
+    how: dict[str, Any] = {"tokens": MOST_CHUNK, "dense": dense, "hot": hot, "in_memory": False}
+    took = {size: prompt_cost(shape, hardware, chunk_tokens=size, **how) for size in sizes}
+    return next(size for size in sizes if took[size] <= _NEAR * min(took.values()))
+
+
+def _block_ms(shape: ModelShape, layer: LayerShape, hardware: Hardware, tokens: int, before: int) -> float:
+    """Attention and what is around it, of ``tokens`` tokens after ``before`` others."""
+    if not layer.block:
+        return 0.0
+    kv = tokens * (before + (tokens + 1) / 2) * layer.kv_bytes
+    sdpa = hardware.attention_us(batch=1, kv_bytes=kv, dtype=shape.kv_dtype, model_bytes=shape.weight_bytes)
+    glue = hardware.glue_us(batch=tokens, hidden=layer.hidden, compiled=False)  # prompts are not compiled
+    linears = linear_ms(
+        hardware,
+        layer.attention_kernel,
+        tokens,
+        layer.attention_bytes,
+        calls=layer.attention_calls,
+        model_bytes=shape.weight_bytes,
+    )
+    return linears + (sdpa + glue) / 1e3

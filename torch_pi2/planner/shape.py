@@ -1,0 +1,423 @@
+"""What a model asks of a machine: sizes, formats and firing frequencies by layer, and nothing of the machine.
+
+:func:`torch_pi2.planner.cost.step_cost` makes milliseconds of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from torch_pi2.decode.budget import activation_bytes, activation_sizes
+from torch_pi2.errors import ConfigError, StaleArtifactError
+from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import homes
+from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.rows import GROUP, VALUE_BYTES
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.store.budget import Budget, engine_bytes, kv_bytes, piece_tokens, place_bytes
+from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.superblock import WEIGHT_CODES, LayerEntry, slot_bytes
+
+if TYPE_CHECKING:
+    from torch_pi2.spec.stats import ActivationStats
+
+_FLOAT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def numbers(kernel: str, nbytes: float) -> float:
+    """How many weights ``nbytes`` bytes are; ``kernel``: format of ``weights/activations``."""
+    weights = kernel.partition("/")[0]
+    if weights in VALUE_BYTES:
+        return nbytes * GROUP / (VALUE_BYTES[weights] + 2)
+    return nbytes / _FLOAT_BYTES[weights]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerShape:
+    """One FFN, or one expert, and the attention before it. Neurons are in plan order: the most frequent first.
+
+    Attributes:
+        key: of the site. hidden, intermediate, rows: H, I, and rows of H numbers a neuron (3 gated, 2 plain).
+        bundle_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
+            is read for them. stored_bytes: from one slot to the next in the file (0: as ``pack`` aligns them).
+        kernel: ``weights/activations``, such as ``int4/int8`` or ``bfloat16/float``.
+        method: of :data:`torch_pi2.spec.plan.METHODS`. exact_zeros: what does not fire adds exactly zero, and its down
+            row is not read (activations of the ReLU family).
+        predictor: of :data:`torch_pi2.machine.hardware.PREDICTORS`, or None. rank: of a low-rank one.
+            predictor_bytes: as if no neuron were hot. recall: share of firing pairs that it finds.
+            predicted_active: mean share of the neurons from ``base_hot`` on that it lets through, for one token.
+        chosen: share of tokens that an expert gets (1: no expert). experts: how many share one call.
+        attention_bytes, attention_kernel: of the linear layers before the FFN; attention_calls: in so many calls. All
+            0 bytes and ``block`` false where the FFN is not the first of its block: no attention, norms and Python.
+        kv_bytes: keys and values of one token in this block.
+        base_hot: the fewest hot neurons, ``LayerPlan.n_hot``: there is no predictor for those before.
+        frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences, in which the
+            neuron fires for at least one; of an expert, of so many tokens that it gets. Ascending, the first is 1.
+    """
+
+    key: str
+    hidden: int
+    intermediate: int
+    rows: int
+    bundle_bytes: int
+    slot_bytes: int
+    kernel: str
+    method: str
+    predictor: str | None
+    rank: int
+    predictor_bytes: int
+    recall: float
+    predicted_active: float
+    chosen: float
+    attention_bytes: int
+    attention_kernel: str
+    kv_bytes: int
+    base_hot: int
+    cluster: int
+    frequencies: tuple[tuple[int, np.ndarray], ...] = field(repr=False)
+    stored_bytes: int = 0
+    exact_zeros: bool = True
+    experts: int = 1
+    attention_calls: int = 1
+    block: bool = True
+    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def kept(self, name: Any, make: Any) -> Any:
+        """What ``make()`` gave the first time for this layer and ``name``: sums over neurons are taken once."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    @property
+    def slots(self) -> int:
+        """Of a store."""
+        return -(-self.intermediate // self.cluster)
+
+    @property
+    def file_slot_bytes(self) -> int:
+        """From one slot to the next in a store's file."""
+        return self.stored_bytes or slot_bytes(self.cluster * self.bundle_bytes)
+
+    def with_cluster(self, cluster: int) -> LayerShape:
+        """The layer in a store of slots of ``cluster`` neurons, aligned as ``pack`` does."""
+        entry = replace(self, cluster=cluster, stored_bytes=0).entry(0)
+        return replace(self, cluster=cluster, stored_bytes=0, slot_bytes=place_bytes([entry], OffloadConfig()))
+
+    def entry(self, layer: int) -> LayerEntry:
+        """What a store's superblock says of it (offsets are 0)."""
+        row = self.bundle_bytes // self.rows
+        code = WEIGHT_CODES[self.kernel.partition("/")[0]]
+        return LayerEntry(
+            0, 0, self.intermediate, self.hidden, self.rows, code, self.file_slot_bytes, row, self.base_hot, layer,
+            self.cluster,
+        )  # fmt: skip
+
+    def frequency(self, batch: float = 1) -> np.ndarray:
+        """Float64 ``[I]``: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
+
+        Between measured sizes the next smaller and larger are interpolated in log2(batch), as
+        :meth:`torch_pi2.spec.stats.LayerStats.frequency` does. Beyond the largest, n, groups of n tokens are
+        independent of each other: ``1 - (1 - f(n)) ** (batch / n)``, which is too much where tokens are alike.
+        """
+        found: np.ndarray = self.kept(("frequency", batch), lambda: self._frequency(batch))
+        return found
+
+    def _frequency(self, batch: float) -> np.ndarray:
+        largest, f_I = self.frequencies[-1]
+        if batch >= largest:
+            beyond: np.ndarray = 1 - (1 - f_I) ** (batch / largest)
+            return beyond
+        upper = next(i for i, (size, _) in enumerate(self.frequencies) if size > batch)
+        (low, low_I), (high, high_I) = self.frequencies[max(0, upper - 1)], self.frequencies[upper]
+        between: np.ndarray = low_I + (high_I - low_I) * max(0.0, np.log2(batch / low) / np.log2(high / low))
+        return between
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShape:
+    """A whole model.
+
+    Attributes:
+        layers: in plan order. hidden: of the residual stream.
+        head_bytes, head_kernel: of the matrix that makes logits.
+        fixed_bytes: in memory always: all but predictors, keys and values, and neurons.
+        compiled: whether steps are compiled (:class:`torch_pi2.Decoder`).
+        kv_dtype: of keys and values.
+        activations: of a prompt, see :func:`torch_pi2.decode.budget.activation_sizes`.
+    """
+
+    layers: tuple[LayerShape, ...]
+    head_bytes: int
+    head_kernel: str
+    fixed_bytes: int
+    hidden: int
+    compiled: bool
+    kv_dtype: str = "float32"
+    activations: tuple[int, int] = (0, 0)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of everything that steps multiply by, neurons that seldom fire included."""
+        layers = sum(y.intermediate * y.bundle_bytes + y.predictor_bytes + y.attention_bytes for y in self.layers)
+        return layers + self.head_bytes
+
+    @property
+    def slots(self) -> int:
+        """Of a store of the model."""
+        return sum(layer.slots for layer in self.layers)
+
+    @property
+    def place_bytes(self) -> int:
+        """What a slot takes in the cache of a store: as much for all layers."""
+        return max(layer.slot_bytes for layer in self.layers)
+
+    def with_cluster(self, cluster: int) -> ModelShape:
+        """The model in a store of slots of ``cluster`` neurons."""
+        return replace(self, layers=tuple(layer.with_cluster(cluster) for layer in self.layers))
+
+    def budget(self, cache_bytes: int, *, batch: int, context: int, config: OffloadConfig) -> Budget:
+        """What a model over a store with such a cache takes, by the arithmetic of :mod:`torch_pi2.decode.budget`.
+
+        ``kv`` is of ``batch`` sequences of ``context`` tokens. ``token`` (what one wants) is left at 0, ``total`` is
+        what all takes together.
+        """
+        entries = [layer.entry(i) for i, layer in enumerate(self.layers)]
+        staging, tables, _ = engine_bytes(entries, config)
+        place = self.place_bytes
+        made = Budget(
+            total=0,
+            fixed=self.fixed_bytes,
+            predictors=sum(layer.predictor_bytes for layer in self.layers),
+            neuron_tables=tables,
+            kv=batch * context * sum(layer.kv_bytes for layer in self.layers),
+            staging=staging,
+            activations=activation_bytes(entries, self.activations, context) if any(self.activations) else 0,
+            cache=min(self.slots, cache_bytes // place) * place,
+            neurons=self.slots * place,
+            token=0,
+            slot=place,
+            piece_tokens=piece_tokens(context),
+        )
+        return replace(made, total=made.smallest + made.in_slots(made.cache))
+
+    @staticmethod
+    def of(model: nn.Module, stats: ActivationStats, plan: Plan, *, compiled: bool = True) -> ModelShape:
+        """The shape of an optimised model, in memory or over a store.
+
+        Linear layers other than FFNs and the head are divided evenly among its blocks.
+
+        Args:
+            stats: of the model (profiled, or watched while it ran).
+            plan: that it was made with.
+            compiled: whether it is going to be decoded by a compiled :class:`torch_pi2.Decoder`.
+
+        Raises:
+            ConfigError: no optimised model, or not with this plan; no statistics of a layer.
+            StaleArtifactError: statistics of other weights.
+        """
+        if stats.model_hash != plan.model_hash:
+            raise StaleArtifactError(
+                "statistics to plan with",
+                expected=f"those of FFN weights {plan.model_hash[:12]}",
+                found=stats.model_hash[:12],
+                fix="Profile this model.",
+            )
+        return _Reading(model, stats, plan, compiled).shape()
+
+
+class _Reading:
+    """Takes the numbers out of a model."""
+
+    def __init__(self, model: nn.Module, stats: ActivationStats, plan: Plan, compiled: bool) -> None:
+        self.model, self.stats, self.plan, self.compiled = model, stats, plan, compiled
+        self.parts: dict[str, SparseFFN] = {}
+        for home in homes(model):
+            for part in home.experts() if isinstance(home, SparseExperts) else [home]:
+                self.parts[part.site.key] = part
+        missing = [layer.site.key for layer in plan.layers if layer.site.key not in self.parts]
+        if missing or len(self.parts) != len(plan.layers):
+            raise ConfigError(
+                f"the shape of a {type(model).__name__}",
+                expected=f"a model with the {len(plan.layers)} layers of its plan",
+                found=f"none of {missing[0]}" if missing else f"{len(self.parts)} layers",
+                fix="Pass the model that torch_pi2.optimize or torch_pi2.load gave, with its own plan.",
+            )
+        predictors = getattr(getattr(model, "torch_pi2", None), "predictors", None) or {}
+        self.cards = {key: getattr(predictor, "card", None) for key, predictor in predictors.items()}
+        store = getattr(model, "torch_pi2_store", None)
+        self.budget: Budget | None = None if store is None else store[1]
+        self.entries: dict[str, LayerEntry] = {}
+        self.config = OffloadConfig() if store is None else store[0].config
+        if store is not None:
+            with StoreReader(store[0].path) as reader:
+                self.entries = dict(zip(reader.keys, reader.entries, strict=True))
+
+    def shape(self) -> ModelShape:
+        model: Any = self.model
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        linears = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, QuantLinear | nn.Linear) and module is not head and _weight(module).numel()
+        ]
+        firsts: dict[str, str] = {}
+        for layer in self.plan.layers:
+            firsts.setdefault(_block_of(layer.site.key), layer.site.key)
+        blocks = set(firsts.values())
+        attention = sum(_weight(module).nbytes for module in linears) // len(blocks)
+        config: Any = getattr(self.model, "config", None)
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        kv = 0 if config is None else kv_bytes(config, 1, dtype) // len(blocks)
+        chosen = chosen_shares(config, [layer.site for layer in self.plan.layers])
+        calls = len(linears) // len(blocks)
+        first_kernel = _most([(_kernel(module), _weight(module).nbytes) for module in linears])
+        layers = []
+        for layer in self.plan.layers:
+            made = self._layer(layer, chosen.get(layer.site.experts, 1.0))
+            if layer.site.key in blocks:
+                made = replace(
+                    made,
+                    attention_bytes=attention,
+                    attention_kernel=first_kernel or made.kernel,
+                    # the compile backend makes one call of q, k and v
+                    attention_calls=max(1, calls - 2 if self.compiled and calls >= 4 else calls),
+                    kv_bytes=kv,
+                    block=True,
+                )
+            layers.append(made)
+        return ModelShape(
+            tuple(layers),
+            0 if head is None else _weight(head).nbytes,
+            layers[0].kernel if head is None else _kernel(head),
+            self.budget.fixed if self.budget else self._fixed(),
+            self.plan.layers[0].site.hidden,
+            self.compiled,
+            str(dtype).removeprefix("torch."),
+            (0, 0) if config is None else activation_sizes(config, dtype),
+        )
+
+    def _fixed(self) -> int:
+        """Bytes of all tensors, each once, but neurons, their orders, and predictors."""
+        own = {id(module) for module in self.model.modules() if isinstance(module, SparseFFN | SparseExperts)}
+        seen: dict[int, int] = {}
+        for module in self.model.modules():
+            for name, tensor in {**module._parameters, **module._buffers}.items():
+                ours = id(module) in own and (name in ("bundles", "order", "inverse") or name.startswith("predictor_"))
+                if tensor is not None and not ours and not tensor.is_meta:
+                    seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return sum(seen.values())
+
+    def _layer(self, layer: LayerPlan, chosen: float) -> LayerShape:
+        site, part = layer.site, self.parts[layer.site.key]
+        kind = part.weights if part.weights != "float" else str(part.dtype).removeprefix("torch.")
+        entry = self.entries.get(site.key)
+        bundle = entry.bundle_bytes if entry else part.bundles[0].nbytes if not part.bundles.is_meta else 0
+        predicted = layer.method in PREDICTED and part.has_predictor
+        card = self.cards.get(site.key)
+        made = LayerShape(
+            key=site.key,
+            hidden=site.hidden,
+            intermediate=site.intermediate,
+            rows=site.rows_per_neuron,
+            bundle_bytes=bundle,
+            slot_bytes=0,
+            kernel=f"{kind}/{'int8' if part.int8_activations else 'float'}",
+            method=layer.method,
+            predictor=_predictor(part) if predicted else None,
+            rank=0 if part.predictor_a is None else len(part.predictor_a),
+            predictor_bytes=_predictor_bytes(part) if predicted else 0,
+            recall=self._recall(card) if predicted else 1.0,
+            predicted_active=layer.expected_active,
+            chosen=chosen,
+            attention_bytes=0,
+            attention_kernel="float32/float",
+            kv_bytes=0,
+            base_hot=site.intermediate if layer.method == "dense" else layer.n_hot,
+            cluster=entry.cluster if entry else 1,
+            frequencies=self._frequencies(layer),
+            stored_bytes=entry.slot_bytes if entry else 0,
+            exact_zeros=site.activation in SPARSE_ACTIVATIONS,
+            experts=1 if site.experts is None else sum(y.site.experts == site.experts for y in self.plan.layers),
+            block=False,
+        )
+        return replace(made, slot_bytes=place_bytes([made.entry(0)], self.config))
+
+    def _recall(self, card: Any) -> float:
+        """Of a predictor; 1 where frequencies were counted while it ran: what it missed is not among them."""
+        if self.stats.made_by.get("watched"):
+            return 1.0
+        return 1.0 if card is None else float(card.recall)
+
+    def _frequencies(self, layer: LayerPlan) -> tuple[tuple[int, np.ndarray], ...]:
+        stats, order = self.stats[layer.site.key], layer.order.long()
+        groups = stats.batch_groups.tolist()
+        found = [
+            (size, (stats.batch_fired[k].double() / n)[order].numpy())
+            for k, (size, n) in enumerate(zip(stats.batch_sizes, groups))
+            if n > 0
+        ]
+        if not found or found[0][0] != 1:
+            one = (
+                stats.fired.double() / stats.tokens if stats.tokens else torch.full(order.shape, layer.expected_active)
+            )
+            found.insert(0, (1, one.double()[order].numpy()))
+        # One more token never makes a neuron fire less: what is measured of few groups says so now and then.
+        rising, least = [], found[0][1]
+        for size, f_I in found:
+            least = np.maximum(least, f_I)
+            rising.append((size, least))
+        return tuple(rising)
+
+
+def _block_of(key: str) -> str:
+    """The decoder layer of a site: its name up to the first number (``model.layers.3`` of ``model.layers.3.mlp``)."""
+    match = re.match(r".*?\.\d+(?=[.:]|$)", key)
+    return match.group() if match else key
+
+
+def _weight(module: Any) -> torch.Tensor:
+    weight: torch.Tensor = module.rows if isinstance(module, QuantLinear) else module.weight
+    return weight
+
+
+def _kernel(module: Any) -> str:
+    if isinstance(module, QuantLinear):
+        return f"{module.weights}/{'int8' if module.int8_activations else 'float'}"
+    return f"{str(module.weight.dtype).removeprefix('torch.')}/float"
+
+
+def _most(bytes_of: list[tuple[str, int]]) -> str | None:
+    """The name that most bytes have."""
+    sums: dict[str, int] = {}
+    for name, size in bytes_of:
+        sums[name] = sums.get(name, 0) + size
+    return max(sums, key=lambda name: sums[name]) if sums else None
+
+
+def _predictor(part: SparseFFN) -> str:
+    """Its name in :data:`torch_pi2.machine.hardware.PREDICTORS`."""
+    if part.predictor_signs is not None:
+        return "signbit"
+    int8 = "/int8" if part.int8_activations and part.predictor_weights else ""
+    return f"lowrank/{part.predictor_weights or 'float'}{int8}"
+
+
+def _predictor_bytes(part: SparseFFN) -> int:
+    """As if no neuron were hot: a layer has the rows of cold ones only."""
+    total, size = 0, part.site.intermediate
+    for name, tensor in part._buffers.items():
+        if tensor is None or not name.startswith("predictor_"):
+            continue
+        by_neuron = name not in ("predictor_a", "predictor_a_scale")
+        total += tensor.nbytes * size // (size - part.n_hot) if by_neuron else tensor.nbytes
+    return total

@@ -1,0 +1,214 @@
+"""``Task``: what a plan is made for, its budgets in slots and bytes, and the predicted time of what it might say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.planner.cost import Cost, step_cost
+from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
+from torch_pi2.planner.search import Choice, resident_counts
+from torch_pi2.planner.settings import offload_settings, thread_roles
+from torch_pi2.planner.shape import ModelShape
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.offload import OffloadConfig
+
+if TYPE_CHECKING:
+    from torch_pi2.machine.hardware import Hardware
+
+#: Sizes that are planned for unless others are asked for.
+BATCHES = (1, 2, 4, 8, 16)
+_ROUNDING = 1e-9
+
+
+@dataclass
+class Task:
+    """What is planned for: see :func:`solve`. ``misses``: by policy of the cache; empty: from frequencies."""
+
+    shape: ModelShape
+    hardware: Hardware
+    budget_bytes: int | None = None
+    accelerator_bytes: int = 0
+    batches: tuple[int, ...] = BATCHES
+    context: int = 1024
+    misses: Mapping[str, MissCurve] = field(default_factory=dict)
+    min_recall: float | None = None
+    one_boundary: bool = False
+    weights: Mapping[int, float] = field(default_factory=dict)
+    offload: dict[str, Any] = field(default_factory=dict)
+    progress: bool = False
+    _costs: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
+    _frequency: MissCurve | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.batches = tuple(sorted(set(self.batches)))
+        if not self.offload:
+            self.offload = offload_settings(self.shape, self.hardware, next(iter(self.misses), ""))
+
+    @property
+    def stored(self) -> bool:
+        return self.budget_bytes is not None
+
+    @property
+    def curve(self) -> MissCurve:
+        """Misses of the policy that is planned for."""
+        if self._frequency is None:
+            self._frequency = FrequencyMisses(self.shape)
+        return self.misses.get(self.offload["policy"], self._frequency)
+
+    def smallest(self) -> int:
+        """The least budget that every batch size accepts: all but neurons, which then all come from flash."""
+        config = OffloadConfig(**self.offload)
+        return max(self.shape.budget(0, batch=b, context=self.context, config=config).smallest for b in self.batches)
+
+    def slots(self, batch: int) -> int:
+        """Of the cache: what is left of the budget, 0 or more."""
+        if self.budget_bytes is None:
+            return self.shape.slots
+        empty = self.shape.budget(0, batch=batch, context=self.context, config=OffloadConfig(**self.offload))
+        one = empty.in_slots(1)
+        return max(0, min(self.shape.slots, (self.budget_bytes - empty.smallest) // one))
+
+    def cache_bytes(self, batch: int) -> int:
+        return self.slots(batch) * self.shape.place_bytes if self.stored else 0
+
+    def cost(self, batch: int, choice: Choice, resident: Sequence[int] | None = None) -> Cost:
+        """A step, predicted; answers are kept."""
+        key = (batch, choice, tuple(resident or ()), self.offload["policy"])
+        if key not in self._costs:
+            self._costs[key] = step_cost(
+                self.shape,
+                self.hardware,
+                batch=batch,
+                hot=choice.hot,
+                accelerator=choice.accelerator,
+                resident=resident,
+                cache_bytes=self.cache_bytes(batch) if self.stored else None,
+                misses=self.curve if self.stored else None,
+                context=self.context,
+                offload=self.offload,
+            )
+        return self._costs[key]
+
+    def resident(self, batch: int, choice: Choice, share: float) -> tuple[int, ...]:
+        """The most wanted neurons, in so much of the cache; none in memory."""
+        none = (0,) * len(self.shape.layers)
+        if not self.stored:
+            return none
+        slots = self.slots(batch)
+        for room in range(int(share * slots), 0, -max(1, len(none))):  # whole clusters may take a slot more a layer
+            found = resident_counts(self.shape, batch, choice, room)
+            if resident_slots(self.shape, found, choice.accelerator) <= slots:
+                return found
+        return none
+
+    def weight(self, batch: int) -> float:
+        """Of a millisecond of a step: equal weight to the time of a token at each batch size, unless told otherwise."""
+        return self.weights.get(batch, 1.0) / batch
+
+    def objective(self, ms: Mapping[int, float]) -> float:
+        return sum(self.weight(batch) * value for batch, value in ms.items())
+
+    def floors(self) -> tuple[tuple[int, float], ...]:
+        """By batch size, the least recall: ``min_recall`` but for what sums of so many neurons are rounded by."""
+        return () if self.min_recall is None else tuple((b, self.min_recall - _ROUNDING) for b in self.batches)
+
+
+def by_policy(misses: MissCurve | Mapping[str, MissCurve] | None) -> Mapping[str, MissCurve]:
+    """One curve by the policy that it is of."""
+    if misses is None or isinstance(misses, Mapping):
+        return misses or {}
+    return {getattr(misses, "policy", OffloadConfig().policy): misses}
+
+
+def check(task: Task) -> None:
+    """Raises ConfigError: nothing that is planned for could run, or no setting meets it."""
+    _check_numbers(task)
+    if task.budget_bytes is not None and task.budget_bytes < task.smallest():
+        least = task.smallest()
+        raise ConfigError(
+            f"budget of {task.budget_bytes / 2**20:.1f} MiB for batches to {task.batches[-1]} of {task.context} tokens",
+            expected=f"at least {least} bytes ({-(-least // 2**20)} MiB), for all but neurons",
+            found=f"{task.budget_bytes} bytes",
+            fix="Give it more, or plan for fewer sequences (batches) or a shorter context.",
+        )
+    theirs = task.hardware.accelerator
+    if task.accelerator_bytes and (theirs is None or task.accelerator_bytes > theirs.memory_bytes):
+        raise ConfigError(
+            f"accelerator memory of {task.accelerator_bytes} bytes",
+            expected=f"at most {theirs.memory_bytes} bytes, which {theirs.name} has" if theirs else "0 bytes",
+            found="more" if theirs else f"{task.hardware.name}, which has no accelerator",
+            fix="Give it less, or leave it out.",
+        )
+    _check_memory(task)
+
+
+def _check_memory(task: Task) -> None:
+    """Raises ConfigError: the machine has less memory than the budget, or than everything takes."""
+    most, shape = task.hardware.memory_bytes, task.shape
+    # Published profiles are of phones, whose accelerators have no memory of their own.
+    shares = task.hardware.source == "published"
+    if task.budget_bytes is not None:
+        needed, what = task.budget_bytes, f"budget of {task.budget_bytes} bytes"
+        if shares and task.accelerator_bytes:
+            needed += task.accelerator_bytes
+            what += f" and accelerator memory of {task.accelerator_bytes} bytes, which is the same memory"
+    else:
+        budget = shape.budget(0, batch=task.batches[-1], context=task.context, config=OffloadConfig())
+        every = sum(layer.intermediate * layer.bundle_bytes for layer in shape.layers)
+        ours = every if shares else max(0, every - task.accelerator_bytes)
+        needed = budget.fixed + budget.predictors + budget.kv + ours
+        what = f"everything in memory, for batches to {task.batches[-1]} of {task.context} tokens"
+    if needed > most:
+        raise ConfigError(
+            what,
+            expected=f"at most {most} bytes, which {task.hardware.name} has",
+            found=f"{needed} bytes",
+            fix="Give it less, or plan for fewer sequences (batches) or a shorter context."
+            if task.budget_bytes is not None
+            else "Pack the model and plan it with a budget, or for fewer sequences (batches) or a shorter context.",
+        )
+
+
+def _check_numbers(task: Task) -> None:
+    checks = (
+        ("batches", bool(task.batches) and task.batches[0] >= 1, "batch sizes of 1 or more", task.batches),
+        ("context", task.context >= 0, "0 or more tokens", task.context),
+        ("accelerator_bytes", task.accelerator_bytes >= 0, "0 or more bytes", task.accelerator_bytes),
+        ("min_recall", task.min_recall is None or 0 <= task.min_recall <= 1, "0 to 1", task.min_recall),
+        ("weights", all(w >= 0 for w in task.weights.values()), "0 or more for each batch size", task.weights),
+    )
+    for name, good, expected, found in checks:
+        if not good:
+            raise ConfigError(f"solve({name})", expected=expected, found=str(found), fix="Correct it.")
+
+
+def assemble(task: Task, buckets: Sequence[Bucket], planner: str) -> HardwarePlan:
+    """The plan of ``buckets``; its prompt part is to be filled in."""
+    settings = {
+        "batches": list(task.batches),
+        "min_recall": task.min_recall,
+        "one_boundary": task.one_boundary,
+        "weights": {str(batch): weight for batch, weight in sorted(task.weights.items())},
+        "misses": type(task.curve).__name__ if task.stored else None,
+    }
+    return HardwarePlan(
+        made_for={
+            "hardware": task.hardware.name,
+            "hash": task.hardware.hash,
+            "source": task.hardware.source,
+            "planner": planner,
+            "objective": "sum of weight / tokens per second over batch sizes",
+            "settings": settings,
+        },
+        budget_bytes=task.budget_bytes,
+        accelerator_bytes=task.accelerator_bytes,
+        context=task.context,
+        buckets=tuple(buckets),
+        prompt=PromptPlan((0,) * len(task.shape.layers)),
+        offload=dict(task.offload) if task.stored else {},
+        threads=thread_roles(task.hardware, task.stored),
+        cluster=task.shape.layers[0].cluster,
+    )

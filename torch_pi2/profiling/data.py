@@ -1,0 +1,279 @@
+"""Calibration data of any usual form, as one kind of batch. Rows of a batch are *different* sequences.
+
+That last point matters: the profile's batch frequencies (how likely a neuron fires for at least one of k
+requests served together) are unions over rows, and neighbouring text would make them too low.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.fields import argument
+from torch_pi2.errors import CalibrationError
+
+#: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.
+MIN_TOKENS = 64
+
+#: Windows of a stream of texts that are dealt out together, in batches: bounds memory, keeps neighbours apart.
+_DEALT = 32
+
+_FORMS = "a str, a list of str, integer ids [N, T], or an iterable of id tensors, dicts or tuples of arguments"
+
+
+@dataclass
+class Batch:
+    """One call of the model.
+
+    Attributes:
+        input_ids: ``[B, T]`` int64, or None if ``args``/``kwargs`` hold something else.
+        mask_BT: ``[B, T]`` bool, True for real tokens; None if the token grid is unknown.
+        args, kwargs: what the model is called with when ``input_ids`` is None; ``kwargs`` is added in any case.
+    """
+
+    input_ids: torch.Tensor | None
+    mask_BT: torch.Tensor | None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def n_tokens(self) -> int:
+        """Real tokens (padding excluded), 0 if unknown."""
+        return 0 if self.mask_BT is None else int(self.mask_BT.sum())
+
+    def call(self, model: nn.Module) -> Any:
+        """Run ``model`` on this batch, with the argument names its ``forward`` has."""
+        args, kwargs = self.arguments(model)
+        return model(*args, **kwargs)
+
+    def arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What :meth:`call` calls ``model`` with; a decoder that is given no ids has those of its encoder."""
+        if self.input_ids is None:
+            return self.args, dict(self.kwargs)
+        names = inspect.signature(model.forward).parameters
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
+        kwargs = dict(self.kwargs)
+        if "use_cache" in names:
+            kwargs.setdefault("use_cache", False)  # keys and values of calibration text are never read again
+        padded = self.mask_BT is not None and not bool(self.mask_BT.all())
+        if padded and "attention_mask" in names:
+            assert self.mask_BT is not None
+            kwargs["attention_mask"] = self.mask_BT.long()
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _no_decoder_inputs(kwargs):
+            kwargs["decoder_input_ids"] = self.input_ids
+        if "input_ids" in names or (open_ended and len(names) == 1):
+            return (), {"input_ids": self.input_ids, **kwargs}
+        return (self.input_ids,), kwargs
+
+
+def _no_decoder_inputs(kwargs: Mapping[str, Any]) -> bool:
+    return not any(name.startswith("decoder_input") for name in kwargs)
+
+
+def batches(
+    data: Any,
+    *,
+    tokenizer: Callable[..., Any] | None = None,
+    batch_size: int = 8,
+    seq_len: int = 128,
+) -> Iterator[Batch]:
+    """Normalise calibration ``data`` into batches, one at a time.
+
+    Args:
+        data: a text, a list of texts (both need ``tokenizer``); integer ids ``[N, T]``; or an iterable whose
+            items are ids ``[T]`` (grouped and right-padded), ids ``[B, T]``, dicts of model arguments
+            (``input_ids``, optionally ``attention_mask`` and others), or tuples (or lists of tensors) of positional
+            arguments, one tensor of ids among them being ids: a ``DataLoader`` or a ``Dataset`` is one, too.
+        tokenizer: a Hugging Face tokenizer, or anything that maps a str to ids or to ``{"input_ids": ids}``.
+        batch_size: rows per batch, where we choose.
+        seq_len: longest row in tokens, where we choose; longer ids are cut into windows.
+
+    Yields:
+        :class:`Batch`. Windows of one text are spread so that rows of a batch lie far apart in it.
+
+    Raises:
+        CalibrationError: empty, fewer than ``MIN_TOKENS`` real tokens, text without a tokenizer, ids that are
+            not integers, or a form that is none of the above.
+    """
+    if batch_size < 1 or seq_len < 2:
+        raise CalibrationError(
+            "calibration batches",
+            expected="batch_size >= 1 and seq_len >= 2",
+            found=f"batch_size={batch_size}, seq_len={seq_len}",
+            fix="The defaults are 8 and 128.",
+        )
+    total = 0
+    known = True
+    for batch in _normalise(data, tokenizer, batch_size, seq_len):
+        known &= batch.mask_BT is not None
+        total += batch.n_tokens
+        yield batch
+    if known and total < MIN_TOKENS:
+        raise CalibrationError(
+            "calibration data",
+            expected=f"at least {MIN_TOKENS} tokens (a few thousand are better)",
+            found=f"{total} tokens" if total else "none",
+            fix="Pass more text; torch_pi2.profiling.text.stdlib_text('train') needs no download.",
+        )
+
+
+def _normalise(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
+    if isinstance(data, Batch):
+        yield data
+    elif isinstance(data, str):
+        yield from _windows([_encode(data, tokenizer)], tokenizer, batch_size, seq_len)
+    elif isinstance(data, (list, tuple)) and data and all(isinstance(t, str) for t in data):
+        yield from _windows([_encode(t, tokenizer) for t in data], tokenizer, batch_size, seq_len)
+    elif isinstance(data, torch.Tensor):
+        ids_NT = _check_ids(data, "calibration ids")
+        yield from _windows(list(ids_NT.reshape(1, -1) if ids_NT.dim() == 1 else ids_NT), None, batch_size, seq_len)
+    elif isinstance(data, Mapping):
+        yield _from_dict(data)
+    elif isinstance(data, Iterable):
+        yield from _from_items(data, tokenizer, batch_size, seq_len)
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # a map-style Dataset
+        yield from _from_items((data[i] for i in range(len(data))), tokenizer, batch_size, seq_len)
+    else:
+        raise _form_error(data)
+
+
+def _form_error(item: Any) -> CalibrationError:
+    return CalibrationError(
+        "form of the calibration data",
+        expected=_FORMS,
+        found=type(item).__name__,
+        fix="Convert it, or wrap the model's positional arguments of each call in a tuple.",
+    )
+
+
+def _are_ids(values: Any) -> bool:
+    if not isinstance(values, torch.Tensor):
+        return False
+    floats = values.is_floating_point() or values.is_complex() or values.dtype is torch.bool
+    return not floats and values.dim() in (1, 2)
+
+
+def _check_ids(ids: torch.Tensor, what: str) -> torch.Tensor:
+    if not _are_ids(ids):
+        raise CalibrationError(
+            what,
+            expected="integer token ids [T] or [N, T]",
+            found=f"{str(ids.dtype).removeprefix('torch.')} {tuple(ids.shape)}",
+            fix="Tokenise the text first; inputs that are not ids go in tuples of the model's arguments.",
+        )
+    return ids.long()
+
+
+def _encode(text: str, tokenizer: Any) -> torch.Tensor:
+    if tokenizer is None:
+        raise CalibrationError(
+            "calibration text",
+            expected="a tokenizer to go with it",
+            found="tokenizer=None",
+            fix="Pass tokenizer=AutoTokenizer.from_pretrained(...) or ids instead of text.",
+        )
+    if not callable(tokenizer):
+        argument(tokenizer, "tokenizer").wrong("a tokenizer: called with a text, it gives its ids")
+    found = tokenizer(text)
+    if isinstance(found, Mapping) or hasattr(found, "input_ids"):
+        found = found["input_ids"]
+    elif hasattr(found, "ids"):  # the tokenizers library's Encoding
+        found = found.ids
+    ids = torch.as_tensor(found)
+    return ids.long() if not ids.numel() else _check_ids(ids, "ids from the tokenizer").reshape(-1)
+
+
+def _windows(texts: Sequence[torch.Tensor], tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
+    """Cut every sequence into windows; row r of batch b is window ``r * n_batches + b``: far from its neighbours."""
+    where = [(i, s) for i, ids in enumerate(texts) for s in range(0, len(ids), seq_len) if len(ids) - s >= 2 or s == 0]
+    where = [(i, s) for i, s in where if len(texts[i]) > 0]
+    n_batches = -(-len(where) // batch_size)
+    pad = getattr(tokenizer, "pad_token_id", None) or 0
+    for b in range(n_batches):
+        yield _pad([texts[i][s : s + seq_len] for i, s in where[b::n_batches]], pad)
+
+
+def _pad(rows: Sequence[torch.Tensor], pad: int) -> Batch:
+    """Right-pad rows of different lengths."""
+    longest = max(len(r) for r in rows)
+    ids_BT = torch.full((len(rows), longest), pad, dtype=torch.long)
+    mask_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        ids_BT[b, : len(row)] = row
+        mask_BT[b, : len(row)] = True
+    return Batch(ids_BT, mask_BT)
+
+
+def _from_dict(item: Mapping[str, Any]) -> Batch:
+    kwargs = dict(item)
+    ids = kwargs.pop("input_ids", None)
+    mask = kwargs.pop("attention_mask", None)
+    kwargs.pop("labels", None)  # a training loader's; the loss is ours to take
+    if ids is None:
+        first = next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
+        if mask is not None:
+            kwargs["attention_mask"] = mask
+        grid = _grid(first) if mask is None else torch.as_tensor(mask).bool()
+        return Batch(None, grid, (), kwargs)
+    ids_BT = _check_ids(torch.as_tensor(ids), "input_ids")
+    ids_BT = ids_BT.reshape(1, -1) if ids_BT.dim() == 1 else ids_BT
+    mask_BT = torch.ones_like(ids_BT).bool() if mask is None else torch.as_tensor(mask).bool()
+    if mask_BT.numel() != ids_BT.numel():
+        raise CalibrationError(
+            "attention_mask",
+            expected=f"one for every id, {tuple(ids_BT.shape)}",
+            found=f"{tuple(mask_BT.shape)}",
+            fix="Pass the mask that the tokenizer gave with these ids, or none.",
+        )
+    mask_BT = mask_BT.reshape(ids_BT.shape)
+    return Batch(ids_BT, mask_BT, (), kwargs)
+
+
+def _grid(first: torch.Tensor | None) -> torch.Tensor | None:
+    """Token grid of a call without a mask: ids ``[B, T]``, features ``[B, T, H]`` or ``[N, H]`` (N sequences)."""
+    if first is None or first.dim() == 0:
+        return None
+    shape = first.shape[:-1] if first.is_floating_point() else first.shape
+    if len(shape) not in (1, 2):
+        return None
+    size = (shape[0], 1) if len(shape) == 1 and first.is_floating_point() else shape
+    return torch.ones(size if len(size) == 2 else (1, size[0]), dtype=torch.bool)
+
+
+def _from_items(data: Iterable[Any], tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
+    waiting: list[torch.Tensor] = []
+    for item in data:
+        if isinstance(item, tuple | list) and len(item) == 1 and _are_ids(item[0]):
+            item = item[0]  # as TensorDataset gives it
+        if isinstance(item, list) and item and all(isinstance(value, torch.Tensor) for value in item):
+            item = tuple(item)  # as DataLoader gives it
+        if isinstance(item, Batch):
+            yield item
+        elif isinstance(item, Mapping):
+            yield _from_dict(item)
+        elif isinstance(item, tuple):
+            first = next((v for v in item if isinstance(v, torch.Tensor)), None)
+            yield Batch(None, _grid(first), item, {})
+        elif isinstance(item, torch.Tensor) and item.dim() == 2:
+            yield _from_dict({"input_ids": item})
+        elif isinstance(item, (torch.Tensor, str)) or (isinstance(item, list) and item and isinstance(item[0], int)):
+            ids = _encode(item, tokenizer) if isinstance(item, str) else _check_ids(torch.as_tensor(item), "ids")
+            waiting.extend(w for w in ids.split(seq_len) if len(w))
+            if len(waiting) >= _DEALT * batch_size:
+                yield from _deal(waiting, batch_size)
+                waiting = []
+        else:
+            raise _form_error(item)
+    yield from _deal(waiting, batch_size)
+
+
+def _deal(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[Batch]:
+    """Batches whose rows lie far apart in ``rows``, which may be neighbouring windows of one text."""
+    n_batches = -(-len(rows) // batch_size)
+    for b in range(n_batches):
+        yield _pad(rows[b::n_batches], 0)

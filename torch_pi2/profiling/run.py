@@ -1,0 +1,122 @@
+"""Profiling: calibration data through the recorder into :class:`ActivationStats`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.profiling.data import batches
+from torch_pi2.profiling.firing import Firing
+from torch_pi2.profiling.recorder import record, threshold_map
+from torch_pi2.profiling.samples import routed_tokens
+from torch_pi2.spec.plan import weights_hash
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats, Reservoir, pack_bits, score_bins
+
+
+class _Counter:
+    """Sink that counts one layer's firing."""
+
+    def __init__(self, site: FFNSite, threshold: float, batch_size: int, cofire_tokens: int, seed: int) -> None:
+        n = site.intermediate
+        sizes = tuple(1 << k for k in range(batch_size.bit_length()))
+        self.reservoir = Reservoir(cofire_tokens, seed)
+        self.stats = LayerStats(
+            key=site.key,
+            layer=site.layer,
+            threshold=threshold,
+            tokens=0,
+            fired=torch.zeros(n, dtype=torch.int64),
+            zeros=torch.zeros(n, dtype=torch.int64),
+            abs_sum=torch.zeros(n, dtype=torch.float64),
+            batch_sizes=sizes,
+            batch_groups=torch.zeros(len(sizes), dtype=torch.int64),
+            batch_fired=torch.zeros(len(sizes), n, dtype=torch.int64),
+            score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
+            cofire_bits=torch.zeros(cofire_tokens, -(-n // 8), dtype=torch.uint8),
+            experts=site.experts,
+        )
+
+    def add(self, firing: Firing) -> None:
+        s = self.stats
+        fired_TI = firing.score_TI > s.threshold
+        self._count_batches(fired_TI, firing)
+        score_NI, fired_NI = firing.score_TI[firing.real_T], fired_TI[firing.real_T]
+        s.tokens += len(score_NI)
+        s.borrowed += len(score_NI) if firing.borrowed else 0
+        s.fired += fired_NI.sum(0)
+        s.zeros += (score_NI == 0).sum(0)
+        s.abs_sum += score_NI.sum(0, dtype=torch.float64)
+        s.score_hist += score_bins(score_NI)
+        rows, slots = self.reservoir.place(len(fired_NI))
+        if len(rows):
+            s.cofire_bits[slots] = pack_bits(fired_NI[rows])
+
+    def _count_batches(self, fired_TI: torch.Tensor, firing: Firing) -> None:
+        """Unions over aligned groups of 1, 2, 4, ... rows at one position; a group counts if all of it is real."""
+        b, t = firing.grid or (1, len(fired_TI))
+        union = fired_TI.reshape(b, t, fired_TI.shape[-1])
+        real_BT = firing.real_T.reshape(b, t)
+        for k in range(len(self.stats.batch_sizes)):
+            self.stats.batch_groups[k] += int(real_BT.sum())
+            self.stats.batch_fired[k] += (union & real_BT[..., None]).sum((0, 1))
+            half = len(union) // 2
+            if half == 0:
+                break
+            union = union[0 : 2 * half : 2] | union[1 : 2 * half : 2]
+            real_BT = real_BT[0 : 2 * half : 2] & real_BT[1 : 2 * half : 2]
+
+    def result(self) -> LayerStats:
+        self.stats.cofire_bits = self.stats.cofire_bits[: min(self.reservoir.seen, self.reservoir.size)].clone()
+        return self.stats
+
+
+def profile(
+    model: nn.Module,
+    data: Any,
+    sites: Sequence[FFNSite],
+    *,
+    tokenizer: Callable[..., Any] | None = None,
+    thresholds: float | Mapping[str, float] | None = None,
+    batch_size: int = 8,
+    seq_len: int = 128,
+    cofire_tokens: int = 2048,
+    seed: int = 0,
+    progress: bool = True,
+) -> ActivationStats:
+    """Measure which neurons of ``sites`` fire on ``data``. The model runs unchanged, in evaluation mode.
+
+    Args:
+        model: any module; its training flags are restored.
+        data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.data.batches`.
+        thresholds: a neuron fires iff its score exceeds this (0: exact; a number, or one per site key).
+        cofire_tokens: S, tokens kept as firing bits per layer (``S * I / 8`` bytes); of an expert its share of them.
+        seed: of that sample; same seed and data, same statistics.
+        progress: show a bar on a terminal.
+
+    Of an expert only the tokens count that the router gave it; where those are fewer than ``MIN_TOKENS``, some that
+    went to other experts of its block as well (``LayerStats.borrowed``).
+
+    Raises:
+        CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError, ConfigError.
+    """
+    cuts = threshold_map(sites, thresholds)
+    shares = chosen_shares(getattr(model, "config", None), sites)
+    counters = {
+        s.key: _Counter(
+            s,
+            cuts[s.key],
+            batch_size if s.experts is None else 1,  # which of its tokens were at one place is not known
+            routed_tokens(cofire_tokens, shares.get(s.experts, 1.0)),
+            seed,
+        )
+        for s in sites
+    }
+    stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
+    counts = record(model, stream, sites, lambda f: counters[f.site.key].add(f), progress=progress)
+    made_by = {"verb": "profile", "seed": seed, "seq_len": seq_len, **counts}
+    return ActivationStats({k: c.result() for k, c in counters.items()}, weights_hash(model, list(sites)), made_by)
