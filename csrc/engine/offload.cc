@@ -69,7 +69,7 @@ std::string checked(OffloadOptions* options, CachePolicy* policy, DeviceModel* d
   if (options->cache_bytes < 0 || options->io_threads < 1 || options->in_flight < 1 || options->window < 0 ||
       options->gap_bytes < 0 || !(options->hot_share >= 0 && options->hot_share <= 1))
     return "options: expected no negative sizes, at least one thread and chunk in flight, and a hot share of 0 to 1";
-  options->in_flight = std::min<std::int64_t>(options->in_flight, 16);  // a layer has no more chunks
+  options->in_flight = std::min(options->in_flight, kChunks);  // a layer has no more
   options->window = std::min<std::int64_t>(options->window, 1 << 30);
   options->run_bytes = std::min<std::int64_t>(options->run_bytes, 1 << 30);
   options->gap_bytes = std::min<std::int64_t>(options->gap_bytes, 1 << 24);

@@ -26,7 +26,7 @@ std::string Places::set_up(const Layout& layout, const OffloadOptions& options, 
   most_slots_ = cache_->slots();
   const std::int64_t n = most_slots_ + n_spares_;
   if (!memory_.allocate(n * bytes_, true)) return "no memory for a cache of " + std::to_string(n * bytes_) + " bytes";
-  about_.assign(static_cast<std::size_t>(n), About());
+  about_.assign(static_cast<std::size_t>(n), About{false, false, false, -1});
   for (std::int64_t p = n - 1; p >= most_slots_; --p) free_spares_.push_back(static_cast<std::int32_t>(p));
   return "";
 }

@@ -90,9 +90,9 @@ class Places {
 
  private:
   struct About {
-    bool loading = false, guess = false;
-    bool dropped = false;      // a spare whose bytes are on their way, and wanted no more
-    std::int16_t waiter = -1;  // the chunk that waits for it, or -1
+    bool loading : 1, guess : 1;
+    bool dropped : 1;     // a spare whose bytes are on their way, and wanted no more
+    std::int16_t waiter;  // the chunk that waits for it, or -1
   };
   About& about(std::int64_t place) PI2_REQUIRES(kLock) { return about_[static_cast<std::size_t>(place)]; }
   const About& about(std::int64_t place) const PI2_REQUIRES(kLock) { return about_[static_cast<std::size_t>(place)]; }

@@ -14,7 +14,6 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 64;       // tokens per pass over the predictor
 constexpr std::int64_t kItemBytes = 1 << 17;  // of a matrix per work item: long enough to stream, short to balance
 constexpr std::int64_t kAheadBytes = 8192;    // how far ahead reads are asked for: memory answers after some 200 ns
 constexpr std::int64_t kTinyMacs = 1 << 17;
@@ -38,17 +37,17 @@ struct Pass {
   PrepareFn prepare;  // null where the dot takes plain floats
   Matrix a, b;
   std::int64_t tokens, width;  // of z, in floats per token
-  const void* x_T[kTokenTile];
+  const void* x_T[kPassTokens];
   float* z_Tr;  // plain
   float* z_TW;  // prepared; z_Tr itself where there is nothing to prepare
-  const void* z_T[kTokenTile];
+  const void* z_T[kPassTokens];
   std::uint8_t* active;  // of the first token of the pass
 
   // use(row, token, value) for every row of one work item.
   template <class Use>
   void item(const Matrix& m, std::int64_t index, const void* const* v_T, Use use) const {
     const std::int64_t begin = index * m.rows_per_item(), end = std::min(m.count, begin + m.rows_per_item());
-    float out_RT[kDotRows * kTokenTile];
+    float out_RT[kDotRows * kPassTokens];
     for (std::int64_t r = begin; r < end; r += kDotRows) {
       const std::int64_t count = std::min(kDotRows, end - r);
       const char* row = m.rows + r * m.row_bytes;
@@ -116,7 +115,7 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
   const bool quantized = is_quantized(args.dtype);
   const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
   const DotFn dot = args.int8_activations ? table.dot_a8[w] : table.dot[w];
-  const std::int64_t tile = std::min(kTokenTile, args.tokens);
+  const std::int64_t tile = std::min(kPassTokens, args.tokens);
   const std::int64_t x_width = quantized ? padded(args.hidden) : args.hidden;
   const std::int64_t z_width = quantized ? padded(args.rank) : args.rank;
   // Prepared vectors first: they must be aligned.

@@ -14,7 +14,6 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 64;
 constexpr std::int64_t kRows = 512;  // rows per work item: 256 KB of signs at hidden size 4096
 constexpr std::int64_t kTinyBytes = 1 << 16;
 
@@ -64,12 +63,12 @@ void predict_signbit(const SignbitArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kPredictor, args.cold, args.columns);
   const TraceSpan span(Stage::kPredict, args.cold, args.tokens);
   if (args.tokens == 0 || args.cold == 0) return;
-  const std::int64_t words = sign_bytes(args.columns) / 8, tile = std::min(kTokenTile, args.tokens);
+  const std::int64_t words = sign_bytes(args.columns) / 8, tile = std::min(kPassTokens, args.tokens);
   static_assert(sizeof(std::uint64_t) == 2 * sizeof(float));
   float* memory = scratch(Scratch::kInput, 2 * tile * words + args.columns);
   auto* x_TW = reinterpret_cast<std::uint64_t*>(memory);
   float* plain = memory + 2 * tile * words;
-  std::uint8_t nan_T[kTokenTile];
+  std::uint8_t nan_T[kPassTokens];
   const std::int32_t most = most_differing(args);
   const std::int64_t x_bytes = row_bytes(args.x_dtype, args.columns);
   for (std::int64_t start = 0; start < args.tokens; start += tile) {

@@ -7,8 +7,6 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 64;  // that of the predictors and of sparse_ffn: slices are whole tiles
-
 template <class Args>
 Args of_layer(Args predictor, const FfnArgs& args, std::uint8_t* active) {
   predictor.x = args.x;
@@ -32,10 +30,10 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
   FfnArgs args = layer;
   const std::int64_t cold = args.neurons - args.n_hot, all = args.tokens;
   if (cold == 0 || predictor.kind == Predictor::Kind::kNone) return sparse_ffn(args, parallel);
-  std::int64_t tiles = std::max<std::int64_t>(1, kMaskBytes / (kTokenTile * cold));
-  constexpr std::int64_t kOneReading = kPromptTokens / kTokenTile;
+  std::int64_t tiles = std::max<std::int64_t>(1, kMaskBytes / (kPassTokens * cold));
+  constexpr std::int64_t kOneReading = kPromptTokens / kPassTokens;
   if (tiles > kOneReading) tiles -= tiles % kOneReading;
-  const std::int64_t slice = std::min(all, tiles * kTokenTile);
+  const std::int64_t slice = std::min(all, tiles * kPassTokens);
   auto* mask = reinterpret_cast<std::uint8_t*>(scratch(Scratch::kMask, (slice * cold + 3) / 4));
   const std::int64_t token_bytes = row_bytes(args.x_dtype, args.hidden);
   args.active = mask;

@@ -28,10 +28,8 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 64;  // tokens per pass over the weights: bounds the scratch of partial sums
 constexpr std::int64_t kTinyMacs = 1 << 20;
-// A stream from a source: so many tokens at least; its last tokens are like those that come after it.
-constexpr std::int64_t kStreamFrom = 32, kLastTokens = 8;
+constexpr std::int64_t kLastTokens = 8;      // of a stream from a source: like those that come after it
 constexpr std::int64_t kScan = 1024;         // neurons whose masks are combined at a time
 constexpr std::int64_t kBlock = 16;          // neurons per block
 constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
@@ -40,8 +38,8 @@ constexpr std::int64_t kAheadBytes = 20480;  // how far ahead reads are asked fo
 // The tokens of a pass that a neuron is computed for: sparsity is per token, not per batch.
 struct Tokens {
   std::int64_t n = 0;
-  std::int64_t id[kTokenTile];
-  const void* x[kTokenTile];
+  std::int64_t id[kPassTokens];
+  const void* x[kPassTokens];
 
   void add(std::int64_t token, const float* x_TW, std::int64_t width) {
     id[n] = token;
@@ -49,7 +47,7 @@ struct Tokens {
   }
 };
 
-// One pass: at most kTokenTile tokens, inputs as the kernels want them.
+// One pass: at most kPassTokens tokens, inputs as the kernels want them.
 struct Pass {
   const FfnArgs& args;
   const KernelTable& table;
@@ -175,7 +173,7 @@ std::int64_t gather(const Pass& pass, std::int64_t chunk, std::int64_t* ids) {
 }
 
 // What each token multiplies a neuron's down row with; 0 where it does not contribute.
-using Values = float[kBlock][kTokenTile];
+using Values = float[kBlock][kPassTokens];
 
 // act(gate + bias) where the neuron fires for a token of `who`, 0 elsewhere; `fired` receives the tokens it fires for.
 // `gate` is in the order of `who`, h_T in that of the pass.
@@ -236,7 +234,7 @@ void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, st
                    Counters* done) {
   const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
   const std::int64_t ahead = pass.ahead(fetched_bytes), bundle_bytes = fetched_bytes + pass.row_bytes();
-  float out_NRT[kBlock][kDotRows * kTokenTile];
+  float out_NRT[kBlock][kDotRows * kPassTokens];
   Tokens who_N[kBlock], fired;
   for (std::int64_t j = 0; j < n; ++j) {
     const bool more = j + ahead < n + following;
@@ -259,7 +257,7 @@ void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, st
 void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
                 Counters* done) {
   const std::int64_t row_bytes = pass.row_bytes(), ahead = pass.ahead(row_bytes);
-  float out_NT[kBlock][kTokenTile];
+  float out_NT[kBlock][kPassTokens];
   Tokens everyone, fired_N[kBlock];
   pass.asking(ids[0], &everyone);
   for (std::int64_t j = 0; j < n; ++j) {
@@ -289,7 +287,7 @@ bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
   if (n == 0) return false;
   std::memset(y_TW, 0, static_cast<std::size_t>(pass.tokens * pass.width) * sizeof(float));
   Counters done;
-  DownQueue queue_T[kTokenTile];
+  DownQueue queue_T[kPassTokens];
   const std::int64_t most = pass.tokens == 1 ? kBlockOfOne : kBlock;
   for (std::int64_t start = 0; start < n; start += most) {
     const std::int64_t block = std::min(most, n - start);
@@ -427,7 +425,7 @@ class Stream {
         chunks_(cut_.count),
         call_(args) {
     const std::int64_t most = std::min(kPromptTokens, args.tokens), workers = std::max(1, parallel.threads);
-    const std::int64_t rounds = (most + kTokenTile * workers - 1) / (kTokenTile * workers);
+    const std::int64_t rounds = (most + kPassTokens * workers - 1) / (kPassTokens * workers);
     tile_ = (most + rounds * workers - 1) / (rounds * workers);
     const std::int64_t tiles = (most + tile_ - 1) / tile_;
     x_TW_ = scratch(Scratch::kInput, 2 * most * width_ + args.hidden);
@@ -570,7 +568,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   const std::int64_t width = Tokenwise::ffn_width(args);
   const Chunks cut(args);
   const std::int64_t chunks = cut.count;
-  const std::int64_t tile = std::min(kTokenTile, args.tokens);
+  const std::int64_t tile = std::min(kPassTokens, args.tokens);
   float* x_TW = scratch(Scratch::kInput, 2 * tile * width + args.hidden);
   float* y_TW = x_TW + tile * width;
   const Tokenwise tokenwise(args, table, y_TW + tile * width);

@@ -19,11 +19,11 @@ from torch_pi2.decode.adapt import engine_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.offloaded import store_and_budget
+from torch_pi2.ops.constants import constants
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
 from torch_pi2.store.budget import (
     SLOT_BYTES,
-    TOKEN_TILE,
     Budget,
     engine_bytes,
     kv_bytes,
@@ -40,8 +40,6 @@ _log = logging.getLogger("torch_pi2")
 _OBJECT_BYTES = 8 << 20
 #: What compiling a step takes besides, measured: for each layer, and at all.
 _COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
-#: As csrc/include/pi2/ffn.h and predict.h have them.
-_PROMPT_TOKENS, _PROMPT_NEURONS, _MASK_BYTES, _CHUNKS = 512, 512, 1 << 23, 16
 
 
 @checked
@@ -207,11 +205,12 @@ def activation_bytes(entries: Sequence[LayerEntry], sizes: tuple[int, int], cont
 
 def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
     """Of a layer's call (csrc/ffn: sparse_ffn.cc, panels.cc, predicted_ffn.cc): inputs, sums, ids and marks."""
-    tokens = min(tokens, _PROMPT_TOKENS)
-    tile = min(tokens, TOKEN_TILE)
-    sums = max(_CHUNKS * tile * entry.hidden, (tokens + _PROMPT_NEURONS) * entry.hidden + tile * _PROMPT_NEURONS)
+    core = constants()
+    tokens = min(tokens, core.prompt_tokens)
+    tile, neurons = min(tokens, core.pass_tokens), core.prompt_neurons
+    sums = max(core.chunks * tile * entry.hidden, (tokens + neurons) * entry.hidden + tile * neurons)
     ids = (tokens // tile + 2) * entry.neurons
-    return 4 * (2 * tokens * entry.hidden + sums) + 8 * ids + min(_MASK_BYTES, tokens * entry.neurons)
+    return 4 * (2 * tokens * entry.hidden + sums) + 8 * ids + min(core.mask_bytes, tokens * entry.neurons)
 
 
 @contextmanager

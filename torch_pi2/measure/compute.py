@@ -20,6 +20,7 @@ from torch_pi2.measure.fit import Case, Ready, Samples, Size, time_into
 from torch_pi2.measure.parts import attention_cases, predictor_cases
 from torch_pi2.measure.weights import FLOATS, Weights
 from torch_pi2.observe import counters
+from torch_pi2.ops.constants import constants
 
 #: A token's share of the cold neurons (None: the exact gate), the share of hot ones, the activation, and how many
 #: standard deviations a gate needs to fire. silu: every neuron asked for is added; relu: a half, or with 1.28 a tenth.
@@ -36,7 +37,6 @@ _MIXES: tuple[tuple[float | None, float, str, float], ...] = (
     (None, 0.2, "relu", 1.28),
     (None, 0.0, "relu", 0.0),
 )
-_TILE_TOKENS = 12  # csrc/include/pi2/linear.h: kGemmTokens
 #: From so many tokens on time goes by multiplications, not bytes, and a part of a layer is enough to see it.
 _MANY, _MANY_MACS = 9, 3e9
 
@@ -135,7 +135,7 @@ class _Kernel:
 
     def with_switches(self, tokens: Sequence[int]) -> list[int]:
         """``tokens``, and the two between which another path is taken."""
-        switch = PROMPT_TOKENS if not self.int8 else _TILE_TOKENS if has_tiles() else max(tokens) + 1
+        switch = PROMPT_TOKENS if not self.int8 else constants().gemm_tokens if has_tiles() else max(tokens) + 1
         return sorted({*tokens, switch - 1, switch} if switch <= max(tokens) else {*tokens})
 
     def input(self, tokens: int) -> torch.Tensor:
@@ -158,7 +158,7 @@ class _Kernel:
         for batch in batches:
             x_TH, generator = self.input(batch), torch.Generator().manual_seed(batch)
             for share, hot_share, act, deviations in _MIXES:
-                if share is None and self.int8 and has_tiles() and batch >= _TILE_TOKENS:
+                if share is None and self.int8 and has_tiles() and batch >= constants().gemm_tokens:
                     continue  # goes by tiles: dense
                 n_hot = int(hot_share * self.neurons)
                 n_cold = self.neurons - n_hot

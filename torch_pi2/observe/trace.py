@@ -22,6 +22,7 @@ from torch_pi2.base.files import atomic_write, not_written, to_replace
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.recording import Recording
 from torch_pi2.ops import load
+from torch_pi2.ops.constants import constants
 
 _log = logging.getLogger("torch_pi2")
 
@@ -53,7 +54,6 @@ _SPAN, _ASYNC, _COUNTER = range(3)
 
 #: Events kept per thread by default: some 10 MB where a thread has as many.
 CAPACITY = 1 << 18
-_MOST = 1 << 24  # kMostTraced of the core
 _ROWS = 4096  # turned into text at a time
 
 
@@ -82,10 +82,11 @@ class trace(Recording):
 
     @checked
     def __init__(self, path: str | Path, *, capacity: int = CAPACITY) -> None:
-        if not 1 <= capacity <= _MOST:
+        most = constants().most_traced
+        if not 1 <= capacity <= most:
             raise ConfigError(
                 "capacity",
-                expected=f"1 to {_MOST} events per thread",
+                expected=f"1 to {most} events per thread",
                 found=str(capacity),
                 fix=f"Leave it at {CAPACITY}.",
             )

@@ -38,6 +38,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, explained
 from torch_pi2.observe.drift import LIMIT, Drift, drift
 from torch_pi2.ops import load
+from torch_pi2.ops.constants import constants
 from torch_pi2.profiling.recorder import threshold_map
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.spec.plan import Plan
@@ -48,8 +49,6 @@ _log = logging.getLogger("torch_pi2")
 
 #: Sequences decoded together, of which it is counted how often a neuron fires for one of them.
 BATCH_SIZES = (1, 2, 4, 8, 16)
-#: The largest and the most sizes (kMostGroup and kMostSizes of the core, which does not count size 1).
-_MOST, _MOST_SIZES = 64, 17
 _POLL_S = 1.0
 
 
@@ -333,10 +332,11 @@ def _already() -> ConfigError:
 
 def _sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(sorted({1, *batch_sizes}))
-    if sizes[0] < 1 or sizes[-1] > _MOST or len(sizes) > _MOST_SIZES:
+    largest, most = constants().most_group, constants().most_sizes + 1  # the core does not count size 1
+    if sizes[0] < 1 or sizes[-1] > largest or len(sizes) > most:
         raise ConfigError(
             "batch_sizes",
-            expected=f"at most {_MOST_SIZES} of 1 to {_MOST}",
+            expected=f"at most {most} of 1 to {largest}",
             found=", ".join(map(str, batch_sizes)),
             fix="Beyond the largest the planner goes on by itself.",
         )

@@ -23,6 +23,7 @@ Operators, all under ``torch.ops.pi2``:
   :mod:`torch_pi2.observe.trace`, which uses them.
 * ``firing_start``, ``firing_start_stored``, ``firing_read``, ``firing_tokens``, ``firing_stop``: what fires, by the
   number of a watch; see :mod:`torch_pi2.observe.watch`.
+* ``constants() -> str``, ``chunk_neurons(neurons) -> int``: see :mod:`torch_pi2.ops.constants`.
 * ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 

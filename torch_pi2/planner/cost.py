@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.ops.constants import constants
 from torch_pi2.planner.curve import TIMES, layer_curve, linear_ms
 from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
 from torch_pi2.planner.prompt_cost import best_chunk, prompt_cost, switch_point
@@ -28,14 +29,6 @@ __all__ = ["PARTS", "Cost", "best_chunk", "layer_curve", "prompt_cost", "step_co
 #: Parts of a step, which add up to it. ``attention``: linear layers. ``sdpa``: attention itself. ``glue``: norms,
 #: rotary embedding, residuals, Python. ``io``: what computing does not hide of reads, and what they slow it down by.
 PARTS = ("attention", "sdpa", "predictor", "hot", "cold", "io", "merge", "head", "glue")
-
-#: Tokens of a step from which on a layer that is all hot is streamed past the cache, as prompts are: with int8
-#: activations where there are tiles for them (csrc/include/pi2/linear.h: ``kGemmTokens``), and else (``kStreamFrom`` of
-#: csrc/ffn/sparse_ffn.cc).
-STREAMED_TILES, STREAMED = 12, 32
-
-#: Chunks of a layer that are computed as their neurons come (csrc/include/pi2/ffn.h: ``chunk_neurons``).
-CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -213,8 +206,8 @@ def _reads(
     reads = max(cold * (1 - density) ** reach, nbytes / longest)
     counted = max(peak * elsewhere * (1 - peak) ** reach, reads)
     whole = sum(y.slots * y.file_slot_bytes for y in shape.layers)
-    # Of CHUNKS chunks only in_flight have reads under way.
-    depth = min(config.io_threads, max(1.0, counted * min(1.0, config.in_flight / CHUNKS)))
+    # Of a layer's chunks only in_flight have reads under way.
+    depth = min(config.io_threads, max(1.0, counted * min(1.0, config.in_flight / constants().chunks)))
     drive_us = hardware.read_us(counted, nbytes / counted, range_bytes=whole, depth=depth)
     return reads + runs, (max(drive_us, cold * hardware.store.slot_us) / 1e3, hot_ms)
 
@@ -224,7 +217,7 @@ def streamed(layer: LayerShape, hardware: Hardware, batch: int, hot: int, first:
     if hot < layer.intermediate or first or layer.experts > 1:
         return False
     tiles = layer.kernel.endswith("/int8") and hardware.machine.get("kernels", "").endswith("vnni")
-    return batch >= (STREAMED_TILES if tiles else STREAMED)
+    return batch >= (constants().gemm_tokens if tiles else constants().stream_from)
 
 
 def _io_ms(
@@ -240,7 +233,7 @@ def _io_ms(
     A layer that is streamed is read while the one before, and what is between them, is computed: what takes longer
     counts.
 
-    Reads of cold neurons begin when the predictor has spoken. A layer is computed in ``CHUNKS`` chunks in the order in
+    Reads of cold neurons begin when the predictor has spoken. A layer is computed in chunks in the order in
     which they come, so that all but one of them hide behind the other side, whichever takes longer:
     ``max(R + C / 16, C + R / 16)`` instead of ``C``, with R, the drive's time, ``read_while_computing`` times as long
     as alone. Meanwhile computing is ``compute_while_reading`` times as slow. Without ``pipeline``: one after the other.
@@ -258,7 +251,8 @@ def _io_ms(
     if not config.pipeline:
         return cold + exposed
     reading = (cold + exposed) * hardware.read_while_computing
-    both = max(reading + compute_ms / CHUNKS, compute_ms + reading / CHUNKS)
+    chunks = constants().chunks
+    both = max(reading + compute_ms / chunks, compute_ms + reading / chunks)
     slower = (hardware.compute_while_reading - 1) * min(compute_ms, reading)
     return both - compute_ms + slower
 

@@ -6,16 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch_pi2.ops.constants import constants
 from torch_pi2.planner.curve import TIMES, expert_use, layer_curve, linear_ms, sums
 from torch_pi2.planner.shape import LayerShape, ModelShape
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
 
-#: Tokens of a prompt for which a layer of a store is read once, at most (csrc/include/pi2/ffn.h: ``kPromptTokens``).
-MOST_CHUNK = 512
-#: Tokens of a pass of the sparse operator over the weights (csrc/ffn/sparse_ffn.cc: ``kTokenTile``).
-_TILE = 64
 #: Numbers of tokens of which one is a layer's switch point.
 _TOKENS = (*range(2, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
 #: Of the time per token, what is near enough to the best chunk's.
@@ -50,8 +47,9 @@ def sparse_ms(
         curve = layer_curve(layer, hardware, size, boundary, model_bytes=model_bytes)
         return math.fsum(float(curve[part][0]) for part in TIMES)
 
-    whole, rest = divmod(tokens, _TILE)
-    return (whole * passes(_TILE) if whole else 0.0) + (passes(rest) if rest else 0.0)
+    most = constants().pass_tokens
+    whole, rest = divmod(tokens, most)
+    return (whole * passes(most) if whole else 0.0) + (passes(rest) if rest else 0.0)
 
 
 def switch_point(shape: ModelShape, hardware: Hardware, layer: int, *, hot: int | None = None) -> int:
@@ -73,20 +71,21 @@ def prompt_cost(
     dense: Sequence[bool],
     hot: Sequence[int] | None = None,
     in_memory: bool = True,
-    chunk_tokens: int = MOST_CHUNK,
+    chunk_tokens: int | None = None,
 ) -> float:
     """Milliseconds of a prompt of one sequence.
 
     Linear layers of all tokens of a piece at once; attention, of each token over those before it, at the speed at which
     a single one reads keys and values; of FFNs :func:`dense_ms` or :func:`sparse_ms`; ``glue``. Over a store each piece
-    of ``chunk_tokens`` reads every layer once (``hardware.stream_us``, as if nothing were in the cache) while the one
-    before is computed: the longer of both counts, and the first read in full.
+    of ``chunk_tokens`` (None: what one reading serves) reads every layer once (``hardware.stream_us``, as if nothing
+    were in the cache) while the one before is computed: the longer of both counts, and the first read in full.
 
     Args:
         dense: by layer, whether every neuron is computed. hot: by layer, those that no predictor is asked about where
             not every neuron is (None: ``base_hot``).
     """
-    pieces = [tokens] if in_memory else [chunk_tokens] * (tokens // chunk_tokens) + [tokens % chunk_tokens]
+    piece = chunk_tokens or constants().prompt_tokens
+    pieces = [tokens] if in_memory else [piece] * (tokens // piece) + [tokens % piece]
     hot = [layer.base_hot for layer in shape.layers] if hot is None else hot
     computing, done, nbytes = [], 0, shape.weight_bytes
     for size in filter(None, pieces):
@@ -116,8 +115,9 @@ def best_chunk(
     Args:
         dense, hot: as :func:`prompt_cost` takes them.
     """
-    sizes = (_TILE, 2 * _TILE, 4 * _TILE, MOST_CHUNK)
-    how: dict[str, Any] = {"tokens": MOST_CHUNK, "dense": dense, "hot": hot, "in_memory": False}
+    least, most = constants().pass_tokens, constants().prompt_tokens
+    sizes = (least, 2 * least, 4 * least, most)
+    how: dict[str, Any] = {"tokens": most, "dense": dense, "hot": hot, "in_memory": False}
     took = {size: prompt_cost(shape, hardware, chunk_tokens=size, **how) for size in sizes}
     return next(size for size in sizes if took[size] <= _NEAR * min(took.values()))
 

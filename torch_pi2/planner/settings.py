@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.planner.prompt_cost import MOST_CHUNK, best_chunk, switch_point
+from torch_pi2.ops.constants import constants
+from torch_pi2.planner.prompt_cost import best_chunk, switch_point
 from torch_pi2.planner.shape import ModelShape
 from torch_pi2.spec.machine_plan import Bucket, PromptPlan
 from torch_pi2.spec.offload import OffloadConfig
@@ -96,5 +97,6 @@ def prompt_plan(shape: ModelShape, hardware: Hardware, last: Bucket, stored: boo
     """
     found = [switch_point(shape, hardware, i, hot=hot) for i, hot in enumerate(last.hot)]
     dense_from = tuple(max(at, last.batch + 1) if at else 0 for at in found)
-    dense = [0 < at <= MOST_CHUNK for at in dense_from]
-    return PromptPlan(dense_from, best_chunk(shape, hardware, dense, hot=last.hot) if stored else MOST_CHUNK)
+    most = constants().prompt_tokens
+    dense = [0 < at <= most for at in dense_from]
+    return PromptPlan(dense_from, best_chunk(shape, hardware, dense, hot=last.hot) if stored else most)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.ops.constants import chunk_neurons, constants
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.store.superblock import SECTOR, LayerEntry
@@ -22,7 +23,6 @@ SLOT_BYTES = 40
 _POLICY_BYTES = {"s3-fifo": 4, "lfu": 1}
 #: Tokens of a prompt whose activations a budget has room for at a time, whatever its context.
 PIECE_TOKENS = 1024
-TOKEN_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[
         Staging, where neurons go that a full cache has no room for; bookkeeping of all neurons; and of all slots, if
         the cache holds them all.
     """
-    spares = max(min(config.in_flight, 16) * max(map(_chunk_slots, entries)), max(map(_prompt_slots, entries)))
+    spares = max(
+        min(config.in_flight, constants().chunks) * max(map(_chunk_slots, entries)), max(map(_prompt_slots, entries))
+    )
     neurons = sum(entry.neurons for entry in entries)
     return (
         0 if config.engine == "mmap" else spares * max(entry.slot_bytes for entry in entries),
@@ -111,14 +113,13 @@ def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[
 
 
 def _chunk_slots(entry: LayerEntry) -> int:
-    """Slots of a chunk of neurons: as ``chunk_neurons`` in csrc/include/pi2/ffn.h has it."""
-    sixteenth = (entry.neurons + 15) // 16
-    return -(-min(entry.neurons, (sixteenth + 63) // 64 * 64) // entry.cluster)
+    """Slots of a chunk of neurons."""
+    return -(-min(entry.neurons, chunk_neurons(entry.neurons)) // entry.cluster)
 
 
 def _prompt_slots(entry: LayerEntry) -> int:
-    """Slots of a prompt's chunk: as ``kPromptNeurons`` there has it."""
-    return -(-min(entry.neurons, 512) // entry.cluster)
+    """Slots of a prompt's chunk."""
+    return -(-min(entry.neurons, constants().prompt_neurons) // entry.cluster)
 
 
 def predictor_bytes(predictor: Any, layer: LayerPlan) -> int:
@@ -141,4 +142,4 @@ def kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
 
 def piece_tokens(context: int) -> int:
     """Tokens of a prompt that are read at a time by a model with room for ``context`` tokens."""
-    return max(TOKEN_TILE, min(PIECE_TOKENS, context))
+    return max(constants().pass_tokens, min(PIECE_TOKENS, context))

@@ -12,8 +12,9 @@ namespace pi2 {
 // at most 16 chunks, enough for 16 threads, since every partial sum is hidden floats written and read again.
 // Prompts (kGemmTokens in linear.h) with int8 activations and no mask go by tiles instead, where the instruction set
 // has them: one sum per token over all neurons, other bits than token by token, the same for any number of threads.
+constexpr std::int64_t kChunks = 16;
 constexpr std::int64_t chunk_neurons(std::int64_t neurons) {
-  const std::int64_t sixteenth = (neurons + 15) / 16;
+  const std::int64_t sixteenth = (neurons + kChunks - 1) / kChunks;
   return (sixteenth + 63) / 64 * 64;
 }
 
@@ -21,6 +22,10 @@ constexpr std::int64_t chunk_neurons(std::int64_t neurons) {
 // store divide, so that none is in two chunks.
 constexpr std::int64_t chunk_base(std::int64_t first) { return first / 64 * 64; }
 
+// Tokens of a pass over the weights, of layers and of predictors: bounds the scratch of partial sums.
+constexpr std::int64_t kPassTokens = 64;
+// From so many tokens on a layer of a store is streamed.
+constexpr std::int64_t kStreamFrom = 32;
 // Tokens of a prompt for which a layer's neurons are read once.
 constexpr std::int64_t kPromptTokens = 512;
 // Neurons of a prompt's chunk: whose h is held at a time, and their down rows in float.

@@ -1,0 +1,50 @@
+// torch.ops.pi2.constants: what the core has as numbers and names, so that Python has no copies of them
+// (torch_pi2.ops.constants).
+#include "bindings/torch/common.h"
+#include "cache/neuron_cache.h"
+#include "pi2/ffn.h"
+#include "pi2/firing.h"
+#include "pi2/linear.h"
+#include "pi2/predict.h"
+#include "pi2/trace.h"
+
+namespace pi2::binding {
+namespace {
+
+// name=value, space-separated; names of policies comma-separated.
+std::string constants() {
+  const std::pair<const char*, int64_t> numbers[] = {
+      {"chunks", kChunks},
+      {"pass_tokens", kPassTokens},
+      {"prompt_tokens", kPromptTokens},
+      {"prompt_neurons", kPromptNeurons},
+      {"stream_from", kStreamFrom},
+      {"gemm_tokens", kGemmTokens},
+      {"mask_bytes", kMaskBytes},
+      {"most_group", kMostGroup},
+      {"most_sizes", kMostSizes},
+      {"most_traced", kMostTraced},
+      {"stages", static_cast<int64_t>(Stage::kRead) + 1},
+      {"trace_counters", static_cast<int64_t>(TraceCounter::kColdBundles) + 1},
+  };
+  std::string all;
+  for (const auto& [name, value] : numbers) all += std::string(name) + "=" + std::to_string(value) + " ";
+  all += "policies=";
+  for (const CachePolicy policy : kCachePolicies) all += (all.back() == '=' ? "" : ",") + name_of(policy);
+  return all;
+}
+
+int64_t chunk_neurons(int64_t neurons) { return pi2::chunk_neurons(neurons); }
+
+}  // namespace
+}  // namespace pi2::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
+  m.def("constants() -> str");
+  m.def("chunk_neurons(int neurons) -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
+  m.impl("constants", TORCH_BOX(&pi2::binding::constants));
+  m.impl("chunk_neurons", TORCH_BOX(&pi2::binding::chunk_neurons));
+}

@@ -1,0 +1,49 @@
+"""Numbers and names of the C++ core, as it has them itself (``torch.ops.pi2.constants``)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from torch_pi2.ops.library import load
+
+
+class Constants(NamedTuple):
+    """In the headers named, each has a comment of its own.
+
+    Attributes:
+        chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``. gemm_tokens: ``pi2/linear.h``.
+        mask_bytes: ``pi2/predict.h``. most_group, most_sizes: ``pi2/firing.h``. most_traced, stages, trace_counters:
+        ``pi2/trace.h``. policies: of the cache, ``cache/policies/list.inc``.
+    """
+
+    chunks: int
+    pass_tokens: int
+    prompt_tokens: int
+    prompt_neurons: int
+    stream_from: int
+    gemm_tokens: int
+    mask_bytes: int
+    most_group: int
+    most_sizes: int
+    most_traced: int
+    stages: int
+    trace_counters: int
+    policies: tuple[str, ...]
+
+
+@cache
+def constants() -> Constants:
+    """Read once: it loads the library."""
+    load()
+    said = dict(part.split("=") for part in str(torch.ops.pi2.constants()).split())
+    policies = tuple(said.pop("policies").split(","))
+    return Constants(**{name: int(value) for name, value in said.items()}, policies=policies)
+
+
+def chunk_neurons(neurons: int) -> int:
+    """Neurons of a chunk of a layer that has so many."""
+    load()
+    return int(torch.ops.pi2.chunk_neurons(neurons))
