@@ -6,8 +6,10 @@ ours does so itself (tests/project/test_ci.py).
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if to is not None and not hasattr(session.config, "workerinput"):  # of xdist: one process tells of all
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text("".join(f"{name}\n" for name in sorted(_skipped)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking through it for garbage, again and again, would be a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def graphs_are_captured_once() -> Iterator[None]:
+    from captures import remembering
+
+    from torch_pi2.graph import find
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find, "capture", remembering(find.capture))
+        yield

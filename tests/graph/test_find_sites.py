@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch_pi2.errors import CalibrationError, ConfigError, DeviceError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph import FFNSite, find_sites
 from torch_pi2.graph.activation import identify
+from torch_pi2.graph.capture import capture
 from torch_pi2.spec.formula import Formula
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -365,3 +368,13 @@ def test_whether_the_owner_itself_runs():
     assert FFNSite.from_json({**site.to_json(), "drops": "inside"}).drops == "inside"
     old = {k: v for k, v in site.to_json().items() if k != "owner_runs"}
     assert FFNSite.from_json(old) == site
+
+
+def test_a_model_that_was_captured_is_not_kept_in_memory() -> None:
+    """Dynamo remembers its backends, and what those refer to."""
+    model = tiny("mistral")
+    weight = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    assert capture(model)
+    del model
+    gc.collect()
+    assert weight() is None

@@ -109,7 +109,9 @@ def capture(
             found="no graph at all (its forward is excluded from compilation or computes nothing)",
             fix="Pass the part of the model that holds the FFN layers.",
         )
-    return graphs
+    found = graphs.copy()
+    graphs.clear()  # Dynamo remembers its backends, so that this list, and with it the weights, would stay in memory
+    return found
 
 
 def _fresh_caller() -> Any:
