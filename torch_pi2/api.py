@@ -36,7 +36,8 @@ from torch_pi2.predict.file import AnyPredictor, FittedPredictors
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
-from torch_pi2.rewrite.handle import Optimized, apply, parts_of
+from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.plan import PREDICTED, Plan, lossy_methods, weights_hash
@@ -439,6 +440,5 @@ def restore(model: nn.Module) -> nn.Module:
     """
     restore_modules(model)
     let_go(model)
-    if isinstance(getattr(model, "torch_pi2", None), Optimized):
-        object.__delattr__(model, "torch_pi2")
+    Handle.detach(model)
     return model

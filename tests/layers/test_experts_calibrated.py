@@ -33,7 +33,8 @@ from torch_pi2.profiling import MIN_TOKENS, ActivationStats, batches, collect_sa
 from torch_pi2.profiling import profile as profile_sites
 from torch_pi2.profiling.inputs import EXPERT_TOKENS, gather_inputs
 from torch_pi2.profiling.samples import bytes_per_token, routed_tokens, samples_bytes
-from torch_pi2.rewrite.handle import Optimized, apply
+from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.spec.config import Config

@@ -19,9 +19,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.of_model import is_optimized
 from torch_pi2.layers.standin import StandIn
-
-#: Plain attributes of a model that are the library's, and not to be copied with it.
-_OURS = ("torch_pi2", "torch_pi2_store")
+from torch_pi2.rewrite.handle import Handle
 
 
 class DelegatedFFN(nn.Module):
@@ -109,7 +107,7 @@ def delegated_copy(model: nn.Module, layers: Sequence[SparseFFN], name: str) -> 
 @contextmanager
 def _without(model: nn.Module, instead: dict[int, nn.Module]) -> Iterator[None]:
     places = [(p, n, c) for p in model.modules() for n, c in p._modules.items() if isinstance(c, StandIn)]
-    ours = {name: model.__dict__.pop(name) for name in _OURS if name in model.__dict__}
+    handle = Handle.detach(model)  # not to be copied
     for parent, name, child in places:
         # what is left of a chain passes its input on; the original is not copied
         parent._modules[name] = instead.get(id(child)) or nn.Identity()
@@ -118,8 +116,8 @@ def _without(model: nn.Module, instead: dict[int, nn.Module]) -> Iterator[None]:
     finally:
         for parent, name, child in places:
             parent._modules[name] = child
-        for name, value in ours.items():
-            object.__setattr__(model, name, value)
+        if handle is not None:
+            handle.attach(model)
 
 
 def split_hot_cold(model: nn.Module) -> list[SplitFFN]:
