@@ -362,21 +362,13 @@ class SparseFFN(StandIn):
         refuse_vmap(self.site, x)
         y: torch.Tensor = torch.ops.pi2.predicted_ffn(
             x,
-            self.bundles,
-            self.bias_gate,
-            self.bias_up,
-            self.bias_down,
+            *self.tensors(),
             [tensor for tensor in self.predictor(n_hot) if tensor is not None],
             self.predictor_kind,
             self.predictor_threshold,
             self.predictor_weights,
             self.int8_activations and bool(self.predictor_weights),
-            self.site.activation,
-            self.site.activation_on_up,
-            n_hot,
-            self.threshold,
-            self.weights,
-            self.int8_activations,
+            *self.settings(n_hot, self.threshold),
         )
         return y
 
@@ -421,21 +413,17 @@ class SparseFFN(StandIn):
         return self._compute(x, None, self.site.intermediate, 0.0)
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.sparse_ffn(
-            x,
-            self.bundles,
-            self.bias_gate,
-            self.bias_up,
-            self.bias_down,
-            active,
-            self.site.activation,
-            self.site.activation_on_up,
-            n_hot,
-            threshold,
-            self.weights,
-            self.int8_activations,
-        )
+        y: torch.Tensor = torch.ops.pi2.sparse_ffn(x, *self.tensors(), active, *self.settings(n_hot, threshold))
         return y
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What ``torch.ops.pi2.sparse_ffn`` takes after its input, wherever it is called: bundles and biases."""
+        return self.bundles, self.bias_gate, self.bias_up, self.bias_down
+
+    def settings(self, n_hot: int, threshold: float) -> tuple[Any, ...]:
+        """And what it takes after the mask of :meth:`predictor_call`."""
+        site = self.site
+        return site.activation, site.activation_on_up, n_hot, threshold, self.weights, self.int8_activations
 
     @property
     def dtype(self) -> torch.dtype:
