@@ -589,7 +589,7 @@ def test_a_cache_that_is_smaller_than_planned(store: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "torch_pi2"):
         engine = follow(model, plan)
     assert "fewer neurons than planned stay in memory" in caplog.text
-    assert engine._resident(plan.buckets[0], cache, model) == [50, 50]
+    assert engine._resident(plan.buckets[0], cache) == [50, 50]
     assert torch_pi2.stats(model)["cache_bytes"] == cache
 
 

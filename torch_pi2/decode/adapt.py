@@ -252,7 +252,7 @@ class Engine:
         if self._store is None or budget is None:
             return
         cache_bytes = min(bucket.cache_bytes, budget.cache if room is None else room)
-        self._store.arrange(self._resident(self._store, bucket, cache_bytes), cache_bytes)
+        self._store.arrange(self._resident(bucket, cache_bytes), cache_bytes)
         self._announce(bucket.batch)
 
     def _budget(self) -> Budget | None:
@@ -260,9 +260,10 @@ class Engine:
         handle = self._handle()
         return None if handle is None else handle.budget
 
-    def _resident(self, store: Store, bucket: Bucket, cache_bytes: int) -> list[int]:
+    def _resident(self, bucket: Bucket, cache_bytes: int) -> list[int]:
         """By layer of the store, neurons that do not leave the cache: fewer than planned where it is smaller."""
-        resident = [0] * len(store.layers())
+        assert self._store is not None
+        resident = [0] * len(self._store.layers())
         share = min(1.0, cache_bytes / bucket.cache_bytes) if bucket.cache_bytes else 0.0
         for place, planned in zip(self._places, bucket.resident, strict=True):
             resident[place] = int(planned * share)
