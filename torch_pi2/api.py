@@ -22,8 +22,11 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.decode.adapt import follow, let_go
 from torch_pi2.errors import CalibrationError, DtypeError
-from torch_pi2.fitting.fit import MIN_SEQUENCES, causal_lm_loss, cold_neurons, rows_of
+from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.fit import fit as fit_predictors
+from torch_pi2.fitting.loss import causal_lm_loss
+from torch_pi2.fitting.search import FitSettings
+from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
@@ -230,23 +233,10 @@ def _fit(
             seed=config.seed,
             progress=progress,
         )
-    return fit_predictors(
-        model,
-        data,
-        sites,
-        stats,
-        cold=cold,
-        n_tokens=n_tokens,
-        # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
-        max_bytes=max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens)),
-        hot_frequency=config.hot_frequency,
-        target_recall=config.target_recall,
-        tolerance=config.tolerance,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        progress=progress,
-    )
+    # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
+    max_bytes = max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens))
+    settings = FitSettings(**vars(config), n_tokens=n_tokens, max_bytes=max_bytes)
+    return fit_predictors(model, data, sites, stats, settings, cold=cold, progress=progress)
 
 
 @checked
