@@ -31,6 +31,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
+from torch_pi2.rewrite.handle import store_of
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan
@@ -196,7 +197,7 @@ def measure(
     """
     names = list(plans)
     timed = {name: _Timed(models[name], plans[name], sequences, every, drawn[0].shape[1], compiled) for name in names}
-    over_store = any(hasattr(model, "torch_pi2_store") for model in models.values())
+    over_store = any(store_of(model) is not None for model in models.values())
     warm_up = _WARM_UP_STORE if over_store else _WARM_UP
     kept: dict[str, list[_Round]] = {name: [] for name in names}
     for index in range(warm_up + rounds):

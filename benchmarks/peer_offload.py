@@ -54,7 +54,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         offload=OffloadConfig(**settings["offload"]),
         context=settings["context"],
     )
-    store, budget = model.torch_pi2_store
+    store, budget = model.torch_pi2.store, model.torch_pi2.budget
     decoder = Decoder(model, max_tokens=settings["context"], compiled=settings["compiled"])
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(settings["seed"])

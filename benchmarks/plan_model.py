@@ -213,10 +213,9 @@ class Source:
             planned = zip(self.plan.layers, layers, strict=True)
             plan = [replace(layer, order=ffn.order.to(torch.int32)) for layer, ffn in planned]
             made_by = self.plan.made_by | {"shuffled": self.seed}
-            parts = replace(model.torch_pi2, plan=Plan(plan, self.plan.model_hash, made_by))
-            object.__setattr__(model, "torch_pi2", parts)
+            model.torch_pi2.plan = Plan(plan, self.plan.model_hash, made_by)
             torch_pi2.save(model, loose)
-            del model, layers, planned, parts
+            del model, layers, planned
             try:
                 self._copy_code(loose)
                 torch_pi2.pack(loose, made, trust_remote_code=self._trust)

@@ -13,8 +13,8 @@ from torch import nn
 
 from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.layers.offloaded import store_of
 from torch_pi2.observe import timings
+from torch_pi2.rewrite.handle import store_of
 from torch_pi2.spec.stats import ActivationStats
 
 #: Tokens of each sequence's prompt.

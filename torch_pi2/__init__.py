@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch_pi2.checkpoint.save_load import load, save
     from torch_pi2.checkpoint.synthetic import synthetic
     from torch_pi2.decode.adapt import follow
-    from torch_pi2.decode.budget import set_budget
+    from torch_pi2.decode.budget import set_budget, stats
     from torch_pi2.decode.decode import Decoder
     from torch_pi2.decode.generate import generate
     from torch_pi2.export.api import export
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch_pi2.export.run import Bundle
     from torch_pi2.graph.dispatch import NeuronClusterMode
     from torch_pi2.graph.find import find_sites
-    from torch_pi2.layers.offloaded import stats
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.observe.accesses import record_accesses
     from torch_pi2.observe.trace import trace
@@ -45,7 +44,7 @@ _FROM = {
     "checkpoint.save_load": ("load", "save"),
     "checkpoint.synthetic": ("synthetic",),
     "decode.adapt": ("follow",),
-    "decode.budget": ("set_budget",),
+    "decode.budget": ("set_budget", "stats"),
     "decode.decode": ("Decoder",),
     "decode.generate": ("generate",),
     "export.api": ("export",),
@@ -53,7 +52,6 @@ _FROM = {
     "export.run": ("Bundle",),
     "graph.dispatch": ("NeuronClusterMode",),
     "graph.find": ("find_sites",),
-    "layers.offloaded": ("stats",),
     "machine.find": ("find_hardware",),
     "observe.accesses": ("record_accesses",),
     "observe.trace": ("trace",),

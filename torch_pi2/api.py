@@ -22,8 +22,11 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.decode.adapt import follow, let_go
 from torch_pi2.errors import CalibrationError, DtypeError
-from torch_pi2.fitting.fit import MIN_SEQUENCES, causal_lm_loss, cold_neurons, rows_of
+from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.fit import fit as fit_predictors
+from torch_pi2.fitting.loss import causal_lm_loss
+from torch_pi2.fitting.search import FitSettings
+from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
@@ -36,7 +39,8 @@ from torch_pi2.predict.file import AnyPredictor, FittedPredictors
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
-from torch_pi2.rewrite.handle import Optimized, apply, parts_of
+from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.plan import PREDICTED, Plan, lossy_methods, weights_hash
@@ -229,23 +233,10 @@ def _fit(
             seed=config.seed,
             progress=progress,
         )
-    return fit_predictors(
-        model,
-        data,
-        sites,
-        stats,
-        cold=cold,
-        n_tokens=n_tokens,
-        # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
-        max_bytes=max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens)),
-        hot_frequency=config.hot_frequency,
-        target_recall=config.target_recall,
-        tolerance=config.tolerance,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        progress=progress,
-    )
+    # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
+    max_bytes = max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens))
+    settings = FitSettings(**vars(config), n_tokens=n_tokens, max_bytes=max_bytes)
+    return fit_predictors(model, data, sites, stats, settings, cold=cold, progress=progress)
 
 
 @checked
@@ -439,6 +430,5 @@ def restore(model: nn.Module) -> nn.Module:
     """
     restore_modules(model)
     let_go(model)
-    if isinstance(getattr(model, "torch_pi2", None), Optimized):
-        object.__delattr__(model, "torch_pi2")
+    Handle.detach(model)
     return model

@@ -34,7 +34,6 @@ from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.rewrite.merge import merge_linears
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
-from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE
 
@@ -345,7 +344,9 @@ def _pack(
     key = (*map(id, parameters), rows, match.activation, match.activation_on_up, id(layer), id(predictor))
     shared = _packed.setdefault(tensors[match.down.weight], {})
     if key not in shared or not shared[key].is_of(parameters):
-        site = _site(match, nodes)
+        name_of = {node: name for name, node in nodes.items()}
+        where = _name(match.down.weight).rpartition(".")[0]
+        site = match.site(name_of.__getitem__, key=where, layer=0, owner="")
         order = torch.arange(site.intermediate, dtype=torch.int32) if layer is None else layer.order
         layer_plan = (
             LayerPlan(site, "exact", 0, order)
@@ -364,27 +365,6 @@ def _pack(
 def _holder(parameters: Mapping[str, torch.Tensor]) -> Any:
     """As much of a model as :meth:`FFNSite.weights` needs."""
     return SimpleNamespace(get_parameter=parameters.__getitem__)
-
-
-def _site(match: Match, nodes: Mapping[str, fx.Node]) -> FFNSite:
-    name_of = {node: name for name, node in nodes.items()}
-
-    def ref(projection: Projection, rows: tuple[int, int] | None) -> LinearRef:
-        bias = None if projection.bias is None else name_of[projection.bias]
-        return LinearRef(name_of[projection.weight], bias, rows)
-
-    return FFNSite(
-        key=_name(match.down.weight).rpartition(".")[0],
-        layer=0,
-        activation=match.activation,
-        activation_on_up=match.activation_on_up,
-        gate=None if match.gate is None else ref(match.gate.projection, match.gate.rows),
-        up=ref(match.up.projection, match.up.rows),
-        down=ref(match.down, None),
-        hidden=match.hidden,
-        intermediate=match.intermediate,
-        owner="",
-    )
 
 
 def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx.Node, fx.Node]) -> list[torch.Tensor]:
@@ -411,15 +391,14 @@ def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx
         return node
 
     result = match.down.node
-    tensors = [given(t) for t in (ffn.bundles, ffn.bias_gate, ffn.bias_up, ffn.bias_down)]
+    tensors = [given(t) for t in ffn.tensors()]
     predictor = [given(t) for t in ffn.predictor()]
-    site = ffn.site
     with gm.graph.inserting_before(match.down.nodes[0]):
         active = None
         if ffn.has_predictor:
             predict, settings = ffn.predictor_call()
             active = gm.graph.call_function(predict, (x, *predictor, *settings))
-        settings = (site.activation, site.activation_on_up, ffn.n_hot, ffn.threshold)
+        settings = ffn.settings(ffn.n_hot, ffn.threshold)
         node = gm.graph.call_function(torch.ops.pi2.sparse_ffn.default, (x, *tensors, active, *settings))
     node.meta = dict(result.meta)
     replaced[result] = node

@@ -131,7 +131,7 @@ def test_budgets_have_room_for_a_share_of_the_neurons(folder, share):
     rooms = offload._Rooms(folder, 64)
     total = rooms.budget(OffloadConfig(), share)
     model = torch_pi2.load(folder, budget=total, context=64)
-    budget = model.torch_pi2_store[1]
+    budget = model.torch_pi2.budget
     assert asdict(budget)["cache"] == pytest.approx(share * rooms.neurons, abs=rooms.neurons / rooms._count)
     if share == 0:
         assert budget.cache == 0

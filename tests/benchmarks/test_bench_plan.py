@@ -144,7 +144,7 @@ def test_a_budget_has_room_for_a_share_of_the_neurons(at_work: Path, share: floa
     source = Source(at_work)
     room = source.budget(share, 64, torch_pi2.OffloadConfig())
     assert room.cache == pytest.approx(share * room.neurons, abs=room.slot)
-    assert source.over_store(room.total, 64, torch_pi2.OffloadConfig()).torch_pi2_store[1].cache == room.cache
+    assert source.over_store(room.total, 64, torch_pi2.OffloadConfig()).torch_pi2.budget.cache == room.cache
 
 
 def test_no_neuron_need_be_hot(folder: Path) -> None:

@@ -26,6 +26,7 @@ from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import skips_predictor, sparse_only, takes_prompt_path
 from torch_pi2.observe import counters
 from torch_pi2.planner.greedy import plan_without_data
+from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.offload import OffloadConfig
@@ -80,10 +81,10 @@ def packed(folder: Path) -> Path:
 
 def over_store(folder: Path, share: float, **settings: Any) -> tuple[nn.Module, int]:
     """With room for a share of the neurons; and the bytes of that cache."""
-    _, whole = torch_pi2.load(folder, budget="1GiB", offload=OffloadConfig(preload=False)).torch_pi2_store
+    _, whole = store_and_budget(torch_pi2.load(folder, budget="1GiB", offload=OffloadConfig(preload=False)))
     cache = int(share * whole.neurons) // whole.slot * whole.slot
     model = torch_pi2.load(folder, budget=whole.smallest + whole.in_slots(cache), offload=OffloadConfig(**settings))
-    return model, model.torch_pi2_store[1].cache
+    return model, model.torch_pi2.budget.cache
 
 
 def logits(model: nn.Module, batch: int) -> torch.Tensor:
@@ -347,7 +348,7 @@ def test_generation_is_seen_and_its_batch_followed() -> None:
     assert engine.stats()["sequences"] == 2
     with pytest.raises(ConfigError, match=r"sequences: expected 1 or more, found 0\. A batch has at least one\."):
         engine.batch(0)
-    assert copy.deepcopy(model).torch_pi2_engine is engine
+    assert copy.deepcopy(model).torch_pi2.engine is engine
     with pytest.raises(ConfigError, match=r"pickling a model that follows a plan: .* found an engine"):
         pickle.dumps(model)
     with engine:
@@ -406,7 +407,7 @@ def test_what_fails_half_way_leaves_the_model_as_it_was(store: Path, before: boo
     model, cache = over_store(store, 0.5)
     first = follow(model, plan_of(model, {1: 64}, dense_from=30)) if before else None
     was = [(layer.by_batch, layer.dense_from) for layer in sparse_layers(model)]
-    model.torch_pi2_store[0].close()
+    model.torch_pi2.store.close()
     with pytest.raises(ArtifactError, match="closed"):
         follow(model, plan_of(model, {1: 10}, dense_from=40, budget=1, cache={1: cache}))
     assert [(layer.by_batch, layer.dense_from) for layer in sparse_layers(model)] == was
@@ -476,7 +477,7 @@ def test_prompts_say_it_before_keys_and_values_want_memory(monkeypatch: pytest.M
     tell, give_back = engine.batch, decoder._kv.give_back
     monkeypatch.setattr(engine, "batch", lambda n: (seen.append(("batch", n)), tell(n)))
     monkeypatch.setattr(decoder._kv, "give_back", lambda n: (seen.append(("give back", n)), give_back(n)))
-    monkeypatch.setattr(model, "torch_pi2_store", (), raising=False)  # memory is given back over a store
+    monkeypatch.setattr(model.torch_pi2, "store", object())  # memory is given back over a store
     model.model.embed_tokens.register_forward_pre_hook(lambda *_: seen.append(("read", engine.stats()["sequences"])))
     for sequences, first in ((1, ["give back"]), (4, []), (2, ["give back"])):
         decoder.prompt(IDS.repeat(sequences, 1))
@@ -530,7 +531,7 @@ def test_bits_over_a_store_while_its_cache_follows(store: Path, folders: dict[st
     follow(in_memory, plan_of(in_memory, hot))
     wanted = list(switching(in_memory, None))
     model, cache = over_store(store, 0.6)
-    slot = model.torch_pi2_store[1].slot
+    slot = model.torch_pi2.budget.slot
     sizes = {1: cache, 2: cache - 100 * slot, 4: cache - 200 * slot}
     plan = plan_of(model, hot, budget=1, resident={1: 32, 2: 100, 4: 200}, cache=sizes)
     engine = follow(model, plan)
@@ -539,17 +540,17 @@ def test_bits_over_a_store_while_its_cache_follows(store: Path, folders: dict[st
         assert torch_pi2.stats(model)["cache_bytes"] <= sizes[engine.bucket.batch]
     assert engine.stats()["switches"] == 5
     engine.batch(4)
-    torch_pi2.set_budget(model, model.torch_pi2_store[1].smallest + 300 * (slot + 40))
+    torch_pi2.set_budget(model, model.torch_pi2.budget.smallest + 300 * (slot + 40))
     engine.batch(1)
     assert torch_pi2.stats(model)["cache_bytes"] <= 300 * slot  # the plan's is more than the budget has
     assert torch.equal(logits(model, 1), wanted[0])
     engine.close()
-    assert torch_pi2.stats(model)["cache_bytes"] == model.torch_pi2_store[1].cache
+    assert torch_pi2.stats(model)["cache_bytes"] == model.torch_pi2.budget.cache
 
 
 def test_another_budget_keeps_to_the_plan(store: Path) -> None:
     model, cache = over_store(store, 0.8)
-    opened, parts = model.torch_pi2_store
+    opened, parts = store_and_budget(model)
     slot = parts.slot
     planned = {1: 400 * slot, 4: 300 * slot}
     assert planned[1] < cache
@@ -588,7 +589,7 @@ def test_a_cache_that_is_smaller_than_planned(store: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "torch_pi2"):
         engine = follow(model, plan)
     assert "fewer neurons than planned stay in memory" in caplog.text
-    assert engine._resident(plan.buckets[0], cache, model) == [50, 50]
+    assert engine._resident(plan.buckets[0], cache) == [50, 50]
     assert torch_pi2.stats(model)["cache_bytes"] == cache
 
 

@@ -12,7 +12,9 @@ from torch import nn
 
 from torch_pi2 import ops
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
-from torch_pi2.fitting.fit import causal_lm_loss, cold_neurons, fit, initial_rank
+from torch_pi2.fitting.fit import cold_neurons, fit
+from torch_pi2.fitting.loss import causal_lm_loss
+from torch_pi2.fitting.search import FitSettings, initial_rank
 from torch_pi2.fitting.train import calibrate, exact_gate, measure, train_lowrank
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
@@ -228,7 +230,7 @@ FIT = {"n_tokens": 800, "steps": 120, "max_rounds": 6, "seq_len": 24, "hot_frequ
 def test_fit_keeps_the_loss_within_tolerance_and_skips(sparse_model: tuple) -> None:
     model, sites, ids = sparse_model
     stats = profile(model, ids, sites, seq_len=24)
-    got = fit(model, ids, sites, stats, tolerance=0.05, **FIT)
+    got = fit(model, ids, sites, stats, FitSettings(tolerance=0.05, **FIT))
     report = got.report
     assert report is not None
     assert report.met
@@ -255,8 +257,8 @@ def test_fit_keeps_the_loss_within_tolerance_and_skips(sparse_model: tuple) -> N
 def test_fit_is_deterministic_and_a_tight_tolerance_skips_less(sparse_model: tuple) -> None:
     model, sites, ids = sparse_model
     stats = profile(model, ids, sites, seq_len=24)
-    loose, again = (fit(model, ids, sites, stats, tolerance=0.2, **FIT) for _ in range(2))
-    tight = fit(model, ids, sites, stats, tolerance=0.001, **FIT)
+    loose, again = (fit(model, ids, sites, stats, FitSettings(tolerance=0.2, **FIT)) for _ in range(2))
+    tight = fit(model, ids, sites, stats, FitSettings(tolerance=0.001, **FIT))
     assert loose.report == again.report
     assert all(torch.equal(loose[k].b, again[k].b) for k in loose)
     assert tight.report.skipped < loose.report.skipped
@@ -266,7 +268,7 @@ def test_fit_is_deterministic_and_a_tight_tolerance_skips_less(sparse_model: tup
 def test_an_unreachable_tolerance_is_said_and_not_hidden(sparse_model: tuple, caplog: pytest.LogCaptureFixture) -> None:
     model, sites, ids = sparse_model
     stats = profile(model, ids, sites, seq_len=24)
-    got = fit(model, ids, sites, stats, tolerance=1e-9, target_recall=0.2, **(FIT | {"max_rounds": 1}))
+    got = fit(model, ids, sites, stats, FitSettings(tolerance=1e-9, target_recall=0.2, **(FIT | {"max_rounds": 1})))
     assert not got.report.met
     assert "more than the tolerance of 0.00 %, after 1 rounds" in caplog.text
 
@@ -284,7 +286,7 @@ def test_callers_may_bring_their_loss_and_their_way_to_apply(sparse_model: tuple
         return float(batch.call(model).logits.square().sum()), batch.n_tokens
 
     cold = {s.key: torch.arange(s.intermediate) for s in sites}
-    got = fit(model, ids, sites, stats, loss_fn=count_loss, apply=apply, cold=cold, tolerance=0.3, **FIT)
+    got = fit(model, ids, sites, stats, FitSettings(tolerance=0.3, **FIT), loss_fn=count_loss, apply=apply, cold=cold)
     assert seen
     assert all(s <= {x.key for x in sites} for s in seen)
     assert got.report.layers[0]["cold"] == 45
@@ -294,19 +296,19 @@ def test_layers_without_cold_neurons_get_no_predictor(sparse_model: tuple) -> No
     model, sites, ids = sparse_model
     stats = profile(model, ids, sites, seq_len=24)
     none = {s.key: torch.arange(0) for s in sites}
-    assert dict(fit(model, ids, sites, stats, cold=none, **FIT)) == {}
+    assert dict(fit(model, ids, sites, stats, FitSettings(**FIT), cold=none)) == {}
     one = none | {sites[1].key: torch.arange(20)}
-    assert set(fit(model, ids, sites, stats, cold=one, tolerance=0.5, **FIT)) == {sites[1].key}
+    assert set(fit(model, ids, sites, stats, FitSettings(tolerance=0.5, **FIT), cold=one)) == {sites[1].key}
 
 
 def test_fit_refuses_what_it_cannot_use(sparse_model: tuple) -> None:
     model, sites, ids = sparse_model
     stats = profile(model, ids, sites, seq_len=24)
     with pytest.raises(CalibrationError, match=r"sequences to fit predictors on: expected at least 10 .* found 9"):
-        fit(model, ids[:9], sites, stats, **FIT)
+        fit(model, ids[:9], sites, stats, FitSettings(**FIT))
     stats.model_hash = "0" * 64
     with pytest.raises(StaleArtifactError, match=r"activation statistics: expected a profile of FFN weights"):
-        fit(model, ids, sites, stats, **FIT)
+        fit(model, ids, sites, stats, FitSettings(**FIT))
     for name, value in (
         ("tolerance", 0.0),
         ("target_recall", 1.0),
@@ -315,7 +317,7 @@ def test_fit_refuses_what_it_cannot_use(sparse_model: tuple) -> None:
         ("margin", 2),
     ):
         with pytest.raises(ConfigError, match=f"{name}: expected .* found"):
-            fit(model, ids, sites, stats, **(FIT | {name: value}))
+            fit(model, ids, sites, stats, FitSettings(**(FIT | {name: value})))
 
 
 def test_losses_that_cannot_be_taken_are_refused(sparse_model: tuple) -> None:
@@ -328,7 +330,7 @@ def test_losses_that_cannot_be_taken_are_refused(sparse_model: tuple) -> None:
     with pytest.raises(
         NonFiniteError, match=r"loss on the evaluation sequences: expected a finite number .* found nan"
     ):
-        fit(model, ids, sites, stats, loss_fn=lambda m, b: (float("nan"), 1), **FIT)
+        fit(model, ids, sites, stats, FitSettings(**FIT), loss_fn=lambda m, b: (float("nan"), 1))
 
 
 def test_padding_counts_for_nothing_in_the_loss() -> None:
@@ -364,7 +366,7 @@ def fitted() -> FittedPredictors:
 def test_predictors_round_trip(tmp_path: Path, sparse_model: tuple) -> None:
     model, sites, ids = sparse_model
     stats = profile(model, ids, sites, seq_len=24)
-    got = fit(model, ids, sites, stats, tolerance=0.5, **(FIT | {"max_rounds": 1}))
+    got = fit(model, ids, sites, stats, FitSettings(tolerance=0.5, **(FIT | {"max_rounds": 1})))
     digest = weights_hash(model, sites)
     path = save_predictors(tmp_path, got, digest)
     assert [p.name for p in tmp_path.iterdir()] == ["predictors.safetensors"]

@@ -19,6 +19,7 @@ from torch_pi2.cli.inspect import describe, render
 from torch_pi2.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.eval import compare_decode, ffn_modules, nats_per_token, work
 from torch_pi2.fitting.fit import fit as fit_predictors
+from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.graph import FFNSite, find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
@@ -33,7 +34,8 @@ from torch_pi2.profiling import MIN_TOKENS, ActivationStats, batches, collect_sa
 from torch_pi2.profiling import profile as profile_sites
 from torch_pi2.profiling.inputs import EXPERT_TOKENS, gather_inputs
 from torch_pi2.profiling.samples import bytes_per_token, routed_tokens, samples_bytes
-from torch_pi2.rewrite.handle import Optimized, apply
+from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.spec.config import Config
@@ -251,7 +253,8 @@ def test_what_is_kept_of_experts_is_within_the_memory_of_a_fit(
     text, config = list(batches(TEXT)), Config(method="lowrank", sparsity=0.6)
     asked: list[tuple[int, int]] = []
 
-    def fit(model: nn.Module, data: Any, sites: Any, *_: Any, n_tokens: int, max_bytes: int, **__: Any) -> Any:
+    def fit(model: nn.Module, data: Any, sites: Any, _stats: Any, wanted: FitSettings, **_: Any) -> Any:
+        n_tokens, max_bytes = wanted.n_tokens, wanted.max_bytes
         asked.append((n_tokens, max_bytes))
         for n in (n_tokens, max(1, min(n_tokens // 4, 4096))):  # as the real one: to fit to, and held back
             samples = collect_samples(model, data, sites, n, **settings(max_bytes=max_bytes))
@@ -381,8 +384,8 @@ def test_lowrank_predictors_of_experts_have_one_rank(
     smooth: nn.Module, sites: list[FFNSite], stats: ActivationStats
 ) -> None:
     cold = {site.key: torch.arange(48) for site in sites}
-    more = settings(n_tokens=300, steps=8, max_rounds=1, tolerance=0.5, cold=cold)
-    predictors = fit_predictors(smooth, TEXT, sites, stats, **more)
+    short = FitSettings(batch_size=8, seq_len=32, n_tokens=300, steps=8, max_rounds=1, tolerance=0.5)
+    predictors = fit_predictors(smooth, TEXT, sites, stats, short, cold=cold, progress=False)
     assert predictors.report is not None
     assert predictors.report.met
     for block in (sites[:4], sites[4:]):

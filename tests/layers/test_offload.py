@@ -21,6 +21,7 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store
 from torch_pi2.ops import load, reference_store
+from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.storefile import StoreReader
 
@@ -65,7 +66,7 @@ def test_guesses_about_the_next_layer_are_read_before_it(folders: tuple[Path, Pa
     def decoded(model: nn.Module) -> list[int]:
         decoder = Decoder(model, max_tokens=64, compiled=compiled)
         decoder.prompt(IDS[:1])
-        if hasattr(model, "torch_pi2_store"):
+        if model.torch_pi2.store:
             torch_pi2.stats(model, reset=True)
         return [int(decoder.step(token)) for token in ids]
 
@@ -99,9 +100,9 @@ def test_small_caches_keep_more_of_what_is_frequent(folders: tuple[Path, Path]) 
         assert Store(path, 1 << 20, config, token_bytes=enough).hot_share == share
         assert Store(path, 1 << 20, config, token_bytes=enough + 1).hot_share == 0.9
     assert Store(path, 1 << 20, OffloadConfig(hot_share=0.75), token_bytes=1 << 20).hot_share == 0.75
-    _, whole = torch_pi2.load(folders[1], budget="1GiB").torch_pi2_store
+    _, whole = store_and_budget(torch_pi2.load(folders[1], budget="1GiB"))
     model = torch_pi2.load(folders[1], budget=whole.smallest + whole.in_slots(whole.token))
-    store, budget = model.torch_pi2_store
+    store, budget = store_and_budget(model)
     assert 0 < budget.cache < 1.25 * budget.token
     assert store.hot_share == 0.9
 

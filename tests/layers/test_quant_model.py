@@ -473,14 +473,14 @@ def test_a_layer_that_fails_late_leaves_a_running_model_and_says_so(monkeypatch:
 
 
 def test_an_interruption_between_ffns_and_linears_leaves_a_running_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_pi2.rewrite import handle
+    from torch_pi2.rewrite import apply as module
 
     def interrupt(*_args: object, **_kwargs: object) -> None:
         raise KeyboardInterrupt
 
     model = tiny("drelu")
     wanted = logits(model)
-    monkeypatch.setattr(handle, "quantize_linears", interrupt)
+    monkeypatch.setattr(module, "quantize_linears", interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8"))
     assert "dequantised weights now: load the checkpoint again" in caught.value.__notes__[0]

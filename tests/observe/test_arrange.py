@@ -20,6 +20,7 @@ from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.observe.replay import OPTIMAL, as_run, replay
 from torch_pi2.ops import load
+from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.spec.offload import OffloadConfig
 
 
@@ -97,7 +98,7 @@ def test_arranging_in_a_loop_while_decoding(folder: Path) -> None:
 def test_another_budget_keeps_the_arrangement(folder: Path) -> None:
     model = loaded(folder, 0.8, policy="lru")
     wanted = decoded(model)
-    store, parts = model.torch_pi2_store
+    store, parts = store_and_budget(model)
     neurons = [n for n, *_ in store.layers()]
     store.arrange([n // 2 for n in neurons])
     for share in (0.2, 0.6, 0.0, 0.8):

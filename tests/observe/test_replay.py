@@ -320,7 +320,7 @@ def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 torch.set_num_threads(1)
 model = torch_pi2.load(sys.argv[1], budget="1GiB")
-store, parts = model.torch_pi2_store
+store, parts = model.torch_pi2.store, model.torch_pi2.budget
 with torch.no_grad():
     model(torch.arange(8)[None])
 full = rss()

@@ -33,7 +33,8 @@ from torch_pi2.observe.watched import save_stats, watched_stats
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.rewrite.handle import Optimized, apply
+from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.spec.stats import ActivationStats
@@ -284,7 +285,7 @@ def test_what_is_refused(folders: dict[str, Path]) -> None:
         watch(model, batch_sizes=(3, 65))
     over = torch_pi2.load(folders["plain-store"], budget="64MiB")
     watched = watch(over)
-    over.torch_pi2_store[0].close()
+    over.torch_pi2.store.close()
     with pytest.raises(ArtifactError, match="an open store, found a store that has been closed"):
         watched.start()
 
@@ -319,7 +320,7 @@ def test_operators_say_what_is_wrong(folders: dict[str, Path]) -> None:
     assert ops.firing_stop(number)
     over = torch_pi2.load(folders["plain-store"], budget="64MiB")
     with pytest.raises(RuntimeError, match=r"layer: expected 0 to 1, found 2. The store is of another model"):
-        ops.firing_start_stored(over.torch_pi2_store[0].number, [2], [0.0], [])
+        ops.firing_start_stored(over.torch_pi2.store.number, [2], [0.0], [])
 
 
 def test_statistics_are_whole(tmp_path: Path) -> None:

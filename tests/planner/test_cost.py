@@ -386,7 +386,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_shape_of_a_model_over_a_store(store: Path) -> None:
     model = torch_pi2.load(store, activations="int8", budget="1GiB", context=100)
-    plan, budget = model.torch_pi2.plan, model.torch_pi2_store[1]
+    plan, budget = model.torch_pi2.plan, model.torch_pi2.budget
     shape = ModelShape.of(model, fake_stats(plan), plan)
     layer = shape.layers[0]
     assert (layer.kernel, layer.predictor) == ("int4/int8", "lowrank/int4/int8")

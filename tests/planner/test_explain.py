@@ -17,6 +17,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.errors import ConfigError
 from torch_pi2.planner.explain import MEASURED, Explained, compare, explained_tokens, render
+from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.budget import Budget
@@ -41,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def half(store: Path) -> nn.Module:
     """Over a store, with a cache for half of the neurons."""
-    parts: Budget = torch_pi2.load(store, budget="1GiB").torch_pi2_store[1]
+    parts: Budget = torch_pi2.load(store, budget="1GiB").torch_pi2.budget
     budget = parts.smallest + parts.in_slots(parts.neurons // 2)
     return torch_pi2.load(store, activations="int8", budget=budget)
 
@@ -90,7 +91,7 @@ def test_over_a_store_misses_are_compared(half: nn.Module) -> None:
     assert 0 < found.measured_misses < 2 * 1024
     assert found.predicted.misses > 0
     assert found.predicted.ms["io"] > 0
-    store, _ = half.torch_pi2_store
+    store, _ = store_and_budget(half)
     assert found.predicted.memory["cold"] == store.stats()["cache_bytes"]
     assert "neurons read a step" in render(found)
 

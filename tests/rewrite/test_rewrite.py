@@ -33,7 +33,8 @@ from torch_pi2.errors import (
     StaleArtifactError,
     UnsupportedModelError,
 )
-from torch_pi2.layers.ffn import PREDICTOR_TENSORS, SparseFFN
+from torch_pi2.layers.cold import PREDICTOR_TENSORS
+from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazyFFN, LazySource
 from torch_pi2.layers.of_model import is_optimized, sites_of, sparse_layers
 from torch_pi2.layers.standin import Absorbed

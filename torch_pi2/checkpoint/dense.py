@@ -12,7 +12,7 @@ from torch import nn
 from torch_pi2.base.tensorfile import new_tensor
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.ops import load as load_library
-from torch_pi2.rewrite.place import check_names
+from torch_pi2.rewrite.rewrite import check_names
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import LinearRef

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from torch_pi2.base.heap import give_back_freed_memory
-from torch_pi2.checkpoint.sparse import load_sparse
+from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.predict.file import FittedPredictors
+from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.offload import OffloadConfig
@@ -97,6 +99,7 @@ def load_offloaded(
         for module in model.modules():
             if isinstance(module, OffloadedFFN):
                 module.announce()
-    # where torch_pi2.stats finds them; not among the modules
-    object.__setattr__(model, "torch_pi2_store", (store, budget))
+    # Without predictors, which would be in memory twice: the layers have theirs.
+    made = Optimized(plan, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget)
+    made.attach(model)
     return model

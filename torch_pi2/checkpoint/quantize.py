@@ -27,7 +27,8 @@ from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_bytes
 from torch_pi2.rewrite.linears import find_linears
-from torch_pi2.rewrite.place import TRIED_EXPERTS, check_names, find_experts_way, find_way
+from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
+from torch_pi2.rewrite.rewrite import check_names
 from torch_pi2.rewrite.skeleton import places, put, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef, check_weights

@@ -30,7 +30,8 @@ from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
-from torch_pi2.rewrite.handle import Optimized, apply, parts_of
+from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.handle import Optimized, parts_of
 from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
@@ -207,14 +208,11 @@ def load(
         }
         if budget is not None:
             room, config = parse_bytes(budget), offload or _offload_of(made)
-            offloaded = load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
-            # Predictors would be in memory twice: the layers have theirs.
-            object.__setattr__(
-                offloaded, "torch_pi2", Optimized(made, FittedPredictors(), None, weights=weights_of(offloaded))
+            return _following(
+                load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
             )
-            return _following(offloaded)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
-        object.__setattr__(quantized, "torch_pi2", Optimized(made, predictors, stats, weights=weights_of(quantized)))
+        Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
         return _following(quantized)
     _check_float(folder, activations, budget)
     if model is None:

@@ -20,8 +20,8 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.rewrite.place import check_names, place, place_experts, way_taken
-from torch_pi2.rewrite.rewrite import predictor_tensors
+from torch_pi2.rewrite.place import place, place_experts, way_taken
+from torch_pi2.rewrite.rewrite import check_names, predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.storefile import open_weights

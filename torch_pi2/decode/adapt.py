@@ -26,15 +26,16 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import homes, sparse_layers
-from torch_pi2.layers.offloaded import OffloadedFFN, Store, store_and_budget
+from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.rewrite.handle import Handle
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
 from torch_pi2.spec.plan import Plan
+from torch_pi2.store.budget import Budget
 
 _log = logging.getLogger("torch_pi2")
 
 #: Switches whose times are remembered.
 _REMEMBERED = 256
-_ATTRIBUTE = "torch_pi2_engine"
 
 
 @checked
@@ -65,12 +66,12 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> Engine:
             fix="Plan with --hardware (torch-pi2 plan)." if layers else "Call torch_pi2.optimize(model) first.",
         )
     _check(layers, hardware, plan if isinstance(plan, Plan) else None)
-    before = engine_of(model)
-    own = before if before is not None and before._model() is model else None  # else: that of what it is a copy of
+    handle, before = Handle.of(model) or Handle(), engine_of(model)
+    own = before if before is not None and before._handle() is handle else None  # else: that of what it is a copy of
     settings = [(layer, layer.by_batch, layer.dense_from) for layer in layers if not _is_expert(layer)]
     with nullcontext() if own is None else own._lock:
         try:
-            engine = Engine(model, hardware, layers)
+            engine = Engine(model, handle, hardware, layers)
         except BaseException:
             for layer, by_batch, dense_from in settings:
                 layer.by_batch, layer.dense_from = by_batch, dense_from
@@ -79,25 +80,29 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> Engine:
             own._closed = True  # the layers and the store are the new one's
     if before is not None:
         _unhook(model, before)
-    object.__setattr__(model, _ATTRIBUTE, engine)  # not among the modules
+    handle.engine = engine
+    if Handle.of(model) is None:  # one that holds an optimised model
+        handle.attach(model)
     return engine
 
 
 def let_go(model: nn.Module) -> None:
     """``model``, which may be dense by now, follows no plan any more; a store is left as it is."""
-    engine = engine_of(model)
-    if engine is None:
+    handle, engine = Handle.of(model), engine_of(model)
+    if handle is None or engine is None:
         return
-    if engine._model() is model:
+    if engine._handle() is handle:
         engine._leave()
     else:  # a copy has that of what it was copied from, which goes on
         _unhook(model, engine)
-        object.__delattr__(model, _ATTRIBUTE)
+        handle.engine = None
 
 
 def engine_of(model: nn.Module) -> Engine | None:
     """What :func:`follow` made last; None if ``model`` follows no plan."""
-    engine: Engine | None = model.__dict__.get(_ATTRIBUTE)
+    handle = Handle.of(model)
+    engine = None if handle is None else handle.engine
+    assert isinstance(engine, Engine | None)
     return engine
 
 
@@ -112,14 +117,14 @@ class Engine:
         plan: that is followed. bucket: its part that is in force.
     """
 
-    def __init__(self, model: nn.Module, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
+    def __init__(self, model: nn.Module, handle: Handle, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
         self.plan = plan
         self.bucket = plan.bucket(1)
         self._lock = threading.Lock()
         self._sequences, self._switches, self._total_ms = 1, 0, 0.0
         self._ms: deque[float] = deque(maxlen=_REMEMBERED)
         # weakly: layers that are taken out of the model (torch_pi2.restore) give their memory back
-        self._model = weakref.ref(model)
+        self._handle = weakref.ref(handle)
         own = [(i, layer) for i, layer in enumerate(layers) if _has_own_hot(layer)]
         self._layers = [weakref.ref(layer) for _, layer in own]
         for i, layer in own:
@@ -132,7 +137,7 @@ class Engine:
             found = ref()
             assert found is not None
             found.dense_from = dense_from and max(dense_from, beyond_steps)
-        self._store = _store_of(model, plan)
+        self._store = _store_of(handle, plan)
         self._places = [_place(layer) for layer in layers] if self._store else []
         if self._store:
             self._say_what_has_no_room()
@@ -194,10 +199,10 @@ class Engine:
         Raises:
             ArtifactError: the store has been closed.
         """
-        model = self._model()
-        if self._leave() and self._store is not None and model is not None:
+        budget = self._budget()
+        if self._leave() and self._store is not None and budget is not None:
             self._announce(1)
-            self._store.arrange(self._as_loaded(self._store, model), self._room(model))
+            self._store.arrange(_as_loaded(self._store, budget), budget.cache)
             if self._store.config.preload:
                 self._store.preload()
 
@@ -216,9 +221,9 @@ class Engine:
             layer = prompts()
             if layer is not None:
                 layer.dense_from = None
-        model = self._model()
-        if model is not None and engine_of(model) is self:
-            object.__delattr__(model, _ATTRIBUTE)
+        handle = self._handle()
+        if handle is not None and handle.engine is self:
+            handle.engine = None
         return True
 
     def __enter__(self) -> Self:
@@ -243,18 +248,19 @@ class Engine:
     # --- what is switched ---
 
     def _switch(self, bucket: Bucket, room: int | None = None) -> None:
-        model = self._model()
-        if self._store is None or model is None:
+        budget = self._budget()
+        if self._store is None or budget is None:
             return
-        cache_bytes = min(bucket.cache_bytes, self._room(model) if room is None else room)
-        self._store.arrange(self._resident(bucket, cache_bytes, model), cache_bytes)
+        cache_bytes = min(bucket.cache_bytes, budget.cache if room is None else room)
+        self._store.arrange(self._resident(bucket, cache_bytes), cache_bytes)
         self._announce(bucket.batch)
 
-    def _room(self, model: nn.Module) -> int:
-        """Bytes that the budget has for the cache; what changes with the plan is never more."""
-        return int(store_and_budget(model)[1].cache)
+    def _budget(self) -> Budget | None:
+        """Whose cache is never less than what changes with the plan; None: the model is gone, or is in memory."""
+        handle = self._handle()
+        return None if handle is None else handle.budget
 
-    def _resident(self, bucket: Bucket, cache_bytes: int, model: nn.Module) -> list[int]:
+    def _resident(self, bucket: Bucket, cache_bytes: int) -> list[int]:
         """By layer of the store, neurons that do not leave the cache: fewer than planned where it is smaller."""
         assert self._store is not None
         resident = [0] * len(self._store.layers())
@@ -262,12 +268,6 @@ class Engine:
         for place, planned in zip(self._places, bucket.resident, strict=True):
             resident[place] = int(planned * share)
         return resident
-
-    def _as_loaded(self, store: Store, model: nn.Module) -> list[int]:
-        """By layer of the store, neurons that do not leave a cache of this size without a plan."""
-        budget = store_and_budget(model)[1]
-        share = store.hot_share * budget.cache / budget.neurons if budget.neurons else 0.0
-        return [int(neurons * share) for neurons, *_ in store.layers()]
 
     def _announce(self, batch: int) -> None:
         """Look-ahead with the hot neurons of this number of sequences."""
@@ -277,9 +277,9 @@ class Engine:
                 layer.announce(batch)
 
     def _say_what_has_no_room(self) -> None:
-        model = self._model()
-        assert model is not None
-        room, planned = self._room(model), self.plan.bucket(1).cache_bytes
+        budget = self._budget()
+        assert budget is not None
+        room, planned = budget.cache, self.plan.bucket(1).cache_bytes
         if room < 0.99 * planned:  # else it is how bytes are rounded to slots
             _log.warning(
                 "the plan has a cache of %.1f MiB, the model's budget one of %.1f MiB: fewer neurons than planned stay "
@@ -345,12 +345,16 @@ def _has_own_hot(layer: SparseFFN) -> bool:
     return not _is_expert(layer) and layer.method not in ("dense", "threshold")
 
 
-def _store_of(model: nn.Module, plan: HardwarePlan) -> Store | None:
+def _store_of(handle: Handle, plan: HardwarePlan) -> Store | None:
     """The store that the plan arranges, if any."""
-    if plan.budget_bytes is None or getattr(model, "torch_pi2_store", None) is None:
-        return None
-    store: Store = store_and_budget(model)[0]
-    return store if store.config.engine != "mmap" else None
+    store = handle.store
+    return None if plan.budget_bytes is None or store is None or store.config.engine == "mmap" else store
+
+
+def _as_loaded(store: Store, budget: Budget) -> list[int]:
+    """By layer of the store, neurons that do not leave a cache of this size without a plan."""
+    share = store.hot_share * budget.cache / budget.neurons if budget.neurons else 0.0
+    return [int(neurons * share) for neurons, *_ in store.layers()]
 
 
 def _place(layer: SparseFFN) -> int:

@@ -15,11 +15,10 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.base.units import parse_bytes
-from torch_pi2.decode.adapt import engine_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
-from torch_pi2.layers.offloaded import store_and_budget
 from torch_pi2.ops.constants import constants
+from torch_pi2.rewrite.handle import Handle, store_and_budget, store_of
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
 from torch_pi2.store.budget import (
@@ -63,7 +62,7 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
         ArtifactError: what fills the cache cannot be read, or the store has been closed.
     """
     store, parts = store_and_budget(model)
-    made: Budget = parts.with_total(parse_bytes(budget), store.path.parent.parent)
+    made = parts.with_total(parse_bytes(budget), store.path.parent.parent)
     if made.cache > store.opened_bytes:
         most = parts.smallest + parts.in_slots(store.opened_bytes)
         raise ConfigError(
@@ -73,15 +72,39 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
             fix="Load the model with the largest budget that it is going to have.",
         )
     store.resize(made.cache)
-    object.__setattr__(model, "torch_pi2_store", (store, made))
-    engine = engine_of(model)
-    if engine is not None:
-        engine.refresh(made.cache)  # not the budget of the model that this may be a copy of
+    handle = Handle.of(model)
+    assert handle is not None
+    handle.budget = made
+    if handle.engine is not None:
+        handle.engine.refresh(made.cache)  # not the budget of the model that this may be a copy of
     if made.cache > parts.cache and store.config.preload:
         store.preload()
     if made.cache < min(made.token, made.neurons):
         _below_the_cliff(made, store.path.parent.parent, strict=False)
     return made
+
+
+def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
+    """What a model over a store (:func:`torch_pi2.load` with a budget) has read since the last reset.
+
+    Returns:
+        :meth:`Store.stats`; ``hit_rate``: of the bundles wanted, the share that was in the cache; ``wait_share``: of
+        the time of compute threads in layers, the share spent waiting for bundles; ``budget``: a
+        :class:`~torch_pi2.store.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether reads are as
+        slow as a described device's (``late`` of them took longer than there).
+
+    Raises:
+        ConfigError: the model has no store.
+    """
+    store, budget = store_and_budget(model)
+    found: dict[str, Any] = store.stats(reset=reset)
+    return found | {
+        "hit_rate": found["hits"] / found["wanted"] if found["wanted"] else 0.0,
+        "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
+        "budget": budget,
+        "store": store,
+        "simulated": store.device is not None,
+    }
 
 
 def divide(
@@ -220,11 +243,11 @@ def room_for_compiling(model: nn.Module) -> Iterator[None]:
     A budget has no other room for that: where it is smaller, a warning says what is missing. Afterwards the cache has
     its size again, and is filled as at loading. Nothing happens to a model in memory.
     """
-    parts = getattr(model, "torch_pi2_store", None)
-    if parts is None or parts[0].config.engine == "mmap":
+    in_use = store_of(model)
+    if in_use is None or in_use.config.engine == "mmap":
         yield
         return
-    store, budget = parts
+    store, budget = store_and_budget(model)
     config: Any = model.config
     needed = _COMPILER_BYTES + _COMPILED_LAYER_BYTES * config.get_text_config().num_hidden_layers
     size = store.stats()["cache_bytes"]

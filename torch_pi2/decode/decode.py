@@ -21,6 +21,7 @@ from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.kv import KeyValues
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 from torch_pi2.layers.prompt import piece_of
+from torch_pi2.rewrite.handle import Handle, store_of
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
 #: which do not gain from a second thread either. freezing would copy the weights. Code is kept on disk for any count of
@@ -119,8 +120,9 @@ class Decoder:
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.length, self.logits, self.chunk_tokens = 0, logits, chunk_tokens
-        store = getattr(model, "torch_pi2_store", None)
-        self._most_tokens = 0 if chunk_tokens or store is None else store[1].piece_tokens
+        handle = Handle.of(model)
+        budget = None if handle is None else handle.budget
+        self._most_tokens = 0 if chunk_tokens or budget is None else budget.piece_tokens
         self._kv = KeyValues(model, max_tokens, batch)
         self.cache = self._kv.cache(batch)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
@@ -253,7 +255,7 @@ class Decoder:
         """From now on there are so many sequences."""
         fewer = batch < self.batch
         self.batch, self.cache = batch, self._kv.cache(batch)
-        if fewer and hasattr(self.model, "torch_pi2_store"):
+        if fewer and store_of(self.model) is not None:
             self._kv.give_back(batch)
 
     def _tell(self, batch: int) -> None:

@@ -22,6 +22,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decode import Decoder, check_vocabulary
 from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.rewrite.handle import store_of
 
 _log = logging.getLogger("torch_pi2")
 
@@ -113,7 +114,7 @@ def generate(
     _say_what_is_not_done(model)
     if decoder is None:
         following = engine or engine_of(model)
-        over_store = following is not None and hasattr(model, "torch_pi2_store")
+        over_store = following is not None and store_of(model) is not None
         decoder = Decoder(
             model,
             max_tokens=tokens + max_new_tokens,

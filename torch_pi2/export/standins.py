@@ -7,8 +7,7 @@ accelerator's alone: compiled for it, or (XNNPACK) kept apart from its neighbour
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,9 +18,8 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.of_model import is_optimized
 from torch_pi2.layers.standin import StandIn
-
-#: Plain attributes of a model that are the library's, and not to be copied with it.
-_OURS = ("torch_pi2", "torch_pi2_store")
+from torch_pi2.rewrite.handle import Handle
+from torch_pi2.rewrite.install import everywhere, exchange
 
 
 class DelegatedFFN(nn.Module):
@@ -101,31 +99,21 @@ def delegated_copy(model: nn.Module, layers: Sequence[SparseFFN], name: str) -> 
 
     Nothing of the feed-forward layers is copied, and ``model`` is left as it was.
     """
-    instead: dict[int, nn.Module] = {id(ffn): DelegatedFFN(name, i) for i, ffn in enumerate(layers)}
-    with _without(model, instead):
-        return copy.deepcopy(model).eval().requires_grad_(False)
-
-
-@contextmanager
-def _without(model: nn.Module, instead: dict[int, nn.Module]) -> Iterator[None]:
-    places = [(p, n, c) for p in model.modules() for n, c in p._modules.items() if isinstance(c, StandIn)]
-    ours = {name: model.__dict__.pop(name) for name in _OURS if name in model.__dict__}
-    for parent, name, child in places:
-        # what is left of a chain passes its input on; the original is not copied
-        parent._modules[name] = instead.get(id(child)) or nn.Identity()
+    # what is left of a chain passes its input on
+    instead: dict[nn.Module, nn.Module] = {m: nn.Identity() for m in model.modules() if isinstance(m, StandIn)}
+    instead |= {ffn: DelegatedFFN(name, i) for i, ffn in enumerate(layers)}
+    handle, undo = Handle.detach(model), exchange(everywhere(model, instead))
     try:
-        yield
+        return copy.deepcopy(model).eval().requires_grad_(False)
     finally:
-        for parent, name, child in places:
-            parent._modules[name] = child
-        for name, value in ours.items():
-            object.__setattr__(model, name, value)
+        undo()
+        if handle is not None:
+            handle.attach(model)
 
 
 def split_hot_cold(model: nn.Module) -> list[SplitFFN]:
     """Put a :class:`SplitFFN` in the place of each :class:`DelegatedFFN` of ``model``; they, in order of layers."""
-    made: dict[int, SplitFFN] = {}
-    places = [(p, n, c) for p in model.modules() for n, c in p._modules.items() if isinstance(c, DelegatedFFN)]
-    for parent, name, child in places:
-        parent._modules[name] = made.setdefault(child.layer, SplitFFN(child))
-    return [made[i] for i in sorted(made)]
+    whole = {module.layer: module for module in model.modules() if isinstance(module, DelegatedFFN)}
+    made = [SplitFFN(whole[i]) for i in sorted(whole)]
+    exchange(everywhere(model, {whole[split.layer]: split for split in made}))
+    return made

@@ -19,7 +19,8 @@ from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.base.version import __version__
 from torch_pi2.export.blob import PREDICTORS, TENSORS, Blob
-from torch_pi2.layers.ffn import PREDICTOR_TENSORS, SparseFFN
+from torch_pi2.layers.cold import PREDICTOR_TENSORS
+from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.errors import CalibrationError, ConfigError, StaleArtifactError
+from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.fitting.sets import profiled_hash
 from torch_pi2.fitting.train import measure
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.samples import Samples, sample_groups
-from torch_pi2.spec.plan import weights_hash
 from torch_pi2.spec.site import FFNSite, FFNWeights
 from torch_pi2.spec.stats import ActivationStats
 
@@ -43,14 +43,7 @@ def fit_signbit(
     Raises:
         StaleArtifactError: ``stats`` are of other weights. CalibrationError: fewer than two tokens.
     """
-    model_hash = weights_hash(model, list(sites))
-    if stats.model_hash != model_hash:
-        raise StaleArtifactError(
-            "activation statistics",
-            expected=f"a profile of FFN weights {model_hash[:12]}",
-            found=stats.model_hash[:12],
-            fix="Profile this model again.",
-        )
+    model_hash = profiled_hash(model, sites, stats)
     result = FittedPredictors()
     result.model_hash = model_hash
     sites = [s for s in sites if len(cold[s.key])]

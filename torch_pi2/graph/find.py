@@ -24,9 +24,9 @@ from torch_pi2.graph.capture import CapturedGraph, capture
 from torch_pi2.graph.elementwise import op_name
 from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, unknown_experts, without_experts
 from torch_pi2.graph.left import left_dense, not_reached
-from torch_pi2.graph.match import Match, Projection, Seen, Stream, match_ffns
+from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
+from torch_pi2.spec.site import ExpertsForm, FFNSite
 
 _log = logging.getLogger("torch_pi2")
 
@@ -208,25 +208,16 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
     name_of = {id(parameter): name for parameter, name in zip(parameters, chosen)}
     owner = _common_owner(chosen)
 
-    def ref(stream: Stream) -> LinearRef:
-        p = stream.projection
-        bias = None if p.bias is None else name_of[id(graph.tensors[p.bias])]
-        return LinearRef(name_of[id(graph.tensors[p.weight])], bias, stream.rows)
+    def named(node: fx.Node) -> str:
+        return name_of[id(graph.tensors[node])]
 
-    down = ref(Stream(match.down))
-    return FFNSite(
+    return match.site(
+        named,
         key=owner,
         layer=layer,
-        activation=match.activation,
-        activation_on_up=match.activation_on_up,
-        gate=None if match.gate is None else ref(match.gate),
-        up=ref(match.up),
-        down=down,
-        hidden=match.hidden,
-        intermediate=match.intermediate,
         owner=owner,
         owner_class=type(model.get_submodule(owner)).__name__,
-        inner=_inner_modules(model, match, graph.gm.graph, down.weight.rpartition(".")[0], owner),
+        inner=_inner_modules(model, match, graph.gm.graph, named(match.down.weight).rpartition(".")[0], owner),
         owner_runs=_owner_runs(model, match, owner),
         drops=_drops(model, match, graph.gm.graph, owner),
     )

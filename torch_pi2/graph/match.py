@@ -8,7 +8,7 @@ Used on captured graphs of eager models and, unchanged, on the graphs that the c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -19,6 +19,7 @@ from torch import fx
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
 from torch_pi2.spec.formula import Formula
+from torch_pi2.spec.site import FFNSite, LinearRef
 
 Tensors = Mapping[fx.Node, torch.Tensor]
 
@@ -64,6 +65,24 @@ class Match:
     intermediate: int
     inside: tuple[fx.Node, ...]
     region: tuple[fx.Node, ...]
+
+    def site(self, name_of: Callable[[fx.Node], str], **where: Any) -> FFNSite:
+        """The site of this FFN, whose parameters are called so; ``where``: what of it a graph does not say."""
+
+        def ref(stream: Stream) -> LinearRef:
+            p = stream.projection
+            return LinearRef(name_of(p.weight), None if p.bias is None else name_of(p.bias), stream.rows)
+
+        return FFNSite(
+            activation=self.activation,
+            activation_on_up=self.activation_on_up,
+            gate=None if self.gate is None else ref(self.gate),
+            up=ref(self.up),
+            down=ref(Stream(self.down)),
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            **where,
+        )
 
 
 @dataclass

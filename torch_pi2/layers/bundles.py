@@ -63,3 +63,8 @@ def bundle_rows(bundles: torch.Tensor, row: int, kind: str, hidden: int, dtype: 
         return bundles[:, row].to(dtype)
     w_IH: torch.Tensor = torch.ops.pi2.dequantize(bundles[:, row], kind, hidden, dtype)
     return w_IH
+
+
+def permuted(bias: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
+    """A bias, if there is one, in ``order``."""
+    return None if bias is None else bias.detach()[order]

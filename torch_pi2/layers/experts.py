@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.layers.ffn import PREDICTOR_TENSORS, SparseFFN, check_ffn_input, result_dtype
+from torch_pi2.layers.checks import check_ffn_input, result_dtype
+from torch_pi2.layers.cold import PREDICTOR_TENSORS
+from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer, unreadable
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load

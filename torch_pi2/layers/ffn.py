@@ -6,29 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from torch_pi2.base.hooks import refuse_global_hooks
-from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
-from torch_pi2.layers.bundles import bundle_rows, make_bundles, make_quantized_bundles
+from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.layers.bundles import make_bundles, make_quantized_bundles, permuted
+from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
+from torch_pi2.layers.cold import BY_NEURON, PREDICTOR_TENSORS, cold_part
+from torch_pi2.layers.dense import DenseForm
 from torch_pi2.layers.prompt import has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
-from torch_pi2.ops.quantized import FLOATS, KINDS, check_kind
+from torch_pi2.ops.quantized import check_kind
 from torch_pi2.ops.rows import row_bytes
-from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
-from torch_pi2.spec.plan import METHODS, PREDICTED, LayerPlan
-from torch_pi2.spec.site import FFNSite, FFNWeights, LinearRef, check_weights
-
-__all__ = ["PREDICTOR_TENSORS", "SparseFFN", "make_bundles", "result_dtype"]
-
-#: Tensors of a low-rank predictor, in the order in which ``torch.ops.pi2.predict_lowrank`` takes them.
-PREDICTOR_TENSORS = ("a", "a_scale", "b", "b_scale", "bias")
-#: Tensors of a predictor that have a row for each cold neuron.
-_BY_NEURON = ("signs", "b", "b_scale", "bias")
+from torch_pi2.spec.plan import PREDICTED, LayerPlan
+from torch_pi2.spec.site import FFNSite, FFNWeights, check_weights
 
 
-class SparseFFN(StandIn):
+class SparseFFN(DenseForm):
     """Computes an FFN as its plan says: ``[..., H] -> [..., H]``.
 
     Args:
@@ -67,12 +60,6 @@ class SparseFFN(StandIn):
     passes_on = False
     #: Whether what it stands for does something else in training mode, which this does not.
     only_in_eval = False
-    bundles: torch.Tensor
-    order: torch.Tensor
-    inverse: torch.Tensor
-    bias_gate: torch.Tensor | None
-    bias_up: torch.Tensor | None
-    bias_down: torch.Tensor | None
     error: float
     output_error: float | None = None
     dense_from: int | None = None
@@ -99,14 +86,14 @@ class SparseFFN(StandIn):
         super().__init__()
         load()
         check_weights(site, weights)
-        _check_plan(site, weights, layer_plan)
+        check_plan(site, weights, layer_plan)
         self._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         self._dtype = weights.up.dtype
         if kind == "float":
             bundles, self.error = make_bundles(weights, self.order), 0.0
         else:
             bundles, self.error = make_quantized_bundles(site, weights, self.order, kind, importance)
-        self._hold(bundles, _permuted(weights.bias_gate, self.order), _permuted(weights.bias_up, self.order))
+        self._hold(bundles, permuted(weights.bias_gate, self.order), permuted(weights.bias_up, self.order))
         if weights.bias_down is not None:
             self.bias_down = (
                 weights.bias_down.detach().clone() if kind == "float" else weights.bias_down.detach().float()
@@ -131,7 +118,7 @@ class SparseFFN(StandIn):
         load()
         layer = cls.__new__(cls)
         StandIn.__init__(layer)
-        _check_plan(site, None, layer_plan)
+        check_plan(site, None, layer_plan)
         layer._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         layer._dtype, layer.error = dtype, 0.0
         quantised = kind != "float"
@@ -140,7 +127,7 @@ class SparseFFN(StandIn):
             (site.intermediate, site.rows_per_neuron, row), dtype=torch.uint8 if quantised else dtype, device="meta"
         )
         bias_dtype = torch.float32 if quantised else dtype
-        has = {role: ref.bias is not None for ref, role in layer._parts()}
+        has = {role: ref.bias is not None for ref, role in layer.parts()}
         biases = {
             role: torch.empty(site.intermediate, dtype=bias_dtype, device="meta") if has.get(role) else None
             for role in ("gate", "up")
@@ -174,94 +161,16 @@ class SparseFFN(StandIn):
         # A dense layer is one whose neurons are all hot.
         self.n_hot = site.intermediate if self.method == "dense" else layer_plan.n_hot
         self.threshold = layer_plan.threshold if self.method == "threshold" else 0.0
-        self.predictor_threshold = threshold
-        self.predictor_weights = ""  # "int4" or "int8": a low-rank predictor in quantised rows
         cold_share = layer_plan.expected_active * layer_plan.n_cold / max(1, site.intermediate)
         self.expected_share = min(1.0, layer_plan.n_hot / max(1, site.intermediate) + cold_share)
         order = layer_plan.order.to(torch.int64)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("inverse", torch.argsort(order), persistent=False)
-        for name, tensor in self._cold_predictor(lowrank).items():
-            self.register_buffer(f"predictor_{name}", tensor, persistent=False)
-        self._add_signs(lowrank)
-
-    def _cold_predictor(self, lowrank: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor | None]:
-        if self.method != "lowrank" or self.n_hot == self.site.intermediate:
-            return dict.fromkeys(PREDICTOR_TENSORS)
-        site = self.site
-        if lowrank is not None and "a" in lowrank and lowrank["a"].dtype == torch.uint8:
-            return self._cold_rows(lowrank)
-        missing = [name for name in PREDICTOR_TENSORS[:4] if lowrank is None or name not in lowrank]
-        if lowrank is None or missing:
-            raise ConfigError(
-                f"predictor of {site.key}",
-                expected=f"tensors {', '.join(PREDICTOR_TENSORS[:4])} (and bias), as its plan says 'lowrank'",
-                found="none" if lowrank is None else f"no {', '.join(missing)}",
-                fix="Fit predictors (torch_pi2.fit) and pass them, or plan without them.",
-            )
-        rank = lowrank["a"].shape[0]
-        wanted = {
-            "a": ((rank, site.hidden), torch.int8),
-            "a_scale": ((rank,), torch.float32),
-            "b": ((site.intermediate, rank), torch.int8),
-            "b_scale": ((site.intermediate,), torch.float32),
-            "bias": ((site.intermediate,), torch.float32),
-        }
-        cold = self.order[self.n_hot :]
-        tensors: dict[str, torch.Tensor | None] = {}
-        for name, (shape, dtype) in wanted.items():
-            tensor = lowrank.get(name)
-            if tensor is not None:
-                _check_shape(f"predictor {name} of {site.key}", tensor, shape)
-                if tensor.dtype != dtype:
-                    raise DtypeError(
-                        f"predictor {name} of {site.key}",
-                        expected=str(dtype),
-                        found=str(tensor.dtype),
-                        fix="Use a predictor made by torch_pi2.fit.",
-                    )
-                tensor = (tensor[cold] if name.startswith("b") else tensor.clone()).contiguous()
-            tensors[name] = tensor
-        return tensors
-
-    def _cold_rows(self, lowrank: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """As :meth:`_cold_predictor` for a predictor in quantised rows, whose format their length tells."""
-        a, b, site = lowrank["a"], lowrank["b"], self.site
-        kinds = [k for k in KINDS if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
-        if not kinds:
-            wanted = " or ".join(f"[r, {row_bytes(k, site.hidden)}]" for k in KINDS)
-            raise ShapeError(
-                f"predictor a of {site.key}",
-                expected=f"uint8 {wanted}",
-                found=str(list(a.shape)),
-                fix="It was made for another layer.",
-            )
-        self.predictor_weights = kinds[0]
-        _check_shape(f"predictor b of {site.key}", b, (site.intermediate, row_bytes(kinds[0], len(a))))
-        cold = self.order[self.n_hot :]
-        bias = lowrank.get("bias")
-        if bias is not None:
-            _check_shape(f"predictor bias of {site.key}", bias, (site.intermediate,))
-        found = {"a": a.clone(), "b": b[cold].contiguous(), "bias": None if bias is None else bias[cold]}
-        return {name: found.get(name) for name in PREDICTOR_TENSORS}
-
-    def _add_signs(self, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """Buffer ``predictor_signs``: for method ``signbit`` the rows of cold neurons in plan order, else None."""
-        signs = None
-        if self.method == "signbit" and self.n_hot < self.site.intermediate:
-            if tensors is None or not set(SIGNBIT_TENSORS) <= set(tensors):
-                raise ConfigError(
-                    f"predictor of {self.site.key}",
-                    expected=f"tensors {', '.join(SIGNBIT_TENSORS)}, as its plan says 'signbit'",
-                    found="none" if tensors is None else ", ".join(sorted(tensors)) or "none",
-                    fix="Fit predictors (torch_pi2.fit with method='signbit') and pass them, or plan without them.",
-                )
-            whole = SignBit.from_tensors(tensors, None)
-            wanted = (self.site.intermediate, sign_bytes(self.site.hidden))
-            _check_shape(f"predictor signs of {self.site.key}", whole.signs, wanted)
-            signs = whole.signs[self.order[self.n_hot :]].contiguous()
-            self.predictor_threshold = whole.margin
-        self.register_buffer("predictor_signs", signs, persistent=False)
+        cold = cold_part(site, self.method, order[self.n_hot :], lowrank)
+        for name in (*PREDICTOR_TENSORS, "signs"):
+            self.register_buffer(f"predictor_{name}", cold.tensors.get(name), persistent=False)
+        self.predictor_threshold = threshold if cold.margin is None else cold.margin
+        self.predictor_weights = cold.weights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
@@ -280,7 +189,7 @@ class SparseFFN(StandIn):
         """The FFN's result, wherever this layer stands: as :meth:`forward`, but for modules that come after it."""
         self.check_input(x)
         if self.training and self.only_in_eval:
-            raise _needs_eval(self.site)
+            raise needs_eval(self.site)
         y: torch.Tensor
         if takes_prompt_path(self, x):
             y = prompt_ffn(self, x)
@@ -355,28 +264,20 @@ class SparseFFN(StandIn):
         """:meth:`predictor` without the rows of neurons before ``n_hot``: they come first, so that views will do."""
         skipped = n_hot - self.n_hot
         named = zip(self._predictor_names(), self.predictor(), strict=True)
-        return tuple(t[skipped:] if t is not None and n in _BY_NEURON else t for n, t in named)
+        return tuple(t[skipped:] if t is not None and n in BY_NEURON else t for n, t in named)
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
         refuse_vmap(self.site, x)
         y: torch.Tensor = torch.ops.pi2.predicted_ffn(
             x,
-            self.bundles,
-            self.bias_gate,
-            self.bias_up,
-            self.bias_down,
+            *self.tensors(),
             [tensor for tensor in self.predictor(n_hot) if tensor is not None],
             self.predictor_kind,
             self.predictor_threshold,
             self.predictor_weights,
             self.int8_activations and bool(self.predictor_weights),
-            self.site.activation,
-            self.site.activation_on_up,
-            n_hot,
-            self.threshold,
-            self.weights,
-            self.int8_activations,
+            *self.settings(n_hot, self.threshold),
         )
         return y
 
@@ -421,112 +322,21 @@ class SparseFFN(StandIn):
         return self._compute(x, None, self.site.intermediate, 0.0)
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.sparse_ffn(
-            x,
-            self.bundles,
-            self.bias_gate,
-            self.bias_up,
-            self.bias_down,
-            active,
-            self.site.activation,
-            self.site.activation_on_up,
-            n_hot,
-            threshold,
-            self.weights,
-            self.int8_activations,
-        )
+        y: torch.Tensor = torch.ops.pi2.sparse_ffn(x, *self.tensors(), active, *self.settings(n_hot, threshold))
         return y
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the float parameters that the layer has or stands for."""
-        return self.bundles.dtype if self.weights == "float" else self._dtype
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What ``torch.ops.pi2.sparse_ffn`` takes after its input, wherever it is called: bundles and biases."""
+        return self.bundles, self.bias_gate, self.bias_up, self.bias_down
+
+    def settings(self, n_hot: int, threshold: float) -> tuple[Any, ...]:
+        """And what it takes after the mask of :meth:`predictor_call`."""
+        site = self.site
+        return site.activation, site.activation_on_up, n_hot, threshold, self.weights, self.int8_activations
 
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
         check_ffn_input(self.site, self.training, x, self.dtype)
-
-    # --- the dense parameters, reconstructed from the bundles and written back into them ---
-
-    def _parts(self) -> list[tuple[LinearRef, str]]:
-        """The site's matmuls with their place in the bundles, gate before up."""
-        gate = [] if self.site.gate is None else [(self.site.gate, "gate")]
-        return [*gate, (self.site.up, "up"), (self.site.down, "down")]
-
-    def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
-        row = {"gate": 0, "up": self.bundles.shape[1] - 2, "down": self.bundles.shape[1] - 1}[role]
-        w_IH = bundle_rows(self.bundles, row, self.weights, self.site.hidden, self.dtype).index_select(0, self.inverse)
-        if role == "down":
-            return w_IH.T.contiguous(), None if self.bias_down is None else self.bias_down.to(self.dtype)
-        bias = _permuted(self.bias_gate if role == "gate" else self.bias_up, self.inverse)
-        return w_IH, None if bias is None else bias.to(self.dtype)
-
-    def dense_values(self) -> dict[str, torch.Tensor]:
-        """Copies of the site's parameters by fully-qualified name.
-
-        Bit-identical to the originals; of a quantised layer the numbers that its rows stand for.
-        """
-        parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for ref, role in self._parts():
-            weight, bias = self.projection(role)
-            start = ref.rows[0] if ref.rows else 0
-            parts.setdefault(ref.weight, []).append((start, weight))
-            if ref.bias is not None and bias is not None:
-                parts.setdefault(ref.bias, []).append((start, bias))
-        values = {}
-        for name, pieces in parts.items():
-            tensors = [tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])]
-            values[name] = tensors[0].clone() if len(tensors) == 1 else torch.cat(tensors)
-        return values
-
-    def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` of the site, in its original shape, into the bundles; whether it was new.
-
-        Raises:
-            ConfigError: the bundles are quantised.
-        """
-        self.check_float(f"other weights for {self.site.key}")
-        changed = False
-        for ref, role in self._parts():
-            if name not in (ref.weight, ref.bias):
-                continue
-            new = value if ref.rows is None else value[ref.rows[0] : ref.rows[1]]
-            target: torch.Tensor | None
-            if name == ref.bias:
-                target = {"gate": self.bias_gate, "up": self.bias_up, "down": self.bias_down}[role]
-                new = new if role == "down" else new[self.order]
-            elif role == "down":
-                target, new = self.bundles[:, -1], new.T[self.order]
-            else:
-                target = self.bundles[:, 0 if role == "gate" else self.bundles.shape[1] - 2]
-                new = new[self.order]
-            assert target is not None
-            new = new.to(target.dtype)
-            if not torch.equal(target, new):
-                changed = True
-                with torch.no_grad():
-                    target.copy_(new)
-        return changed
-
-    def shape_of(self, name: str) -> torch.Tensor:
-        """A ``meta`` tensor with shape and dtype of parameter ``name``."""
-        parts = [(ref, role) for ref, role in self._parts() if name in (ref.weight, ref.bias)]
-        down = parts[0][1] == "down"
-        rows = self.site.hidden if down else self.site.intermediate * len(parts)
-        columns = self.site.intermediate if down else self.site.hidden
-        shape = (rows, columns) if name == parts[0][0].weight else (rows,)
-        return torch.empty(shape, dtype=self.dtype, device="meta")
-
-    def check_float(self, what: str) -> None:
-        """Raise ConfigError if the layer is quantised, which cannot be undone; ``what`` was asked for."""
-        if self.weights != "float":
-            raise ConfigError(
-                what,
-                expected="a layer with float weights",
-                found=f"{self.weights}, which is lossy: the original numbers are gone",
-                fix="Load the checkpoint again (from_pretrained, or torch_pi2.load) instead.",
-            )
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
         """``model.to(dtype)`` converts the bundles; scales and biases of the predictor stay float32.
@@ -556,112 +366,3 @@ class SparseFFN(StandIn):
             else f"{s.activation}(up)"
         )
         return f"{s.hidden} -> {s.intermediate} -> {s.hidden}, {form}, {self.method}, {self.n_hot} hot{stored}"
-
-
-def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype) -> None:
-    """Raises on a wrong hidden size, dtypes that no kernel has (of ``x`` or of the ``weights``), where a dense layer
-    would record a gradient, and on hooks of all modules.
-    """
-    if not torch.compiler.is_compiling():
-        refuse_global_hooks(site.key)
-        _refuse_tangent(site, x)
-    for what, dtype in (("input", x.dtype), ("weights", weights)):
-        if dtype not in FLOATS:
-            raise DtypeError(
-                f"{what} of {site.key}",
-                expected="float32, bfloat16 or float16",
-                found=str(dtype).removeprefix("torch."),
-                fix="Convert the model with model.float(), or call torch_pi2.restore(model) for other dtypes.",
-            )
-    if x.shape[-1] != site.hidden:
-        raise ShapeError(
-            f"hidden size of the input of {site.key}",
-            expected=str(site.hidden),
-            found=f"{x.shape[-1]} (shape {tuple(x.shape)})",
-            fix="Pass activations of the model that this layer was made from.",
-        )
-    if torch.is_grad_enabled() and (x.requires_grad or training):
-        raise GradientError(
-            f"gradients through {site.key}",
-            expected="inference, without gradients",
-            found="an input that requires grad" if x.requires_grad else "a model in training mode",
-            fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
-        )
-
-
-def refuse_vmap(site: FFNSite, x: torch.Tensor) -> None:
-    """Raise ConfigError within ``torch.vmap``, for layers that compute what it has no rule for."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
-        raise ConfigError(
-            f"input of {site.key}",
-            expected="a tensor outside of torch.vmap",
-            found="one within it",
-            fix="Call the model with a batch instead, or torch_pi2.restore(model) first.",
-        )
-
-
-def _refuse_tangent(site: FFNSite, x: torch.Tensor) -> None:
-    """Forward-mode AD (``torch.func.jvp``) takes an operator that it does not know for a constant."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise GradientError(
-            f"gradients through {site.key}",
-            expected="inference, without gradients",
-            found="an input with a tangent (torch.func.jvp or forward_ad)",
-            fix="Call torch_pi2.restore(model) first.",
-        )
-
-
-def _needs_eval(site: FFNSite) -> ConfigError:
-    return ConfigError(
-        f"mode of {site.key}",
-        expected="evaluation mode: in training mode the original drops neurons at random, and this would not",
-        found="training mode",
-        fix="Call model.eval(), or torch_pi2.restore(model) to have dropout.",
-    )
-
-
-def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """Dtype of a linear layer's result on ``x``: that of ``torch.autocast`` where it is on."""
-    kind = x.device.type
-    if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
-
-
-def _permuted(bias: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
-    return None if bias is None else bias.detach()[order]
-
-
-def _check_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ShapeError(
-            what, expected=str(shape), found=str(tuple(tensor.shape)), fix="It was made for another layer."
-        )
-
-
-def _check_plan(site: FFNSite, weights: FFNWeights | None, layer_plan: LayerPlan) -> None:
-    hidden, intermediate = site.hidden, site.intermediate
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("gate", "up"), (intermediate, hidden))
-    shapes["down"] = (hidden, intermediate)
-    shapes |= {"bias_gate": (intermediate,), "bias_up": (intermediate,), "bias_down": (hidden,)}
-    for name, tensor in ({} if weights is None else weights._asdict()).items():
-        if tensor is not None:
-            _check_shape(f"{name} of {site.key}", tensor, shapes[name])
-    _check_shape(f"neuron order of {site.key}", layer_plan.order, (intermediate,))
-    if layer_plan.method not in METHODS:
-        raise ConfigError(
-            f"method of {site.key}",
-            expected=f"one of {', '.join(METHODS)}",
-            found=repr(layer_plan.method),
-            fix="Correct the plan.",
-        )
-    seen = torch.zeros(intermediate, dtype=torch.bool)
-    inside = (layer_plan.order >= 0) & (layer_plan.order < intermediate)
-    seen[layer_plan.order[inside].long()] = True
-    if not (0 <= layer_plan.n_hot <= intermediate and bool(seen.all())):
-        raise ConfigError(
-            f"plan of {site.key}",
-            expected=f"an order of all {intermediate} neurons and 0 to {intermediate} hot ones",
-            found=f"{int(seen.sum())} different neurons and {layer_plan.n_hot} hot ones",
-            fix="Make the plan again.",
-        )

@@ -28,7 +28,8 @@ from torch_pi2.base.warn import log_once
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import computes
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
-from torch_pi2.layers.ffn import SparseFFN, refuse_vmap, result_dtype
+from torch_pi2.layers.checks import refuse_vmap, result_dtype
+from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.spec.formula import Formula
 
@@ -250,7 +251,7 @@ class LazySource(StandIn):
         self.stream = stream
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        home = self._home[0]
+        home = self.ffn
         x = self.only_input(args, kwargs)
         home.check_input(x)
         if torch.compiler.is_exporting():
@@ -272,9 +273,16 @@ class LazySource(StandIn):
         # a copy of [T, H] is nothing beside the matmuls, and a later change of x by whatever view of it is harmless
         return LazyFFN.wrap(Leaf(self, x.clone(), shape), torch.empty(shape, dtype=result_dtype(x), device="meta"))
 
+    @property
+    def ffn(self) -> SparseFFN:
+        """The layer that computes what this and others stand for."""
+        home = self._home[0]
+        assert isinstance(home, SparseFFN)
+        return home
+
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H] -> [..., I]`` (or ``2I``), every neuron, in original order."""
-        outputs = [F.linear(x, *_cast(self._home[0].projection(role), x)) for role in self.roles]
+        outputs = [F.linear(x, *_cast(self.ffn.projection(role), x)) for role in self.roles]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
@@ -288,7 +296,7 @@ class LazyDown(StandIn):
         self._verified: dict[Any, bool] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        home = self._home[0]
+        home = self.sparse
         h = self.only_input(args, kwargs)
         if isinstance(h, LazyFFN):
             x = self._input_of(h)
@@ -305,10 +313,10 @@ class LazyDown(StandIn):
         found = list(leaves(h.note))
         x = found[0].x
         if len(found) > 1:
-            refuse_vmap(self._home[0].site, x)  # whether inputs are equal has no rule there
+            refuse_vmap(self.sparse.site, x)  # whether inputs are equal has no rule there
         if any(leaf.source._home[0] is not self._home[0] or not _equal(leaf.x, x) for leaf in found):
             return None
-        if h.numel() * x.shape[-1] != x.numel() * self._home[0].site.intermediate:
+        if h.numel() * x.shape[-1] != x.numel() * self.sparse.site.intermediate:
             return None
         key = (h.note.key, tuple(x.shape) if _has_reshape(h.note) else x.dim())
         if key not in self._verified:
@@ -317,7 +325,7 @@ class LazyDown(StandIn):
             self._verified[key] = self._check(h.note, found)
             if not self._verified[key]:
                 _log.warning(
-                    "%s: its block computes another formula than planned; computed densely", self._home[0].site.key
+                    "%s: its block computes another formula than planned; computed densely", self.sparse.site.key
                 )
         return x if self._verified[key] else None
 
@@ -335,7 +343,7 @@ class LazyDown(StandIn):
             return out
 
         with temporarily_clear_interpreter_stack():  # under torch.vmap: probes are no part of what it maps
-            return computes(region, shapes, self._home[0].site.intermediate, self.formula)
+            return computes(region, shapes, self.sparse.site.intermediate, self.formula)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
 from torch_pi2.errors import ConfigError, DeviceError, GradientError, ShapeError
-from torch_pi2.layers.ffn import result_dtype
+from torch_pi2.layers.checks import result_dtype
 from torch_pi2.ops import load
 from torch_pi2.ops.quantized import check_kind, quantize
 from torch_pi2.ops.rows import row_bytes

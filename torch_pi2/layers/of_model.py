@@ -32,7 +32,8 @@ def sparse_layers(model: nn.Module) -> list[SparseFFN]:
 
 def homes(model: nn.Module) -> list[SparseFFN | SparseExperts]:
     """What holds the weights of sparse layers in ``model``: the layers, and modules of experts."""
-    return list({id(s._home[0]): s._home[0] for _, _, s in stand_ins(model)}.values())
+    found = {id(s._home[0]): s._home[0] for _, _, s in stand_ins(model)}
+    return [home for home in found.values() if isinstance(home, SparseFFN | SparseExperts)]
 
 
 def stand_ins(model: nn.Module) -> Iterator[tuple[nn.Module, str, StandIn]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.heap import trim
@@ -250,49 +249,6 @@ class Store:
         with explained(str(self.path)):
             values = torch.ops.pi2.store_stats(self.number, reset).tolist()
         return dict(zip(STATISTICS, map(int, values), strict=True))
-
-
-def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
-    """What a model over a store (:func:`torch_pi2.load` with a budget) has read since the last reset.
-
-    Returns:
-        :meth:`Store.stats`; ``hit_rate``: of the bundles wanted, the share that was in the cache; ``wait_share``: of
-        the time of compute threads in layers, the share spent waiting for bundles; ``budget``: a
-        :class:`~torch_pi2.store.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether reads are as
-        slow as a described device's (``late`` of them took longer than there).
-
-    Raises:
-        ConfigError: the model has no store.
-    """
-    store, budget = store_and_budget(model)
-    found: dict[str, Any] = store.stats(reset=reset)
-    return found | {
-        "hit_rate": found["hits"] / found["wanted"] if found["wanted"] else 0.0,
-        "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
-        "budget": budget,
-        "store": store,
-        "simulated": store.device is not None,
-    }
-
-
-def store_of(model: nn.Module) -> Store | None:
-    """That over which a model was loaded; None: it is in memory."""
-    parts = getattr(model, "torch_pi2_store", None)
-    return parts[0] if parts else None
-
-
-def store_and_budget(model: nn.Module) -> tuple[Store, Any]:
-    """Of a model that was loaded with a budget. Raises ConfigError: it has no store."""
-    parts = getattr(model, "torch_pi2_store", None)
-    if parts is None:
-        raise ConfigError(
-            type(model).__name__,
-            expected="a model over a neuron store",
-            found="one in memory",
-            fix="Load a packed folder with torch_pi2.load(folder, budget=...).",
-        )
-    store, budget = parts
-    return store, budget
 
 
 def _reason(error: RuntimeError, path: Path) -> str:

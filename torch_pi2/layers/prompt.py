@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,7 @@ import torch.nn.functional as F
 from torch_pi2.layers.bundles import bundle_rows
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.quantized import FLOATS
-
-if TYPE_CHECKING:
-    from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.spec.site import FFNSite
 
 #: Tokens from which on matrix products are used, where no plan says it (``SparseFFN.dense_from``).
 PROMPT_TOKENS = 32
@@ -33,6 +31,32 @@ PREDICTED_SHARE = 0.15
 _SLICE = 1024
 
 _off = threading.local()
+
+
+class PromptLayer(Protocol):
+    """What is asked of a :class:`~torch_pi2.layers.ffn.SparseFFN` here."""
+
+    site: FFNSite
+    weights: str
+    int8_activations: bool
+    in_memory: bool
+    has_tiles: bool
+    expected_share: float
+    dense_from: int | None
+    n_hot: int
+    threshold: float
+    bundles: torch.Tensor
+    bias_gate: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    bias_down: torch.Tensor | None
+
+    @property
+    def has_predictor(self) -> bool:
+        """Whether cold neurons are predicted."""
+
+    @property
+    def by_batch(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, hot neurons), ascending by tokens."""
 
 
 @contextmanager
@@ -60,7 +84,7 @@ def sparse_only() -> Iterator[None]:
         _off.on = before
 
 
-def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
+def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
     if _stays(layer, x) or x.dtype not in FLOATS or not layer.in_memory:
         return False
@@ -69,7 +93,7 @@ def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
     return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
 
 
-def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
+def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8 activations: by tiles).
 
     Where a predictor leaves few neurons it is faster to follow it: 128 tokens, 4096 x 14336, int4, a tenth firing:
@@ -82,7 +106,7 @@ def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
     return _wants_all(layer)
 
 
-def _wants_all(layer: SparseFFN) -> bool:
+def _wants_all(layer: PromptLayer) -> bool:
     """Whether a predicted layer is to compute every neuron of a prompt; one whose plan says from when on does."""
     return layer.dense_from is not None or layer.expected_share > PREDICTED_SHARE
 
@@ -93,7 +117,7 @@ def has_tiles() -> bool:
     return str(torch.ops.pi2.kernel_tables()).endswith("vnni")
 
 
-def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
+def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Few tokens, :func:`sparse_only`, or a graph being captured, whose number of tokens may be any.
 
     As many tokens as there are sequences in the largest of a plan's buckets are no prompt: the buckets say how many
@@ -108,7 +132,7 @@ def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
 
 
 @torch.autocast("cpu", enabled=False)
-def prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
+def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     """Every neuron of ``layer`` on ``x [..., H]``; the result has ``x``'s dtype.
 
     Everything is in float32, as in the sparse operator, but for the products of bfloat16 inputs, whose results PyTorch

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -30,13 +30,28 @@ from torch_pi2.base.absent import (
 )
 from torch_pi2.base.hooks import allow_assignments, allow_hooks, refuse_assignments, refuse_hooks
 from torch_pi2.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch_pi2.layers.experts import SparseExperts
-    from torch_pi2.layers.ffn import SparseFFN
-    from torch_pi2.spec.site import FFNSite
+from torch_pi2.spec.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
+
+
+class Home(Protocol):
+    """Where the values of replaced parameters are: a ``SparseFFN``, or ``SparseExperts``."""
+
+    site: FFNSite
+    method: str
+
+    def dense_values(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters by their names in the site."""
+
+    def assign(self, name: str, value: torch.Tensor) -> bool:
+        """Write one of them; whether it was new."""
+
+    def shape_of(self, name: str) -> torch.Tensor:
+        """A ``meta`` tensor with its shape and dtype."""
+
+    def check_float(self, what: str) -> None:
+        """Raise ConfigError if they are quantised; ``what`` was asked for."""
 
 
 class StandIn(Holder):
@@ -44,7 +59,7 @@ class StandIn(Holder):
 
     Attributes set by :meth:`stand_for`, kept out of ``_modules`` by tuples so that they are not registered:
         _original: ``(module,)`` that stood here; empty for a free-standing module.
-        _home: ``(SparseFFN,)`` (or ``(SparseExperts,)``) that holds the values.
+        _home: ``(home,)`` that holds the values.
         _names: parameter name within the original -> fully-qualified name in the site.
         _keyword: name of the first argument of the original's forward.
         _released: those names whose memory was given back (a parameter tied to something outside keeps its).
@@ -54,7 +69,7 @@ class StandIn(Holder):
     def __init__(self) -> None:
         super().__init__()
         self._original: tuple[nn.Module, ...] = ()
-        self._home: tuple[SparseFFN | SparseExperts, ...] = ()
+        self._home: tuple[Home, ...] = ()
         self._names: dict[str, str] = {}
         self._keyword = "x"
         self._released: tuple[str, ...] = ()
@@ -65,7 +80,7 @@ class StandIn(Holder):
         """Whether it stands where another module stood; finding layers asks that of every module there is."""
         return bool(self._original)
 
-    def stand_for(self, original: nn.Module, home: SparseFFN | SparseExperts, names: Mapping[str, str]) -> None:
+    def stand_for(self, original: nn.Module, home: Home, names: Mapping[str, str]) -> None:
         """Take the place of ``original``; its parameters ``names`` live in ``home`` (see the class)."""
         self._original, self._home, self._names = (original,), (home,), dict(names)
         self._keyword = next(iter(inspect.signature(original.forward).parameters), "x")
@@ -266,11 +281,11 @@ class Passed(torch.Tensor):
     """
 
     ffn: torch.Tensor
-    home: SparseFFN
+    home: Home
     at: int
 
     @staticmethod
-    def wrap(y: torch.Tensor, home: SparseFFN) -> Passed | Traced:
+    def wrap(y: torch.Tensor, home: Home) -> Passed | Traced:
         """``y`` as what goes on to the module after the first linear."""
         if torch.compiler.is_compiling():
             return Traced(y, home.site)

@@ -16,11 +16,12 @@ from torch_pi2.checkpoint.pack import pack
 from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
 from torch_pi2.decode.attention import packed_attention
+from torch_pi2.decode.budget import stats
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.layers.offloaded import stats, store_of
 from torch_pi2.machine.hardware import StoreCosts
 from torch_pi2.measure.fit import six_digits
 from torch_pi2.observe import timings
+from torch_pi2.rewrite.handle import store_of
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.firing import TokenStream
 

@@ -21,10 +21,11 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.layers.offloaded import Store, explained, store_and_budget
+from torch_pi2.layers.offloaded import Store, explained
 from torch_pi2.layers.recording import Recording
 from torch_pi2.observe.trace import check_path
 from torch_pi2.ops import load
+from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import SECTOR
 

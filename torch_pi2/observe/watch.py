@@ -353,14 +353,15 @@ def _cuts(
     return {layer.site.key: known.get(layer.site.key, layer.threshold) for layer in layers}
 
 
-def _profiled(model: Any) -> dict[str, float]:
+def _profiled(model: nn.Module) -> dict[str, float]:
     """By key the threshold of the statistics that the model has, or its store."""
-    if model.torch_pi2.stats is not None:
-        return {stats.key: stats.threshold for stats in model.torch_pi2.stats}
-    if not hasattr(model, "torch_pi2_store"):
+    made = parts_of(model)
+    if made.stats is not None:
+        return {stats.key: stats.threshold for stats in made.stats}
+    if made.store is None:
         return {}
-    with Parts(model.torch_pi2_store[0].path.parent) as parts:
-        return parts.thresholds(model.torch_pi2.plan.model_hash)
+    with Parts(made.store.path.parent) as parts:
+        return parts.thresholds(made.plan.model_hash)
 
 
 def _slots(model: nn.Module, layers: Sequence[SparseFFN]) -> float:

@@ -17,13 +17,13 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
-from torch_pi2.layers.offloaded import store_of
 from torch_pi2.observe import timings
 from torch_pi2.observe.attention import SPARE_TOKENS, milliseconds
 from torch_pi2.ops import load as load_library
 from torch_pi2.planner.cost import Cost, step_cost
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.shape import ModelShape
+from torch_pi2.rewrite.handle import store_of
 from torch_pi2.spec.plan import Plan
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.layers.offloaded import store_of
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.observe.accesses import Accesses
@@ -21,7 +20,7 @@ from torch_pi2.planner.misses import MissCurve, ReplayMisses
 from torch_pi2.planner.shape import ModelShape
 from torch_pi2.planner.solve import solve
 from torch_pi2.planner.task import BATCHES
-from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.rewrite.handle import parts_of, store_of
 from torch_pi2.spec.machine_plan import HardwarePlan
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import ActivationStats

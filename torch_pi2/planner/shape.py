@@ -22,6 +22,7 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.rows import GROUP, VALUE_BYTES
+from torch_pi2.rewrite.handle import Handle, Optimized
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
 from torch_pi2.store.budget import Budget, engine_bytes, kv_bytes, piece_tokens, place_bytes
@@ -252,14 +253,15 @@ class _Reading:
                 found=f"none of {missing[0]}" if missing else f"{len(self.parts)} layers",
                 fix="Pass the model that torch_pi2.optimize or torch_pi2.load gave, with its own plan.",
             )
-        predictors = getattr(getattr(model, "torch_pi2", None), "predictors", None) or {}
+        handle = Handle.of(model)
+        predictors = handle.predictors if isinstance(handle, Optimized) else {}
         self.cards = {key: getattr(predictor, "card", None) for key, predictor in predictors.items()}
-        store = getattr(model, "torch_pi2_store", None)
-        self.budget: Budget | None = None if store is None else store[1]
+        store = None if handle is None else handle.store
+        self.budget: Budget | None = None if handle is None else handle.budget
         self.entries: dict[str, LayerEntry] = {}
-        self.config = OffloadConfig() if store is None else store[0].config
+        self.config = OffloadConfig() if store is None else store.config
         if store is not None:
-            with StoreReader(store[0].path) as reader:
+            with StoreReader(store.path) as reader:
                 self.entries = dict(zip(reader.keys, reader.entries, strict=True))
 
     def shape(self) -> ModelShape:

@@ -1,26 +1,66 @@
-"""``model.torch_pi2``: what a model was optimised with."""
+"""``model.torch_pi2``: what the library keeps on a model, all of it in one attribute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import nn
 
-from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.errors import ConfigError
+from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.profiling.data import Batch
-from torch_pi2.profiling.inputs import InputStats, gather_inputs
-from torch_pi2.rewrite.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
-from torch_pi2.rewrite.rewrite import abandon, rewrite
-from torch_pi2.spec.config import Config
+from torch_pi2.rewrite.linears import LayerError
 from torch_pi2.spec.plan import Plan, lossy_methods
 from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.store.budget import Budget
+
+_ATTRIBUTE = "torch_pi2"
 
 
-@dataclass
-class Optimized:
-    """What an optimised model was made with; attached to it as ``model.torch_pi2``.
+class Follows(Protocol):
+    """What keeps a model with its plan: :class:`torch_pi2.decode.adapt.Engine`."""
+
+    def batch(self, sequences: int) -> None:
+        """From the next step on there are so many sequences."""
+
+    def refresh(self, room: int) -> None:
+        """The budget has other ``room`` for neurons."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Handle:
+    """The state of a model that is nobody's parameter; a copied model has a copy, over the same store.
+
+    Attributes:
+        store: that the model reads its neurons from, divided as ``budget`` says; None: it is in memory.
+        engine: that lets it follow a plan (:func:`torch_pi2.follow`), of this model or of that which it is a copy of.
+    """
+
+    store: Store | None = None
+    budget: Budget | None = None
+    engine: Follows | None = None
+
+    @staticmethod
+    def of(model: nn.Module) -> Handle | None:
+        """That of ``model``, if it has one; of ``torch.compile(model)``, too."""
+        found = getattr(model, _ATTRIBUTE, None)
+        return found if isinstance(found, Handle) else None
+
+    def attach(self, model: nn.Module) -> None:
+        """Make it the handle of ``model``: a plain attribute, which state_dict and parameters() do not see."""
+        object.__setattr__(model, _ATTRIBUTE, self)
+
+    @staticmethod
+    def detach(model: nn.Module) -> Handle | None:
+        """Take it from ``model``, and give it back, if it had one."""
+        found = Handle.of(model)
+        return None if found is None else model.__dict__.pop(_ATTRIBUTE, None)
+
+
+@dataclass(eq=False)
+class Optimized(Handle):
+    """What an optimised model was made with.
 
     ``quantization``: name of a linear layer or key of an FFN -> what quantising did to it; empty for float weights.
     ``weights``: "float", or the kind of the quantised ones.
@@ -54,58 +94,9 @@ class Optimized:
         return None if self.weights != "float" else self.plan.made_by.get("loss_change")
 
 
-def apply(
-    model: nn.Module,
-    parts: Optimized,
-    progress: bool,
-    config: Config | None = None,
-    data: list[Batch] | None = None,
-) -> nn.Module:
-    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it."""
-    config = config or Config()
-    if config.weights == "float":
-        rewrite(model, parts.plan, parts.predictors, progress=progress)
-    else:
-        _apply_quantised(model, parts, progress, config, data)
-        parts.weights = config.weights
-    # A plain attribute: nn.Module would refuse nothing here, but state_dict and parameters() must not see it.
-    object.__setattr__(model, "torch_pi2", parts)
-    return model
-
-
-def _apply_quantised(
-    model: nn.Module, parts: Optimized, progress: bool, config: Config, data: list[Batch] | None
-) -> None:
-    sites = [layer.site for layer in parts.plan.layers]
-    weighted = config.quantization == "weighted"
-    if weighted and not data:
-        raise CalibrationError(
-            "optimize(quantization='weighted')",
-            expected="calibration data",
-            found="none",
-            fix="Pass calibration=..., or leave quantization out.",
-        )
-    linears, _ = find_linears(model, sites, data[0] if data else None)
-    check_linears(linears, config.weights)
-    inputs: dict[str, InputStats] = {}
-    if data:
-        some = data if weighted else data[:1]  # the first batch is enough to measure errors of outputs
-        inputs = gather_inputs(model, some, sites, linears, progress=progress)
-    storage = Storage(config.weights, config.activations == "int8", inputs, weighted)
-    check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
-    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage)
-    try:
-        for layer in sparse_layers(model):
-            parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
-        parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
-    except BaseException as error:  # no memory, or interrupted
-        abandon(model, error)
-        raise
-
-
 def parts_of(model: nn.Module) -> Optimized:
     """Plan, predictors and statistics of an optimised model. Raises ConfigError if it is not one."""
-    parts = getattr(model, "torch_pi2", None)
+    parts = Handle.of(model)
     if not isinstance(parts, Optimized):
         raise ConfigError(
             type(model).__name__,
@@ -114,3 +105,22 @@ def parts_of(model: nn.Module) -> Optimized:
             fix="Call torch_pi2.optimize(model, ...) first.",
         )
     return parts
+
+
+def store_of(model: nn.Module) -> Store | None:
+    """That over which a model was loaded; None: it is in memory."""
+    handle = Handle.of(model)
+    return None if handle is None else handle.store
+
+
+def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:
+    """Of a model that was loaded with a budget. Raises ConfigError: it has no store."""
+    handle = Handle.of(model)
+    if handle is None or handle.store is None or handle.budget is None:
+        raise ConfigError(
+            type(model).__name__,
+            expected="a model over a neuron store",
+            found="one in memory",
+            fix="Load a packed folder with torch_pi2.load(folder, budget=...).",
+        )
+    return handle.store, handle.budget

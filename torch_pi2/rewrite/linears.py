@@ -21,6 +21,7 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.inputs import InputStats
+from torch_pi2.rewrite.install import everywhere, exchange
 from torch_pi2.spec.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
@@ -190,12 +191,7 @@ def quantize_linears(
 
 def _replace(model: nn.Module, pairs: Sequence[tuple[nn.Linear, QuantLinear]], undo: ExitStack) -> None:
     """Register each second in the place of the first; ``undo`` takes all of it back."""
-    new = {id(linear): made for linear, made in pairs}
-    for parent in list(model.modules()):
-        for local, child in parent._modules.items():
-            if child is not None and id(child) in new:
-                undo.callback(parent._modules.__setitem__, local, child)
-                parent._modules[local] = new[id(child)]
+    undo.callback(exchange(everywhere(model, dict(pairs))))
     left = {id(parameter) for parameter in model.parameters()}
     config = getattr(model, "config", None)
     if any(id(linear.weight) in left for linear, _ in pairs) and getattr(config, "tie_word_embeddings", False):

@@ -12,20 +12,16 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.standin import Absorbed
-from torch_pi2.rewrite import rewrite
+from torch_pi2.rewrite.install import install
 from torch_pi2.rewrite.skeleton import put
-from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.rewrite.ways import chain_way, experts_way, owner_way, probes_of
+from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.weights import WAYS
 
 #: Experts of a module whose weights are read to see what it computes.
 TRIED_EXPERTS = 2
-_TRY: dict[str, Any] = {"owner": rewrite._owner_way, "chain": rewrite._chain_way}
-
-
-def check_names(model: nn.Module, plan: Plan) -> None:
-    """Raises StaleArtifactError if ``plan`` names parameters that ``model`` does not have."""
-    rewrite._check_names(model, plan)
+_TRY: dict[str, Any] = {"owner": owner_way, "chain": chain_way}
 
 
 def find_way(model: nn.Module, site: FFNSite) -> str:
@@ -35,7 +31,7 @@ def find_way(model: nn.Module, site: FFNSite) -> str:
         UnsupportedModelError: none does.
     """
     with torch.no_grad():
-        probes = rewrite._probes(site, site.weights(model))
+        probes = probes_of(site, site.weights(model))
         reasons = []
         for way in WAYS:
             swaps = _TRY[way](model, site, None, probes)
@@ -80,20 +76,20 @@ def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, way: str) -> None:
         swaps = _TRY[way](model, site, ffn, [])  # nothing to try it with
     if isinstance(swaps, str):
         raise _refused(site, swaps)
-    rewrite._install(model, site, ffn, swaps)
+    install(model, ffn, swaps)
 
 
 def find_experts_way(model: nn.Module, group: Sequence[LayerPlan]) -> str:
     """As :func:`find_way`, for the experts of one module, of which the first ``TRIED_EXPERTS`` have values."""
     with torch.no_grad():
-        rewrite.experts_way(model, group, None, tried=TRIED_EXPERTS)
+        experts_way(model, group, None, tried=TRIED_EXPERTS)
     return "owner"
 
 
 def place_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts) -> None:
     """Put ``sparse`` in the place of the module of experts that ``group`` names, whose parameters need no values."""
-    swap = rewrite.experts_way(model, group, sparse, tried=0)
+    swap = experts_way(model, group, sparse, tried=0)
     site = group[0].site
     for ref in (site.up, site.down):
         put(model, [ref.weight], torch.empty(0, dtype=model.get_parameter(ref.weight).dtype))
-    rewrite._install(model, sparse.site, sparse, [swap])
+    install(model, sparse, [swap])

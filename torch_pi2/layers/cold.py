@@ -1,0 +1,112 @@
+"""The part of a predictor that a layer keeps: rows of its cold neurons, in plan order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from torch_pi2.errors import ConfigError, DtypeError, ShapeError
+from torch_pi2.layers.checks import check_shape
+from torch_pi2.ops.quantized import KINDS
+from torch_pi2.ops.rows import row_bytes
+from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
+from torch_pi2.spec.site import FFNSite
+
+#: Tensors of a low-rank predictor, in the order in which ``torch.ops.pi2.predict_lowrank`` takes them.
+PREDICTOR_TENSORS = ("a", "a_scale", "b", "b_scale", "bias")
+#: Tensors of a predictor that have a row for each cold neuron.
+BY_NEURON = ("signs", "b", "b_scale", "bias")
+
+
+class Cold(NamedTuple):
+    """``tensors`` by name, without those that this form has not; ``weights``: kind of a low-rank one in quantised rows,
+    else ""; ``margin`` of sign bits, None: another form.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    weights: str = ""
+    margin: float | None = None
+
+
+def cold_part(site: FFNSite, method: str, cold: torch.Tensor, predictor: Mapping[str, torch.Tensor] | None) -> Cold:
+    """What a layer whose ``cold`` neurons (int64) are chosen by ``method`` needs of a predictor in original order.
+
+    Raises:
+        ConfigError: there is none. ShapeError, DtypeError: it is of another layer, or was not made by us.
+    """
+    if not len(cold) or method not in ("lowrank", "signbit"):
+        return Cold({})
+    if method == "signbit":
+        return _signs(site, cold, predictor)
+    if predictor is not None and "a" in predictor and predictor["a"].dtype == torch.uint8:
+        return _quantised(site, cold, predictor)
+    return _lowrank(site, cold, predictor)
+
+
+def _lowrank(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tensor] | None) -> Cold:
+    missing = [name for name in PREDICTOR_TENSORS[:4] if lowrank is None or name not in lowrank]
+    if lowrank is None or missing:
+        raise ConfigError(
+            f"predictor of {site.key}",
+            expected=f"tensors {', '.join(PREDICTOR_TENSORS[:4])} (and bias), as its plan says 'lowrank'",
+            found="none" if lowrank is None else f"no {', '.join(missing)}",
+            fix="Fit predictors (torch_pi2.fit) and pass them, or plan without them.",
+        )
+    rank = lowrank["a"].shape[0]
+    wanted = {
+        "a": ((rank, site.hidden), torch.int8),
+        "a_scale": ((rank,), torch.float32),
+        "b": ((site.intermediate, rank), torch.int8),
+        "b_scale": ((site.intermediate,), torch.float32),
+        "bias": ((site.intermediate,), torch.float32),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in wanted.items():
+        tensor = lowrank.get(name)
+        if tensor is not None:
+            check_shape(f"predictor {name} of {site.key}", tensor, shape)
+            if tensor.dtype != dtype:
+                raise DtypeError(
+                    f"predictor {name} of {site.key}",
+                    expected=str(dtype),
+                    found=str(tensor.dtype),
+                    fix="Use a predictor made by torch_pi2.fit.",
+                )
+            tensors[name] = (tensor[cold] if name in BY_NEURON else tensor.clone()).contiguous()
+    return Cold(tensors)
+
+
+def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tensor]) -> Cold:
+    """A low-rank one in quantised rows, whose format their length tells."""
+    a, b = lowrank["a"], lowrank["b"]
+    kinds = [k for k in KINDS if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
+    if not kinds:
+        wanted = " or ".join(f"[r, {row_bytes(k, site.hidden)}]" for k in KINDS)
+        raise ShapeError(
+            f"predictor a of {site.key}",
+            expected=f"uint8 {wanted}",
+            found=str(list(a.shape)),
+            fix="It was made for another layer.",
+        )
+    check_shape(f"predictor b of {site.key}", b, (site.intermediate, row_bytes(kinds[0], len(a))))
+    bias = lowrank.get("bias")
+    if bias is not None:
+        check_shape(f"predictor bias of {site.key}", bias, (site.intermediate,))
+    found = {"a": a.clone(), "b": b[cold].contiguous()} | ({} if bias is None else {"bias": bias[cold]})
+    return Cold(found, kinds[0])
+
+
+def _signs(site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None) -> Cold:
+    if tensors is None or not set(SIGNBIT_TENSORS) <= set(tensors):
+        raise ConfigError(
+            f"predictor of {site.key}",
+            expected=f"tensors {', '.join(SIGNBIT_TENSORS)}, as its plan says 'signbit'",
+            found="none" if tensors is None else ", ".join(sorted(tensors)) or "none",
+            fix="Fit predictors (torch_pi2.fit with method='signbit') and pass them, or plan without them.",
+        )
+    whole = SignBit.from_tensors(tensors, None)
+    wanted = (site.intermediate, sign_bytes(site.hidden))
+    check_shape(f"predictor signs of {site.key}", whole.signs, wanted)
+    return Cold({"signs": whole.signs[cold].contiguous()}, margin=whole.margin)

@@ -1,0 +1,114 @@
+"""``DenseForm``: a layer's matrices as its original had them, out of the neuron bundles and back into them."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.layers.bundles import bundle_rows, permuted
+from torch_pi2.layers.standin import StandIn
+from torch_pi2.spec.site import FFNSite, LinearRef
+
+
+class DenseForm(StandIn):
+    """What stands for an FFN that is in neuron bundles, in the respect in which others want it dense.
+
+    Attributes:
+        bundles: ``[I, R, H]`` in plan order (``order``, of which ``inverse`` is the inverse). weights: how they are
+            stored. The biases: ``bias_gate``, ``bias_up [I]`` in plan order, ``bias_down [H]``.
+    """
+
+    site: FFNSite
+    weights: str
+    bundles: torch.Tensor
+    order: torch.Tensor
+    inverse: torch.Tensor
+    bias_gate: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    bias_down: torch.Tensor | None
+    _dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float parameters that the layer has or stands for."""
+        return self.bundles.dtype if self.weights == "float" else self._dtype
+
+    def parts(self) -> list[tuple[LinearRef, str]]:
+        """The site's matmuls with their place in the bundles, gate before up."""
+        gate = [] if self.site.gate is None else [(self.site.gate, "gate")]
+        return [*gate, (self.site.up, "up"), (self.site.down, "down")]
+
+    def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
+        row = {"gate": 0, "up": self.bundles.shape[1] - 2, "down": self.bundles.shape[1] - 1}[role]
+        w_IH = bundle_rows(self.bundles, row, self.weights, self.site.hidden, self.dtype).index_select(0, self.inverse)
+        if role == "down":
+            return w_IH.T.contiguous(), None if self.bias_down is None else self.bias_down.to(self.dtype)
+        bias = permuted(self.bias_gate if role == "gate" else self.bias_up, self.inverse)
+        return w_IH, None if bias is None else bias.to(self.dtype)
+
+    def dense_values(self) -> dict[str, torch.Tensor]:
+        """Copies of the site's parameters by fully-qualified name.
+
+        Bit-identical to the originals; of a quantised layer the numbers that its rows stand for.
+        """
+        parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for ref, role in self.parts():
+            weight, bias = self.projection(role)
+            start = ref.rows[0] if ref.rows else 0
+            parts.setdefault(ref.weight, []).append((start, weight))
+            if ref.bias is not None and bias is not None:
+                parts.setdefault(ref.bias, []).append((start, bias))
+        values = {}
+        for name, pieces in parts.items():
+            tensors = [tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])]
+            values[name] = tensors[0].clone() if len(tensors) == 1 else torch.cat(tensors)
+        return values
+
+    def assign(self, name: str, value: torch.Tensor) -> bool:
+        """Write parameter ``name`` of the site, in its original shape, into the bundles; whether it was new.
+
+        Raises:
+            ConfigError: the bundles are quantised.
+        """
+        self.check_float(f"other weights for {self.site.key}")
+        changed = False
+        for ref, role in self.parts():
+            if name not in (ref.weight, ref.bias):
+                continue
+            new = value if ref.rows is None else value[ref.rows[0] : ref.rows[1]]
+            target: torch.Tensor | None
+            if name == ref.bias:
+                target = {"gate": self.bias_gate, "up": self.bias_up, "down": self.bias_down}[role]
+                new = new if role == "down" else new[self.order]
+            elif role == "down":
+                target, new = self.bundles[:, -1], new.T[self.order]
+            else:
+                target = self.bundles[:, 0 if role == "gate" else self.bundles.shape[1] - 2]
+                new = new[self.order]
+            assert target is not None
+            new = new.to(target.dtype)
+            if not torch.equal(target, new):
+                changed = True
+                with torch.no_grad():
+                    target.copy_(new)
+        return changed
+
+    def shape_of(self, name: str) -> torch.Tensor:
+        """A ``meta`` tensor with shape and dtype of parameter ``name``."""
+        parts = [(ref, role) for ref, role in self.parts() if name in (ref.weight, ref.bias)]
+        down = parts[0][1] == "down"
+        rows = self.site.hidden if down else self.site.intermediate * len(parts)
+        columns = self.site.intermediate if down else self.site.hidden
+        shape = (rows, columns) if name == parts[0][0].weight else (rows,)
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def check_float(self, what: str) -> None:
+        """Raise ConfigError if the layer is quantised, which cannot be undone; ``what`` was asked for."""
+        if self.weights != "float":
+            raise ConfigError(
+                what,
+                expected="a layer with float weights",
+                found=f"{self.weights}, which is lossy: the original numbers are gone",
+                fix="Load the checkpoint again (from_pretrained, or torch_pi2.load) instead.",
+            )

@@ -1,0 +1,62 @@
+"""``apply``: a model rewritten as its parts say, all of it: FFNs, and the linear layers beside them if quantised."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torch_pi2.errors import CalibrationError
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.profiling.data import Batch
+from torch_pi2.profiling.inputs import InputStats, gather_inputs
+from torch_pi2.rewrite.handle import Optimized
+from torch_pi2.rewrite.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
+from torch_pi2.rewrite.rewrite import abandon, rewrite
+from torch_pi2.spec.config import Config
+
+
+def apply(
+    model: nn.Module,
+    parts: Optimized,
+    progress: bool,
+    config: Config | None = None,
+    data: list[Batch] | None = None,
+) -> nn.Module:
+    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it."""
+    config = config or Config()
+    if config.weights == "float":
+        rewrite(model, parts.plan, parts.predictors, progress=progress)
+    else:
+        _apply_quantised(model, parts, progress, config, data)
+        parts.weights = config.weights
+    parts.attach(model)
+    return model
+
+
+def _apply_quantised(
+    model: nn.Module, parts: Optimized, progress: bool, config: Config, data: list[Batch] | None
+) -> None:
+    sites = [layer.site for layer in parts.plan.layers]
+    weighted = config.quantization == "weighted"
+    if weighted and not data:
+        raise CalibrationError(
+            "optimize(quantization='weighted')",
+            expected="calibration data",
+            found="none",
+            fix="Pass calibration=..., or leave quantization out.",
+        )
+    linears, _ = find_linears(model, sites, data[0] if data else None)
+    check_linears(linears, config.weights)
+    inputs: dict[str, InputStats] = {}
+    if data:
+        some = data if weighted else data[:1]  # the first batch is enough to measure errors of outputs
+        inputs = gather_inputs(model, some, sites, linears, progress=progress)
+    storage = Storage(config.weights, config.activations == "int8", inputs, weighted)
+    check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
+    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage)
+    try:
+        for layer in sparse_layers(model):
+            parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
+        parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
+    except BaseException as error:  # no memory, or interrupted
+        abandon(model, error)
+        raise

@@ -1,0 +1,288 @@
+"""Where a sparse layer can stand in a model: deciding, without changing anything.
+
+Per FFN one of three ways is taken, the first that is *seen* to compute the same on random input:
+
+* **owner**: the module that owns the FFN computes nothing else; it is replaced (Llama's ``mlp``).
+* **chain**: the FFN is a chain of modules inside a bigger block; the first linear becomes the sparse layer, the
+  rest pass through (OPT's ``fc1, activation_fn, fc2``).
+* **lazy**: some of the FFN is code of the block; its linears exchange a lazy tensor (:mod:`torch_pi2.layers.lazy`).
+  So do the linears of an FFN with hooks inside, which the other ways would silence (:mod:`torch_pi2.base.hooks`).
+
+Experts are replaced together, by the first way: the module that holds them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
+from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
+from torch_pi2.graph.experts import probe_experts
+from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.lazy import LazyDown, LazySource
+from torch_pi2.layers.standin import Absorbed
+from torch_pi2.rewrite.install import Swap
+from torch_pi2.spec.formula import Formula, apply_formula, dense_reference
+from torch_pi2.spec.plan import LayerPlan
+from torch_pi2.spec.site import FFNSite, FFNWeights
+
+_log = logging.getLogger("torch_pi2")
+
+#: Batches and tokens to probe with: several of each, so that code which takes some of them out is seen, and one alone.
+_PROBE_SHAPES = ((3, 17), (2, 5), (1, 1))
+#: Ends the reason why a way of rewriting would silence a hook.
+_SILENT = "which would not run"
+#: An input ``[B, T, H]`` and what the dense layer makes of it.
+Probe = tuple[torch.Tensor, torch.Tensor]
+
+
+def find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap]:
+    reasons: list[str] = []
+    for way in (owner_way, chain_way, lazy_way):
+        swaps = way(model, site, ffn, probes)
+        if not isinstance(swaps, str):
+            if any(reason.endswith(_SILENT) for reason in reasons):
+                _log.warning("%s runs through lazy tensors, which is slower: %s", site.key, "; ".join(reasons))
+            return swaps
+        reasons.append(swaps)
+    raise no_way(site, reasons)
+
+
+def experts_way(
+    model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts | None, tried: int | None = None
+) -> Any:
+    """The swap that puts ``sparse`` in the place of the module of experts that ``group`` names.
+
+    Args:
+        tried: of so many experts (None: all) see first that its forward computes what their sites say; these need
+            their weights for that.
+
+    Raises:
+        StaleArtifactError: it has another number of experts, or sizes. UnsupportedModelError: it computes something
+            else as well.
+    """
+    first = group[0].site
+    module = model.get_submodule(str(first.experts))
+    shapes = [tuple(model.get_parameter(ref.weight).shape) for ref in (first.up, first.down)]
+    wanted = [
+        (len(group), 2 * first.intermediate, first.hidden),
+        (len(group), first.hidden, first.intermediate),
+    ]
+    if shapes != wanted:
+        raise StaleArtifactError(
+            f"plan of {first.experts}",
+            expected=f"experts of sizes {wanted[0]} and {wanted[1]}",
+            found=f"{type(module).__name__} with {shapes[0]} and {shapes[1]}",
+            fix="Make a new plan for this model.",
+        )
+    problem = _more_than(first, model, {str(first.experts): module})
+    reason = f"owner: it also holds {problem}" if problem else ""
+    if tried != 0 and not reason:
+        arguments, result = probe_experts(model, [layer.site for layer in group[:tried]])
+        with evaluating(module):
+            problem = _runs_to(lambda x: module.forward(x, *arguments[1:]), [(arguments[0], result)])
+        reason = f"owner: {first.experts} {problem}" if problem else ""
+    if not reason and (hooks := hooks_inside(str(first.experts), module)):
+        reason = f"owner: {hooks}, {_SILENT}"
+    if reason:
+        raise no_way(first, [reason])
+    return None if sparse is None else Swap(module, sparse)
+
+
+def probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
+    """Random inputs of a layer and what it makes of them."""
+    generator = torch.Generator().manual_seed(site.layer)
+    probes: list[Probe] = []
+    for number, shape in enumerate(_PROBE_SHAPES):
+        x_BTH = torch.randn((*shape, site.hidden), generator=generator)
+        if number == 1:
+            x_BTH *= token_magnitudes(weights.up.dtype, shape)
+        x_BTH = x_BTH.to(weights.up.dtype)
+        probes.append((x_BTH, dense_reference(site, weights, x_BTH)))
+    return probes
+
+
+# --- the three ways: each returns its swaps, or why it cannot be taken ---
+
+
+def owner_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
+    if not site.owner:
+        return "owner: it is the whole model"
+    owner = model.get_submodule(site.owner)
+    if not site.owner_runs:
+        return f"owner: code outside {site.owner} calls its parts"
+    more = _more_than(site, model, {site.owner: owner})
+    if more:
+        return f"owner: it also holds {more}"
+    if hooks := hooks_inside(site.owner, owner):
+        return f"owner: {hooks}, {_SILENT}"
+    with evaluating(owner), _as_it_was(owner) as changed:
+        problem = _runs_to(owner.forward, probes)
+    if changed and not problem:
+        problem = f"keeps something of each call ({changed[0]})"
+    return f"owner: {site.owner} {problem}" if problem else [Swap(owner, ffn)]
+
+
+def chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
+    if not site.inner:
+        return "chain: part of it is code of its owner"
+    sources = {_module_name(ref.weight) for ref in (site.gate, site.up) if ref is not None}
+    if len(sources) != 1:
+        return "chain: gate and up are separate"
+    names = [*sources, *site.inner, _module_name(site.down.weight)]
+    modules = [model.get_submodule(name) for name in names]
+
+    more = _more_than(site, model, dict(zip(names, modules)))
+    if more:
+        return f"chain: it also holds {more}"
+    inside = dict(zip(names, modules))
+    hooks = own_forward(inside)
+    for position, (name, module) in enumerate(inside.items()):
+        if has_hooks(module, pre=position > 0, post=position < len(names) - 1) or hooks_inside(name, module):
+            hooks = f"{name} has a hook"
+    if hooks:
+        return f"chain: {hooks}, {_SILENT}"
+
+    def run(h: torch.Tensor) -> Any:
+        for module in modules:
+            h = module.forward(h)
+        return h
+
+    with evaluating(*modules), _as_it_was(*modules) as changed:
+        problem = _runs_to(run, probes)
+    if changed and not problem:
+        problem = f"keep something of each call ({changed[0]})"
+    if problem:
+        return f"chain: {' -> '.join(names)} {problem}"
+    swaps = [Swap(modules[0], ffn)]
+    for position, (module, name) in enumerate(zip(modules[1:], names[1:]), 1):
+        stand_in = Absorbed()
+        stand_in.position, stand_in.last = position, position == len(modules) - 1
+        swaps.append(Swap(module, stand_in, None if stand_in.last else name))
+    return swaps
+
+
+def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
+    sources: dict[str, list[str]] = {}
+    refs = [("gate", site.gate), ("up", site.up)]
+    for role, ref in sorted(refs, key=lambda item: item[1].rows or (0, 0) if item[1] else (0, 0)):
+        if ref is not None:
+            sources.setdefault(_module_name(ref.weight), []).append(role)
+    down_name = _module_name(site.down.weight)
+    modules = {name: model.get_submodule(name) for name in (*sources, down_name)}
+    if patched := own_forward(modules):
+        return f"lazy: {patched}"
+    for name, module in modules.items():
+        parameters = {local: p.detach() for local, p in module.named_parameters()}
+        if not parameters.keys() <= {"weight", "bias"} or any(True for _ in module.buffers()):
+            return f"lazy: {name or 'the model'} holds more than one matmul"
+        probe = torch.randn((1, 11, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
+        probe = (probe * token_magnitudes(parameters["weight"].dtype, (1, 11))).to(parameters["weight"].dtype)
+        wanted = nn.functional.linear(probe, parameters["weight"], parameters.get("bias"))
+        with evaluating(module), _as_it_was(module) as changed:
+            problem = _runs_to(module.forward, [(probe, wanted)])
+        if changed and not problem:
+            problem = f"keeps something of each call ({changed[0]})"
+        if problem:
+            return f"lazy: {name} is not a plain linear layer ({problem})"
+    roles = [role for members in sources.values() for role in members]
+    formula = Formula(
+        site.activation, site.activation_on_up, roles.index("gate") if site.gated else None, roles.index("up")
+    )
+    lazy = [LazySource(members, stream) for stream, members in enumerate(sources.values())]
+    down = LazyDown(ffn, formula)
+    for stand_in in (*lazy, down):
+        stand_in.stand_for(nn.Identity(), ffn, {})
+    with evaluating(ffn):
+        outputs = [source(probes[0][0]) for source in lazy]
+        streams = list(outputs[0].chunk(len(roles), -1)) if len(lazy) < len(roles) else outputs
+        if down._input_of(apply_formula(formula, streams)) is None:  # type: ignore[arg-type]
+            return "lazy: its own formula is not recognised"
+    return [Swap(modules[name], s) for name, s in zip(sources, lazy)] + [Swap(modules[down_name], down)]
+
+
+def _module_name(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+# --- whether modules compute the FFN, and nothing else ---
+
+
+def no_way(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"rewriting {site.key or 'the FFN'} ({site.owner_class})",
+        expected="modules that compute the FFN, or linears that can be swapped",
+        found="; ".join(reasons),
+        fix="Move the FFN into a module of its own, or use torch.compile(model, backend='torch_pi2').",
+    )
+
+
+def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
+    """None if ``call(x)`` gives ``y`` for all probes, and these reach all that it does; else what happened instead."""
+    reach = Reach()
+    for x, y in probes:
+        try:
+            with reach:
+                found = call(x.clone())
+        except Exception as error:  # a block that wants more arguments, a container without forward, ...
+            return f"raises {type(error).__name__}"
+        if not same_tokens(found, y):
+            return "computes something else as well"
+    missed = reach.missed()
+    return f"computes something else as well, where no probe comes ({missed})" if missed else None
+
+
+@contextmanager
+def _as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
+    """What the code within it does to attributes of modules is undone, and named in the list: it would not be done."""
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    before = {module: dict(vars(module)) for module in modules}
+    inside = {(module, name): copy.copy(v) for module in modules for name, v in vars(module).items() if _holds(v)}
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        for module, attributes in before.items():
+            now = vars(module)
+            changed += [name for name in {**attributes, **now} if attributes.get(name, now) is not now.get(name, now)]
+            now.clear()
+            now.update(attributes)
+        for (module, name), was in inside.items():
+            holder = vars(module)[name]
+            if [*map(id, _inside(holder))] != [*map(id, _inside(was))]:
+                changed.append(name)
+                holder.clear()
+                (holder.update if isinstance(holder, dict | set) else holder.extend)(was)
+
+
+def _holds(value: Any) -> bool:
+    return type(value) in (list, dict, set, deque)
+
+
+def _inside(holder: Any) -> list[Any]:
+    return [*holder, *holder.values()] if isinstance(holder, dict) else [*holder]
+
+
+def _more_than(site: FFNSite, model: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
+    """Name of a tensor in ``modules`` that is none of the FFN's.
+
+    An adapter or layer scale may have no effect with its present value, and yet be trained or loaded later.
+    """
+    refs = [ref for ref in (site.gate, site.up, site.down) if ref is not None]
+    own = {id(model.get_parameter(name)) for ref in refs for name in (ref.weight, ref.bias) if name}
+    for prefix, module in modules.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if id(tensor) not in own:
+                return f"{prefix}.{name}"
+    return None
