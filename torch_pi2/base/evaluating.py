@@ -58,5 +58,9 @@ def fresh_settings() -> Iterator[None]:
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """The CPU as default device; nothing where it is one: with this mode, a capture takes twice as long."""
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    """The CPU as default device; nothing where it is one: with this mode, a capture takes twice as long.
+
+    While ``torch.jit.trace`` runs it keeps trials of ours out of its graph.
+    """
+    needless = torch.get_default_device().type == "cpu" and not torch._C._is_tracing()
+    return nullcontext() if needless else torch.device("cpu")
