@@ -33,6 +33,7 @@ from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.planner.greedy import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.planner.machine import plan_for
 from torch_pi2.predict.file import AnyPredictor, FittedPredictors
@@ -84,7 +85,7 @@ def _search(model: nn.Module, data: list[Batch] | None) -> Found:
     try:
         return _find(model, data)
     except CalibrationError as error:
-        matrices = {str(p.dtype).removeprefix("torch."): name for name, p in model.named_parameters() if p.dim() == 2}
+        matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
         if len(matrices) < 2:
             raise
         raise DtypeError(

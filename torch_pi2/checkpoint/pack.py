@@ -25,6 +25,7 @@ from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.bundled import bundle
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED, row_bytes
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
@@ -54,11 +55,10 @@ from torch_pi2.store.superblock import (
     slot_bytes,
     superblock_bytes,
 )
-from torch_pi2.store.weights import FLOAT_KINDS, KINDS, QuantizedWeights, stored_row_bytes
+from torch_pi2.store.weights import QuantizedWeights
 
-#: What the model has: nothing is rounded.
-FLOAT = "float"
-WEIGHTS = (*KINDS, FLOAT, *FLOAT_KINDS)
+#: Of neurons; ``float``: what the model has, nothing is rounded.
+WEIGHTS = (*QUANTIZED, FLOAT, *FLOATS)
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
 _PROGRESS, _PARTIAL, _BUNDLES = "progress.json", f".{STORE_FILE}.partial", "bundles"
@@ -162,7 +162,7 @@ def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> 
 
 def _bundled(source: Path, made: Path, weights: str, trust_remote_code: bool, progress: bool) -> Path:
     """A folder ``made`` of bundles, of the float checkpoint ``source``; one that a kill left is used again."""
-    make = quantize if weights in KINDS else bundle
+    make = quantize if weights in QUANTIZED else bundle
     about, marker = _source_marker(source, weights), made / PI2_FOLDER / "source.json"
     if not marker.is_file() or marker.read_text() != about:
         _remove(made)
@@ -299,7 +299,7 @@ class _Layout:
         self.metadata["metadata_check"] = metadata_check(self.metadata)
 
     def _row_bytes(self, layer: LayerPlan) -> int:
-        return stored_row_bytes(self.reader.kind, layer.site.hidden)
+        return row_bytes(self.reader.kind, layer.site.hidden)
 
     def _add(self, name: str, spec: Spec) -> None:
         self.specs[name] = spec

@@ -27,6 +27,7 @@ from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
@@ -273,8 +274,10 @@ def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> 
             found=f"a {type(model).__name__}",
             fix="Leave model out, or use load_dense for the float weights.",
         )
-    if activations not in ("float", "int8"):
-        raise ConfigError("load(activations=...)", expected="float or int8", found=repr(activations), fix="Correct it.")
+    if activations not in ACTIVATIONS:
+        raise ConfigError(
+            "load(activations=...)", expected=" or ".join(ACTIVATIONS), found=repr(activations), fix="Correct it."
+        )
 
 
 def _check_float(folder: Path, activations: str, budget: float | str | None = None) -> None:

@@ -21,6 +21,7 @@ from torch_pi2.export.memory import fixed_bytes
 from torch_pi2.export.methods import Source
 from torch_pi2.export.request import Request
 from torch_pi2.export.store import StoreFacts, kind_of
+from torch_pi2.formats import QUANTIZED
 from torch_pi2.store.storefile import StoreReader
 
 
@@ -116,7 +117,7 @@ def _lossy(source: Source, request: Request) -> list[str]:
     methods = sorted({layer.method for layer in source.parts.plan.layers} & {"threshold", "lowrank", "signbit"})
     if methods:
         found.append(f"cold neurons chosen by {' and '.join(methods)}")
-    if kind_of(layers[0]) in ("int4", "int8"):
+    if kind_of(layers[0]) in QUANTIZED:
         found.append(f"neurons in {kind_of(layers[0])}")
     if rest != "float32":
         found.append(f"linear layers in {rest}")

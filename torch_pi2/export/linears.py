@@ -13,8 +13,6 @@ from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import ConfigError, LibraryMissingError
 from torch_pi2.layers.linear import QuantLinear
 
-#: What ``export(linears=...)`` may be.
-LINEARS = ("float32", "int8", "int4")
 #: Columns that have a scale in common.
 _GROUP = 32
 

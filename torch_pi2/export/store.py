@@ -19,11 +19,13 @@ from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.base.version import __version__
 from torch_pi2.export.blob import PREDICTORS, TENSORS, Blob
+from torch_pi2.formats import FORMATS, row_bytes
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.dtypes import format_name
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.slots import cluster_size, layer_entry, write_slots
 from torch_pi2.store.storefile import (
@@ -37,13 +39,12 @@ from torch_pi2.store.storefile import (
 )
 from torch_pi2.store.superblock import (
     PAGE,
-    WEIGHT_CODES,
     Superblock,
     hash_bytes,
     slot_bytes,
     superblock_bytes,
 )
-from torch_pi2.store.weights import metadata, stored_row_bytes
+from torch_pi2.store.weights import metadata
 
 _NO_CHECK = "0" * 8
 
@@ -70,8 +71,8 @@ class StoreFacts:
 
 
 def kind_of(ffn: SparseFFN) -> str:
-    """How its bundles are stored: ``int4``, ``int8`` or the name of a float dtype."""
-    return ffn.weights if ffn.weights != "float" else str(ffn.bundles.dtype).removeprefix("torch.")
+    """The format in which its bundles are stored."""
+    return format_name(ffn.weights, ffn.bundles.dtype)
 
 
 def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress: bool = False) -> StoreFacts:
@@ -83,7 +84,7 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
     kinds = {kind_of(ffn) for ffn in layers}
     assert len(kinds) == 1, kinds  # optimize and load give every layer the same
     kind = kinds.pop()
-    sizes = {ffn.site.key: ffn.site.rows_per_neuron * stored_row_bytes(kind, ffn.site.hidden) for ffn in layers}
+    sizes = {ffn.site.key: ffn.site.rows_per_neuron * row_bytes(kind, ffn.site.hidden) for ffn in layers}
     cluster = cluster_size(plan, max(sizes.values()))
     small = [_small_tensors(ffn) for ffn in layers]
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
@@ -156,7 +157,7 @@ def blob_of(
         hidden=ffn.site.hidden,
         neurons=ffn.site.intermediate,
         rows=ffn.site.rows_per_neuron,
-        weights=WEIGHT_CODES[kind_of(ffn)],
+        weights=FORMATS[kind_of(ffn)].code,
         activation=list(ACTIVATIONS).index(ffn.site.activation),
         activation_on_up=ffn.site.activation_on_up,
         int8_activations=ffn.int8_activations,

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
+from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.layers.checks import check_shape
-from torch_pi2.ops.quantized import KINDS
-from torch_pi2.ops.rows import row_bytes
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
 from torch_pi2.spec.site import FFNSite
 
@@ -81,9 +80,9 @@ def _lowrank(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tens
 def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tensor]) -> Cold:
     """A low-rank one in quantised rows, whose format their length tells."""
     a, b = lowrank["a"], lowrank["b"]
-    kinds = [k for k in KINDS if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
+    kinds = [k for k in QUANTIZED if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
     if not kinds:
-        wanted = " or ".join(f"[r, {row_bytes(k, site.hidden)}]" for k in KINDS)
+        wanted = " or ".join(f"[r, {row_bytes(k, site.hidden)}]" for k in QUANTIZED)
         raise ShapeError(
             f"predictor a of {site.key}",
             expected=f"uint8 {wanted}",

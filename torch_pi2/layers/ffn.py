@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.formats import row_bytes
 from torch_pi2.layers.bundles import make_bundles, make_quantized_bundles, permuted
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
 from torch_pi2.layers.cold import BY_NEURON, PREDICTOR_TENSORS, cold_part
@@ -16,7 +17,6 @@ from torch_pi2.layers.prompt import has_tiles, prompt_ffn, skips_predictor, take
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.quantized import check_kind
-from torch_pi2.ops.rows import row_bytes
 from torch_pi2.spec.plan import PREDICTED, LayerPlan
 from torch_pi2.spec.site import FFNSite, FFNWeights, check_weights
 

@@ -17,6 +17,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import CalibrationError, ConfigError, StaleArtifactError
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe.watch import BATCH_SIZES, watch
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.spec.stats import STATS_FILE, ActivationStats
 from torch_pi2.store.firing import TokenStream
 from torch_pi2.store.folder import PI2_FOLDER
@@ -89,7 +90,7 @@ def _given(ids: torch.Tensor, sequences: int, tokens: int) -> torch.Tensor:
         raise CalibrationError(
             "ids to watch a model with",
             expected=f"int64 [{sequences} or more, {tokens + 1} or more]",
-            found=f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}",
+            found=f"{dtype_name(ids.dtype)} {list(ids.shape)}",
             fix="Pass more text, or smaller batches or fewer tokens.",
         )
     return ids[:sequences]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ShapeError
-from torch_pi2.ops.rows import VALUE_BYTES, row_bytes
+from torch_pi2.formats import QUANTIZED, row_bytes
 
 
 def check_hidden(x: torch.Tensor, hidden: int, whose: str = "layer") -> None:
@@ -48,7 +48,7 @@ def ffn_output(x: torch.Tensor, bundles: torch.Tensor, weights: str) -> torch.Te
             found=str(tuple(bundles.shape)),
             fix="Build them with torch_pi2.layers.ffn.",
         )
-    if weights in VALUE_BYTES:
+    if weights in QUANTIZED:
         wanted = row_bytes(weights, x.shape[-1])
         if bundles.shape[2] != wanted:
             raise ShapeError(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ShapeError
+from torch_pi2.formats import row_bytes
 from torch_pi2.ops.fakes_ffn import check_hidden, ffn_output
-from torch_pi2.ops.rows import row_bytes
 
 
 def _predict_lowrank(

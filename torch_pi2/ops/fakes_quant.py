@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ShapeError
-from torch_pi2.ops.rows import row_bytes
+from torch_pi2.formats import row_bytes
 
 
 def _linear(

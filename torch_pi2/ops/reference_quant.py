@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.ops.rows import GROUP, rounded_activations, values
-
-#: Smallest and largest stored integer.
-INTEGERS = {"int4": (-8, 7), "int8": (-127, 127)}
+from torch_pi2.formats import FORMATS, GROUP
+from torch_pi2.ops.rows import rounded_activations, values
 
 #: int4: where the value of largest magnitude may come to lie. -8 is llama.cpp's Q4_0; the others give a finer step
 #: and clip, or use the other end. On normal numbers the best of these has a 4 % smaller error than -8 alone.
@@ -58,7 +56,7 @@ def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = No
 
 def integers(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
     """The stored integers of ``w [..., 32]`` under its groups' scales, as float32; all 0 where a scale is 0."""
-    nearest = torch.round(w_NGk / scale_NG1).clamp(*INTEGERS[weights])
+    nearest = torch.round(w_NGk / scale_NG1).clamp(FORMATS[weights].least, FORMATS[weights].most)
     return torch.where(scale_NG1 == 0, torch.zeros_like(nearest), nearest)
 
 

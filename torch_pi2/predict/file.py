@@ -16,7 +16,7 @@ from torch_pi2.base.files import atomic_folder_files
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ConfigError, StaleArtifactError
-from torch_pi2.ops.rows import VALUE_BYTES
+from torch_pi2.formats import QUANTIZED
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit
@@ -153,7 +153,7 @@ def each_predictor(
         if kind == "signbit":
             yield key, SignBit.from_tensors(mine, card)
         elif "weights" in entry.value:
-            weights, hidden = entry.at("weights").text(tuple(VALUE_BYTES)), entry.at("hidden").whole(1, MOST_SIZE)
+            weights, hidden = entry.at("weights").text(QUANTIZED), entry.at("hidden").whole(1, MOST_SIZE)
             yield key, LowRankRows.from_rows(mine, weights, hidden, threshold, card)
         else:
             yield key, LowRank.from_tensors(mine, threshold, card)

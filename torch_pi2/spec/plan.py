@@ -21,6 +21,7 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files, parse_json, read_text
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.spec.machine_plan import HardwarePlan
 from torch_pi2.spec.site import FFNSite
 
@@ -126,7 +127,7 @@ class Plan:
         """Raises StaleArtifactError if ``model``'s FFN weights are not the ones the plan was made from."""
         found = weights_hash(model, [layer.site for layer in self.layers])
         if found != self.model_hash:
-            dtypes = sorted({str(layer.site.weights(model).up.dtype).removeprefix("torch.") for layer in self.layers})
+            dtypes = sorted({dtype_name(layer.site.weights(model).up.dtype) for layer in self.layers})
             raise StaleArtifactError(
                 "plan",
                 expected=f"a model with FFN weights {self.model_hash[:12]}",
@@ -249,7 +250,7 @@ def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch
     """The order of a layer's neurons. Raises ArtifactError: there is none, or it is no permutation of them."""
     order = orders.get(f"{site.key}.order")
     if order is None or order.dtype != torch.int32 or tuple(order.shape) != (site.intermediate,):
-        found = "none" if order is None else f"{str(order.dtype).removeprefix('torch.')} {list(order.shape)}"
+        found = "none" if order is None else f"{dtype_name(order.dtype)} {list(order.shape)}"
     else:
         seen = torch.zeros(site.intermediate, dtype=torch.bool)
         least, most = (int(n) for n in order.aminmax())
