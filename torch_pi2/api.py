@@ -44,7 +44,8 @@ from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.spec.config import Config
-from torch_pi2.spec.plan import PREDICTED, Plan, lossy_methods, weights_hash
+from torch_pi2.spec.method import LOSSY, PREDICTED, Method
+from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.spec.stats import ActivationStats
 
@@ -222,7 +223,7 @@ def _fit(
     n_tokens = max(1024, min(_FIT_TOKENS, _FIT_BYTES // per_token))
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
-    if config.method == "signbit":
+    if config.method == Method.SIGNBIT:
         return fit_signbit(
             model,
             data,
@@ -406,7 +407,7 @@ def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> 
     found = _search(model, None)
     sites = found.sites
     smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
-    if config.method in ("threshold", *PREDICTED) or (smooth and config.method == "auto"):
+    if config.method in LOSSY or (smooth and config.method == "auto"):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         raise CalibrationError(
             f"optimize without calibration, {wanted}",

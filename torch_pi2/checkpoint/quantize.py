@@ -31,6 +31,7 @@ from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
 from torch_pi2.rewrite.rewrite import check_names
 from torch_pi2.rewrite.skeleton import places, put, skeleton
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
 from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, read_config
@@ -183,7 +184,8 @@ def _new_plan(model: nn.Module) -> Plan:
     for site in find_sites(model, strict=False, on_meta=True):
         order = torch.arange(site.intermediate, dtype=torch.int32)
         exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None  # nothing of an expert is hot
-        layers.append(LayerPlan(site, "exact" if exact else "dense", 0 if exact else site.intermediate, order))
+        method = Method.EXACT if exact else Method.DENSE
+        layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
     return Plan(layers, _NO_HASH, {"planner": "none"})
 
 

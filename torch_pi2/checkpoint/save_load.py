@@ -34,6 +34,7 @@ from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.handle import Optimized, parts_of
 from torch_pi2.rewrite.skeleton import model_config, named_class
+from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, read_config
@@ -126,7 +127,7 @@ def _parts_of_these_weights(model: nn.Module) -> Optimized:
     found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
     if found == parts.plan.model_hash:
         return parts
-    fitted = sorted({layer.method for layer in parts.plan.layers} & {"lowrank", "signbit", "threshold"})
+    fitted = sorted({layer.method for layer in parts.plan.layers} & {*LOSSY})
     if fitted:
         raise StaleArtifactError(
             f"plan with {' and '.join(fitted)} layers",

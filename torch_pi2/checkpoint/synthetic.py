@@ -29,6 +29,7 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.spec.config import Config
+from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
@@ -40,7 +41,7 @@ from torch_pi2.store.weights import WEIGHTS_FILE, bundle_specs, metadata
 _BLOCK = 0.02
 #: Rows made at a time.
 _CHUNK = 2048
-PREDICTORS = ("lowrank", "signbit", None)
+PREDICTORS = (*PREDICTED, None)
 
 
 @checked
@@ -297,9 +298,9 @@ class _Writer:
     def _layer_plan(self, site: FFNSite, predictors: FittedPredictors) -> LayerPlan:
         order = torch.arange(self.intermediate, dtype=torch.int32)  # made in order of frequency
         predictor = predictors.get(site.key)
-        method = str(self.label["predictor"] or "exact")
+        method = str(self.label["predictor"] or Method.EXACT)
         if predictor is None:
-            method = "exact"
+            method = Method.EXACT
         share = 1.0
         if predictor is not None and predictor.card is not None:
             share = predictor.card.predicted_active

@@ -14,6 +14,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.cli import common
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.formats import FLOATS, QUANTIZED
+from torch_pi2.spec.method import PREDICTED
 
 EXAMPLE = "torch-pi2 synthetic m7b --shape mistral-7b --active 0.1 --weights int4"
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire")
     parser.add_argument("--weights", choices=[*QUANTIZED, *FLOATS], default="int4")
-    parser.add_argument("--predictor", choices=["lowrank", "signbit", "none"], default="lowrank")
+    parser.add_argument("--predictor", choices=[*PREDICTED, "none"], default="lowrank")
     parser.add_argument("--rank", type=common.positive, default=512, metavar="R", help="of the low-rank predictor")
     parser.add_argument("--predictor-weights", choices=QUANTIZED, default="int4")
     parser.add_argument("--layers", type=common.positive, metavar="N", help="another number of layers")

@@ -8,7 +8,8 @@ from torch.autograd import forward_ad
 from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
 from torch_pi2.ops.dtypes import DTYPES, dtype_name
-from torch_pi2.spec.plan import METHODS, LayerPlan
+from torch_pi2.spec.method import METHODS
+from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.spec.site import FFNSite, FFNWeights
 
 

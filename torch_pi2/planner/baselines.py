@@ -16,6 +16,7 @@ from torch_pi2.planner.shape import LayerShape, ModelShape
 from torch_pi2.planner.task import BATCHES, Task, assemble, by_policy, check
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan
+from torch_pi2.spec.method import Method
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
@@ -96,7 +97,7 @@ def _filled(task: Task, hot: Sequence[int]) -> tuple[int, ...]:
     """Hot neurons of the first layers, as many as an accelerator has room for."""
     left, counts = task.accelerator_bytes, []
     for layer, h in zip(task.shape.layers, hot, strict=True):
-        may = layer.experts == 1 and layer.chosen == 1 and layer.method != "threshold"
+        may = layer.experts == 1 and layer.chosen == 1 and layer.method != Method.THRESHOLD
         fits = min(h, left // layer.bundle_bytes) if may else 0
         count = fits if fits == layer.intermediate else fits // ACCELERATOR_CHUNK * ACCELERATOR_CHUNK
         counts.append(count)

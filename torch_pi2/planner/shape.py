@@ -24,8 +24,9 @@ from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.dtypes import dtype_name, format_name
 from torch_pi2.rewrite.handle import Handle, Optimized
+from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.budget import Budget, engine_bytes, kv_bytes, piece_tokens, place_bytes
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import LayerEntry, slot_bytes
@@ -48,7 +49,7 @@ class LayerShape:
         bundle_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
             is read for them. stored_bytes: from one slot to the next in the file (0: as ``pack`` aligns them).
         kernel: ``weights/activations``, such as ``int4/int8`` or ``bfloat16/float``.
-        method: of :data:`torch_pi2.spec.plan.METHODS`. exact_zeros: what does not fire adds exactly zero, and its down
+        method: of ``spec.method.METHODS``. exact_zeros: what does not fire adds exactly zero, and its down
             row is not read (activations of the ReLU family).
         predictor: of :data:`torch_pi2.machine.hardware.PREDICTORS`, or None. rank: of a low-rank one.
             predictor_bytes: as if no neuron were hot. recall: share of firing pairs that it finds.
@@ -340,7 +341,7 @@ class _Reading:
             attention_bytes=0,
             attention_kernel="float32/float",
             kv_bytes=0,
-            base_hot=site.intermediate if layer.method == "dense" else layer.n_hot,
+            base_hot=site.intermediate if layer.method == Method.DENSE else layer.n_hot,
             cluster=entry.cluster if entry else 1,
             frequencies=self._frequencies(layer),
             stored_bytes=entry.slot_bytes if entry else 0,

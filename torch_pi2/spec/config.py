@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch_pi2.base.arguments import check_fields
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
+from torch_pi2.spec.method import Method
 
 #: ``auto`` picks per layer the cheapest of what the others offer.
-METHODS = ("auto", "dense", "exact", "threshold", "lowrank", "signbit")
-
+METHODS = ("auto", *(method.value for method in Method))
 
 #: How weights may be stored, and how they are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)

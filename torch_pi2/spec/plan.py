@@ -23,20 +23,14 @@ from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.spec.machine_plan import HardwarePlan
+from torch_pi2.spec.method import METHODS, PREDICTED
 from torch_pi2.spec.site import FFNSite
 
 #: 1 had no ``hardware`` part and is read, too.
 PLAN_VERSION = 2
 _VERSIONS = (1, PLAN_VERSION)
 
-#: How a layer's cold neurons are chosen: every neuron dense; the gate is computed and zeros (or, with a
-#: threshold, small values) are skipped; a low-rank or a sign-bit predictor says which to compute at all.
-METHODS = ("dense", "exact", "threshold", "lowrank", "signbit")
-
 _FIX = "Make the plan again."
-
-#: Those whose layers need a predictor.
-PREDICTED = ("lowrank", "signbit")
 
 
 @dataclass
@@ -45,7 +39,7 @@ class LayerPlan:
 
     Attributes:
         site: the FFN.
-        method: one of ``METHODS``.
+        method: the text of a :class:`~torch_pi2.spec.method.Method`.
         n_hot: the first ``n_hot`` neurons of ``order`` are computed densely.
         order: ``[I]`` int32, plan position -> original neuron (most frequent first).
         threshold: cut on |act(gate)| for ``threshold`` (0 otherwise).
@@ -58,6 +52,9 @@ class LayerPlan:
     order: torch.Tensor
     threshold: float = 0.0
     expected_active: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.method = str(self.method)
 
     @property
     def n_cold(self) -> int:

@@ -9,7 +9,8 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.formats import FORMATS, row_bytes
-from torch_pi2.spec.plan import PREDICTED, Plan
+from torch_pi2.spec.method import PREDICTED
+from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.storefile import PIECE, check_bytes
 from torch_pi2.store.superblock import MOST_CLUSTER, LayerEntry

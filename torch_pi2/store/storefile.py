@@ -21,6 +21,7 @@ from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, new_tensor
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.formats import FORMATS, row_bytes
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
@@ -56,7 +57,7 @@ def open_weights(pi2: Path) -> QuantizedWeights:
 
 def hot_neurons(layer: LayerPlan) -> int:
     """What the superblock says of a layer: all of them where it is computed densely, as ``SparseFFN`` does."""
-    return layer.site.intermediate if layer.method == "dense" else layer.n_hot
+    return layer.site.intermediate if layer.method == Method.DENSE else layer.n_hot
 
 
 def part_of(name: str) -> str | None:
