@@ -9,7 +9,7 @@ import torch
 
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, NonFiniteError, ShapeError
 from torch_pi2.formats import FORMATS, QUANTIZED, row_bytes
-from torch_pi2.ops import load, reference_quant
+from torch_pi2.ops import load, reference
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import values
 
@@ -43,9 +43,9 @@ def test_quantize_and_dequantize_are_the_reference_bit_for_bit(
         for weight in (None, importance):
             rows = torch.ops.pi2.quantize(w, kind, weight)
             assert rows.shape == (size[0], row_bytes(kind, size[1]))
-            assert torch.equal(rows, reference_quant.quantize(w, kind, weight))
+            assert torch.equal(rows, reference.quantize(w, kind, weight))
         for out in DTYPES:
-            wanted = reference_quant.dequantize(rows, kind, size[1], out)
+            wanted = reference.dequantize(rows, kind, size[1], out)
             assert torch.equal(torch.ops.pi2.dequantize(rows, kind, size[1], out), wanted)
 
 
@@ -101,7 +101,7 @@ def test_linear_equals_the_reference(isa: str, kind: str, int8_activations: bool
                 x = torch.randn(tokens, columns, generator=generator).to(dtype)
                 for b in (None, bias):
                     args = (x, quantised, b, kind, int8_activations)
-                    found, wanted = torch.ops.pi2.linear(*args), reference_quant.linear(*args)
+                    found, wanted = torch.ops.pi2.linear(*args), reference.linear(*args)
                     assert found.dtype is dtype
                     rounding = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
                     torch.testing.assert_close(
@@ -181,7 +181,7 @@ def test_quantize_refuses_weights_and_importance_out_of_range() -> None:
     with pytest.raises(RuntimeError, match=r"at most 524032 \(int4 .*, found -524064 in row 2, column 39"):
         torch.ops.pi2.quantize(w, "int4")
     w[2, 39] = 524032.0  # the scale is the largest float16
-    assert torch.equal(torch.ops.pi2.quantize(w, "int4"), reference_quant.quantize(w, "int4"))
+    assert torch.equal(torch.ops.pi2.quantize(w, "int4"), reference.quantize(w, "int4"))
     assert torch.isfinite(values(torch.ops.pi2.quantize(w, "int4"), "int4", 40)).all()
     w[2, 39] = 8319009.0
     with pytest.raises(RuntimeError, match=r"at most 8319008 \(int8 "):

@@ -85,7 +85,7 @@ def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
 
 
 def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`torch_pi2.ops.reference_quant.quantize` in C++, of a weight that was checked. ``what``: its name.
+    """:func:`torch_pi2.ops.quantize.quantize` in C++, of a weight that was checked. ``what``: its name.
 
     Raises:
         NonFiniteError, DtypeError, ShapeError, ConfigError, DeviceError: see :func:`check_quantizable` and
