@@ -18,7 +18,7 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError, check_choice
 from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import find_sites
@@ -151,10 +151,7 @@ def small_files(source: Path) -> list[Path]:
 
 
 def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
-    if weights not in QUANTIZED:
-        raise ConfigError(
-            "quantize(weights=...)", expected=" or ".join(QUANTIZED), found=repr(weights), fix="Choose one of these."
-        )
+    check_choice("quantize(weights=...)", weights, QUANTIZED, "Choose one of these.")
     if quantization != "rtn":
         raise ConfigError(
             "quantize(quantization=...)",

@@ -26,7 +26,7 @@ from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, check_choice
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.of_model import homes
@@ -275,10 +275,7 @@ def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> 
             found=f"a {type(model).__name__}",
             fix="Leave model out, or use load_dense for the float weights.",
         )
-    if activations not in ACTIVATIONS:
-        raise ConfigError(
-            "load(activations=...)", expected=" or ".join(ACTIVATIONS), found=repr(activations), fix="Correct it."
-        )
+    check_choice("load(activations=...)", activations, ACTIVATIONS, "Correct it.")
 
 
 def _check_float(folder: Path, activations: str, budget: float | str | None = None) -> None:

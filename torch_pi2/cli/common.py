@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.extras import missing_package
 from torch_pi2.base.fields import shown
-from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.formats import ACTIVATIONS, FLOATS
 from torch_pi2.spec.config import METHODS, QUANTIZATIONS, WEIGHTS, Config
 
@@ -174,12 +174,7 @@ def _loading(what: str) -> Iterator[None]:
         from safetensors import SafetensorError
         from transformers.utils import logging
     except ImportError as error:
-        raise LibraryMissingError(
-            "transformers",
-            expected="an installed transformers",
-            found=str(error),
-            fix=how_to_install("hf"),
-        ) from error
+        raise missing_package("transformers", "hf", error) from error
     logging.disable_progress_bar()
     try:
         yield

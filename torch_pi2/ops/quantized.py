@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, ShapeError
+from torch_pi2.errors import DtypeError, NonFiniteError, ShapeError, check_choice
 from torch_pi2.formats import FORMATS, QUANTIZED
 from torch_pi2.ops import load
-from torch_pi2.ops.dtypes import DTYPES, dtype_name
+from torch_pi2.ops.dtypes import DTYPES, check_on_cpu, dtype_name
 
 _LARGEST_SCALE = 65504.0  # of float16
 
 
 def check_kind(weights: str) -> None:
     """Raise ConfigError unless ``weights`` is a quantised format."""
-    if weights not in QUANTIZED:
-        raise ConfigError(
-            "weights", expected=" or ".join(QUANTIZED), found=repr(weights), fix="See torch_pi2.Config(weights=...)."
-        )
+    check_choice("weights", weights, QUANTIZED, "See torch_pi2.Config(weights=...).")
 
 
 def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
@@ -29,13 +26,7 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
         NonFiniteError: NaN or infinity, or so large that float16 cannot hold a scale.
     """
     check_kind(weights)
-    if w.device.type != "cpu":
-        raise DeviceError(
-            f"device of {what}",
-            expected="cpu",
-            found=str(w.device),
-            fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
-        )
+    check_on_cpu(f"device of {what}", w.device)
     if w.dtype not in DTYPES.values():
         raise DtypeError(
             f"dtype of {what}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import check_choice
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.search import STEP, Choice, hot_counts
 from torch_pi2.planner.settings import prompt_plan
@@ -53,8 +53,7 @@ def fixed_plan(
     Raises:
         ConfigError: no such kind, or a budget that cannot be met, with the smallest that can.
     """
-    if kind not in KINDS:
-        raise ConfigError("planner", expected=" or ".join(KINDS), found=repr(kind), fix="Choose one of them.")
+    check_choice("planner", kind, KINDS, "Choose one of them.")
     given = by_policy(misses) if budget_bytes is not None else {}
     task = Task(
         shape, hardware, budget_bytes, accelerator_bytes, tuple(batches), context, given, offload=dict(offload or {})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_pi2.decode.budget import activation_bytes, activation_sizes
-from torch_pi2.errors import ConfigError, StaleArtifactError
+from torch_pi2.errors import ConfigError, check_made_from
 from torch_pi2.formats import FORMATS
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
@@ -223,13 +223,9 @@ class ModelShape:
             ConfigError: no optimised model, or not with this plan; no statistics of a layer.
             StaleArtifactError: statistics of other weights.
         """
-        if stats.model_hash != plan.model_hash:
-            raise StaleArtifactError(
-                "statistics to plan with",
-                expected=f"those of FFN weights {plan.model_hash[:12]}",
-                found=stats.model_hash[:12],
-                fix="Profile this model.",
-            )
+        check_made_from(
+            "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
+        )
         return _Reading(model, stats, plan, compiled).shape()
 
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_pi2.base.fields import Field
-from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError, UnsupportedModelError
+from torch_pi2.errors import DtypeError, NonFiniteError, UnsupportedModelError
 from torch_pi2.formats import FLOATS
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.ops.dtypes import dtype_name
+from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 
 #: Neurons, hidden states or experts at most: what the core counts with.
 MOST_SIZE = (1 << 31) - 1
@@ -196,13 +196,7 @@ def check_weights(site: FFNSite, weights: FFNWeights) -> None:
     """
     named = {k: v for k, v in weights._asdict().items() if v is not None}
     for name, tensor in named.items():
-        if tensor.device.type != "cpu":
-            raise DeviceError(
-                f"device of {site.key} {name}",
-                expected="cpu",
-                found=str(tensor.device),
-                fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
-            )
+        check_on_cpu(f"device of {site.key} {name}", tensor.device)
     dtypes = {dtype_name(v.dtype) for v in named.values()}
     if len(dtypes) != 1 or not dtypes <= {*FLOATS}:
         raise DtypeError(

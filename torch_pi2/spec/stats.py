@@ -21,7 +21,7 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
 from torch_pi2.ops.dtypes import dtype_name
 
 STATS_VERSION = 1
@@ -311,13 +311,13 @@ class ActivationStats:
         Raises:
             StaleArtifactError: other weights. ConfigError: other thresholds, batch sizes or layers.
         """
-        if self.model_hash != other.model_hash:
-            raise StaleArtifactError(
-                "activation statistics to merge",
-                expected=f"FFN weights {self.model_hash[:12]}",
-                found=other.model_hash[:12],
-                fix="Merge only statistics of one model.",
-            )
+        check_made_from(
+            "activation statistics to merge",
+            other.model_hash,
+            self.model_hash,
+            "FFN weights",
+            "Merge only statistics of one model.",
+        )
         if list(self.layers) != list(other.layers):
             raise ConfigError(
                 "layers of the statistics to merge",
