@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_pi2.base.extras import how_to_install
-from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, UnsupportedModelError
+from torch_pi2.base.extras import missing_package
+from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 
 #: Hugging Face model types and llama.cpp's name for the same computation.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}
@@ -75,9 +75,7 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
     try:
         import gguf
     except ImportError as error:
-        raise LibraryMissingError(
-            "gguf", expected="an installed gguf", found=str(error), fix=how_to_install("bench")
-        ) from error
+        raise missing_package("gguf", "bench", error) from error
     if config.model_type not in _ARCHITECTURES:
         raise UnsupportedModelError(
             f"model type {config.model_type}",

@@ -19,8 +19,8 @@ from benchmarks.arguments import add_activations, add_sizes, list_of
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.ops import load
-from torch_pi2.ops.rows import GROUP, row_bytes
 
 WEIGHTS = ("int4", "int8", "bf16", "fp32")
 _FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}

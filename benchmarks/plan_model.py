@@ -27,6 +27,7 @@ from torch_pi2.observe.accesses import Accesses, record_accesses
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.config import Config
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import ActivationStats
@@ -61,7 +62,7 @@ def every_cold(plan: Plan, stats: ActivationStats | None = None) -> Plan:
             often_I = stats.frequency(layer.site.key)[layer.order.long()]
             active = (active * layer.n_cold + float(often_I[: layer.n_hot].sum())) / layer.site.intermediate
         cold = replace(layer, n_hot=0, expected_active=min(1.0, active))
-        layers.append(layer if layer.method == "dense" else cold)
+        layers.append(layer if layer.method == Method.DENSE else cold)
     return Plan(layers, plan.model_hash, plan.made_by)
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.offload import MODES
 from benchmarks.table import read_result
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
-from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
+from torch_pi2.errors import ArtifactError, ConfigError
 
 #: What results in one drawing have in common.
 _SAME = ("shape", "weights", "activations", "synthetic", "threads", "tokens", "simulated", "machine", "versions")
@@ -121,9 +121,7 @@ def _svg(results: Sequence[Mapping[str, Any]]) -> str:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise LibraryMissingError(
-            "matplotlib", expected="an installed matplotlib", found=str(error), fix=how_to_install("bench")
-        ) from error
+        raise missing_package("matplotlib", "bench", error) from error
     first, text = results[0], io.StringIO()
     # text stays text, and the same results make the same file
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pi2", "font.size": 10, "font.family": "sans-serif"}):

@@ -33,6 +33,7 @@ from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.planner.greedy import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.planner.machine import plan_for
 from torch_pi2.predict.file import AnyPredictor, FittedPredictors
@@ -43,7 +44,8 @@ from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.spec.config import Config
-from torch_pi2.spec.plan import PREDICTED, Plan, lossy_methods, weights_hash
+from torch_pi2.spec.method import LOSSY, PREDICTED, Method
+from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.spec.stats import ActivationStats
 
@@ -84,7 +86,7 @@ def _search(model: nn.Module, data: list[Batch] | None) -> Found:
     try:
         return _find(model, data)
     except CalibrationError as error:
-        matrices = {str(p.dtype).removeprefix("torch."): name for name, p in model.named_parameters() if p.dim() == 2}
+        matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
         if len(matrices) < 2:
             raise
         raise DtypeError(
@@ -221,7 +223,7 @@ def _fit(
     n_tokens = max(1024, min(_FIT_TOKENS, _FIT_BYTES // per_token))
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
-    if config.method == "signbit":
+    if config.method == Method.SIGNBIT:
         return fit_signbit(
             model,
             data,
@@ -405,7 +407,7 @@ def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> 
     found = _search(model, None)
     sites = found.sites
     smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
-    if config.method in ("threshold", *PREDICTED) or (smooth and config.method == "auto"):
+    if config.method in LOSSY or (smooth and config.method == "auto"):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         raise CalibrationError(
             f"optimize without calibration, {wanted}",

@@ -33,6 +33,7 @@ from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.rewrite.merge import merge_linears
 from torch_pi2.rewrite.rewrite import predictor_tensors
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE
@@ -349,7 +350,7 @@ def _pack(
         site = match.site(name_of.__getitem__, key=where, layer=0, owner="")
         order = torch.arange(site.intermediate, dtype=torch.int32) if layer is None else layer.order
         layer_plan = (
-            LayerPlan(site, "exact", 0, order)
+            LayerPlan(site, Method.EXACT, 0, order)
             if layer is None
             else LayerPlan(site, layer.method, layer.n_hot, order, layer.threshold)
         )

@@ -7,6 +7,8 @@ Raise them through :func:`fail`-style keyword construction so that no part is fo
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class Pi2Error(Exception):
     """Base of all torch_pi2 errors: ``what`` was wrong, what was ``expected``, ``found``, and the ``fix``."""
@@ -14,6 +16,13 @@ class Pi2Error(Exception):
     def __init__(self, what: str, *, expected: str, found: str, fix: str) -> None:
         self.what, self.expected, self.found, self.fix = what, expected, found, fix
         super().__init__(f"{what}: expected {expected}, found {found}. {fix}")
+
+
+def told(message: str) -> tuple[str, str, str]:
+    """What a message of the C++ core says was wrong, expected and found; the last with the fix, if it has one."""
+    what, _, rest = message.partition(": expected ")
+    expected, _, found = rest.partition(", found ")
+    return what, expected, found
 
 
 class NoFFNFoundError(Pi2Error):
@@ -77,3 +86,19 @@ class VersionError(Pi2Error):
 
 class CompileError(Pi2Error):
     """An accelerator's compiler could not compile a part of a model; the message has its reason."""
+
+
+def check_made_from(what: str, found: str, wanted: str, expected: str, fix: str) -> None:
+    """Raises StaleArtifactError unless ``what`` was made from the FFN weights of hash ``wanted``.
+
+    Args:
+        expected: in words, before the hash.
+    """
+    if found != wanted:
+        raise StaleArtifactError(what, expected=f"{expected} {wanted[:12]}", found=found[:12], fix=fix)
+
+
+def check_choice(what: str, value: object, choices: Collection[str], fix: str) -> None:
+    """Raises ConfigError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ConfigError(what, expected=" or ".join(choices), found=repr(value), fix=fix)

@@ -12,8 +12,9 @@ from torch import nn
 
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.export.blob import TENSORS, Blob
+from torch_pi2.formats import FORMATS
 from torch_pi2.ops import ACTIVATIONS, load
-from torch_pi2.store.superblock import PAGE, WEIGHT_CODES, LayerEntry, Superblock, slot_bytes, superblock_bytes
+from torch_pi2.store.superblock import PAGE, LayerEntry, Superblock, slot_bytes, superblock_bytes
 
 HASH = bytes(range(32))
 
@@ -123,7 +124,7 @@ class Store:
             rows = one.bundles.shape[1]
             entries.append(
                 LayerEntry(
-                    add(slots, PAGE), add(checks, 4), len(raw), one.hidden, rows, WEIGHT_CODES[one.weights], size,
+                    add(slots, PAGE), add(checks, 4), len(raw), one.hidden, rows, FORMATS[one.weights].code, size,
                     raw.shape[1] // rows, one.n_hot, number,
                 )
             )  # fmt: skip
@@ -142,7 +143,7 @@ class Store:
         form = {"": 0, "lowrank": 1, "lowrank_q": 2 if one.predictor_weights == "int4" else 3, "signbit": 4}[one.kind]
         made = Blob(
             role=0, store_bytes=self.bytes, header_crc=self.header_crc, layer=number, model_hash=self.model_hash,
-            hidden=one.hidden, neurons=len(one.bundles), rows=one.bundles.shape[1], weights=WEIGHT_CODES[one.weights],
+            hidden=one.hidden, neurons=len(one.bundles), rows=one.bundles.shape[1], weights=FORMATS[one.weights].code,
             activation=list(ACTIVATIONS).index(one.activation), activation_on_up=one.activation_on_up,
             int8_activations=one.int8_activations,
             predictor_int8_activations=one.int8_activations and bool(one.predictor_weights),

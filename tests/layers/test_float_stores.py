@@ -24,6 +24,7 @@ from torch_pi2.checkpoint.quantize import Quantizer
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.formats import FORMATS
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.ops import load as load_library
@@ -31,7 +32,6 @@ from torch_pi2.ops import reference_store
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader
-from torch_pi2.store.superblock import WEIGHT_CODES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -130,7 +130,7 @@ def test_an_optimised_float_model_comes_back_from_its_store(tmp_path: Path, name
     assert parameters_equal(torch_pi2.restore(in_memory), dense)
     with StoreReader(store_of(tmp_path / "store")) as reader:
         assert reader.kind == dtype
-        assert {entry.weights for entry in reader.entries} == {WEIGHT_CODES[dtype]}
+        assert {entry.weights for entry in reader.entries} == {FORMATS[dtype].code}
         assert all(e.bundle_bytes == e.rows * e.hidden * DTYPES[dtype].itemsize for e in reader.entries)
         assert reader.verify() > sum(entry.neurons * entry.bundle_bytes for entry in reader.entries)
     assert report.regions["linears"] == 0

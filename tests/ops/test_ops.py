@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +133,15 @@ def test_predictor_equals_the_reference(isa: str, shape: tuple[int, int, int, in
     scores = torch.relu(x.double() @ a.double().T * a_scale) @ b.double().T * b_scale + bias
     near = (scores - threshold).abs() < 1e-4 * scores.abs().max()
     assert torch.equal(found | near, wanted | near)
+
+
+@pytest.mark.parametrize("name", reference.__all__)
+def test_a_reference_has_the_arguments_of_its_operator(name: str) -> None:
+    load()
+    schema = getattr(torch.ops.pi2, name).default._schema
+    own = inspect.signature(getattr(reference, name)).parameters.values()
+    wanted = [(a.name.replace("store", "reader"), a.default_value) for a in schema.arguments]
+    assert [(p.name, None if p.default is p.empty else p.default) for p in own] == wanted
 
 
 def test_opcheck_functional_operators() -> None:

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_pi2
 from torch_pi2.errors import GradientError, ShapeError
+from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.ops import load, reference_experts
-from torch_pi2.ops.rows import GROUP, row_bytes
 from torch_pi2.predict.signbit import pack_signs
 from torch_pi2.store.storefile import SUPERBLOCK, StoreReader
 from torch_pi2.store.superblock import Superblock

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_pi2.errors import GradientError, ShapeError
+from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.ops import load, reference, rows
 from torch_pi2.predict.signbit import pack_signs
 
@@ -32,8 +33,8 @@ def generator(seed: int = 0) -> torch.Generator:
 def quantised(*shape: int, weights: str, seed: int = 0) -> torch.Tensor:
     """Random rows of ``shape[-1]`` numbers of about unit size."""
     *leading, n = shape
-    groups = -(-n // rows.GROUP)
-    size = rows.row_bytes(weights, n)
+    groups = -(-n // GROUP)
+    size = row_bytes(weights, n)
     out = torch.randint(0, 256, (*leading, size), dtype=torch.uint8, generator=generator(seed))
     scale = (0.5 + torch.rand(*leading, groups, generator=generator(seed + 1))) * (0.2 if weights == "int4" else 0.014)
     out[..., size - 2 * groups :] = scale.half().view(torch.uint8)
@@ -54,8 +55,8 @@ def layer(weights: str, neurons: int = 300, rows_: int = 3, hidden: int = 111, t
 
 
 def test_row_bytes_and_values() -> None:
-    assert [rows.row_bytes("int4", n) for n in (1, 32, 33, 4096)] == [18, 18, 36, 2304]
-    assert rows.row_bytes("int8", 4096) == 4352
+    assert [row_bytes("int4", n) for n in (1, 32, 33, 4096)] == [18, 18, 36, 2304]
+    assert row_bytes("int8", 4096) == 4352
     row = torch.zeros(18, dtype=torch.uint8)
     row[0], row[15] = 0x2F, 0x80  # weights 0 and 16; 15 and 31
     row[16:] = torch.tensor([0.5]).half().view(torch.uint8)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, NonFiniteError, ShapeError
-from torch_pi2.ops import load, reference_quant
-from torch_pi2.ops.quantized import KINDS, bits_per_weight, quantize
-from torch_pi2.ops.rows import row_bytes, values
+from torch_pi2.formats import FORMATS, QUANTIZED, row_bytes
+from torch_pi2.ops import load, reference
+from torch_pi2.ops.quantized import quantize
+from torch_pi2.ops.rows import values
 
 load()
 ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
@@ -30,7 +31,7 @@ def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)) * scale
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantize_and_dequantize_are_the_reference_bit_for_bit(
@@ -42,9 +43,9 @@ def test_quantize_and_dequantize_are_the_reference_bit_for_bit(
         for weight in (None, importance):
             rows = torch.ops.pi2.quantize(w, kind, weight)
             assert rows.shape == (size[0], row_bytes(kind, size[1]))
-            assert torch.equal(rows, reference_quant.quantize(w, kind, weight))
+            assert torch.equal(rows, reference.quantize(w, kind, weight))
         for out in DTYPES:
-            wanted = reference_quant.dequantize(rows, kind, size[1], out)
+            wanted = reference.dequantize(rows, kind, size[1], out)
             assert torch.equal(torch.ops.pi2.dequantize(rows, kind, size[1], out), wanted)
 
 
@@ -59,7 +60,7 @@ def test_bytes_are_as_documented() -> None:
     rows = torch.ops.pi2.quantize(torch.tensor([[127.0, -127.0, 3.0]]), "int8", None)
     assert rows[0, :3].view(torch.int8).tolist() == [127, -127, 3]
     assert rows[0, 3:32].tolist() == [0] * 29
-    assert [bits_per_weight(kind) for kind in KINDS] == [4.5, 8.5]
+    assert [FORMATS[kind].bits_per_weight for kind in QUANTIZED] == [4.5, 8.5]
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int4", 0.084), ("int8", 0.006)])
@@ -88,7 +89,7 @@ def test_dequantize_reads_strided_rows() -> None:
         assert torch.equal(found, values(bundles[:, r], "int4", 40))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("int8_activations", [False, True])
 def test_linear_equals_the_reference(isa: str, kind: str, int8_activations: bool) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -100,7 +101,7 @@ def test_linear_equals_the_reference(isa: str, kind: str, int8_activations: bool
                 x = torch.randn(tokens, columns, generator=generator).to(dtype)
                 for b in (None, bias):
                     args = (x, quantised, b, kind, int8_activations)
-                    found, wanted = torch.ops.pi2.linear(*args), reference_quant.linear(*args)
+                    found, wanted = torch.ops.pi2.linear(*args), reference.linear(*args)
                     assert found.dtype is dtype
                     rounding = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
                     torch.testing.assert_close(
@@ -120,7 +121,7 @@ def test_linear_shows_nan_in_its_own_token_only(int8_activations: bool) -> None:
 def test_opcheck() -> None:
     w, x = matrix(5, 40), matrix(3, 40)
     torch.library.opcheck(torch.ops.pi2.quantize.default, (w, "int4", torch.ones(40)))
-    for kind in KINDS:
+    for kind in QUANTIZED:
         rows = torch.ops.pi2.quantize(w, kind, None)
         torch.library.opcheck(torch.ops.pi2.dequantize.default, (rows, kind, 40, torch.bfloat16))
         torch.library.opcheck(torch.ops.pi2.linear.default, (x, rows, torch.ones(5), kind, False))
@@ -162,7 +163,7 @@ def test_refusals_of_the_operators() -> None:
         torch.ops.pi2.linear(torch.ones(2, 100), rows.to("meta"), None, "int4", False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantize_refuses_what_no_integer_stands_for(kind: str, dtype: torch.dtype) -> None:
     w = matrix(70, 100).to(dtype)
@@ -180,7 +181,7 @@ def test_quantize_refuses_weights_and_importance_out_of_range() -> None:
     with pytest.raises(RuntimeError, match=r"at most 524032 \(int4 .*, found -524064 in row 2, column 39"):
         torch.ops.pi2.quantize(w, "int4")
     w[2, 39] = 524032.0  # the scale is the largest float16
-    assert torch.equal(torch.ops.pi2.quantize(w, "int4"), reference_quant.quantize(w, "int4"))
+    assert torch.equal(torch.ops.pi2.quantize(w, "int4"), reference.quantize(w, "int4"))
     assert torch.isfinite(values(torch.ops.pi2.quantize(w, "int4"), "int4", 40)).all()
     w[2, 39] = 8319009.0
     with pytest.raises(RuntimeError, match=r"at most 8319008 \(int8 "):
@@ -188,7 +189,7 @@ def test_quantize_refuses_weights_and_importance_out_of_range() -> None:
     for bad, shown in ((-1.0, "-1"), (float("nan"), "NaN"), (float("inf"), "inf")):
         importance = torch.ones(40)
         importance[7] = bad
-        for kind in KINDS:
+        for kind in QUANTIZED:
             with pytest.raises(RuntimeError, match=rf"importance: expected finite .*, found {shown} for column 7\."):
                 torch.ops.pi2.quantize(matrix(4, 40), kind, importance)
 

@@ -6,6 +6,8 @@ import re
 import shlex
 from importlib import metadata
 
+from torch_pi2.errors import LibraryMissingError
+
 
 def how_to_install(*extras: str) -> str:
     """``pip install`` of the packages that the extras name, for messages: right however this one was installed."""
@@ -26,3 +28,10 @@ def how_to_install(*extras: str) -> str:
                 else:
                     wanted[requirement.strip()] = None
     return f"pip install {shlex.join(wanted)}"
+
+
+def missing_package(name: str, extra: str, error: ImportError, expected: str = "") -> LibraryMissingError:
+    """For a package that could not be imported; ``extra``: names it. ``expected``: what for."""
+    return LibraryMissingError(
+        name, expected=expected or f"an installed {name}", found=str(error), fix=how_to_install(extra)
+    )

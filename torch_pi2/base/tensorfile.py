@@ -25,6 +25,7 @@ from torch_pi2.base.files import claimed, not_written
 from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops import load
+from torch_pi2.ops.dtypes import dtype_name
 
 #: Names of dtypes in safetensors headers.
 DTYPES = {
@@ -72,7 +73,7 @@ class Spec:
         return Spec(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

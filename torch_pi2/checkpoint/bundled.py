@@ -10,12 +10,13 @@ import torch
 
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, convert, converted, refs_of
+from torch_pi2.formats import FLOATS, row_bytes
+from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.names import ExpertMatrix
 from torch_pi2.store.source import Checkpoint
-from torch_pi2.store.weights import FLOAT_KINDS, float_kind, stored_row_bytes
 
 #: Bytes of bundles made at a time: a whole layer of a model of 7 billion parameters in 16 bits. Matrices are read once
 #: for each such group of neurons.
@@ -35,7 +36,7 @@ def bundle(
     """Write ``folder`` as :func:`torch_pi2.quantize` does, with nothing quantised: neurons as float bundles.
 
     Args:
-        weights: of the neurons, a name in ``FLOAT_KINDS`` (rounding to it if they are something else); None or
+        weights: of the neurons, a name in ``FLOATS`` (rounding to it if they are something else); None or
             ``float``: what the model has when it is loaded, so that nothing is lost.
 
     Raises:
@@ -43,29 +44,29 @@ def bundle(
     """
 
     def make(model: torch.nn.Module, checkpoint: Checkpoint, plan: Plan, _linears: dict[str, int]) -> Quantizer:
-        kind = weights if weights in FLOAT_KINDS else None
+        kind = weights if weights in FLOATS else None
         if kind is None:  # what transformers loads: as the configuration says, or as it is stored
             said = model_config(source, trust_remote_code=trust_remote_code).dtype
-            kind = float_kind(said) if said in FLOAT_KINDS.values() else None
+            kind = dtype_name(said) if said in DTYPES.values() else None
         return _Bundler(model, checkpoint, plan, kind)
 
     return convert(source, folder, make, with_linears=False, trust_remote_code=trust_remote_code, progress=progress)
 
 
 class _Bundler(Quantizer):
-    """As its base, with ``kind`` a name in ``FLOAT_KINDS`` (None: as in the checkpoint) and no linears."""
+    """As its base, with ``kind`` a name in ``FLOATS`` (None: as in the checkpoint) and no linears."""
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, plan: Plan, kind: str | None) -> None:
         super().__init__(model, checkpoint, plan, {}, kind or "")
         if kind is None:
             site = plan.layers[0].site
             name, _, _ = self._place(site, site.up, "up")
-            self._kind = float_kind(checkpoint.spec(name).dtype)
+            self._kind = dtype_name(checkpoint.spec(name).dtype)
 
     def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
         site, order = layer.site, layer.order.long()
-        refs, dtype = refs_of(site), FLOAT_KINDS[self._kind]
-        group = max(1, _GROUP // (len(refs) * stored_row_bytes(self._kind, site.hidden)))
+        refs, dtype = refs_of(site), DTYPES[self._kind]
+        group = max(1, _GROUP // (len(refs) * row_bytes(self._kind, site.hidden)))
         for first in range(0, site.intermediate, group):
             neurons = order[first : first + group]
             bundles = self._scratch(Spec((len(neurons), len(refs), site.hidden), dtype))

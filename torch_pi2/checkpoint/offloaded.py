@@ -16,6 +16,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.rewrite import predictor_tensors
@@ -23,7 +24,7 @@ from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
-from torch_pi2.store.weights import FLOAT_KINDS, QuantizedWeights
+from torch_pi2.store.weights import QuantizedWeights
 
 
 def load_offloaded(
@@ -79,7 +80,7 @@ def load_offloaded(
             lowrank=tensors,
             threshold=threshold,
             int8_activations=int8_activations,
-            dtype=FLOAT_KINDS.get(weights.kind, kind),
+            dtype=DTYPES.get(weights.kind, kind),
         )
 
     def experts_over_store(parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:

@@ -14,32 +14,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
+from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.bundled import bundle
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate
+from torch_pi2.store.layout import Layout
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
-from torch_pi2.store.slots import cluster_size, layer_entry, write_slots
+from torch_pi2.store.slots import write_slots
 from torch_pi2.store.storefile import (
     PADDING,
     PIECE,
     STORE_FILE,
-    STORE_FORMAT,
-    STORE_VERSION,
     SUPERBLOCK,
     StoreReader,
     block_checks,
     hot_neurons,
-    metadata_check,
     open_weights,
     part_of,
     tensor_check,
@@ -47,23 +44,15 @@ from torch_pi2.store.storefile import (
 )
 from torch_pi2.store.superblock import (
     MOST_CLUSTER,
-    PAGE,
     SECTOR,
-    Superblock,
-    hash_bytes,
-    slot_bytes,
-    superblock_bytes,
 )
-from torch_pi2.store.weights import FLOAT_KINDS, KINDS, QuantizedWeights, stored_row_bytes
+from torch_pi2.store.weights import QuantizedWeights
 
-#: What the model has: nothing is rounded.
-FLOAT = "float"
-WEIGHTS = (*KINDS, FLOAT, *FLOAT_KINDS)
+#: Of neurons; ``float``: what the model has, nothing is rounded.
+WEIGHTS = (*QUANTIZED, FLOAT, *FLOATS)
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
 _PROGRESS, _PARTIAL, _BUNDLES = "progress.json", f".{STORE_FILE}.partial", "bundles"
-#: Stands in the header until all is written.
-_NO_CHECK = "0" * 8
 
 
 @dataclass
@@ -162,7 +151,7 @@ def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> 
 
 def _bundled(source: Path, made: Path, weights: str, trust_remote_code: bool, progress: bool) -> Path:
     """A folder ``made`` of bundles, of the float checkpoint ``source``; one that a kill left is used again."""
-    make = quantize if weights in KINDS else bundle
+    make = quantize if weights in QUANTIZED else bundle
     about, marker = _source_marker(source, weights), made / PI2_FOLDER / "source.json"
     if not marker.is_file() or marker.read_text() != about:
         _remove(made)
@@ -196,13 +185,15 @@ def _pack(
                 fix="Leave it out, or pack the float checkpoint.",
             )
         reader.check_plan(plan)
-        layout = _Layout(reader, beside, plan, slot_align, cluster, _provenance(source, reader))
+        layout = _layout(reader, beside, plan, slot_align, cluster)
+        sites = {"sites": json.dumps({layer.site.key: reader.way(layer.site.key) for layer in plan.layers})}
+        about = layout.metadata(reader.metadata | sites, _provenance(source, reader))
         for path in staging.iterdir():
             if path.name not in (_PROGRESS, _PARTIAL) and path != source:
                 _remove(path)
         (staging / PI2_FOLDER).mkdir()
         copy_small_files(source, staging)
-        report = _write(layout, staging, progress)
+        report = _write(layout, about, reader, beside, plan, staging, progress)
         with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
             report.file_bytes, report.regions = made.file_bytes, made.regions()
     return report
@@ -241,92 +232,31 @@ def _provenance(source: Path, reader: QuantizedWeights) -> str:
     return json.dumps(about_us | {"weights": reader.kind, "model": origin})
 
 
-class _Layout:
-    """What the store of a folder has in it, in which order, and where.
+def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int | None, cluster: int | None) -> Layout:
+    """Of the store of a folder: what ``reader`` and the files ``beside`` it have. Raises ArtifactError: not all."""
+    keys = [layer.site.key for layer in plan.layers]
+    for layer in plan.layers:
+        reader.read_bundles(layer.site, (0, 0))  # refuses what is not there
+    ours = {f"{key}.{what}" for key in keys for what in ("bundles", "checks")} | {SUPERBLOCK}
+    weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
+    parts = dict(beside.specs)
+    if not parts:  # the reader has them
+        parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
+    layers = [(layer.site, hot_neurons(layer)) for layer in plan.layers]
+    return Layout(plan, layers, reader.kind, [parts, weights], cluster, align)
 
-    Attributes:
-        reader, beside, plan: of the folder. specs, metadata: of the store. others: its tensors that are copied as they
-            are: plan, predictors and statistics, then weights.
-    """
 
-    def __init__(
-        self,
-        reader: QuantizedWeights,
-        beside: PartFiles,
-        plan: Plan,
-        slot_align: int | None,
-        cluster: int | None,
-        provenance: str,
-    ) -> None:
-        self.reader, self.beside, self.plan = reader, beside, plan
-        for layer in plan.layers:
-            reader.read_bundles(layer.site, (0, 0))  # refuses what is not there
-        keys = [layer.site.key for layer in plan.layers]
-        ours = {f"{key}.{what}" for key in keys for what in ("bundles", "checks")} | {SUPERBLOCK}
-        weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
-        parts = dict(beside.specs)
-        if not parts:  # the reader has them
-            parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
-        others = parts | weights
-        groups = in_file_order(parts), in_file_order(weights)
-        self.others = [*groups[0], *groups[1]]
-        self.specs: dict[str, Spec] = {}
-        self._end = self._paddings = 0
-        self._add(SUPERBLOCK, Spec((superblock_bytes(len(keys)),), torch.uint8))
-        bundles = {layer.site.key: self._row_bytes(layer) * layer.site.rows_per_neuron for layer in plan.layers}
-        self.cluster = cluster or cluster_size(plan, max(bundles.values()))
-        self._slots = {key: slot_bytes(self.cluster * size, slot_align) for key, size in bundles.items()}
-        for layer in plan.layers:
-            self._to_page()
-            slots = Spec((-(-layer.site.intermediate // self.cluster), self._slots[layer.site.key]), torch.uint8)
-            self._add(f"{layer.site.key}.bundles", slots)
-        for layer in plan.layers:
-            self._add(f"{layer.site.key}.checks", Spec((4 * layer.site.intermediate,), torch.uint8))
-        for group in groups:
-            if group:
-                self._to_page()
-            for name in group:
-                self._add(name, others[name])
-        self.metadata = reader.metadata | {
-            "pi2_format": STORE_FORMAT,
-            "pi2_version": STORE_VERSION,
-            "sites": json.dumps({key: reader.way(key) for key in keys}),
-            "layers": json.dumps(keys),
-            "orders_hash": plan.orders_hash,
-            "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
-            "provenance": provenance,
-        }
-        self.metadata["metadata_check"] = metadata_check(self.metadata)
-
-    def _row_bytes(self, layer: LayerPlan) -> int:
-        return stored_row_bytes(self.reader.kind, layer.site.hidden)
-
-    def _add(self, name: str, spec: Spec) -> None:
-        self.specs[name] = spec
-        self._end += spec.nbytes
-
-    def _to_page(self) -> None:
-        if self._end % PAGE:
-            self._add(f"pi2.padding.{self._paddings}", Spec((-self._end % PAGE,), torch.uint8))
-            self._paddings += 1
-
-    def superblock(self, out: TensorWriter) -> bytes:
-        """The superblock, now that ``out`` knows where everything is. Raises ArtifactError for a hash that is none."""
-        try:
-            model_hash = hash_bytes(self.plan.model_hash)
-        except ValueError as error:
-            raise ArtifactError(
-                str(self.reader.path),
-                expected="a hexadecimal model_hash",
-                found=repr(self.plan.model_hash),
-                fix="Make the folder again.",
-            ) from error
-        kind, cluster = self.reader.kind, self.cluster
-        entries = (
-            layer_entry(layer.site, hot_neurons(layer), kind, cluster, self._slots[layer.site.key], out)
-            for layer in self.plan.layers
-        )
-        return Superblock(out.file_bytes, model_hash, tuple(entries)).pack()
+def _superblock(layout: Layout, plan: Plan, path: Path, out: TensorWriter) -> bytes:
+    """Raises ArtifactError for a model hash that is none."""
+    try:
+        return layout.superblock(out).pack()
+    except ValueError as error:
+        raise ArtifactError(
+            str(path),
+            expected="a hexadecimal model_hash",
+            found=repr(plan.model_hash),
+            fix="Make the folder again.",
+        ) from error
 
 
 class _Writer(TensorWriter):
@@ -407,13 +337,21 @@ class _Writer(TensorWriter):
         ) from error
 
 
-def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
+def _write(
+    layout: Layout,
+    about: Mapping[str, str],
+    reader: QuantizedWeights,
+    beside: PartFiles,
+    plan: Plan,
+    staging: Path,
+    progress: bool,
+) -> PackReport:
     """Write the store of ``layout`` into ``staging``, where an earlier call may have begun it."""
-    reader, layers = layout.reader, layout.plan.layers
+    layers = plan.layers
     store, partial = staging / PI2_FOLDER / STORE_FILE, staging / _PARTIAL
-    writer = _Writer(store, partial, layout.specs, layout.metadata, progress=progress)
-    superblock = layout.superblock(writer)
-    identity = writer.identity(superblock, [reader.path, *layout.beside.paths])
+    writer = _Writer(store, partial, layout.specs, about, progress=progress)
+    superblock = _superblock(layout, plan, reader.path, writer)
+    identity = writer.identity(superblock, [reader.path, *beside.paths])
     done, checks = _progress(staging, identity, writer.file_bytes)
     if not done:
         for path in (staging / _PROGRESS, partial):  # in this order: what is recorded must be there
@@ -422,9 +360,7 @@ def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
     report = PackReport(layers=len(layers), neurons=sum(layer.site.intermediate for layer in layers))
     report.resumed_layers = min(done, len(layers))
     with writer as out:
-        out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock), dtype=torch.uint8))
-        for name in (name for name in layout.specs if PADDING.fullmatch(name)):
-            out.write(name, torch.zeros(layout.specs[name].shape, dtype=torch.uint8))
+        layout.begin(out, superblock)
         recorded = out.written
         items: list[LayerPlan | str] = [*layers, *layout.others]
         for index, item in enumerate(items):
@@ -434,7 +370,7 @@ def _write(layout: _Layout, staging: Path, progress: bool) -> PackReport:
             if isinstance(item, LayerPlan):
                 _write_layer(item, reader, out, layout.cluster)
             else:
-                checks[item] = _write_other(item, layout.beside if item in layout.beside.specs else reader, out)
+                checks[item] = _write_other(item, beside if item in beside.specs else reader, out)
             if out.written - recorded >= _RECORD:
                 out.sync()
                 _record(staging, identity, index + 1, checks)

@@ -18,24 +18,26 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError, check_choice
+from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.experts import expert_groups
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantized import quantize as quantize_rows
-from torch_pi2.ops.rows import row_bytes
 from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
 from torch_pi2.rewrite.rewrite import check_names
 from torch_pi2.rewrite.skeleton import places, put, skeleton
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
 from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, read_config
 from torch_pi2.store.names import ExpertMatrix, stored_name
 from torch_pi2.store.source import Checkpoint
-from torch_pi2.store.weights import KINDS, WEIGHTS_FILE, bundle_specs, float_kind, metadata
+from torch_pi2.store.weights import WEIGHTS_FILE, bundle_specs, metadata
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
@@ -149,10 +151,7 @@ def small_files(source: Path) -> list[Path]:
 
 
 def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
-    if weights not in KINDS:
-        raise ConfigError(
-            "quantize(weights=...)", expected=" or ".join(KINDS), found=repr(weights), fix="Choose one of these."
-        )
+    check_choice("quantize(weights=...)", weights, QUANTIZED, "Choose one of these.")
     if quantization != "rtn":
         raise ConfigError(
             "quantize(quantization=...)",
@@ -182,7 +181,8 @@ def _new_plan(model: nn.Module) -> Plan:
     for site in find_sites(model, strict=False, on_meta=True):
         order = torch.arange(site.intermediate, dtype=torch.int32)
         exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None  # nothing of an expert is hot
-        layers.append(LayerPlan(site, "exact" if exact else "dense", 0 if exact else site.intermediate, order))
+        method = Method.EXACT if exact else Method.DENSE
+        layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
     return Plan(layers, _NO_HASH, {"planner": "none"})
 
 
@@ -428,7 +428,7 @@ def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     sound = bool(values.isfinite().all())
     raise NonFiniteError(
         f"values of {name}",
-        expected=f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {float_kind(dtype)}",
+        expected=f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {dtype_name(dtype)}",
         found=f"{float(values.abs().max()):.6g}",
         fix="Pack it with weights='bfloat16' or 'float'." if sound else "The checkpoint is damaged; get it again.",
     )

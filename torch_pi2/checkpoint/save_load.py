@@ -26,13 +26,15 @@ from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, check_choice
+from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.handle import Optimized, parts_of
 from torch_pi2.rewrite.skeleton import model_config, named_class
+from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, read_config
@@ -125,7 +127,7 @@ def _parts_of_these_weights(model: nn.Module) -> Optimized:
     found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
     if found == parts.plan.model_hash:
         return parts
-    fitted = sorted({layer.method for layer in parts.plan.layers} & {"lowrank", "signbit", "threshold"})
+    fitted = sorted({layer.method for layer in parts.plan.layers} & {*LOSSY})
     if fitted:
         raise StaleArtifactError(
             f"plan with {' and '.join(fitted)} layers",
@@ -273,8 +275,7 @@ def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> 
             found=f"a {type(model).__name__}",
             fix="Leave model out, or use load_dense for the float weights.",
         )
-    if activations not in ("float", "int8"):
-        raise ConfigError("load(activations=...)", expected="float or int8", found=repr(activations), fix="Correct it.")
+    check_choice("load(activations=...)", activations, ACTIVATIONS, "Correct it.")
 
 
 def _check_float(folder: Path, activations: str, budget: float | str | None = None) -> None:

@@ -20,12 +20,13 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
+from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.rewrite.place import place, place_experts, way_taken
 from torch_pi2.rewrite.rewrite import check_names, predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.storefile import open_weights
-from torch_pi2.store.weights import FLOAT_KINDS, WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
+from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
@@ -185,7 +186,7 @@ def _empty_layer(
         lowrank=tensors,
         threshold=threshold,
         int8_activations=int8_activations,
-        dtype=FLOAT_KINDS.get(weights.kind, dtype),
+        dtype=DTYPES.get(weights.kind, dtype),
     )
 
 

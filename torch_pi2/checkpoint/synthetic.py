@@ -23,22 +23,25 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import FLOATS, QUANTIZED, row_bytes
 from torch_pi2.graph.experts import expert_sites
 from torch_pi2.ops import load as load_library
+from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.spec.config import Config
+from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable
 from torch_pi2.store.shapes import CLASSES, build_config
-from torch_pi2.store.weights import FLOAT_KINDS, KINDS, WEIGHTS_FILE, bundle_specs, metadata, stored_row_bytes
+from torch_pi2.store.weights import WEIGHTS_FILE, bundle_specs, metadata
 
 #: What a block adds, relative to the noise of the embedding: 64 blocks change the stream by 16 %.
 _BLOCK = 0.02
 #: Rows made at a time.
 _CHUNK = 2048
-PREDICTORS = ("lowrank", "signbit", None)
+PREDICTORS = (*PREDICTED, None)
 
 
 @checked
@@ -103,7 +106,7 @@ def synthetic(
             "synthetic(distinct_layers=...)", expected="at least 1", found=repr(distinct_layers), fix="Correct it."
         )
     more = {"hidden_act": hidden_act} | ({} if layers is None else {"num_hidden_layers": layers})
-    more |= {"dtype": weights} if weights in FLOAT_KINDS else {}
+    more |= {"dtype": weights} if weights in FLOATS else {}
     config = build_config(shape, **more, torch_pi2_synthetic=label)
     folder = Path(folder).resolve()
     check_replaceable(folder)
@@ -124,11 +127,11 @@ def _check(
 ) -> None:
     checks = (
         ("active", active, 0 < active <= 0.9, "more than 0, at most 0.9"),
-        ("weights", weights, weights in (*KINDS, *FLOAT_KINDS), " or ".join((*KINDS, *FLOAT_KINDS))),
+        ("weights", weights, weights in (*QUANTIZED, *FLOATS), " or ".join((*QUANTIZED, *FLOATS))),
         ("hidden_act", hidden_act, hidden_act == "relu", "relu (ReGLU, which has exact zeros)"),
         ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
         ("rank", rank, rank >= 1, "at least 1"),
-        ("predictor_weights", predictor_weights, predictor_weights in KINDS, " or ".join(KINDS)),
+        ("predictor_weights", predictor_weights, predictor_weights in QUANTIZED, " or ".join(QUANTIZED)),
         ("locality", locality, 0 <= locality < 1, "0 or more, less than 1"),
     )
     for name, value, good, expected in checks:
@@ -152,7 +155,7 @@ class _Writer:
     def __init__(self, config: Any, label: dict[str, Any], progress: bool) -> None:
         self.config, self.label, self.progress = config, label, progress
         self.kind = str(label["weights"])
-        self.dtype = FLOAT_KINDS.get(self.kind, torch.bfloat16)  # of what is not quantised
+        self.dtype = DTYPES.get(self.kind, torch.bfloat16)  # of what is not quantised
         self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or self.hidden // self.heads
@@ -217,9 +220,9 @@ class _Writer:
         text = json.dumps([self.label, self.config.to_dict()], sort_keys=True, default=str)
         model_hash = hashlib.sha256(f"torch_pi2.synthetic {text}".encode()).hexdigest()
         specs = {name: Spec(shape, self.dtype) for name, shape in floats.items()}
-        in_floats = self.kind in FLOAT_KINDS
+        in_floats = self.kind in FLOATS
         for name, (rows, columns, _) in linears.items():
-            quantised = Spec((rows, stored_row_bytes(self.kind, columns)), torch.uint8)
+            quantised = Spec((rows, row_bytes(self.kind, columns)), torch.uint8)
             specs[f"{name}.weight"] = Spec((rows, columns), self.dtype) if in_floats else quantised
         for site in sites:
             specs |= bundle_specs(site, self.kind)
@@ -284,7 +287,7 @@ class _Writer:
         down = _BLOCK / math.sqrt(float(self.label["active"]) * self.intermediate / 4)
         for start in range(0, self.intermediate, _CHUNK):
             stop = min(start + _CHUNK, self.intermediate)
-            bundles = torch.empty((stop - start, 3, stored_row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
+            bundles = torch.empty((stop - start, 3, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
             bundles[:, 0] = gate.rows(start, stop)
             for row, deviation in ((1, 1 / math.sqrt(self.hidden)), (2, down)):
                 bundles[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)
@@ -295,9 +298,9 @@ class _Writer:
     def _layer_plan(self, site: FFNSite, predictors: FittedPredictors) -> LayerPlan:
         order = torch.arange(self.intermediate, dtype=torch.int32)  # made in order of frequency
         predictor = predictors.get(site.key)
-        method = str(self.label["predictor"] or "exact")
+        method = str(self.label["predictor"] or Method.EXACT)
         if predictor is None:
-            method = "exact"
+            method = Method.EXACT
         share = 1.0
         if predictor is not None and predictor.card is not None:
             share = predictor.card.predicted_active

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.extras import missing_package
 from torch_pi2.base.fields import shown
-from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
-from torch_pi2.spec.config import ACTIVATIONS, METHODS, QUANTIZATIONS, WEIGHTS, Config
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.formats import ACTIVATIONS, FLOATS
+from torch_pi2.spec.config import METHODS, QUANTIZATIONS, WEIGHTS, Config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch_pi2.spec.stats import ActivationStats
 
 #: Characters taken from one place of a file of the standard library.
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", *FLOATS)
 
 
 def _whole(text: str, least: int, most: int) -> int:
@@ -173,12 +174,7 @@ def _loading(what: str) -> Iterator[None]:
         from safetensors import SafetensorError
         from transformers.utils import logging
     except ImportError as error:
-        raise LibraryMissingError(
-            "transformers",
-            expected="an installed transformers",
-            found=str(error),
-            fix=how_to_install("hf"),
-        ) from error
+        raise missing_package("transformers", "hf", error) from error
     logging.disable_progress_bar()
     try:
         yield

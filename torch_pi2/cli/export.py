@@ -12,12 +12,10 @@ from typing import Any
 
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import ACTIVATIONS
+from torch_pi2.spec.config import LINEARS
 
 EXAMPLE = "torch-pi2 export my-sparse-model --out bundle --target xnnpack --max-tokens 512"
-#: Of linear layers that are not in FFNs.
-_LINEARS = ("float32", "int8", "int4")
-
-
 _PRECISIONS = ("w4a16", "w8a16", "fp16")
 #: Tokens of --text that are taken.
 _TOKENS = 2048
@@ -48,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batches", type=_batches, default=(1, 2, 4), metavar="B,...", help="sequences decoded together")
     add(
         "--linears",
-        choices=_LINEARS,
+        choices=LINEARS,
         default="float32",
         help="of a float model, layers outside FFNs; int8, int4: lossy",
     )
     add(
         "--activations",
-        choices=("float", "int8"),
+        choices=ACTIVATIONS,
         default="float",
         help="of a model with int4 or int8 weights: also round the inputs of its layers (lossy, faster)",
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_pi2.cli import common
+from torch_pi2.formats import row_bytes
 from torch_pi2.machine.hardware import Glue, Hardware, Line
-from torch_pi2.ops.rows import row_bytes
 
 #: What a line is shown for: an int4 layer of a 7B model.
 _HIDDEN, _INTERMEDIATE = 4096, 14336
@@ -114,9 +114,7 @@ def _dense_ms(hardware: Hardware, kernel: str, tokens: int) -> float:
 
 
 def _layer_bytes(kernel: str) -> float:
-    weights = kernel.partition("/")[0]
-    each = row_bytes(weights, _HIDDEN) if weights.startswith("int") else (4 if weights == "float32" else 2) * _HIDDEN
-    return 3.0 * _INTERMEDIATE * each
+    return 3.0 * _INTERMEDIATE * row_bytes(kernel.partition("/")[0], _HIDDEN)
 
 
 def _lines(what: str, figures: str, named: Sequence[tuple[str, Sequence[Line]]]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.formats import FLOAT, FORMATS
 
 EXAMPLE = "torch-pi2 pack my-int4-model my-store"
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument(
         "--weights",
-        choices=["float", *common.DTYPES[1:], "int4", "int8"],
+        choices=[FLOAT, *FORMATS],
         help="of a float checkpoint's neurons (default: float, as they are); int4, int8: of all linear layers, lossy",
     )
     parser.add_argument(

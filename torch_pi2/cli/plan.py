@@ -14,6 +14,7 @@ from typing import Any
 
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import ACTIVATIONS
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
@@ -77,7 +78,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help="with --explain: run the model at each batch size, and show what its parts took beside what is predicted",
     )
     add("--eager", action="store_true", help="decoding steps are not compiled")
-    add("--activations", choices=("float", "int8"), help="with which MODEL is going to be loaded (default: float)")
+    add("--activations", choices=ACTIVATIONS, help="with which MODEL is going to be loaded (default: float)")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.formats import QUANTIZED
 from torch_pi2.spec.config import QUANTIZATIONS
 
 EXAMPLE = "torch-pi2 quantize my-sparse-model my-int4-model --weights int4"
@@ -20,7 +21,7 @@ EXAMPLE = "torch-pi2 quantize my-sparse-model my-int4-model --weights int4"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="folder with float safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument("--weights", choices=["int4", "int8"], default="int4", help="groups of 32 with a 16-bit scale")
+    parser.add_argument("--weights", choices=QUANTIZED, default="int4", help="groups of 32 with a 16-bit scale")
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,

@@ -13,6 +13,8 @@ from typing import Any
 from torch_pi2.base.reading import parse
 from torch_pi2.cli import common
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.formats import FLOATS, QUANTIZED
+from torch_pi2.spec.method import PREDICTED
 
 EXAMPLE = "torch-pi2 synthetic m7b --shape mistral-7b --active 0.1 --weights int4"
 
@@ -26,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "configuration values as JSON, with model_type",
     )
     parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire")
-    parser.add_argument("--weights", choices=["int4", "int8", *common.DTYPES[1:]], default="int4")
-    parser.add_argument("--predictor", choices=["lowrank", "signbit", "none"], default="lowrank")
+    parser.add_argument("--weights", choices=[*QUANTIZED, *FLOATS], default="int4")
+    parser.add_argument("--predictor", choices=[*PREDICTED, "none"], default="lowrank")
     parser.add_argument("--rank", type=common.positive, default=512, metavar="R", help="of the low-rank predictor")
-    parser.add_argument("--predictor-weights", choices=["int4", "int8"], default="int4")
+    parser.add_argument("--predictor-weights", choices=QUANTIZED, default="int4")
     parser.add_argument("--layers", type=common.positive, metavar="N", help="another number of layers")
     parser.add_argument(
         "--locality",

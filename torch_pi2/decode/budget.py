@@ -19,8 +19,9 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.ops.constants import constants
 from torch_pi2.rewrite.handle import Handle, store_and_budget, store_of
+from torch_pi2.spec.method import PREDICTED
 from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.budget import (
     SLOT_BYTES,
     Budget,

@@ -21,6 +21,7 @@ from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.kv import KeyValues
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 from torch_pi2.layers.prompt import piece_of
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import Handle, store_of
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
@@ -45,9 +46,7 @@ def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
         found = str(list(ids_BT.shape)) if is_tensor else f"a {type(ids_BT).__name__}"
         raise ShapeError(what, expected="a tensor of ids [B, T]", found=found, fix="A row for each sequence.")
     if ids_BT.is_floating_point() or ids_BT.is_complex() or ids_BT.dtype is torch.bool:
-        raise DtypeError(
-            what, expected="integer token ids", found=str(ids_BT.dtype).removeprefix("torch."), fix="Tokenise the text."
-        )
+        raise DtypeError(what, expected="integer token ids", found=dtype_name(ids_BT.dtype), fix="Tokenise the text.")
 
 
 def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "input_ids") -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_pi2.base.extras import how_to_install
-from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
+from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError, told
 from torch_pi2.ops.library import library_path
 
 #: The only version of ExecuTorch that the library is built for: its C++ interface is not the same in any two.
@@ -94,7 +94,7 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
     for key, value in options.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if library.pi2_et_set(key.encode(), text.encode()) != 0:
-            what, expected, found, fix = _parts(last_error())
+            what, expected, found, fix = parts_of_problem(last_error())
             raise ConfigError(what, expected=expected, found=found, fix=fix)
 
 
@@ -105,7 +105,7 @@ def share_weights(share: bool) -> None:
         LibraryMissingError: see :func:`load_library`; or this executorch has no XNNPACK.
     """
     if load_library().pi2_et_share_weights(int(share)) != 0:
-        what, expected, found, fix = _parts(last_error())
+        what, expected, found, fix = parts_of_problem(last_error())
         raise LibraryMissingError(what, expected=expected, found=found, fix=fix)
 
 
@@ -141,9 +141,8 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
         size = 2 * needed
 
 
-def _parts(message: str) -> tuple[str, str, str, str]:
+def parts_of_problem(message: str) -> tuple[str, str, str, str]:
     """``what: expected ..., found .... fix`` in its parts."""
-    what, _, rest = message.partition(": expected ")
-    expected, _, rest = rest.partition(", found ")
+    what, expected, rest = told(message)
     found, _, fix = rest.partition(". ")
     return what, expected, found, fix

@@ -22,6 +22,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decode import Decoder, check_vocabulary
 from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import store_of
 
 _log = logging.getLogger("torch_pi2")
@@ -217,7 +218,7 @@ def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None
         raise ShapeError(
             "input_ids",
             expected="one prompt, int64 [1, tokens]",
-            found=f"{str(input_ids.dtype).removeprefix('torch.')} {list(input_ids.shape)}",
+            found=f"{dtype_name(input_ids.dtype)} {list(input_ids.shape)}",
             fix="Call it once for each prompt; model.generate takes several.",
         )
 

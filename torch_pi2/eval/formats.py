@@ -12,6 +12,7 @@ from torch_pi2.api import fit, optimize, profile
 from torch_pi2.eval.loss import bits_per_byte
 from torch_pi2.eval.work import work
 from torch_pi2.spec.config import Config
+from torch_pi2.spec.method import PREDICTED, Method
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,21 @@ def compare_formats(
     settings: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress}
     stats = profile(model, calibration, config=config, **settings)
     predictors = None
-    if config.method in ("auto", "lowrank", "signbit"):
+    if config.method in ("auto", *PREDICTED):
         predictors = fit(model, calibration, stats=stats, config=config, **settings)
     del model
     methods = list(dict.fromkeys(("dense", config.method)))
     for weights, activations in (("float", "float"), *formats):
         dense = base
         for method in methods:
-            if weights == "float" and method == "dense":
+            if weights == "float" and method == Method.DENSE:
                 continue
             chosen = replace(config, method=method, weights=weights, activations=activations)
             given = predictors if method == config.method else None
             made = optimize(make(), calibration, chosen, stats=stats, predictors=given, **settings)
             with work() as done:
                 found = loss(made)
-            dense = found if method == "dense" else dense
+            dense = found if method == Method.DENSE else dense
             rows.append(
                 FormatLoss(weights, activations, method, found, found / base - 1, found / dense - 1, done.rows_used)
             )

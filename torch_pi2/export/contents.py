@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.extras import how_to_install
-from torch_pi2.errors import ArtifactError, LibraryMissingError
+from torch_pi2.base.extras import missing_package
+from torch_pi2.errors import ArtifactError
 
 #: Bytes of the head of a file that has an extended header, as ExecuTorch's C++ reads them.
 _HEAD = 64
@@ -31,9 +31,7 @@ def describe_program(path: str | Path) -> dict[str, Any]:
     try:
         from executorch.exir._serialize import _program as reader
     except ImportError as error:
-        raise LibraryMissingError(
-            "executorch", expected="it, to read a .pte", found=str(error), fix=how_to_install("export")
-        ) from error
+        raise missing_package("executorch", "export", error, "it, to read a .pte") from error
     path = Path(path)
     try:
         with path.open("rb") as file:

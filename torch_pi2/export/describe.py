@@ -21,6 +21,8 @@ from torch_pi2.export.memory import fixed_bytes
 from torch_pi2.export.methods import Source
 from torch_pi2.export.request import Request
 from torch_pi2.export.store import StoreFacts, kind_of
+from torch_pi2.formats import QUANTIZED
+from torch_pi2.spec.method import LOSSY
 from torch_pi2.store.storefile import StoreReader
 
 
@@ -113,10 +115,10 @@ def _bos(model: nn.Module, tokenizer: Any) -> int | None:
 def _lossy(source: Source, request: Request) -> list[str]:
     found = []
     layers, rest = source.layers, source.rest
-    methods = sorted({layer.method for layer in source.parts.plan.layers} & {"threshold", "lowrank", "signbit"})
+    methods = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
     if methods:
         found.append(f"cold neurons chosen by {' and '.join(methods)}")
-    if kind_of(layers[0]) in ("int4", "int8"):
+    if kind_of(layers[0]) in QUANTIZED:
         found.append(f"neurons in {kind_of(layers[0])}")
     if rest != "float32":
         found.append(f"linear layers in {rest}")

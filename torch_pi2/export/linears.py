@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
-from torch_pi2.base.extras import how_to_install
-from torch_pi2.errors import ConfigError, LibraryMissingError
+from torch_pi2.base.extras import missing_package
+from torch_pi2.errors import ConfigError
 from torch_pi2.layers.linear import QuantLinear
 
-#: What ``export(linears=...)`` may be.
-LINEARS = ("float32", "int8", "int4")
 #: Columns that have a scale in common.
 _GROUP = 32
 
@@ -79,9 +77,7 @@ def _quantize(model: nn.Module, linears: str) -> None:
             from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
             from torchao.quantization.granularity import PerAxis, PerGroup
     except ImportError as error:
-        raise LibraryMissingError(
-            "torchao", expected="it, to quantise linear layers", found=str(error), fix=how_to_install("export")
-        ) from error
+        raise missing_package("torchao", "export", error, "it, to quantise linear layers") from error
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in tables:  # tied: the table stays as it is

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch_pi2.base.crc32c import continue_crc32c
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.errors import ArtifactError
+from torch_pi2.formats import FORMATS
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "torch_pi2.bundle"
@@ -24,8 +25,6 @@ STORE_FILE = "model.pi2"
 CONTEXT_METHOD = "get_max_context_len"
 KINDS = ("decoder", "module")
 METHOD_KINDS = ("prefill", "decode", "fork", "forward")
-#: Of the store's neurons.
-WEIGHTS = ("float32", "bfloat16", "float16", "int4", "int8")
 #: Neurons of a hot chunk.
 CHUNK_NEURONS = 512
 
@@ -434,7 +433,7 @@ def _check(m: Manifest) -> None:
     )
     model = m.model
     require(_HEX.fullmatch(model.model_hash) is not None, "model.model_hash", "64 hex digits", model.model_hash)
-    require(model.weights in WEIGHTS, "model.weights", "one of " + ", ".join(WEIGHTS), model.weights)
+    require(model.weights in FORMATS, "model.weights", "one of " + ", ".join(FORMATS), model.weights)
     require(model.layers > 0, "model.layers", "1 or more", model.layers)
     require(model.hidden > 0, "model.hidden", "1 or more", model.hidden)
     require(m.chunk_neurons == CHUNK_NEURONS, "chunk_neurons", str(CHUNK_NEURONS), m.chunk_neurons)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.export.linears import LINEARS
 from torch_pi2.export.manifest import MANIFEST_FILE, Manifest
+from torch_pi2.spec.config import LINEARS
 
 #: Precision, outliers and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
 _NPU_DEFAULTS = ("w4a16", 64, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode import executorch as backend
+from torch_pi2.decode.executorch import parts_of_problem
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
@@ -33,9 +33,6 @@ from torch_pi2.errors import (
 )
 from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
-
-#: As csrc/bindings/executorch/fault.h writes it.
-_PROBLEM = re.compile(r"(?P<what>.+?): expected (?P<expected>.+?), found (?P<found>.+?)\. (?P<fix>.+)", re.DOTALL)
 
 _log = logging.getLogger("torch_pi2")
 
@@ -579,16 +576,15 @@ def _check_executorch(manifest: Manifest, folder: Path) -> None:
 
 def problem_of(text: str) -> Pi2Error:
     """The error for what our delegate says: "what: expected ..., found .... what to do"."""
-    match = _PROBLEM.fullmatch(text)
-    if match is None:
+    what, expected, found, fix = parts_of_problem(text)
+    if not (what and expected and found and fix):
         return ArtifactError("our delegate", expected="that it works", found=text, fix="See its log on standard error.")
-    parts = match.groupdict()
     kind: type[Pi2Error] = ArtifactError
-    if parts["what"].startswith(("option ", "trace ")):
+    if what.startswith(("option ", "trace ")):
         kind = ConfigError
-    elif parts["expected"].startswith("weights "):
+    elif expected.startswith("weights "):
         kind = StaleArtifactError
-    return kind(**parts)
+    return kind(what, expected=expected, found=found, fix=fix)
 
 
 def _refused(what: str, expected: str, error: RuntimeError) -> ArtifactError:

@@ -16,36 +16,25 @@ from pathlib import Path
 import torch
 
 from torch_pi2.base.crc32c import crc32c
-from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
+from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.export.blob import PREDICTORS, TENSORS, Blob
+from torch_pi2.formats import FORMATS
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.dtypes import format_name
 from torch_pi2.spec.plan import Plan
-from torch_pi2.store.slots import cluster_size, layer_entry, write_slots
+from torch_pi2.store.layout import Layout
+from torch_pi2.store.slots import write_slots
 from torch_pi2.store.storefile import (
-    STORE_FORMAT,
-    STORE_VERSION,
-    SUPERBLOCK,
     StoreReader,
     block_checks,
-    metadata_check,
     tensor_check,
 )
-from torch_pi2.store.superblock import (
-    PAGE,
-    WEIGHT_CODES,
-    Superblock,
-    hash_bytes,
-    slot_bytes,
-    superblock_bytes,
-)
-from torch_pi2.store.weights import metadata, stored_row_bytes
-
-_NO_CHECK = "0" * 8
+from torch_pi2.store.weights import metadata
 
 
 @dataclass(frozen=True)
@@ -70,8 +59,8 @@ class StoreFacts:
 
 
 def kind_of(ffn: SparseFFN) -> str:
-    """How its bundles are stored: ``int4``, ``int8`` or the name of a float dtype."""
-    return ffn.weights if ffn.weights != "float" else str(ffn.bundles.dtype).removeprefix("torch.")
+    """The format in which its bundles are stored."""
+    return format_name(ffn.weights, ffn.bundles.dtype)
 
 
 def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress: bool = False) -> StoreFacts:
@@ -83,34 +72,24 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
     kinds = {kind_of(ffn) for ffn in layers}
     assert len(kinds) == 1, kinds  # optimize and load give every layer the same
     kind = kinds.pop()
-    sizes = {ffn.site.key: ffn.site.rows_per_neuron * stored_row_bytes(kind, ffn.site.hidden) for ffn in layers}
-    cluster = cluster_size(plan, max(sizes.values()))
     small = [_small_tensors(ffn) for ffn in layers]
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
     others = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}
     for ffn, tensors in zip(layers, small):
         others |= {_name(ffn.site.key, role): tensor for role, tensor in tensors.items()}
-    layout = _Layout([ffn.site.key for ffn in layers], layers, sizes, cluster, others)
-    about = metadata(kind, plan.model_hash, {}, {ffn.site.key: "owner" for ffn in layers}) | {
-        "pi2_format": STORE_FORMAT,
-        "pi2_version": STORE_VERSION,
-        "layers": json.dumps([ffn.site.key for ffn in layers]),
-        "orders_hash": plan.orders_hash,
-        "checks": json.dumps(dict.fromkeys(layout.others, _NO_CHECK)),
-        "provenance": json.dumps({"torch_pi2": __version__, "from": "torch_pi2.export", "weights": kind}),
-    }
-    about["metadata_check"] = metadata_check(about)
+    specs = {name: Spec.of(tensor) for name, tensor in others.items()}
+    ours = {name: spec for name, spec in specs.items() if name.startswith("pi2.")}
+    sites = [(ffn.site, ffn.n_hot) for ffn in layers]
+    layout = Layout(plan, sites, kind, [ours, {n: spec for n, spec in specs.items() if n not in ours}])
+    provenance = json.dumps({"torch_pi2": __version__, "from": "torch_pi2.export", "weights": kind})
+    weights = metadata(kind, plan.model_hash, {}, {ffn.site.key: "owner" for ffn in layers})
+    about = layout.metadata(weights, provenance)
     with TensorWriter(path, layout.specs, about, progress=progress, order=list(layout.specs)) as out:
-        entries = tuple(
-            layer_entry(ffn.site, ffn.n_hot, kind, cluster, layout.slots[ffn.site.key], out) for ffn in layers
-        )
-        block = Superblock(out.file_bytes, hash_bytes(plan.model_hash), entries)
-        out.write(SUPERBLOCK, torch.frombuffer(bytearray(block.pack()), dtype=torch.uint8))
-        for name in layout.paddings:
-            out.write(name, torch.zeros(layout.specs[name].shape, dtype=torch.uint8))
+        block = layout.superblock(out)
+        layout.begin(out, block.pack())
         for ffn in layers:
             with ExitStack() as stack:
-                write_slots(ffn.site.key, ffn.site.intermediate, _reader(ffn, stack), out, cluster)
+                write_slots(ffn.site.key, ffn.site.intermediate, _reader(ffn, stack), out, layout.cluster)
         checks = {}
         for name in layout.others:
             out.write(name, others[name])
@@ -129,8 +108,8 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
         _header_crc(path),
         block.model_hash,
         places,
-        sum(ffn.site.intermediate * sizes[ffn.site.key] for ffn in layers),
-        tuple(layout.slots[ffn.site.key] // cluster for ffn in layers),
+        sum(ffn.site.intermediate * layout.bundles[ffn.site.key] for ffn in layers),
+        tuple(layout.slots[ffn.site.key] // layout.cluster for ffn in layers),
         sum(tensor.nbytes for tensors in small for tensor in tensors.values()),
     )
 
@@ -156,7 +135,7 @@ def blob_of(
         hidden=ffn.site.hidden,
         neurons=ffn.site.intermediate,
         rows=ffn.site.rows_per_neuron,
-        weights=WEIGHT_CODES[kind_of(ffn)],
+        weights=FORMATS[kind_of(ffn)].code,
         activation=list(ACTIVATIONS).index(ffn.site.activation),
         activation_on_up=ffn.site.activation_on_up,
         int8_activations=ffn.int8_activations,
@@ -173,45 +152,6 @@ def blob_of(
         store=facts.name,
         tensors=facts.places[layer],
     )
-
-
-class _Layout:
-    """Tensors of the file in order, with padding so that bundles begin on pages."""
-
-    def __init__(
-        self,
-        keys: Sequence[str],
-        layers: Sequence[SparseFFN],
-        sizes: dict[str, int],
-        cluster: int,
-        others: dict[str, torch.Tensor],
-    ) -> None:
-        self.specs: dict[str, Spec] = {SUPERBLOCK: Spec((superblock_bytes(len(keys)),), torch.uint8)}
-        self.slots = {key: slot_bytes(cluster * sizes[key]) for key in keys}
-        self.paddings: list[str] = []
-        for key, ffn in zip(keys, layers):
-            self._to_page()
-            self.specs[f"{key}.bundles"] = Spec((-(-ffn.site.intermediate // cluster), self.slots[key]), torch.uint8)
-        for key, ffn in zip(keys, layers):
-            self.specs[f"{key}.checks"] = Spec((4 * ffn.site.intermediate,), torch.uint8)
-        self._to_page()
-        specs = {name: Spec.of(tensor) for name, tensor in others.items()}
-        self.others = in_file_order({n: s for n, s in specs.items() if n.startswith("pi2.")})
-        weights = in_file_order({n: s for n, s in specs.items() if not n.startswith("pi2.")})
-        for name in self.others:
-            self.specs[name] = specs[name]
-        if weights:
-            self._to_page()
-        for name in weights:
-            self.specs[name] = specs[name]
-        self.others += weights
-
-    def _to_page(self) -> None:
-        end = sum(spec.nbytes for spec in self.specs.values())
-        if end % PAGE:
-            name = f"pi2.padding.{len(self.paddings)}"
-            self.paddings.append(name)
-            self.specs[name] = Spec((-end % PAGE,), torch.uint8)
 
 
 def _name(key: str, role: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from torch_pi2.errors import CalibrationError, StaleArtifactError
+from torch_pi2.errors import CalibrationError, check_made_from
 from torch_pi2.profiling.data import Batch
 from torch_pi2.spec.plan import weights_hash
 from torch_pi2.spec.site import FFNSite
@@ -20,13 +20,9 @@ MIN_SEQUENCES = 10
 def profiled_hash(model: nn.Module, sites: Sequence[FFNSite], stats: ActivationStats) -> str:
     """Hash of the weights at ``sites``. Raises StaleArtifactError: ``stats`` are of other weights."""
     model_hash = weights_hash(model, list(sites))
-    if stats.model_hash != model_hash:
-        raise StaleArtifactError(
-            "activation statistics",
-            expected=f"a profile of FFN weights {model_hash[:12]}",
-            found=stats.model_hash[:12],
-            fix="Profile this model again.",
-        )
+    check_made_from(
+        "activation statistics", stats.model_hash, model_hash, "a profile of FFN weights", "Profile this model again."
+    )
     return model_hash
 
 

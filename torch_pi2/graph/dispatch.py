@@ -28,6 +28,7 @@ from torch_pi2.graph.active import ActiveNeurons
 from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite
 
@@ -231,10 +232,10 @@ class NeuronClusterMode(TorchDispatchMode):
         self._params: dict[str, torch.Tensor] = plan.parameters()
         self._layers: dict[str, _Layer] = {}
         for layer in plan.layers:
-            if layer.method == "dense" or layer.n_cold == 0 or layer.site.experts is not None:
+            if layer.method == Method.DENSE or layer.n_cold == 0 or layer.site.experts is not None:
                 continue
             key = layer.site.key
-            predicted = layer.method in ("lowrank", "signbit")
+            predicted = layer.method in PREDICTED
             if predicted and key not in predictors:
                 raise ConfigError(
                     f"predictor of {key}",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from torch_pi2.formats import row_bytes
 from torch_pi2.ops import load
 from torch_pi2.ops.quantized import quantize
-from torch_pi2.ops.rows import row_bytes
 from torch_pi2.spec.site import FFNSite, FFNWeights
 
 #: Float32 bytes of the rows that are quantised at a time.

@@ -7,8 +7,9 @@ from torch.autograd import forward_ad
 
 from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
-from torch_pi2.ops.quantized import FLOATS
-from torch_pi2.spec.plan import METHODS, LayerPlan
+from torch_pi2.ops.dtypes import DTYPES, dtype_name
+from torch_pi2.spec.method import METHODS
+from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.spec.site import FFNSite, FFNWeights
 
 
@@ -20,11 +21,11 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: tor
         refuse_global_hooks(site.key)
         _refuse_tangent(site, x)
     for what, dtype in (("input", x.dtype), ("weights", weights)):
-        if dtype not in FLOATS:
+        if dtype not in DTYPES.values():
             raise DtypeError(
                 f"{what} of {site.key}",
                 expected="float32, bfloat16 or float16",
-                found=str(dtype).removeprefix("torch."),
+                found=dtype_name(dtype),
                 fix="Convert the model with model.float(), or call torch_pi2.restore(model) for other dtypes.",
             )
     if x.shape[-1] != site.hidden:

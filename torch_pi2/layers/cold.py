@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
+from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.layers.checks import check_shape
-from torch_pi2.ops.quantized import KINDS
-from torch_pi2.ops.rows import row_bytes
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
+from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.site import FFNSite
 
 #: Tensors of a low-rank predictor, in the order in which ``torch.ops.pi2.predict_lowrank`` takes them.
@@ -36,9 +36,9 @@ def cold_part(site: FFNSite, method: str, cold: torch.Tensor, predictor: Mapping
     Raises:
         ConfigError: there is none. ShapeError, DtypeError: it is of another layer, or was not made by us.
     """
-    if not len(cold) or method not in ("lowrank", "signbit"):
+    if not len(cold) or method not in PREDICTED:
         return Cold({})
-    if method == "signbit":
+    if method == Method.SIGNBIT:
         return _signs(site, cold, predictor)
     if predictor is not None and "a" in predictor and predictor["a"].dtype == torch.uint8:
         return _quantised(site, cold, predictor)
@@ -81,9 +81,9 @@ def _lowrank(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tens
 def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tensor]) -> Cold:
     """A low-rank one in quantised rows, whose format their length tells."""
     a, b = lowrank["a"], lowrank["b"]
-    kinds = [k for k in KINDS if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
+    kinds = [k for k in QUANTIZED if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
     if not kinds:
-        wanted = " or ".join(f"[r, {row_bytes(k, site.hidden)}]" for k in KINDS)
+        wanted = " or ".join(f"[r, {row_bytes(k, site.hidden)}]" for k in QUANTIZED)
         raise ShapeError(
             f"predictor a of {site.key}",
             expected=f"uint8 {wanted}",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.formats import row_bytes
 from torch_pi2.layers.bundles import make_bundles, make_quantized_bundles, permuted
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
 from torch_pi2.layers.cold import BY_NEURON, PREDICTOR_TENSORS, cold_part
@@ -16,8 +17,8 @@ from torch_pi2.layers.prompt import has_tiles, prompt_ffn, skips_predictor, take
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.quantized import check_kind
-from torch_pi2.ops.rows import row_bytes
-from torch_pi2.spec.plan import PREDICTED, LayerPlan
+from torch_pi2.spec.method import PREDICTED, Method
+from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.spec.site import FFNSite, FFNWeights, check_weights
 
 
@@ -159,8 +160,8 @@ class SparseFFN(DenseForm):
         self.site = site
         self.method = layer_plan.method
         # A dense layer is one whose neurons are all hot.
-        self.n_hot = site.intermediate if self.method == "dense" else layer_plan.n_hot
-        self.threshold = layer_plan.threshold if self.method == "threshold" else 0.0
+        self.n_hot = site.intermediate if self.method == Method.DENSE else layer_plan.n_hot
+        self.threshold = layer_plan.threshold if self.method == Method.THRESHOLD else 0.0
         cold_share = layer_plan.expected_active * layer_plan.n_cold / max(1, site.intermediate)
         self.expected_share = min(1.0, layer_plan.n_hot / max(1, site.intermediate) + cold_share)
         order = layer_plan.order.to(torch.int64)
@@ -238,7 +239,7 @@ class SparseFFN(DenseForm):
                 found=", ".join(map(str, hot)),
                 fix="The plan is for another model, or for this one planned otherwise: make it again.",
             )
-        if self.method == "threshold" and set(hot) - {self.n_hot}:
+        if self.method == Method.THRESHOLD and set(hot) - {self.n_hot}:
             raise ConfigError(
                 f"hot neurons of {site.key} by batch",
                 expected=f"{self.n_hot} for all: hot neurons know no threshold, so others would be other results",

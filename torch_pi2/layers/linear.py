@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
-from torch_pi2.errors import ConfigError, DeviceError, GradientError, ShapeError
+from torch_pi2.errors import ConfigError, GradientError, ShapeError
+from torch_pi2.formats import row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.ops import load
+from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 from torch_pi2.ops.quantized import check_kind, quantize
-from torch_pi2.ops.rows import row_bytes
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
@@ -56,7 +57,7 @@ class QuantLinear(Holder):
             raise ShapeError(
                 "rows of a linear layer",
                 expected=f"uint8 [N, {wanted}] ({columns} columns of {weights})",
-                found=f"{str(rows.dtype).removeprefix('torch.')} {list(rows.shape)}",
+                found=f"{dtype_name(rows.dtype)} {list(rows.shape)}",
                 fix="Quantise the weight again.",
             )
         self.in_features, self.out_features = columns, len(rows)
@@ -85,13 +86,7 @@ class QuantLinear(Holder):
             DeviceError: its weight is not on the CPU.
         """
         w_NK = linear.weight.detach()
-        if w_NK.device.type != "cpu":
-            raise DeviceError(
-                f"device of {name}",
-                expected="cpu",
-                found=str(w_NK.device),
-                fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
-            )
+        check_on_cpu(f"device of {name}", w_NK.device)
         check_kind(weights)
         load()
         rows = torch.empty((w_NK.shape[0], row_bytes(weights, w_NK.shape[1])), dtype=torch.uint8)

@@ -14,7 +14,7 @@ import torch
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.heap import trim
-from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError
+from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, told
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
@@ -190,11 +190,10 @@ class Store:
         """Raises ConfigError if the core says that there is a ``problem`` with what the cache is to be."""
         if not problem:
             return
-        what, _, rest = problem.partition(": expected ")
-        expected, _, found = rest.partition(", found ")
+        what, expected, found = told(problem)
         of_the_plan = what == "resident"
         raise ConfigError(
-            f"cache of {self.path}, {what}" if rest else f"cache of {self.path}",
+            f"cache of {self.path}, {what}" if expected else f"cache of {self.path}",
             expected=expected or "a store that this process has opened",
             found=found or problem,
             fix="Make the plan again, for this model."

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from torch_pi2.layers.bundles import bundle_rows
 from torch_pi2.ops import ACTIVATIONS, load
-from torch_pi2.ops.quantized import FLOATS
+from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.spec.site import FFNSite
 
 #: Tokens from which on matrix products are used, where no plan says it (``SparseFFN.dense_from``).
@@ -86,7 +86,7 @@ def sparse_only() -> Iterator[None]:
 
 def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
-    if _stays(layer, x) or x.dtype not in FLOATS or not layer.in_memory:
+    if _stays(layer, x) or x.dtype not in DTYPES.values() or not layer.in_memory:
         return False
     if layer.int8_activations and layer.has_tiles:  # the operator's
         return False

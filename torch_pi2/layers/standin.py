@@ -30,6 +30,7 @@ from torch_pi2.base.absent import (
 )
 from torch_pi2.base.hooks import allow_assignments, allow_hooks, refuse_assignments, refuse_hooks
 from torch_pi2.errors import ConfigError
+from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
@@ -192,7 +193,7 @@ class StandIn(Holder):
             changed = False
             for name, site_name in self._names.items():
                 changed |= home.assign(site_name, self.original.get_parameter(name).detach())
-            if changed and home.method in ("lowrank", "signbit", "threshold"):
+            if changed and home.method in LOSSY:
                 _log.warning(
                     "%s got other weights, but keeps a %s plan made from the old ones: optimise the model again",
                     home.site.key,

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import FLOATS
 from torch_pi2.machine.json import from_plain, limited, to_plain, wrong
 from torch_pi2.machine.reads import Reads, check_reads
 
@@ -53,7 +54,7 @@ PREDICTORS = (
     "signbit",
 )
 #: Of keys and values.
-ATTENTION = ("bfloat16", "float16", "float32")
+ATTENTION = tuple(sorted(FLOATS))
 
 _MB = 1e-6
 _MILLION = 1e-6

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.formats import FLOATS, FORMATS
 from torch_pi2.layers.prompt import PROMPT_TOKENS, has_tiles, prompt_ffn
 from torch_pi2.machine.hardware import ATTENTION, KERNELS, PREDICTORS, Kernel, Rates
 from torch_pi2.measure.fit import Case, Ready, Samples, Size, time_into
 from torch_pi2.measure.parts import attention_cases, predictor_cases
-from torch_pi2.measure.weights import FLOATS, Weights
+from torch_pi2.measure.weights import Weights
 from torch_pi2.observe import counters
 from torch_pi2.ops.constants import constants
+from torch_pi2.ops.dtypes import DTYPES
 
 #: A token's share of the cold neurons (None: the exact gate), the share of hot ones, the activation, and how many
 #: standard deviations a gate needs to fire. silu: every neuron asked for is added; relu: a half, or with 1.28 a tenth.
@@ -129,9 +131,9 @@ class _Kernel:
         self.name, self.weights, self.hidden = name, weights, hidden
         self.neurons = min(intermediate, weights.count // 6)
         kind, _, activations = name.partition("/")
-        self.x_dtype = FLOATS.get(kind, torch.bfloat16)
-        self.bias_dtype = FLOATS.get(kind, torch.float32)
-        self.kind, self.int8 = "float" if kind in FLOATS else kind, activations == "int8"
+        self.x_dtype = DTYPES.get(kind, torch.bfloat16)
+        self.bias_dtype = DTYPES.get(kind, torch.float32)
+        self.kind, self.int8 = FORMATS[kind].operand, activations == "int8"
 
     def with_switches(self, tokens: Sequence[int]) -> list[int]:
         """``tokens``, and the two between which another path is taken."""

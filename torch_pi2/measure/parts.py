@@ -8,8 +8,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.formats import FLOAT
 from torch_pi2.measure.fit import Case, Ready, Size
-from torch_pi2.measure.weights import FLOATS, Weights
+from torch_pi2.measure.weights import Weights
+from torch_pi2.ops.dtypes import DTYPES
 
 #: Key heads, and query heads of each: those of Mistral-7B and of Llama-3.2-1B.
 _HEADS, _QUERIES = 8, 4
@@ -59,12 +61,12 @@ def _predictor(weights: Weights, rows: str, int8: bool, hidden: int, intermediat
         count = min(intermediate, b.count)
         signbit = torch.ops.pi2.predict_signbit
         return count * b.row_bytes, lambda x: partial(signbit, x, b.rows(count), hidden, 1.0)
-    stored = "bytes" if rows == "float" else rows
+    stored = "bytes" if rows == FLOAT else rows
     a.fill(stored, hidden)
     b.fill(stored, rank)
     count, rank = min(intermediate, b.count), min(rank, a.count)
     nbytes = rank * a.row_bytes + count * b.row_bytes
-    if rows != "float":
+    if rows != FLOAT:
         op = torch.ops.pi2.predict_lowrank_q
         return nbytes, lambda x: partial(op, x, a.rows(rank), b.rows(count), None, rows, int8, 0.0)
     scale_r, scale_C = torch.full((rank,), 1e-3), torch.full((count,), 1e-3)
@@ -81,7 +83,7 @@ def attention_cases(
 ) -> Iterator[list[Case]]:
     """By dtype. As :func:`torch_pi2.decode.attention.packed_sdpa` over a static cache: one new token, a mask added."""
     for name in names:
-        dtype = FLOATS[name]
+        dtype = DTYPES[name]
         weights.fill(name, 1024)
         cases = []
         for batch in batches:

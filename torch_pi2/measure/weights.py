@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from torch_pi2.formats import FLOATS, FORMATS, GROUP, row_bytes
 from torch_pi2.ops import load
-from torch_pi2.ops.rows import GROUP, VALUE_BYTES, row_bytes
+from torch_pi2.ops.dtypes import DTYPES
 
 #: Rows made of random numbers; the buffer repeats them.
 _BLOCK_BYTES = 4 << 20
-FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: Standard deviations of random whole numbers of 4 and 8 bits.
 _DEVIATION = {"int4": 4.6, "int8": 74.0}
 
@@ -52,13 +52,13 @@ class Weights:
         if kind in FLOATS:
             count = max(1, _BLOCK_BYTES // (4 * columns))
             numbers = torch.randn((count, columns), generator=self._generator).mul_(columns**-0.5)
-            return numbers.to(FLOATS[kind])
+            return numbers.to(DTYPES[kind])
         size = columns if kind == "bytes" else row_bytes(kind, columns)
         count, groups = max(1, _BLOCK_BYTES // size), -(-columns // GROUP)
         rows = torch.randint(256, (count, size), generator=self._generator, dtype=torch.uint8)
         if kind != "bytes":
             scale = torch.tensor(columns**-0.5 / _DEVIATION[kind], dtype=torch.float16)
-            rows[:, groups * VALUE_BYTES[kind] :] = scale.repeat(groups).view(torch.uint8)
+            rows[:, groups * FORMATS[kind].group_bytes :] = scale.repeat(groups).view(torch.uint8)
         return rows
 
     @property

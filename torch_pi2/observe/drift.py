@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import ConfigError, StaleArtifactError
+from torch_pi2.errors import ConfigError, check_made_from
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import ActivationStats, LayerStats
 
@@ -119,13 +119,9 @@ def drift(plan: Plan, live: ActivationStats, *, batch: int = 1) -> Drift:
 
 
 def _check_hash(model_hash: str, live: ActivationStats) -> None:
-    if live.model_hash != model_hash:
-        raise StaleArtifactError(
-            "live statistics",
-            expected=f"FFN weights {model_hash[:12]}",
-            found=live.model_hash[:12],
-            fix="Watch the model that the plan is for.",
-        )
+    check_made_from(
+        "live statistics", live.model_hash, model_hash, "FFN weights", "Watch the model that the plan is for."
+    )
 
 
 def _planned_tokens(plan: Plan) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.units import parse_bytes
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.spec.offload import POLICIES
 
@@ -162,10 +162,7 @@ def _check_resident(resident: Sequence[int] | None, accesses: Accesses) -> None:
 
 
 def _check(policy: str, slots: int, hot_share: float | None, window: int | None) -> None:
-    if policy not in (*POLICIES, OPTIMAL):
-        raise ConfigError(
-            "policy", expected=" or ".join((*POLICIES, OPTIMAL)), found=repr(policy), fix="Choose one of them."
-        )
+    check_choice("policy", policy, (*POLICIES, OPTIMAL), "Choose one of them.")
     for name, value, most in (("slots", slots, None), ("hot_share", hot_share, 1), ("window", window, None)):
         if value is not None and not 0 <= value <= (value if most is None else most):
             raise ConfigError(

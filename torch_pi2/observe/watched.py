@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.errors import CalibrationError, ConfigError, StaleArtifactError
+from torch_pi2.errors import CalibrationError, ConfigError, check_made_from
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe.watch import BATCH_SIZES, watch
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.spec.stats import STATS_FILE, ActivationStats
 from torch_pi2.store.firing import TokenStream
 from torch_pi2.store.folder import PI2_FOLDER
@@ -89,7 +90,7 @@ def _given(ids: torch.Tensor, sequences: int, tokens: int) -> torch.Tensor:
         raise CalibrationError(
             "ids to watch a model with",
             expected=f"int64 [{sequences} or more, {tokens + 1} or more]",
-            found=f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}",
+            found=f"{dtype_name(ids.dtype)} {list(ids.shape)}",
             fix="Pass more text, or smaller batches or fewer tokens.",
         )
     return ids[:sequences]
@@ -107,13 +108,9 @@ def save_stats(folder: str | Path, stats: ActivationStats) -> Path:
     pi2 = Path(folder) / PI2_FOLDER
     with Parts(pi2) as parts:
         found, inside = parts.plan().model_hash, parts.stats_inside
-    if found != stats.model_hash:
-        raise StaleArtifactError(
-            f"statistics for {folder}",
-            expected=f"FFN weights {found[:12]}",
-            found=stats.model_hash[:12],
-            fix="Watch the model of this folder.",
-        )
+    check_made_from(
+        f"statistics for {folder}", stats.model_hash, found, "FFN weights", "Watch the model of this folder."
+    )
     if inside:
         raise ConfigError(
             f"statistics for {folder}",

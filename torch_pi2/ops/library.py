@@ -3,14 +3,13 @@
 Operators, all under ``torch.ops.pi2``:
 
 * ``sparse_ffn`` and ``predicted_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q`` and
-  ``predict_signbit``: see :mod:`torch_pi2.ops.reference`.
-* ``linear`` (functional and ``.out``), ``quantize`` and ``dequantize``: see :mod:`torch_pi2.ops.reference_quant`.
+  ``predict_signbit``; ``linear`` (functional and ``.out``), ``quantize`` and ``dequantize``; ``experts_ffn`` and
+  ``stored_experts``, mixtures of experts: each has a file here, with its reference and its fake.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_resize``, ``store_arrange``: neuron stores by number, see
   :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
 * ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.observe.accesses`; ``replay``,
   ``replay_check``, ``replay_distances``: what caches would have had of it, see :mod:`torch_pi2.observe.replay`.
-* ``experts_ffn`` and ``stored_experts``: mixtures of experts, see :mod:`torch_pi2.ops.reference_experts`.
 * ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
@@ -32,17 +31,60 @@ from __future__ import annotations
 import os
 import sysconfig
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
-from torch_pi2.ops import fakes_experts, fakes_ffn, fakes_predict, fakes_quant, fakes_store
+from torch_pi2.ops import (
+    crc32c,
+    experts_ffn,
+    linear,
+    predict_lowrank,
+    predict_lowrank_q,
+    predict_signbit,
+    predicted_ffn,
+    quantize,
+    sparse_ffn,
+    stored_experts,
+    stored_ffn,
+)
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
 _fragment: torch.library.Library | None = None
+
+
+def _out(fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Of the variant that writes into ``out``, as ExecuTorch needs it."""
+
+    def checked(*args: Any, out: torch.Tensor) -> torch.Tensor:
+        fake(*args)
+        return out
+
+    return checked
+
+
+#: Operator (with overload) -> fake kernel: shapes without data.
+_FAKES: dict[str, Callable[..., torch.Tensor]] = {
+    "sparse_ffn": sparse_ffn.fake,
+    "sparse_ffn.out": _out(sparse_ffn.fake),
+    "predict_lowrank": predict_lowrank.fake,
+    "predict_lowrank_q": predict_lowrank_q.fake,
+    "predict_signbit": predict_signbit.fake,
+    "predicted_ffn": predicted_ffn.fake,
+    "predicted_ffn.out": _out(predicted_ffn.fake),
+    "linear": linear.fake,
+    "linear.out": _out(linear.fake),
+    "quantize": quantize.fake_quantize,
+    "dequantize": quantize.fake_dequantize,
+    "stored_ffn": stored_ffn.fake,
+    "crc32c": crc32c.fake,
+    "experts_ffn": experts_ffn.fake,
+    "stored_experts": stored_experts.fake,
+}
 
 
 def library_path(name: str | None = None) -> Path:
@@ -102,8 +144,7 @@ def _check_instruction_set() -> None:
 
 def _register_python_parts() -> torch.library.Library:
     fragment = torch.library.Library("pi2", "FRAGMENT")
-    modules = (fakes_ffn, fakes_predict, fakes_quant, fakes_store, fakes_experts)
-    for name, fake in [item for module in modules for item in module.FAKES.items()]:
+    for name, fake in _FAKES.items():
         fragment.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"pi2::{name}", fake, lib=fragment)
     return fragment

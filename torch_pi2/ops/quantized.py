@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, ShapeError
+from torch_pi2.errors import DtypeError, NonFiniteError, ShapeError, check_choice
+from torch_pi2.formats import FORMATS, QUANTIZED
 from torch_pi2.ops import load
-from torch_pi2.ops.rows import GROUP, VALUE_BYTES
+from torch_pi2.ops.dtypes import DTYPES, check_on_cpu, dtype_name
 
-#: Dtypes that the kernels have.
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-#: What ``weights`` may be where it is not "float".
-KINDS = tuple(VALUE_BYTES)
-#: Magnitude of a weight from which even the largest float16 scale is too small.
-_LARGEST = {"int4": 65504.0 * 8, "int8": 65504.0 * 127}
+_LARGEST_SCALE = 65504.0  # of float16
 
 
 def check_kind(weights: str) -> None:
     """Raise ConfigError unless ``weights`` is a quantised format."""
-    if weights not in KINDS:
-        raise ConfigError(
-            "weights", expected=" or ".join(KINDS), found=repr(weights), fix="See torch_pi2.Config(weights=...)."
-        )
+    check_choice("weights", weights, QUANTIZED, "See torch_pi2.Config(weights=...).")
 
 
 def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
@@ -33,18 +26,12 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
         NonFiniteError: NaN or infinity, or so large that float16 cannot hold a scale.
     """
     check_kind(weights)
-    if w.device.type != "cpu":
-        raise DeviceError(
-            f"device of {what}",
-            expected="cpu",
-            found=str(w.device),
-            fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
-        )
-    if w.dtype not in FLOATS:
+    check_on_cpu(f"device of {what}", w.device)
+    if w.dtype not in DTYPES.values():
         raise DtypeError(
             f"dtype of {what}",
             expected="float32, bfloat16 or float16",
-            found=str(w.dtype).removeprefix("torch."),
+            found=dtype_name(w.dtype),
             fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
         )
     if w.dim() != 2 or not w.shape[1]:
@@ -55,11 +42,12 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
         return
     low, high = (float(v) for v in w.detach().aminmax())
     largest = max(-low, high)
-    if not largest <= _LARGEST[weights]:  # a NaN compares false
+    most = _LARGEST_SCALE * max(-FORMATS[weights].least, FORMATS[weights].most)
+    if not largest <= most:  # a NaN compares false
         broken = int((~torch.isfinite(w)).sum())
         raise NonFiniteError(
             f"values of {what}",
-            expected=f"finite numbers of at most {_LARGEST[weights]:.6g}, for {weights} with float16 scales",
+            expected=f"finite numbers of at most {most:.6g}, for {weights} with float16 scales",
             found=f"{broken} NaN or infinite of {w.numel()}" if broken else f"{largest:.6g}",
             fix="Check the checkpoint; quantised weights would hide the fault.",
         )
@@ -88,7 +76,7 @@ def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:
 
 
 def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`torch_pi2.ops.reference_quant.quantize` in C++, of a weight that was checked. ``what``: its name.
+    """:func:`torch_pi2.ops.quantize.quantize` in C++, of a weight that was checked. ``what``: its name.
 
     Raises:
         NonFiniteError, DtypeError, ShapeError, ConfigError, DeviceError: see :func:`check_quantizable` and
@@ -101,8 +89,3 @@ def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor 
         importance = importance.float().contiguous()
     rows: torch.Tensor = torch.ops.pi2.quantize(w.detach(), weights, importance)
     return rows
-
-
-def bits_per_weight(weights: str) -> float:
-    """Bits that a weight takes, its share of the scale included: 4.5 and 8.5."""
-    return 8 * (VALUE_BYTES[weights] + 2) / GROUP

@@ -11,25 +11,17 @@ from __future__ import annotations
 
 import torch
 
-GROUP = 32
-
-#: Bytes of a group's values, by name of the format.
-VALUE_BYTES = {"int4": 16, "int8": 32}
-
-
-def row_bytes(weights: str, columns: int) -> int:
-    """Bytes of a quantised row of ``columns`` numbers; ``weights`` is ``int4`` or ``int8``."""
-    return -(-columns // GROUP) * (VALUE_BYTES[weights] + 2)
+from torch_pi2.formats import FORMATS, GROUP
 
 
 def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     """The numbers of quantised rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; exact."""
     groups = -(-columns // GROUP)
-    split = groups * VALUE_BYTES[weights]
+    split = groups * FORMATS[weights].group_bytes
     stored = rows[..., :split].contiguous()
     scale_G = rows[..., split:].contiguous().view(torch.float16).float()
     if weights == "int4":
-        stored = stored.unflatten(-1, (groups, VALUE_BYTES[weights]))
+        stored = stored.unflatten(-1, (groups, GROUP // 2))
         integers = torch.cat((stored & 15, stored >> 4), -1).float() - 8
     else:
         integers = stored.view(torch.int8).unflatten(-1, (groups, GROUP)).float()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import check_choice
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.search import STEP, Choice, hot_counts
 from torch_pi2.planner.settings import prompt_plan
@@ -16,6 +16,7 @@ from torch_pi2.planner.shape import LayerShape, ModelShape
 from torch_pi2.planner.task import BATCHES, Task, assemble, by_policy, check
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan
+from torch_pi2.spec.method import Method
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
@@ -52,8 +53,7 @@ def fixed_plan(
     Raises:
         ConfigError: no such kind, or a budget that cannot be met, with the smallest that can.
     """
-    if kind not in KINDS:
-        raise ConfigError("planner", expected=" or ".join(KINDS), found=repr(kind), fix="Choose one of them.")
+    check_choice("planner", kind, KINDS, "Choose one of them.")
     given = by_policy(misses) if budget_bytes is not None else {}
     task = Task(
         shape, hardware, budget_bytes, accelerator_bytes, tuple(batches), context, given, offload=dict(offload or {})
@@ -96,7 +96,7 @@ def _filled(task: Task, hot: Sequence[int]) -> tuple[int, ...]:
     """Hot neurons of the first layers, as many as an accelerator has room for."""
     left, counts = task.accelerator_bytes, []
     for layer, h in zip(task.shape.layers, hot, strict=True):
-        may = layer.experts == 1 and layer.chosen == 1 and layer.method != "threshold"
+        may = layer.experts == 1 and layer.chosen == 1 and layer.method != Method.THRESHOLD
         fits = min(h, left // layer.bundle_bytes) if may else 0
         count = fits if fits == layer.intermediate else fits // ACCELERATOR_CHUNK * ACCELERATOR_CHUNK
         counts.append(count)

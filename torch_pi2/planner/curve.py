@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.planner.shape import LayerShape, numbers
+from torch_pi2.spec.method import Method
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
@@ -80,7 +81,7 @@ def _sums(layer: LayerShape, tokens: float) -> Sums:
         columns = [predicted_I, predicted_I, used_I, predicted_1, predicted_1, used_1]
     else:
         # Without exact zeros every gate is used, but for those below a threshold.
-        skips = layer.exact_zeros or layer.method == "threshold"
+        skips = layer.exact_zeros or layer.method == Method.THRESHOLD
         fire_I, fire_1 = (f_I, one_I) if skips else (every_I, every_I)
         columns = [every_I, fire_I, fire_I, every_I, fire_1, fire_1]
     columns.append(one_I if layer.exact_zeros else every_I)

@@ -18,7 +18,8 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.spec.config import Config
-from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.spec.method import PREDICTED, Method
+from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _log = logging.getLogger("torch_pi2")
 def gate_method(site: FFNSite) -> str:
     """The method that needs no predictor: ``exact`` where the activation has exact zeros, else ``threshold``."""
     assert site.activation in ACTIVATIONS
-    return "exact" if site.activation in SPARSE_ACTIVATIONS else "threshold"
+    return Method.EXACT if site.activation in SPARSE_ACTIVATIONS else Method.THRESHOLD
 
 
 def gate_share(site: FFNSite, active: float) -> float:
@@ -69,19 +70,19 @@ def plan_layer(
     stats = all_stats[site.key]
     frequency_I = stats.frequency()
     order = torch.argsort(frequency_I, descending=True, stable=True).to(torch.int32)
-    dense = LayerPlan(site, "dense", site.intermediate, order, 0.0, 1.0)
-    if config.method == "dense" and site.experts is None:
+    dense = LayerPlan(site, Method.DENSE, site.intermediate, order, 0.0, 1.0)
+    if config.method == Method.DENSE and site.experts is None:
         return dense
-    gate = gate_method(site) if config.method not in ("exact", "dense") else "exact"
-    if gate == "threshold":
+    gate = gate_method(site) if config.method not in (Method.EXACT, Method.DENSE) else Method.EXACT
+    if gate == Method.THRESHOLD:
         _check_threshold(site, all_stats, config)
     n_hot = int((frequency_I >= hot_cut(site, config)).sum())
-    if n_hot == site.intermediate and not (gate == "threshold" and config.method in ("auto", "threshold")):
+    if n_hot == site.intermediate and not (gate == Method.THRESHOLD and config.method in ("auto", Method.THRESHOLD)):
         _log.warning("%s: every neuron fires too often to be worth choosing; it stays dense", site.key)
         return dense
 
     active = float(frequency_I.mean())
-    if gate == "threshold":
+    if gate == Method.THRESHOLD:
         # Hot neurons would be spared the threshold and gain nothing for it: their gates are computed anyway.
         gated = LayerPlan(site, gate, 0, order, stats.threshold, active)
     elif gate_method(site) == "exact":
@@ -98,7 +99,7 @@ def plan_layer(
                 fix="Call torch_pi2.fit first, or choose method='auto'.",
             )
         return gated
-    kind = getattr(predictor, "kind", "lowrank")
+    kind = getattr(predictor, "kind", Method.LOWRANK)
     if config.method in PREDICTED and config.method != kind:
         raise ConfigError(
             f"predictor of {site.key}",
@@ -141,7 +142,7 @@ def plan_experts(
     gated = [plan_layer(site, stats, None, config, weight_bytes) for site in sites]
     if {site.key for site in sites} - predictors.keys():
         return gated
-    kinds = {getattr(predictors[site.key], "kind", "lowrank") for site in sites}
+    kinds = {getattr(predictors[site.key], "kind", Method.LOWRANK) for site in sites}
     asked = [replace(config, method=kind) for kind in kinds]
     predicted = [plan_layer(site, stats, predictors[site.key], asked[0], weight_bytes) for site in sites]
     read = sum(predicted_bytes(layer, weight_bytes) + _bytes(predictors[layer.site.key]) for layer in predicted)
@@ -187,7 +188,9 @@ def plan_without_data(sites: Sequence[FFNSite], model_hash: str, config: Config)
     """Exact gate (or dense) in the model's own neuron order: needs no calibration and is lossless."""
     layers = []
     for site in sites:
-        dense = config.method == "dense" and site.experts is None  # nothing of an expert is hot: exact, the same bits
+        # nothing of an expert is hot: exact, the same bits
+        dense = config.method == Method.DENSE and site.experts is None
         order = torch.arange(site.intermediate, dtype=torch.int32)
-        layers.append(LayerPlan(site, "dense" if dense else "exact", site.intermediate if dense else 0, order))
+        method = Method.DENSE if dense else Method.EXACT
+        layers.append(LayerPlan(site, method, site.intermediate if dense else 0, order))
     return Plan(layers, model_hash, {"planner": "none", "config": asdict(config)})

@@ -22,6 +22,7 @@ from torch_pi2.planner.solve import solve
 from torch_pi2.planner.task import BATCHES
 from torch_pi2.rewrite.handle import parts_of, store_of
 from torch_pi2.spec.machine_plan import HardwarePlan
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.parts import Parts
@@ -126,7 +127,7 @@ def replayed(accesses: Accesses | str | Path, shape: ModelShape) -> Mapping[str,
 
 def free(plan: Plan) -> Plan:
     """``plan`` with no neuron hot in layers where that changes no bit: of methods without a predictor but ``dense``."""
-    layers = [replace(layer, n_hot=0) if layer.method == "exact" else layer for layer in plan.layers]
+    layers = [replace(layer, n_hot=0) if layer.method == Method.EXACT else layer for layer in plan.layers]
     return Plan(layers, plan.model_hash, dict(plan.made_by))
 
 
@@ -135,7 +136,7 @@ def with_hardware(plan: Plan, hardware: HardwarePlan, stats: ActivationStats | N
     layers = []
     for index, layer in enumerate(plan.layers):
         fewest = min(bucket.hot[index] for bucket in hardware.buckets)
-        layers.append(replace(layer, n_hot=fewest) if layer.method == "exact" else layer)
+        layers.append(replace(layer, n_hot=fewest) if layer.method == Method.EXACT else layer)
     made_by = plan.made_by | {"planner": hardware.made_for["planner"]}
     if stats is not None:
         made_by["stats"] = stats.made_by

@@ -16,6 +16,7 @@ import numpy as np
 from torch_pi2.planner.curve import TIMES, expert_use, layer_curve, predicted_share
 from torch_pi2.planner.shape import LayerShape, ModelShape
 from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK
+from torch_pi2.spec.method import Method
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
@@ -58,7 +59,7 @@ def hot_counts(layer: LayerShape, step: int = STEP) -> np.ndarray:
     ``base_hot`` alone where the plan's count is part of the method (dense, threshold) and of experts, of which none is
     hot.
     """
-    fixed = layer.method in ("dense", "threshold") or layer.experts > 1 or layer.chosen < 1
+    fixed = layer.method in (Method.DENSE, Method.THRESHOLD) or layer.experts > 1 or layer.chosen < 1
     if fixed or layer.base_hot >= layer.intermediate:
         return np.array([layer.base_hot])
     first = (layer.base_hot // step + 1) * step
@@ -108,7 +109,7 @@ class Space:
     @staticmethod
     def _firsts(layer: LayerShape, hots: np.ndarray) -> np.ndarray:
         """Counts that an accelerator may have: whole chunks, or all. None of a layer of which nothing may be hot."""
-        if layer.experts > 1 or layer.chosen < 1 or layer.method == "threshold":
+        if layer.experts > 1 or layer.chosen < 1 or layer.method == Method.THRESHOLD:
             return np.array([0])
         most = int(hots[-1])
         whole = list(range(0, most + 1, ACCELERATOR_CHUNK))

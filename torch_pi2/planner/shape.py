@@ -7,40 +7,37 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from torch_pi2.decode.budget import activation_bytes, activation_sizes
-from torch_pi2.errors import ConfigError, StaleArtifactError
+from torch_pi2.errors import ConfigError, check_made_from
+from torch_pi2.formats import FORMATS
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
-from torch_pi2.ops.rows import GROUP, VALUE_BYTES
+from torch_pi2.ops.dtypes import dtype_name, format_name
 from torch_pi2.rewrite.handle import Handle, Optimized
+from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import PREDICTED, LayerPlan, Plan
+from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.budget import Budget, engine_bytes, kv_bytes, piece_tokens, place_bytes
 from torch_pi2.store.storefile import StoreReader
-from torch_pi2.store.superblock import WEIGHT_CODES, LayerEntry, slot_bytes
+from torch_pi2.store.superblock import LayerEntry, slot_bytes
 
 if TYPE_CHECKING:
     from torch_pi2.spec.stats import ActivationStats
 
-_FLOAT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def numbers(kernel: str, nbytes: float) -> float:
     """How many weights ``nbytes`` bytes are; ``kernel``: format of ``weights/activations``."""
-    weights = kernel.partition("/")[0]
-    if weights in VALUE_BYTES:
-        return nbytes * GROUP / (VALUE_BYTES[weights] + 2)
-    return nbytes / _FLOAT_BYTES[weights]
+    return 8 * nbytes / FORMATS[kernel.partition("/")[0]].bits_per_weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +49,7 @@ class LayerShape:
         bundle_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
             is read for them. stored_bytes: from one slot to the next in the file (0: as ``pack`` aligns them).
         kernel: ``weights/activations``, such as ``int4/int8`` or ``bfloat16/float``.
-        method: of :data:`torch_pi2.spec.plan.METHODS`. exact_zeros: what does not fire adds exactly zero, and its down
+        method: of ``spec.method.METHODS``. exact_zeros: what does not fire adds exactly zero, and its down
             row is not read (activations of the ReLU family).
         predictor: of :data:`torch_pi2.machine.hardware.PREDICTORS`, or None. rank: of a low-rank one.
             predictor_bytes: as if no neuron were hot. recall: share of firing pairs that it finds.
@@ -117,7 +114,7 @@ class LayerShape:
     def entry(self, layer: int) -> LayerEntry:
         """What a store's superblock says of it (offsets are 0)."""
         row = self.bundle_bytes // self.rows
-        code = WEIGHT_CODES[self.kernel.partition("/")[0]]
+        code = FORMATS[self.kernel.partition("/")[0]].code
         return LayerEntry(
             0, 0, self.intermediate, self.hidden, self.rows, code, self.file_slot_bytes, row, self.base_hot, layer,
             self.cluster,
@@ -226,13 +223,9 @@ class ModelShape:
             ConfigError: no optimised model, or not with this plan; no statistics of a layer.
             StaleArtifactError: statistics of other weights.
         """
-        if stats.model_hash != plan.model_hash:
-            raise StaleArtifactError(
-                "statistics to plan with",
-                expected=f"those of FFN weights {plan.model_hash[:12]}",
-                found=stats.model_hash[:12],
-                fix="Profile this model.",
-            )
+        check_made_from(
+            "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
+        )
         return _Reading(model, stats, plan, compiled).shape()
 
 
@@ -304,7 +297,7 @@ class _Reading:
             self.budget.fixed if self.budget else self._fixed(),
             self.plan.layers[0].site.hidden,
             self.compiled,
-            str(dtype).removeprefix("torch."),
+            dtype_name(dtype),
             (0, 0) if config is None else activation_sizes(config, dtype),
         )
 
@@ -321,7 +314,7 @@ class _Reading:
 
     def _layer(self, layer: LayerPlan, chosen: float) -> LayerShape:
         site, part = layer.site, self.parts[layer.site.key]
-        kind = part.weights if part.weights != "float" else str(part.dtype).removeprefix("torch.")
+        kind = format_name(part.weights, part.dtype)
         entry = self.entries.get(site.key)
         bundle = entry.bundle_bytes if entry else part.bundles[0].nbytes if not part.bundles.is_meta else 0
         predicted = layer.method in PREDICTED and part.has_predictor
@@ -344,7 +337,7 @@ class _Reading:
             attention_bytes=0,
             attention_kernel="float32/float",
             kv_bytes=0,
-            base_hot=site.intermediate if layer.method == "dense" else layer.n_hot,
+            base_hot=site.intermediate if layer.method == Method.DENSE else layer.n_hot,
             cluster=entry.cluster if entry else 1,
             frequencies=self._frequencies(layer),
             stored_bytes=entry.slot_bytes if entry else 0,
@@ -395,7 +388,7 @@ def _weight(module: Any) -> torch.Tensor:
 def _kernel(module: Any) -> str:
     if isinstance(module, QuantLinear):
         return f"{module.weights}/{'int8' if module.int8_activations else 'float'}"
-    return f"{str(module.weight.dtype).removeprefix('torch.')}/float"
+    return f"{dtype_name(module.weight.dtype)}/float"
 
 
 def _most(bytes_of: list[tuple[str, int]]) -> str | None:

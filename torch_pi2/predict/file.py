@@ -16,10 +16,11 @@ from torch_pi2.base.files import atomic_folder_files
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ConfigError, StaleArtifactError
-from torch_pi2.ops.rows import VALUE_BYTES
+from torch_pi2.formats import QUANTIZED
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit
+from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.predictor import PredictorCard
 from torch_pi2.spec.site import MOST_SIZE
 
@@ -99,7 +100,7 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
                 found="one that was not calibrated",
                 fix="Call torch_pi2.fitting.train.calibrate on held-back samples first.",
             )
-        kind = getattr(p, "kind", "lowrank")
+        kind = getattr(p, "kind", Method.LOWRANK)
         entries[key] = {"kind": kind, "threshold": p.threshold, "card": p.card.to_json()}
         if isinstance(p, LowRankRows):
             entries[key] |= {"weights": p.weights, "hidden": p.hidden}
@@ -145,15 +146,15 @@ def each_predictor(
     """As :func:`predictors_of`, site key and predictor one after the other: all may be more than memory holds."""
     check_artifact(where, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
     for key, entry in _said(meta, "predictors", where).each().items():
-        kind = entry.at("kind").text(("lowrank", "signbit"))
-        names = SIGNBIT_TENSORS if kind == "signbit" else ("a", "a_scale", "b", "b_scale", "bias")
+        kind = entry.at("kind").text(PREDICTED)
+        names = SIGNBIT_TENSORS if kind == Method.SIGNBIT else ("a", "a_scale", "b", "b_scale", "bias")
         found = {n: tensor(f"{key}.{n}") for n in names}
         mine = {n: t for n, t in found.items() if t is not None}
         threshold, card = entry.at("threshold").number(-MOST), _card_of(entry.at("card"))
-        if kind == "signbit":
+        if kind == Method.SIGNBIT:
             yield key, SignBit.from_tensors(mine, card)
         elif "weights" in entry.value:
-            weights, hidden = entry.at("weights").text(tuple(VALUE_BYTES)), entry.at("hidden").whole(1, MOST_SIZE)
+            weights, hidden = entry.at("weights").text(QUANTIZED), entry.at("hidden").whole(1, MOST_SIZE)
             yield key, LowRankRows.from_rows(mine, weights, hidden, threshold, card)
         else:
             yield key, LowRank.from_tensors(mine, threshold, card)

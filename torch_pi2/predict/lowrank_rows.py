@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.ops.rows import VALUE_BYTES, row_bytes, values
+from torch_pi2.formats import QUANTIZED, row_bytes
+from torch_pi2.ops.rows import values
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.spec.predictor import PredictorCard
 
@@ -49,7 +50,7 @@ class LowRankRows(LowRank):
         """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
         found = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
         rank, neurons = ((*found.get(name, ((), None))[0], 0)[0] for name in ("a", "b"))
-        fits = weights in VALUE_BYTES and found == {
+        fits = weights in QUANTIZED and found == {
             "a": ((rank, row_bytes(weights, hidden)), torch.uint8),
             "b": ((neurons, row_bytes(weights, rank)), torch.uint8),
             "bias": ((neurons,), torch.float32),

@@ -16,6 +16,7 @@ from torch import nn
 
 from torch_pi2.base.fields import argument
 from torch_pi2.errors import CalibrationError
+from torch_pi2.ops.dtypes import dtype_name
 
 #: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.
 MIN_TOKENS = 64
@@ -163,7 +164,7 @@ def _check_ids(ids: torch.Tensor, what: str) -> torch.Tensor:
         raise CalibrationError(
             what,
             expected="integer token ids [T] or [N, T]",
-            found=f"{str(ids.dtype).removeprefix('torch.')} {tuple(ids.shape)}",
+            found=f"{dtype_name(ids.dtype)} {tuple(ids.shape)}",
             fix="Tokenise the text first; inputs that are not ids go in tuples of the model's arguments.",
         )
     return ids.long()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from torch_pi2.errors import StaleArtifactError
+from torch_pi2.errors import check_made_from
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.observe.replay import OPTIMAL, replay, replay_all
 from torch_pi2.report.facts import Cache, CacheSize
@@ -32,13 +32,13 @@ def read_accesses(path: str | Path, model_hash: str, *, progress: bool = False) 
         ArtifactError: missing or damaged. StaleArtifactError: recorded with other weights.
     """
     accesses = Accesses.load(path)
-    if accesses.model_hash != model_hash:
-        raise StaleArtifactError(
-            str(path),
-            expected=f"accesses of FFN weights {model_hash[:12]}",
-            found=accesses.model_hash[:12],
-            fix="Record them with this model (torch_pi2.record_accesses).",
-        )
+    check_made_from(
+        str(path),
+        accesses.model_hash,
+        model_hash,
+        "accesses of FFN weights",
+        "Record them with this model (torch_pi2.record_accesses).",
+    )
     run = accesses.run
     many = run["wanted"] > _MANY
     policies = list(dict.fromkeys((run["policy"], *POLICIES)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.tensorfile import Spec, TensorReader
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.report.facts import Model
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import ActivationStats
@@ -77,7 +78,7 @@ def _float_neurons(specs: Mapping[str, Spec], plan: Plan | None) -> tuple[dict[s
         if spec is not None:
             values = layer.site.rows_per_neuron * layer.site.intermediate * layer.site.hidden
             neurons[layer.site.key] = values * spec.dtype.itemsize
-            dtypes.add(str(spec.dtype).removeprefix("torch."))
+            dtypes.add(dtype_name(spec.dtype))
     return neurons, ", ".join(sorted(dtypes))
 
 

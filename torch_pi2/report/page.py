@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
-from torch_pi2.errors import LibraryMissingError
 from torch_pi2.report import figures, figures_plan, figures_run
 from torch_pi2.report.facts import Report
 from torch_pi2.report.header import header
@@ -62,9 +61,7 @@ def _plotly_js() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise LibraryMissingError(
-            "plotly", expected="an installed plotly", found=str(error), fix=how_to_install("report")
-        ) from error
+        raise missing_package("plotly", "report", error) from error
     return str(get_plotlyjs())
 
 

@@ -11,6 +11,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.linears import LayerError
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import Plan, lossy_methods
 from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.budget import Budget
@@ -75,7 +76,7 @@ class Optimized(Handle):
     @property
     def left(self) -> dict[str, str]:
         """Layers that look feed-forward and stay dense: name -> reason."""
-        chosen = {y.site.key: "choosing neurons would not pay" for y in self.plan.layers if y.method == "dense"}
+        chosen = {y.site.key: "choosing neurons would not pay" for y in self.plan.layers if y.method == Method.DENSE}
         return chosen | dict(self.plan.made_by.get("left", {}))
 
     @property

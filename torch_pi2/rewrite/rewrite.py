@@ -28,6 +28,7 @@ from torch_pi2.rewrite.install import Swap, install, put_back
 from torch_pi2.rewrite.linears import Storage, relative
 from torch_pi2.rewrite.ways import Probe, experts_way, find_way, no_way, probes_of
 from torch_pi2.spec.formula import dense_reference
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import check_weights
 
@@ -169,7 +170,7 @@ def _rewrite_experts(
         if storage.quantised:
             x_TH = torch.randn((8, sparse.site.hidden), generator=torch.Generator().manual_seed(0))
             _check_quantised(sparse.expert(0), x_TH)
-        elif all(layer.method == "exact" for layer in group):
+        elif all(layer.method == Method.EXACT for layer in group):
             arguments, wanted = probe_experts(model, sparse.sites)
             if not same_tokens(sparse(*arguments), wanted):
                 raise no_way(sparse.site, ["the sparse operator does not reproduce the experts (a damaged build?)"])

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torch_pi2.base.extras import how_to_install
-from torch_pi2.errors import ArtifactError, LibraryMissingError
+from torch_pi2.base.extras import missing_package
+from torch_pi2.errors import ArtifactError
 
 #: Tensors of at least as many numbers are weights, to be read later; smaller ones (rotary frequencies) are computed.
 _LARGE = 1 << 10
@@ -40,9 +40,7 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise LibraryMissingError(
-            "transformers", expected="an installed transformers", found=str(error), fix=how_to_install("hf")
-        ) from error
+        raise missing_package("transformers", "hf", error) from error
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except MemoryError:

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 from torch_pi2.base.arguments import check_fields
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
+from torch_pi2.spec.method import Method
 
 #: ``auto`` picks per layer the cheapest of what the others offer.
-METHODS = ("auto", "dense", "exact", "threshold", "lowrank", "signbit")
+METHODS = ("auto", *(method.value for method in Method))
 
-
-#: How weights may be stored, how linear layers see their inputs, and how weights are rounded.
-WEIGHTS = ("float", "int4", "int8")
-ACTIVATIONS = ("float", "int8")
+#: How weights may be stored, and how they are rounded.
+WEIGHTS = (FLOAT, *QUANTIZED)
 QUANTIZATIONS = ("rtn", "weighted")
+#: Of linear layers outside FFNs, in a program that was exported.
+LINEARS = ("float32", "int8", "int4")
 
 
 @dataclass(frozen=True)

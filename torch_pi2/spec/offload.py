@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_pi2.base.arguments import check_fields
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.machine.device import find_device
 
 _MOST_THREADS = 1 << 16
@@ -72,13 +72,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         for name, allowed in (("engine", ENGINES), ("policy", POLICIES)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"OffloadConfig.{name}",
-                    expected=" or ".join(allowed),
-                    found=repr(getattr(self, name)),
-                    fix="Choose one of them.",
-                )
+            check_choice(f"OffloadConfig.{name}", getattr(self, name), allowed, "Choose one of them.")
         if self.hot_share is not None and not 0 <= self.hot_share <= 1:
             raise ConfigError(
                 "OffloadConfig.hot_share",

@@ -21,21 +21,16 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files, parse_json, read_text
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.spec.machine_plan import HardwarePlan
+from torch_pi2.spec.method import METHODS, PREDICTED
 from torch_pi2.spec.site import FFNSite
 
 #: 1 had no ``hardware`` part and is read, too.
 PLAN_VERSION = 2
 _VERSIONS = (1, PLAN_VERSION)
 
-#: How a layer's cold neurons are chosen: every neuron dense; the gate is computed and zeros (or, with a
-#: threshold, small values) are skipped; a low-rank or a sign-bit predictor says which to compute at all.
-METHODS = ("dense", "exact", "threshold", "lowrank", "signbit")
-
 _FIX = "Make the plan again."
-
-#: Those whose layers need a predictor.
-PREDICTED = ("lowrank", "signbit")
 
 
 @dataclass
@@ -44,7 +39,7 @@ class LayerPlan:
 
     Attributes:
         site: the FFN.
-        method: one of ``METHODS``.
+        method: the text of a :class:`~torch_pi2.spec.method.Method`.
         n_hot: the first ``n_hot`` neurons of ``order`` are computed densely.
         order: ``[I]`` int32, plan position -> original neuron (most frequent first).
         threshold: cut on |act(gate)| for ``threshold`` (0 otherwise).
@@ -57,6 +52,9 @@ class LayerPlan:
     order: torch.Tensor
     threshold: float = 0.0
     expected_active: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.method = str(self.method)
 
     @property
     def n_cold(self) -> int:
@@ -126,7 +124,7 @@ class Plan:
         """Raises StaleArtifactError if ``model``'s FFN weights are not the ones the plan was made from."""
         found = weights_hash(model, [layer.site for layer in self.layers])
         if found != self.model_hash:
-            dtypes = sorted({str(layer.site.weights(model).up.dtype).removeprefix("torch.") for layer in self.layers})
+            dtypes = sorted({dtype_name(layer.site.weights(model).up.dtype) for layer in self.layers})
             raise StaleArtifactError(
                 "plan",
                 expected=f"a model with FFN weights {self.model_hash[:12]}",
@@ -249,7 +247,7 @@ def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch
     """The order of a layer's neurons. Raises ArtifactError: there is none, or it is no permutation of them."""
     order = orders.get(f"{site.key}.order")
     if order is None or order.dtype != torch.int32 or tuple(order.shape) != (site.intermediate,):
-        found = "none" if order is None else f"{str(order.dtype).removeprefix('torch.')} {list(order.shape)}"
+        found = "none" if order is None else f"{dtype_name(order.dtype)} {list(order.shape)}"
     else:
         seen = torch.zeros(site.intermediate, dtype=torch.bool)
         least, most = (int(n) for n in order.aminmax())

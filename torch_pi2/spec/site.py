@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_pi2.base.fields import Field
-from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError, UnsupportedModelError
+from torch_pi2.errors import DtypeError, NonFiniteError, UnsupportedModelError
+from torch_pi2.formats import FLOATS
 from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 
 #: Neurons, hidden states or experts at most: what the core counts with.
 MOST_SIZE = (1 << 31) - 1
@@ -194,18 +196,12 @@ def check_weights(site: FFNSite, weights: FFNWeights) -> None:
     """
     named = {k: v for k, v in weights._asdict().items() if v is not None}
     for name, tensor in named.items():
-        if tensor.device.type != "cpu":
-            raise DeviceError(
-                f"device of {site.key} {name}",
-                expected="cpu",
-                found=str(tensor.device),
-                fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
-            )
-    dtypes = {str(v.dtype).removeprefix("torch.") for v in named.values()}
-    if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16", "float16"}:
+        check_on_cpu(f"device of {site.key} {name}", tensor.device)
+    dtypes = {dtype_name(v.dtype) for v in named.values()}
+    if len(dtypes) != 1 or not dtypes <= {*FLOATS}:
         raise DtypeError(
             f"dtypes of {site.key}",
-            expected="one of float32, bfloat16, float16 for all its weights and biases",
+            expected=f"one of {', '.join(FLOATS)} for all its weights and biases",
             found=", ".join(sorted(dtypes)),
             fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
         )

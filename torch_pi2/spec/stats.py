@@ -21,7 +21,8 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
+from torch_pi2.ops.dtypes import dtype_name
 
 STATS_VERSION = 1
 STATS_FILE = "stats.safetensors"
@@ -310,13 +311,13 @@ class ActivationStats:
         Raises:
             StaleArtifactError: other weights. ConfigError: other thresholds, batch sizes or layers.
         """
-        if self.model_hash != other.model_hash:
-            raise StaleArtifactError(
-                "activation statistics to merge",
-                expected=f"FFN weights {self.model_hash[:12]}",
-                found=other.model_hash[:12],
-                fix="Merge only statistics of one model.",
-            )
+        check_made_from(
+            "activation statistics to merge",
+            other.model_hash,
+            self.model_hash,
+            "FFN weights",
+            "Merge only statistics of one model.",
+        )
         if list(self.layers) != list(other.layers):
             raise ConfigError(
                 "layers of the statistics to merge",
@@ -428,8 +429,8 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
     for name, (axes, dtype) in _TENSORS.items():
         shape = tuple(known[axis] for axis in axes)
         if tuple(found[name].shape) != shape or found[name].dtype != dtype:
-            said = f"{str(found[name].dtype).removeprefix('torch.')} {list(found[name].shape)}"
-            wanted = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+            said = f"{dtype_name(found[name].dtype)} {list(found[name].shape)}"
+            wanted = f"{dtype_name(dtype)} {list(shape)}"
             raise ArtifactError(f"{where}, {key}.{name}", expected=wanted, found=said, fix=_FIX)
         values = found[name]
         if values.numel() and not 0 <= float(values.min()) <= float(values.max()) < math.inf:

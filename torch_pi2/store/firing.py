@@ -28,11 +28,11 @@ import math
 
 import torch
 
-from torch_pi2.ops.rows import row_bytes
+from torch_pi2.formats import FLOATS, row_bytes
+from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.spec.predictor import PredictorCard
-from torch_pi2.store.weights import FLOAT_KINDS
 
 #: Share of a block's neurons that makes ``_ACTIVATIONS`` of its activations.
 _NEURONS, _ACTIVATIONS = 0.43, 0.80
@@ -156,8 +156,8 @@ class GateMaker:
 
     @staticmethod
     def _float(rows: torch.Tensor, columns: int, weights: str) -> torch.Tensor:
-        if weights in FLOAT_KINDS:
-            return rows.view(FLOAT_KINDS[weights]).float()
+        if weights in FLOATS:
+            return rows.view(DTYPES[weights]).float()
         values: torch.Tensor = torch.ops.pi2.dequantize(rows, weights, columns, torch.float32)
         return values
 
@@ -176,8 +176,8 @@ class GateMaker:
         g /= g.norm(dim=1, keepdim=True)
         g += offset
         rows: torch.Tensor
-        if self.weights in FLOAT_KINDS:
-            rows = g.to(FLOAT_KINDS[self.weights]).view(torch.uint8)
+        if self.weights in FLOATS:
+            rows = g.to(DTYPES[self.weights]).view(torch.uint8)
         else:
             rows = torch.ops.pi2.quantize(g, self.weights)
         if self.kind is not None:
@@ -238,9 +238,9 @@ def random_rows(count: int, columns: int, weights: str, deviation: float, genera
     after a few layers a model is nothing but that. A row's last group is padded with zeros, as
     :func:`torch.ops.pi2.quantize` does.
     """
-    if weights in FLOAT_KINDS:
+    if weights in FLOATS:
         values_NK = torch.randn((count, columns), generator=generator) * deviation
-        return values_NK.to(FLOAT_KINDS[weights]).view(torch.uint8)
+        return values_NK.to(DTYPES[weights]).view(torch.uint8)
     groups = -(-columns // 32)
     total = row_bytes(weights, columns)
     values = total - 2 * groups

@@ -30,7 +30,8 @@ from torch_pi2.predict.file import (
     load_predictors,
     predictors_of,
 )
-from torch_pi2.spec.plan import PREDICTED, Plan
+from torch_pi2.spec.method import PREDICTED, Method
+from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import STATS_FILE, STATS_FORMAT, STATS_VERSION, ActivationStats, parse_layers
 from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
 
@@ -258,7 +259,7 @@ def check_predictors(plan: Plan, found: Iterator[tuple[str, AnyPredictor]], wher
         if layer is None:
             continue
         rows = predictor.tensors().get("signs", predictor.tensors().get("b"))
-        kind = getattr(predictor, "kind", "lowrank")
+        kind = getattr(predictor, "kind", Method.LOWRANK)
         hidden = getattr(predictor, "hidden", None) or predictor.tensors()["a"].shape[1]
         neurons = 0 if rows is None else len(rows)
         if (kind, neurons, hidden) != (layer.method, layer.site.intermediate, layer.site.hidden):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_pi2.base.extras import how_to_install
-from torch_pi2.errors import ConfigError, LibraryMissingError
+from torch_pi2.base.extras import missing_package
+from torch_pi2.errors import ConfigError
 
 #: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
 #: ``smallthinker-4b`` those of SmallThinker-4B-A0.6B's experts, with the attention of Qwen3-MoE.
@@ -105,9 +105,7 @@ def build_config(shape: str | Mapping[str, Any], **more: Any) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise LibraryMissingError(
-            "transformers", expected="an installed transformers", found=str(error), fix=how_to_install("hf")
-        ) from error
+        raise missing_package("transformers", "hf", error) from error
     if isinstance(shape, str) and shape not in SHAPES:
         raise ConfigError(
             "shape",

@@ -8,11 +8,12 @@ import torch
 
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.spec.plan import PREDICTED, Plan
+from torch_pi2.formats import FORMATS, row_bytes
+from torch_pi2.spec.method import PREDICTED
+from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.storefile import PIECE, check_bytes
-from torch_pi2.store.superblock import MOST_CLUSTER, WEIGHT_CODES, LayerEntry
-from torch_pi2.store.weights import stored_row_bytes
+from torch_pi2.store.superblock import MOST_CLUSTER, LayerEntry
 
 #: Of a slot of clusters, at most: from here on devices read at full speed.
 _CLUSTER_BYTES = 1 << 18
@@ -34,9 +35,9 @@ def layer_entry(site: FFNSite, n_hot: int, kind: str, cluster: int, slot: int, o
         neurons=site.intermediate,
         hidden=site.hidden,
         rows=site.rows_per_neuron,
-        weights=WEIGHT_CODES[kind],
+        weights=FORMATS[kind].code,
         slot_bytes=slot,
-        row_bytes=stored_row_bytes(kind, site.hidden),
+        row_bytes=row_bytes(kind, site.hidden),
         n_hot=n_hot,
         layer=site.layer,
         cluster=cluster,

@@ -12,7 +12,7 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, DtypeError
-from torch_pi2.ops.quantized import FLOATS
+from torch_pi2.ops.dtypes import DTYPES, dtype_name
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -94,11 +94,11 @@ class Checkpoint:
     def check_float(self, name: str) -> None:
         """Raises DtypeError if the tensor is no float matrix that can be quantised (a checkpoint quantised already)."""
         dtype = self.spec(name).dtype
-        if dtype not in FLOATS:
+        if dtype not in DTYPES.values():
             raise DtypeError(
                 f"{name} in {self.folder}",
                 expected="float32, bfloat16 or float16",
-                found=str(dtype).removeprefix("torch."),
+                found=dtype_name(dtype),
                 fix="Quantise from the original float checkpoint.",
             )
 

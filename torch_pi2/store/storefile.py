@@ -20,10 +20,12 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, new_tensor
 from torch_pi2.errors import StaleArtifactError
+from torch_pi2.formats import FORMATS, row_bytes
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite
-from torch_pi2.store.superblock import PAGE, SECTOR, WEIGHT_CODES, LayerEntry, Superblock, hash_bytes
-from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, stored_row_bytes
+from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
+from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
 
 STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"
@@ -55,7 +57,7 @@ def open_weights(pi2: Path) -> QuantizedWeights:
 
 def hot_neurons(layer: LayerPlan) -> int:
     """What the superblock says of a layer: all of them where it is computed densely, as ``SparseFFN`` does."""
-    return layer.site.intermediate if layer.method == "dense" else layer.n_hot
+    return layer.site.intermediate if layer.method == Method.DENSE else layer.n_hot
 
 
 def part_of(name: str) -> str | None:
@@ -164,8 +166,8 @@ class StoreReader(QuantizedWeights):
         wanted = {
             "rows": entry.rows in (2, 3),
             "neurons": entry.neurons >= 1 and entry.hidden >= 1,
-            "weights": entry.weights == WEIGHT_CODES[self.kind],
-            "row_bytes": entry.row_bytes == stored_row_bytes(self.kind, entry.hidden),
+            "weights": entry.weights == FORMATS[self.kind].code,
+            "row_bytes": entry.row_bytes == row_bytes(self.kind, entry.hidden),
             "slot_bytes": entry.slot_bytes >= entry.cluster * entry.bundle_bytes and entry.slot_bytes % SECTOR == 0,
             "n_hot": entry.n_hot <= entry.neurons,
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,

@@ -22,8 +22,6 @@ MOST_CLUSTER = 64
 _PART = 128
 _HEADER = struct.Struct("<8sIIQQII32s")
 _ENTRY = struct.Struct("<QQIIIIIIIII")
-#: ``pi2::DType`` of the core.
-WEIGHT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 4, "int8": 5}
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class LayerEntry:
 
     Attributes:
         slots: file offset of the first slot. checks: file offset of the checksums, 4 bytes a neuron.
-        neurons, hidden, rows: I, H and R. weights: a value of ``WEIGHT_CODES``.
+        neurons, hidden, rows: I, H and R. weights: the code of its format.
         slot_bytes: from one slot to the next. row_bytes: of one of the R rows that a slot begins with.
         n_hot: the first neurons, computed densely. layer: the site's number.
         cluster: neurons in a slot, a power of two up to ``MOST_CLUSTER``; the last slot may have fewer.

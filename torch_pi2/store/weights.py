@@ -19,37 +19,24 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
-from torch_pi2.ops.rows import row_bytes
+from torch_pi2.formats import FLOATS, FORMATS, QUANTIZED, row_bytes
+from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import MOST_SIZE, FFNSite
 
 WEIGHTS_FILE = "weights.safetensors"
 WEIGHTS_VERSION = "1"
 FORMAT = "torch_pi2.weights"
-#: Formats of quantised weights.
-KINDS = ("int4", "int8")
-#: Formats of bundles that are not quantised.
-FLOAT_KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: How a layer's modules are replaced: see :mod:`torch_pi2.rewrite.rewrite`.
 #: The third way needs weights to be tried with.
 WAYS = ("owner", "chain")
-
-
-def float_kind(dtype: torch.dtype) -> str:
-    """The name in ``FLOAT_KINDS`` of ``dtype``."""
-    return next(name for name, found in FLOAT_KINDS.items() if found == dtype)
-
-
-def stored_row_bytes(kind: str, hidden: int) -> int:
-    """Bytes of one of a bundle's rows of ``hidden`` numbers."""
-    return hidden * FLOAT_KINDS[kind].itemsize if kind in FLOAT_KINDS else row_bytes(kind, hidden)
 
 
 def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mapping[str, str]) -> dict[str, str]:
     """The metadata of a weights file.
 
     Args:
-        kind: one of ``KINDS`` or ``FLOAT_KINDS``.
+        kind: the name of a format.
         model_hash: the plan's.
         linears: module name of every quantised linear -> its number of inputs.
         ways: site key -> one of ``WAYS``.
@@ -67,7 +54,7 @@ def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mappi
 
 def bundle_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
     """Tensors of one feed-forward layer: bundles as bytes, and its biases, in float32 if the bundles are quantised."""
-    shape = (site.intermediate, site.rows_per_neuron, stored_row_bytes(kind, site.hidden))
+    shape = (site.intermediate, site.rows_per_neuron, row_bytes(kind, site.hidden))
     specs = {f"{site.key}.bundles": Spec(shape, torch.uint8)}
     for name, ref, size in (
         ("gate", site.gate, site.intermediate),
@@ -75,7 +62,7 @@ def bundle_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
         ("down", site.down, site.hidden),
     ):
         if ref is not None and ref.bias is not None:
-            specs[f"{site.key}.bias_{name}"] = Spec((size,), FLOAT_KINDS.get(kind, torch.float32))
+            specs[f"{site.key}.bias_{name}"] = Spec((size,), DTYPES.get(kind, torch.float32))
     return specs
 
 
@@ -84,7 +71,7 @@ class QuantizedWeights(TensorReader):
 
     Attributes:
         file_format, file_versions: what the file must say that it is, and one of these.
-        kind: one of ``KINDS`` or ``FLOAT_KINDS``. weights: what operators call it, ``float`` for all of the latter.
+        kind: the name of a format. weights: what operators call it.
         model_hash: of the plan that belongs to it.
         linears: module name -> number of inputs. ways: site key -> one of ``WAYS``.
 
@@ -110,9 +97,9 @@ class QuantizedWeights(TensorReader):
             wanted = f"{self.file_format} version {' or '.join(self.file_versions)}"
             self._refuse(wanted, f"{found} version {version}")
         self.kind = meta.get("weights", "")
-        if self.kind not in (*KINDS, *FLOAT_KINDS):
-            self._refuse(f"weights {' or '.join((*KINDS, *FLOAT_KINDS))}", repr(self.kind))
-        self.weights = "float" if self.kind in FLOAT_KINDS else self.kind
+        if self.kind not in (*QUANTIZED, *FLOATS):
+            self._refuse(f"weights {' or '.join((*QUANTIZED, *FLOATS))}", repr(self.kind))
+        self.weights = FORMATS[self.kind].operand
         self.model_hash = meta.get("model_hash", "")
         linears, sites = (self._said(name) for name in ("linears", "sites"))
         self.linears = {name: columns.whole(1, MOST_SIZE) for name, columns in linears.each().items()}
@@ -166,7 +153,7 @@ class QuantizedWeights(TensorReader):
 
     def as_computed(self, bundles: torch.Tensor) -> torch.Tensor:
         """Bundles as read, uint8, as operators take them: floats ``[..., H]`` if that is what the bytes are."""
-        return bundles.view(FLOAT_KINDS[self.kind]) if self.kind in FLOAT_KINDS else bundles
+        return bundles.view(DTYPES[self.kind]) if self.kind in FLOATS else bundles
 
     def take(self, name: str, spec: Spec) -> torch.Tensor:
         """Tensor ``name``, which must be as in ``spec``. Raises ArtifactError."""

@@ -1,4 +1,4 @@
-"""What the operators over quantised rows compute, in plain torch; :mod:`torch_pi2.ops.rows` says what the bytes mean.
+"""``quantize`` and ``dequantize``: floats and quantised rows; :mod:`torch_pi2.ops.rows` says what the bytes mean.
 
 ``quantize`` is mirrored by the C++ core bit for bit: every step is one rounding in float32 (sums: in float64, in
 order of the columns).
@@ -6,13 +6,15 @@ order of the columns).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.ops.rows import GROUP, rounded_activations, values
-
-#: Smallest and largest stored integer.
-INTEGERS = {"int4": (-8, 7), "int8": (-127, 127)}
+from torch_pi2.errors import ShapeError
+from torch_pi2.formats import FORMATS, GROUP, row_bytes
+from torch_pi2.ops.call import arguments_of, check_rows
+from torch_pi2.ops.rows import values
 
 #: int4: where the value of largest magnitude may come to lie. -8 is llama.cpp's Q4_0; the others give a finer step
 #: and clip, or use the other end. On normal numbers the best of these has a 4 % smaller error than -8 alone.
@@ -58,7 +60,7 @@ def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = No
 
 def integers(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
     """The stored integers of ``w [..., 32]`` under its groups' scales, as float32; all 0 where a scale is 0."""
-    nearest = torch.round(w_NGk / scale_NG1).clamp(*INTEGERS[weights])
+    nearest = torch.round(w_NGk / scale_NG1).clamp(FORMATS[weights].least, FORMATS[weights].most)
     return torch.where(scale_NG1 == 0, torch.zeros_like(nearest), nearest)
 
 
@@ -83,17 +85,22 @@ def dequantize(rows: torch.Tensor, weights: str, columns: int, dtype: torch.dtyp
     return values(rows, weights, columns).to(dtype)
 
 
-def linear(
-    x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, weights: str, int8_activations: bool = False
-) -> torch.Tensor:
-    """``x W^T + bias`` over quantised rows: ``[..., K] -> [..., N]`` in ``x``'s dtype; sums are taken in float32.
+def fake_quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+    if w.dim() != 2:
+        raise ShapeError(
+            "w", expected="[rows, columns]", found=str(tuple(w.shape)), fix="Pass the weight of a linear layer."
+        )
+    return w.new_empty((w.shape[0], row_bytes(weights, w.shape[1])), dtype=torch.uint8)
 
-    Args:
-        x: ``[..., K]`` float32, bfloat16 or float16.
-        rows: uint8 ``[N, row_bytes(K)]``; bias: ``[N]`` float32 or None.
-        weights: ``int4`` or ``int8``.
-        int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy).
-    """
-    seen = rounded_activations(x) if int8_activations else x.float()
-    y = seen @ values(rows, weights, x.shape[-1]).T
-    return (y if bias is None else y + bias).to(x.dtype)
+
+def fake_dequantize(*args: Any) -> torch.Tensor:
+    call = arguments_of(dequantize, args)
+    check_format(call.rows, call.weights, call.columns)
+    out: torch.Tensor = call.rows.new_empty((call.rows.shape[0], call.columns), dtype=call.dtype)
+    return out
+
+
+def check_format(rows: torch.Tensor, weights: str, columns: int) -> None:
+    """Raise unless ``rows`` have the bytes of so many columns."""
+    fix = "Pass the columns and the format it was quantised with."
+    check_rows("rows", rows, row_bytes(weights, columns), f"({columns} columns of {weights})", fix)

@@ -1,0 +1,76 @@
+"""How numbers are stored: the one table of formats (``pi2::DType`` of the core), which every list of names comes from.
+
+Files and arguments call a format by its name. Operators say ``float`` for all that torch has a dtype for, as the tensor
+itself says which (:mod:`torch_pi2.ops.dtypes`). Nothing here needs torch, so that commands can list what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Numbers of a quantised row that have a float16 scale in common.
+GROUP = 32
+_SCALE_BYTES = 2
+#: Of weights or activations: as they are.
+FLOAT = "float"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store a number.
+
+    Attributes:
+        name: in files and arguments; of floats also torch's. code: in stores and delegate blobs.
+        bits: of a number, without its group's scale. least, most: of the integers of a quantised format.
+    """
+
+    name: str
+    code: int
+    bits: int
+    least: int = 0
+    most: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        return self.most > 0
+
+    @property
+    def operand(self) -> str:
+        """What operators call it."""
+        return self.name if self.quantized else FLOAT
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a group's values, without its scale."""
+        return GROUP * self.bits // 8
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that a number takes, its share of the scale included: 4.5 for int4, 8.5 for int8."""
+        return self.bits + 8 * _SCALE_BYTES / GROUP if self.quantized else self.bits
+
+    def row_bytes(self, columns: int) -> int:
+        """Of a row of ``columns`` numbers; quantised, the last group is a whole one."""
+        groups = -(-columns // GROUP)
+        return groups * (self.group_bytes + _SCALE_BYTES) if self.quantized else columns * self.bits // 8
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        Format("float32", 0, 32),
+        Format("bfloat16", 1, 16),
+        Format("float16", 2, 16),
+        Format("int4", 4, 4, -8, 7),
+        Format("int8", 5, 8, -127, 127),
+    )
+}
+QUANTIZED = tuple(name for name, one in FORMATS.items() if one.quantized)
+FLOATS = tuple(name for name, one in FORMATS.items() if not one.quantized)
+#: What layers may see their inputs as: as they are, or rounded per group.
+ACTIVATIONS = (FLOAT, "int8")
+
+
+def row_bytes(name: str, columns: int) -> int:
+    """Bytes of a row of ``columns`` numbers in the format ``name``."""
+    return FORMATS[name].row_bytes(columns)

@@ -1,0 +1,32 @@
+"""Formats of floats (:mod:`torch_pi2.formats`) and torch's dtypes; and where tensors have to be."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_pi2.errors import DeviceError
+from torch_pi2.formats import FLOAT, FLOATS
+
+#: The dtypes that kernels have, by the name of the format.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``: what files and messages call it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def format_name(weights: str, dtype: torch.dtype) -> str:
+    """The format that an operator's ``weights`` over a tensor of ``dtype`` mean."""
+    return dtype_name(dtype) if weights == FLOAT else weights
+
+
+def check_on_cpu(what: str, device: torch.device) -> None:
+    """Raises DeviceError for weights that are elsewhere."""
+    if device.type != "cpu":
+        raise DeviceError(
+            what,
+            expected="cpu",
+            found=str(device),
+            fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
+        )

@@ -1,0 +1,90 @@
+"""``experts_ffn``: a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import ShapeError
+from torch_pi2.ops.call import arguments_of
+from torch_pi2.ops.predicted_ffn import predicted_ffn
+from torch_pi2.ops.sparse_ffn import ffn_output, sparse_ffn
+
+
+def experts_ffn(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    routing: torch.Tensor,
+    bundles: torch.Tensor,
+    predictor: list[torch.Tensor],
+    kind: str,
+    cuts: list[float],
+    predictor_weights: str,
+    predictor_int8_activations: bool,
+    activation: str,
+    activation_on_up: bool,
+    thresholds: list[float],
+    weights: str,
+    int8_activations: bool = False,
+) -> torch.Tensor:
+    """Each token's sum of what its experts compute, weighted by the router: ``x [T, H]`` -> ``[T, H]``.
+
+    Slots are added in order, in float32, and the sum is rounded to ``x``'s dtype once.
+
+    Args:
+        x: ``[T, H]`` float32, bfloat16 or float16.
+        index: int64 ``[T, k]``, the experts of each token, 0 to E - 1; E itself is no expert and adds nothing (what
+            expert parallelism makes of experts that are elsewhere).
+        routing: ``[T, k]``, what the router weighs them with, any of these dtypes.
+        bundles: ``[E, I, R, H]``, the bundles of every expert as in :func:`torch_pi2.ops.reference.sparse_ffn`; no
+            biases, and no neurons that are always computed.
+        predictor: tensors of :func:`torch_pi2.ops.reference.predicted_ffn`, each ``[E, ...]``; empty for ``kind``
+            ``none``, where every neuron is looked at.
+        cuts: E thresholds or margins of the predictors; empty for ``none``.
+        thresholds: E cuts on ``|act(gate)|``; empty: 0 for all.
+        The others: as in ``predicted_ffn``, the same for all experts.
+    """
+
+    def expert(e: int, x_H: torch.Tensor) -> torch.Tensor:
+        layer = (bundles[e], None, None, None)
+        threshold = thresholds[e] if thresholds else 0.0
+        settings: tuple[Any, ...] = (activation, activation_on_up, 0, threshold, weights, int8_activations)
+        if kind == "none":
+            return sparse_ffn(x_H, *layer, None, *settings)
+        tensors = [tensor[e] for tensor in predictor]
+        how: tuple[Any, ...] = (tensors, kind, cuts[e], predictor_weights, predictor_int8_activations)
+        return predicted_ffn(x_H, *layer, *how, *settings)
+
+    y_TH = x.new_zeros(x.shape, dtype=torch.float32)
+    for t in range(x.shape[0]):
+        for j in range(index.shape[1]):
+            e = int(index[t, j])
+            if e < bundles.shape[0]:
+                y_TH[t] += routing[t, j].float() * expert(e, x[t].float())
+    return y_TH.to(x.dtype)
+
+
+def fake(*args: Any) -> torch.Tensor:
+    call = arguments_of(experts_ffn, args)
+    if call.bundles.dim() != 4:
+        raise ShapeError(
+            "bundles",
+            expected="[experts, neurons, 3 or 2, hidden]",
+            found=str(tuple(call.bundles.shape)),
+            fix="Stack the bundles of all experts.",
+        )
+    check_routed(call.x, call.index, call.routing)
+    return ffn_output(call.x, call.bundles.flatten(0, 1), call.weights)
+
+
+def check_routed(x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> None:
+    """Raise unless there are experts and weights for every token of ``x``."""
+    for name, tensor in (("index", index), ("routing", routing)):
+        if x.dim() != 2 or tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape != index.shape:
+            raise ShapeError(
+                name,
+                expected="[tokens, slots], both alike, for x [tokens, hidden]",
+                found=f"{tuple(tensor.shape)} for x {tuple(x.shape)}",
+                fix="Pass the router's top k of these tokens.",
+            )

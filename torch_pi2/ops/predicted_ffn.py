@@ -1,0 +1,59 @@
+"""``predicted_ffn``: a prediction of neurons, and the layer with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_pi2.ops.call import arguments_of
+from torch_pi2.ops.predict_lowrank import predict_lowrank
+from torch_pi2.ops.predict_lowrank_q import predict_lowrank_q
+from torch_pi2.ops.predict_signbit import predict_signbit
+from torch_pi2.ops.sparse_ffn import ffn_output, sparse_ffn
+
+
+def predicted_ffn(
+    x: torch.Tensor,
+    bundles: torch.Tensor,
+    bias_gate: torch.Tensor | None,
+    bias_up: torch.Tensor | None,
+    bias_down: torch.Tensor | None,
+    predictor: list[torch.Tensor],
+    kind: str,
+    cut: float,
+    predictor_weights: str,
+    predictor_int8_activations: bool,
+    activation: str,
+    activation_on_up: bool,
+    n_hot: int,
+    threshold: float,
+    weights: str = "float",
+    int8_activations: bool = False,
+) -> torch.Tensor:
+    """A prediction and :func:`sparse_ffn` with it as ``active``, in one call.
+
+    Args:
+        predictor, kind: ``lowrank`` with ``[a, a_scale, b, b_scale]`` of :func:`predict_lowrank`, ``lowrank_q`` with
+            ``[a, b]`` of :func:`predict_lowrank_q`, either with a bias as last tensor if there is one; ``signbit`` with
+            ``[signs]`` of :func:`predict_signbit`.
+        cut: threshold of a low-rank predictor, margin of a sign-bit one.
+        predictor_weights, predictor_int8_activations: of ``lowrank_q``; others ignore them.
+    """
+    if kind == "signbit":
+        active = predict_signbit(x, predictor[0], x.shape[-1], cut)
+    elif kind == "lowrank":
+        a, a_scale, b, b_scale, *bias = predictor
+        active = predict_lowrank(x, a, a_scale, b, b_scale, bias[0] if bias else None, cut)
+    else:
+        a, b, *bias = predictor
+        active = predict_lowrank_q(
+            x, a, b, bias[0] if bias else None, predictor_weights, predictor_int8_activations, cut
+        )
+    layer = (active, activation, activation_on_up, n_hot, threshold, weights, int8_activations)
+    return sparse_ffn(x, bundles, bias_gate, bias_up, bias_down, *layer)
+
+
+def fake(*args: Any) -> torch.Tensor:
+    call = arguments_of(predicted_ffn, args)
+    return ffn_output(call.x, call.bundles, call.weights)

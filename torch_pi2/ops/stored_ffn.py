@@ -1,0 +1,50 @@
+"""``stored_ffn``: a feed-forward layer whose neurons are in a store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_pi2.ops.predicted_ffn import predicted_ffn
+from torch_pi2.ops.sparse_ffn import sparse_ffn
+
+
+def stored_ffn(
+    x: torch.Tensor,
+    reader: Any,
+    layer: int,
+    bias_gate: torch.Tensor | None,
+    bias_up: torch.Tensor | None,
+    bias_down: torch.Tensor | None,
+    predictor: list[torch.Tensor],
+    kind: str,
+    cut: float,
+    predictor_weights: str,
+    predictor_int8_activations: bool,
+    activation: str,
+    activation_on_up: bool,
+    n_hot: int,
+    threshold: float,
+    int8_activations: bool = False,
+) -> torch.Tensor:
+    """The feed-forward layer whose bundles are those of ``layer`` in a store: ``x [..., H]`` -> ``[..., H]``.
+
+    Which of them are in memory changes nothing, so this is ``predicted_ffn`` (for ``kind`` ``none``: ``sparse_ffn``
+    with every neuron) over what the reader gives.
+
+    Args:
+        reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
+        The others: see :func:`torch_pi2.ops.predicted_ffn`.
+    """
+    bundles = reader.as_computed(reader.read_layer(layer))
+    biases = (bias_gate, bias_up, bias_down)
+    settings: tuple[Any, ...] = (activation, activation_on_up, n_hot, threshold, reader.weights, int8_activations)
+    if kind == "none":
+        return sparse_ffn(x, bundles, *biases, None, *settings)
+    how: tuple[Any, ...] = (predictor, kind, cut, predictor_weights, predictor_int8_activations)
+    return predicted_ffn(x, bundles, *biases, *how, *settings)
+
+
+def fake(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty(x.shape)

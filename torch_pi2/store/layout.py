@@ -1,0 +1,102 @@
+"""What a neuron store has in it, in which order, and where (docs/FORMATS.md): whoever writes one writes it by this."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
+from torch_pi2.formats import row_bytes
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.store.slots import cluster_size, layer_entry
+from torch_pi2.store.storefile import STORE_FORMAT, STORE_VERSION, SUPERBLOCK, metadata_check
+from torch_pi2.store.superblock import PAGE, Superblock, hash_bytes, slot_bytes, superblock_bytes
+
+#: Stands in the header until all is written.
+_NO_CHECK = "0" * 8
+
+
+class Layout:
+    """Tensors in the order of the file, with padding so that the neurons of a layer, and each group, begin on pages.
+
+    Args:
+        plan: of the model. layers: of the store, and how many neurons of each are computed densely. kind: the
+            format of the neurons. groups: tensors that are copied as they are: plan, predictors and statistics,
+            then weights. cluster, align: as in :func:`torch_pi2.pack`; None: what suits the plan, and the neurons.
+
+    Attributes:
+        specs: all tensors. others: the names of those in ``groups``. slots: by layer, bytes from one to the next.
+        bundles: by layer, bytes of a neuron.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layers: Sequence[tuple[FFNSite, int]],
+        kind: str,
+        groups: Sequence[Mapping[str, Spec]],
+        cluster: int | None = None,
+        align: int | None = None,
+    ) -> None:
+        self._plan, self._layers, self._kind = plan, layers, kind
+        sites = [site for site, _ in layers]
+        self.bundles = {site.key: site.rows_per_neuron * row_bytes(kind, site.hidden) for site in sites}
+        self.cluster = cluster or cluster_size(plan, max(self.bundles.values()))
+        self.slots = {key: slot_bytes(self.cluster * size, align) for key, size in self.bundles.items()}
+        self.specs: dict[str, Spec] = {}
+        self.others: list[str] = []
+        self._paddings: list[str] = []
+        self._end = 0
+        self._add(SUPERBLOCK, superblock_bytes(len(sites)))
+        for site in sites:
+            self._to_page()
+            self._add(f"{site.key}.bundles", -(-site.intermediate // self.cluster), self.slots[site.key])
+        for site in sites:
+            self._add(f"{site.key}.checks", 4 * site.intermediate)
+        for group in groups:
+            names = in_file_order(group)
+            if names:
+                self._to_page()
+            for name in names:
+                self._put(name, group[name])
+            self.others += names
+
+    def _put(self, name: str, spec: Spec) -> None:
+        self.specs[name] = spec
+        self._end += spec.nbytes
+
+    def _add(self, name: str, *shape: int) -> None:
+        self._put(name, Spec(shape, torch.uint8))
+
+    def _to_page(self) -> None:
+        if self._end % PAGE:
+            self._paddings.append(f"pi2.padding.{len(self._paddings)}")
+            self._add(self._paddings[-1], -self._end % PAGE)
+
+    def metadata(self, weights: Mapping[str, str], provenance: str) -> dict[str, str]:
+        """Of the store, from that of a file of ``weights``; the checksums of ``others`` come when they are written."""
+        found = dict(weights) | {
+            "pi2_format": STORE_FORMAT,
+            "pi2_version": STORE_VERSION,
+            "layers": json.dumps([site.key for site, _ in self._layers]),
+            "orders_hash": self._plan.orders_hash,
+            "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
+            "provenance": provenance,
+        }
+        return found | {"metadata_check": metadata_check(found)}
+
+    def superblock(self, out: TensorWriter) -> Superblock:
+        """Of the file, now that ``out`` knows where everything is. Raises ValueError for a model hash that is none."""
+        entries = (
+            layer_entry(site, hot, self._kind, self.cluster, self.slots[site.key], out) for site, hot in self._layers
+        )
+        return Superblock(out.file_bytes, hash_bytes(self._plan.model_hash), tuple(entries))
+
+    def begin(self, out: TensorWriter, superblock: bytes) -> None:
+        """Write ``superblock``, and zeros where there is nothing."""
+        out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock), dtype=torch.uint8))
+        for name in self._paddings:
+            out.write(name, torch.zeros(self.specs[name].shape, dtype=torch.uint8))
