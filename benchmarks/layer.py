@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import add_activations, add_sizes, list_of
+from benchmarks.figures import spread, timed
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARES",
         help="shares of neurons computed, comma-separated (default: 0.02,0.05,0.1,0.2,0.5,1.0)",
     )
-    parser.add_argument("--weights", default="int4", choices=["int4", "int8", "bf16", "fp32"])
+    parser.add_argument("--weights", default="int4", choices=WEIGHTS)
     add_activations(parser)
     parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 8)")
 
@@ -66,13 +66,8 @@ def run(
     There are as many such layers, and linears, as fill ``memory_size`` bytes (at least 2), and every call takes the
     next one: what is read is in no cache, as in a model of many layers.
 
-    Args:
-        hidden, intermediate: H and I.
-        weights: ``int4``, ``int8``, ``bf16`` or ``fp32``.
-        active: shares of neurons, 0..1, drawn uniformly and anew each round: no locality.
-        activations: ``float`` or ``int8`` (lossy; quantised weights only).
-        rank: of the low-rank predictor, stored as int4 (default H / 8; only with quantised weights).
-        tokens: rows of x, all with the same active neurons.
+    Args: the options of the same names; active neurons are drawn uniformly and anew each round, the same for all
+        ``tokens``: no locality. There is a predictor, stored as int4, only with quantised weights.
 
     Returns:
         ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many bundles), ``bound_ms``, ``of_bound``
@@ -133,7 +128,7 @@ def run(
         # also drives the predictor out of the cache
         cases["linear read"] = lambda _: torch.ops.pi2.read_bundles(next(rows), None)
         cases["predictor"] = lambda _: torch.ops.pi2.predict_lowrank_q(x_TH, a, b, None, "int4", int8, 0.0)
-    samples = _alternate(cases, rounds)
+    samples = timed(cases, rounds, _WARMUP)
     median = {name: statistics.median(values) for name, values in samples.items()}
     streams = [median[name] for name in median if name.startswith("stream")]
     stream_ms = statistics.median(streams)
@@ -163,7 +158,7 @@ def run(
             "gb_per_s": round(linear, 2),
             "read_gb_per_s": round(plain, 2),
             "of_read": round(linear / plain, 3),
-            "spread_ms": _spread(samples["linear"]),
+            "spread_ms": spread(samples["linear"], 4),
         }
         result |= {
             "rank": rank,
@@ -226,19 +221,6 @@ def _several(make: _Maker, rows: int, columns: int, memory_size: int) -> list[to
     return list(make.rows(rows * max(2, memory_size // one), columns).split(rows))
 
 
-def _alternate(cases: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each case in every kept round, cases in turn."""
-    samples: dict[str, list[float]] = {name: [] for name in cases}
-    with torch.inference_mode():
-        for i in range(rounds + _WARMUP):
-            for name, case in cases.items():
-                started = time.perf_counter()
-                case(i)
-                if i >= _WARMUP:
-                    samples[name].append((time.perf_counter() - started) * 1e3)
-    return samples
-
-
 def _share(
     share: float,
     median: dict[str, float],
@@ -258,12 +240,8 @@ def _share(
         "of_bound": round(ms / bound, 3),
         "touched_gb_per_s": round(count * bundle_bytes / ms / 1e6, 2),
         "gather_gb_per_s": round(count * bundle_bytes / gather_ms / 1e6, 2),
-        "spread_ms": _spread(samples[f"ffn {share}"]),
+        "spread_ms": spread(samples[f"ffn {share}"], 4),
     }
-
-
-def _spread(values: Sequence[float]) -> list[float]:
-    return [round(min(values), 4), round(max(values), 4)]
 
 
 def render(result: dict[str, Any]) -> str:
