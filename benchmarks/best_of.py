@@ -24,7 +24,7 @@ from benchmarks.arguments import add_planning, add_source
 from benchmarks.figures import alternate, at_least, label, medians, over, shown, spread
 from benchmarks.plan_model import Source, every_cold, find_folder
 from benchmarks.subject import Subject, check_share
-from benchmarks.timed_steps import PROMPT, watched
+from benchmarks.timed_steps import PROMPT
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.adapt import engine_of, follow
@@ -83,7 +83,7 @@ def run(
     """
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.planner.misses import ReplayMisses
-    from torch_pi2.planner.shape import ModelShape
+    from torch_pi2.planner.model_shape import ModelShape
     from torch_pi2.planner.solve import solve
 
     load_library()
@@ -96,7 +96,7 @@ def run(
     # for keys and values of one sequence: with more of them the plan makes the cache smaller
     room = source.budget(ffn_in_memory, context, OffloadConfig()).total if stored else None
     model = source.whole() if room is None else source.over_store(room, context, OffloadConfig())
-    stats, about = source.statistics(model, batches, watched)
+    stats, about = source.statistics(model, batches)
     planned = ModelShape.of(model, stats, every_cold(source.own, stats), compiled=compiled)
     misses = ReplayMisses(source.accesses(model, sequences), planned) if stored else None
     solved = solve(planned, profile, budget_bytes=room, batches=batches, context=context, misses=misses)

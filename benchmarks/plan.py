@@ -23,7 +23,7 @@ from benchmarks.arguments import add_planning, add_source, list_of
 from benchmarks.figures import alternate, at_least, known, label, medians, over, shown, spread
 from benchmarks.plan_model import Shuffled, Source, every_cold, find_folder
 from benchmarks.subject import Subject, check_share
-from benchmarks.timed_steps import PROMPT, Round, Steps, watched
+from benchmarks.timed_steps import PROMPT, Round, Steps
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
@@ -219,7 +219,7 @@ def _plans(
 
 
 def _shape(settings: _Settings, model: Any, stats: ActivationStats) -> Any:
-    from torch_pi2.planner.shape import ModelShape
+    from torch_pi2.planner.model_shape import ModelShape
 
     return ModelShape.of(model, stats, every_cold(settings.source.own, stats), compiled=settings.compiled)
 
@@ -237,7 +237,7 @@ def _follow(model: Any, plan: HardwarePlan, batch: int) -> None:
 def _in_memory(settings: _Settings) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows, and what they are of. One model, whose plan is switched before each round."""
     model = settings.source.whole()
-    stats, about = settings.source.statistics(model, settings.counted, watched)
+    stats, about = settings.source.statistics(model, settings.counted)
     shape = _shape(settings, model, stats)
     other = Shuffled(model, settings.seed) if "random" in settings.planners else None
     rows: list[dict[str, Any]] = []
@@ -293,7 +293,7 @@ def _over_store(settings: _Settings) -> tuple[list[dict[str, Any]], dict[str, An
 
     source, most = settings.source, max(settings.batches) * settings.context
     model = source.over_store(source.budget(settings.share, most, OffloadConfig()).total, most, OffloadConfig())
-    stats, about = source.statistics(model, settings.counted, watched)
+    stats, about = source.statistics(model, settings.counted)
     shape = _shape(settings, model, stats)
     misses = ReplayMisses(source.accesses(model, max(settings.batches)), shape)
     told = {"subject": Subject.of(model, source.folder), "statistics": about}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.eval.token_source import TEXT_BYTES, Tokens, tokens_of
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe.accesses import Accesses, record_accesses
+from torch_pi2.observe.watched import watched_stats
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.config import Config
@@ -227,7 +228,7 @@ class Source:
         """Of ``split`` ``train`` for what plans are made of, ``heldout`` for what is timed: never the same."""
         return tokens_of(model, self.folder, split, sequences, seed, self._trust)
 
-    def statistics(self, model: Any, batches: Sequence[int], watched: Watched) -> tuple[ActivationStats, str]:
+    def statistics(self, model: Any, batches: Sequence[int]) -> tuple[ActivationStats, str]:
         """How often neurons fire at each batch size, measured once and kept in ``WORK``; and what they are of."""
         path = WORK / f"{self._mark}-{self.activations}-{self.seed}.stats.safetensors"
         about = f"{STATISTICS} steps at batch {', '.join(map(str, batches))}"
@@ -235,13 +236,8 @@ class Source:
             stats = ActivationStats.load(path, model_hash=self.own.model_hash)
             if stats.made_by.get("bench plan") == about:
                 return stats, about
-        fed = [(size, self.tokens(model, "train", size, self.seed + 1).draw(PROMPT + STATISTICS)) for size in batches]
-
-        def run() -> None:
-            for size, ids_BT in fed:
-                Steps(model, size, ids_BT[:, :PROMPT], STATISTICS).run(ids_BT[:, PROMPT:])
-
-        stats = watched(model, batches, run)
+        ids_BT = self.tokens(model, "train", max(batches), self.seed + 1).draw(1 + STATISTICS)
+        stats = watched_stats(model, batches, tokens=STATISTICS, ids=ids_BT)
         stats.made_by["bench plan"] = about
         stats.save(path)
         return stats, about
@@ -260,10 +256,6 @@ class Source:
             with record_accesses(model, path):
                 steps.run(ids_1T[:, PROMPT:])
         return Accesses.load(path)
-
-
-#: Model, batch sizes and what runs it -> what was counted.
-Watched = Callable[[Any, Sequence[int], Callable[[], None]], ActivationStats]
 
 
 class Shuffled:

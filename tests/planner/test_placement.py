@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.planner.placement import Tier, _fit, least_neurons, place
+from torch_pi2.planner.accelerator import Tier, _fit, least_neurons, place
 
 FLASH = Tier("flash", 1.0)
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.base.fields import shown
+from torch_pi2.base.units import percent as percent
+from torch_pi2.base.units import size as size
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError, Pi2Error
 from torch_pi2.spec.config import ACTIVATIONS, METHODS, QUANTIZATIONS, WEIGHTS, Config
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors
     from torch_pi2.spec.stats import ActivationStats
 
-#: Characters taken from one place of a file of the standard library.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -273,16 +274,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers)).rstrip()
 
     return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, body)])
-
-
-def percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{100 * share:.{digits}f} %"
-
-
-def size(count: float) -> str:
-    """Bytes for people: 812 B, 4.2 KB, 1.3 MB (powers of 1000)."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -13,7 +13,7 @@ from torch_pi2.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
-    from torch_pi2.planner.shape import ModelShape
+    from torch_pi2.planner.model_shape import ModelShape
     from torch_pi2.spec.machine_plan import HardwarePlan
     from torch_pi2.spec.plan import Plan
     from torch_pi2.spec.stats import ActivationStats
@@ -26,7 +26,7 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     """The plan that ``args`` ask for, written to ``--out``; what is predicted, beside what simple plans would take."""
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.planner.baselines import KINDS, fixed_plan
-    from torch_pi2.planner.machine import check_recall, free, with_hardware
+    from torch_pi2.planner.for_machine import check_recall, free, with_hardware
 
     hardware = find_hardware(args.hardware)
     _check_store(args)
@@ -34,7 +34,7 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     model, plan, shape = _subject(args, stats)
     base, first, first_shape = free(plan), plan, None
     if live is not None and before is not None:
-        from torch_pi2.planner.shape import ModelShape
+        from torch_pi2.planner.model_shape import ModelShape
 
         if _is_ours(args):
             first_shape = ModelShape.of(model, before, base, compiled=not args.eager)
@@ -111,7 +111,7 @@ def _check_store(args: argparse.Namespace) -> None:
 def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
     """Arguments of :func:`torch_pi2.planner.solve.solve` and ``fixed_plan``."""
     from torch_pi2.base.units import parse_bytes
-    from torch_pi2.planner.task import BATCHES
+    from torch_pi2.planner.request import BATCHES
 
     how: dict[str, Any] = {
         "budget_bytes": None if args.budget is None else parse_bytes(args.budget),
@@ -120,7 +120,7 @@ def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
         "context": args.context or 1024,
     }
     if args.accesses is not None:
-        from torch_pi2.planner.machine import replayed
+        from torch_pi2.planner.for_machine import replayed
 
         if args.budget is None:
             raise ConfigError(
@@ -152,8 +152,8 @@ def _statistics(args: argparse.Namespace) -> tuple[ActivationStats | None, Activ
 
 def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan, ModelShape]:
     """An optimised model, its plan, and its shape with ``stats``, if no neuron need be hot."""
-    from torch_pi2.planner.machine import free
-    from torch_pi2.planner.shape import ModelShape
+    from torch_pi2.planner.for_machine import free
+    from torch_pi2.planner.model_shape import ModelShape
 
     folder = Path(args.model)
     if _is_ours(args):
@@ -318,6 +318,8 @@ def moved(before: Plan, after: Plan) -> dict[str, Any]:
 
 def render_machine(result: dict[str, Any]) -> str:
     """Predicted steps by batch size, and what the optimum gains."""
+    from torch_pi2.planner import explain
+
     about, buckets = result["hardware"], result["buckets"]
     parts = [part for part in buckets[0]["ms"] if any(bucket["ms"].get(part, 0) >= 5e-4 for bucket in buckets)]
     gains = list(buckets[0]["gain"])
@@ -340,22 +342,8 @@ def render_machine(result: dict[str, Any]) -> str:
     head = f"{about['planner']} for {about['name']} ({about['source']}), {budget}, {about['context']} tokens each"
     gained = "\npredicted; the last columns: how many times as long a step of simple plans takes" if gains else ""
     shown = f"{head}:\n{common.table(header, rows)}{gained}"
-    return "\n".join([shown, *(_render_explained(run) for run in result.get("explained", ()))])
-
-
-def _render_explained(run: dict[str, Any]) -> str:
-    rows = [
-        (row["part"], f"{row['predicted_ms']:.3f}", f"{row['measured_ms']:.3f}", _ratio(row["ratio"]))
-        for row in run["parts"]
-    ]
-    rows.append(
-        ("step", f"{run['predicted_total_ms']:.3f}", f"{run['measured_total_ms']:.3f}", _ratio(1 / run["ratio"]))
-    )
-    return f"batch {run['batch']}, as it ran:\n{common.table(('part', 'predicted ms', 'measured ms', 'ratio'), rows)}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    explained = (f"batch {run['batch']}, as it ran:\n{explain.render(run)}" for run in result.get("explained", ()))
+    return "\n".join([shown, *explained])
 
 
 def render_moved(found: dict[str, Any]) -> str:

@@ -14,8 +14,8 @@ import torch
 from torch_pi2.errors import ConfigError
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.ops import load
-from torch_pi2.planner.curve import expert_use, predicted_share
-from torch_pi2.planner.shape import LayerShape, ModelShape
+from torch_pi2.planner.layer_cost import expert_use, predicted_share
+from torch_pi2.planner.model_shape import LayerShape, ModelShape
 
 #: Counts by layer.
 Counts = Sequence[int]
@@ -104,7 +104,7 @@ class FrequencyMisses:
 def _wanted_slots(layer: LayerShape, batch: int, hot: int, first: int) -> np.ndarray:
     """Float64 ``[slots]``: share of steps in which any neuron of the slot is read."""
     use, tokens = expert_use(layer, batch)
-    share_I: np.ndarray = layer.kept(("predicted", tokens), lambda: predicted_share(layer, tokens)).copy()
+    share_I = predicted_share(layer, tokens).copy()
     share_I[:hot] = 1
     share_I[:first] = 0
     if layer.cluster > 1:
