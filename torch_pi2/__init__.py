@@ -56,7 +56,7 @@ _FROM = {
     "observe.accesses": ("record_accesses",),
     "observe.trace": ("trace",),
     "observe.watch": ("watch",),
-    "planner.machine": ("plan_for",),
+    "planner.for_machine": ("plan_for",),
     "spec.config": ("Config",),
     "spec.offload": ("OffloadConfig",),
 }

@@ -199,6 +199,18 @@ def _arguments(args: argparse.Namespace) -> dict[str, bool]:
     return {"trust_remote_code": args.trust_remote_code, "local_files_only": not args.allow_download}
 
 
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of ``args``, for a function that calls them the same."""
+    return {name: getattr(args, name) for name in names}
+
+
+def calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:
+    """Settings, the dense model, its tokenizer, and as much text as the settings ask for."""
+    config = config_of(args)
+    model, tokenizer = load_dense(args), load_tokenizer(args)
+    return config, model, tokenizer, text_of(args, tokenizer, config.calibration_tokens)
+
+
 def dtype_of(args: argparse.Namespace) -> Any:
     import torch
 

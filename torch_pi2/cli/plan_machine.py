@@ -1,4 +1,4 @@
-"""What ``torch-pi2 plan`` does for a machine: planning, comparing plans, and showing what is predicted."""
+"""``torch-pi2 plan --hardware``: a plan for a machine, and what is predicted of it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from torch_pi2.spec.stats import ActivationStats
 
 
-# --- planning for a machine ---
-
-
 def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     """The plan that ``args`` ask for, written to ``--out``; what is predicted, beside what simple plans would take."""
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.planner.baselines import KINDS, fixed_plan
+    from torch_pi2.planner.diff import moved
     from torch_pi2.planner.for_machine import check_recall, free, with_hardware
 
     hardware = find_hardware(args.hardware)
@@ -281,41 +279,6 @@ def _buckets(plan: HardwarePlan, others: Mapping[str, HardwarePlan]) -> list[dic
     return rows
 
 
-# --- comparing ---
-
-
-def difference(a: Path, b: Path) -> dict[str, Any]:
-    """What differs between the plans of two folders (of a plan, or with ``pi2/`` in it)."""
-    from torch_pi2.planner.diff import diff
-
-    return {"a": str(a), "b": str(b), **diff(_plan_of(a), _plan_of(b))}
-
-
-def _plan_of(folder: Path) -> Plan:
-    from torch_pi2.store.parts import Parts
-
-    folder = folder.parent if folder.name == "plan.json" else folder
-    with Parts(folder / "pi2" if (folder / "pi2").is_dir() else folder) as parts:
-        return parts.plan()
-
-
-def moved(before: Plan, after: Plan) -> dict[str, Any]:
-    """Of the hot neurons of ``before`` (at the smallest batch), those that ``after`` no longer has, by layer."""
-    rows: list[dict[str, Any]] = []
-    for index, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
-        counts = [
-            y.n_hot if p.hardware is None else p.hardware.buckets[0].hot[index]
-            for p, y in ((before, old), (after, new))
-        ]
-        first, second = (set(y.order[:n].tolist()) for y, n in zip((old, new), counts, strict=True))
-        rows.append({"key": old.site.key, "hot": len(first), "gone": len(first - second), "new": len(second - first)})
-    hot = sum(row["hot"] for row in rows)
-    return {"share": sum(row["gone"] for row in rows) / hot if hot else 0.0, "layers": rows}
-
-
-# --- text ---
-
-
 def render_machine(result: dict[str, Any]) -> str:
     """Predicted steps by batch size, and what the optimum gains."""
     from torch_pi2.planner import explain
@@ -344,46 +307,3 @@ def render_machine(result: dict[str, Any]) -> str:
     shown = f"{head}:\n{common.table(header, rows)}{gained}"
     explained = (f"batch {run['batch']}, as it ran:\n{explain.render(run)}" for run in result.get("explained", ()))
     return "\n".join([shown, *explained])
-
-
-def render_moved(found: dict[str, Any]) -> str:
-    planned = found.get("planned", found)
-    share = f"; {common.percent(found['share'])} have drifted beyond chance" if "planned" in found else ""
-    stay = "; the order of neurons stays (only torch-pi2 optimize changes it)" if found.get("orders_stay") else ""
-    return f"of the hot neurons before, {common.percent(planned['share'])} no longer are{share}{stay}"
-
-
-def render_difference(result: dict[str, Any]) -> str:
-    """Tables of what differs; one line if nothing does."""
-    names = f"A = {result['a']}, B = {result['b']}"
-    if result["same"]:
-        return f"no difference: {names}"
-    shown = [names]
-    if result["facts"]:
-        shown.append(
-            common.table(("", "A", "B"), [(name, *map(_short, both)) for name, both in result["facts"].items()])
-        )
-    for where, layers in [("", result["layers"])] + [
-        (f"batch {b['batch']}, ", b.get("layers", ())) for b in result["buckets"]
-    ]:
-        fields = list(dict.fromkeys(name for layer in layers for name in layer if name != "key"))
-        if fields:
-            cells = [[layer["key"], *(_both(layer.get(name)) for name in fields)] for layer in layers]
-            shown.append(common.table((f"{where}layer", *fields), cells))
-    rows = [
-        (f"batch {b['batch']}", _both(b.get("bucket")), _both(b.get("cache_bytes")), _both(b.get("ms")))
-        for b in result["buckets"]
-        if b.keys() & {"bucket", "cache_bytes", "ms"}
-    ]
-    if rows:
-        shown.append(common.table(("", "is there", "cache bytes", "predicted ms"), rows))
-    return "\n".join(shown)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _both(values: Any) -> str:
-    return "" if values is None else " -> ".join(_short(value) for value in values)
