@@ -19,13 +19,12 @@ from benchmarks.figures import spread, timed
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
+from torch_pi2.measure.weights import FLOATS, Weights
 from torch_pi2.ops import load
-from torch_pi2.ops.rows import GROUP, row_bytes
+from torch_pi2.ops.rows import row_bytes
 
 WEIGHTS = ("int4", "int8", "bf16", "fp32")
-_FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: Numbers made at a time.
-_CHUNK_NUMBERS = 1 << 22
+_FLOATS = {"bf16": "bfloat16", "fp32": "float32"}
 #: Rounds thrown away.
 _WARMUP = 2
 #: Bytes over which layers, and linears, are spread: caches hold a good part of one layer.
@@ -82,12 +81,12 @@ def run(
     load()
     generator = torch.Generator().manual_seed(seed)
     quantised, int8 = weights not in _FLOATS, activations == "int8"
-    make = _Maker(weights, generator)
-    layers = _several(make, 3 * intermediate, hidden, memory_size)
+    kind = _FLOATS.get(weights, weights)
+    layers = _several(kind, 3 * intermediate, hidden, memory_size)
     bundles = cycle([rows.unflatten(0, (intermediate, 3)) for rows in layers])
     layer_bytes = layers[0].nbytes
     x_TH = torch.randn(tokens, hidden, generator=generator)
-    x_TH = x_TH if quantised else x_TH.to(_FLOATS[weights])
+    x_TH = x_TH if quantised else x_TH.to(FLOATS[kind])
     settings = (weights, int8) if quantised else ("float", False)
 
     def sets(share: float) -> list[torch.Tensor]:
@@ -120,10 +119,10 @@ def run(
         )
     linear_rows = max(1, min(_LINEAR_BYTES, memory_size // 2) // row_bytes("int8", hidden))
     if quantised:
-        linears = _several(make, linear_rows, hidden, memory_size)
+        linears = _several(kind, linear_rows, hidden, memory_size)
         rows = cycle(linears)
         rank = rank or max(1, hidden // 8)
-        a, b = make.rows(rank, hidden, "int4"), make.rows(intermediate, rank, "int4")
+        a, b = _random("int4", rank, hidden), _random("int4", intermediate, rank)
         cases["linear"] = lambda _: torch.ops.pi2.linear(x_TH, next(rows), None, weights, int8)
         # also drives the predictor out of the cache
         cases["linear read"] = lambda _: torch.ops.pi2.read_bundles(next(rows), None)
@@ -192,33 +191,16 @@ def _check(
             raise ConfigError(name, expected=expected, found=str(found), fix="Choose another value.")
 
 
-class _Maker:
-    """Random matrices, made piece by piece: memory stays that of the result."""
-
-    def __init__(self, weights: str, generator: torch.Generator) -> None:
-        self._weights, self._generator = weights, generator
-
-    def rows(self, rows: int, columns: int, weights: str | None = None) -> torch.Tensor:
-        """``[rows, columns]`` in a float dtype, or ``[rows, row_bytes]`` uint8: random integers, one scale."""
-        weights = weights or self._weights
-        dtype = _FLOATS.get(weights)
-        out = torch.empty((rows, columns if dtype else row_bytes(weights, columns)), dtype=dtype or torch.uint8)
-        torch.ops.pi2.advise_huge_pages(out)
-        scale = torch.tensor(columns**-0.5 / (4.6 if weights == "int4" else 74), dtype=torch.float16)
-        for part in out.split(max(1, _CHUNK_NUMBERS // columns)):
-            if dtype:
-                part.copy_(torch.randn(part.shape, generator=self._generator) * columns**-0.5)
-            else:
-                words = torch.empty(-(-part.numel() // 8), dtype=torch.int64).random_(generator=self._generator)
-                part.view(-1).copy_(words.view(torch.uint8)[: part.numel()])
-                part[:, -2 * -(-columns // GROUP) :] = scale.repeat(-(-columns // GROUP)).view(torch.uint8)
-        return out
+def _random(kind: str, rows: int, columns: int) -> torch.Tensor:
+    """``[rows, columns]`` of a float type, or ``[rows, row_bytes]`` uint8."""
+    size = FLOATS[kind].itemsize * columns if kind in FLOATS else row_bytes(kind, columns)
+    return Weights(rows * size).fill(kind, columns).rows(rows)
 
 
-def _several(make: _Maker, rows: int, columns: int, memory_size: int) -> list[torch.Tensor]:
+def _several(kind: str, rows: int, columns: int, memory_size: int) -> list[torch.Tensor]:
     """Matrices of ``rows`` each, at least 2, that fill ``memory_size`` bytes."""
-    one = make.rows(1, columns).nbytes * rows
-    return list(make.rows(rows * max(2, memory_size // one), columns).split(rows))
+    one = _random(kind, 1, columns).nbytes * rows
+    return list(_random(kind, rows * max(2, memory_size // one), columns).split(rows))
 
 
 def _share(

@@ -11,9 +11,6 @@ from typing import Any
 from benchmarks import cap
 from benchmarks.peer import Round, serve
 
-#: Kind of a layer's work in ``torch.ops.pi2.timings``.
-_FFN = 2
-
 
 def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     """``settings``: threads; folder, budget (bytes), offload (fields of OffloadConfig), activations, context, compiled,
@@ -37,6 +34,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     from benchmarks.subject import Subject
     from torch_pi2.base import process as machine
     from torch_pi2.decode.decode import Decoder
+    from torch_pi2.observe import timings
     from torch_pi2.observe.trace import trace
     from torch_pi2.ops import load as load_library
     from torch_pi2.spec.offload import OffloadConfig
@@ -71,7 +69,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         prompt_s, prompt_stats = time.perf_counter() - started, store.stats()
         inputs_T11 = [drawn(1) for _ in range(tokens)]
         store.stats(reset=True)
-        torch.ops.pi2.timings(True)
+        timings.read()
         disk, step_s = cap.read_bytes(), []
         recorded = trace(settings["trace"]) if settings["trace"] and not prompt else None
         if recorded:
@@ -86,7 +84,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
             "prompt_stats": prompt_stats,
             "step_s": step_s,
             "stats": store.stats(),
-            "ffn_s": sum(row[4] for row in torch.ops.pi2.timings(True).tolist() if row[0] == _FFN) / 1e9,
+            "ffn_s": timings.milliseconds(timings.read(), timings.FFN) / 1e3,
             "disk_bytes": None if disk is None or after is None else after - disk,
             "peak_rss_bytes": machine.peak_rss_bytes(),
         }
