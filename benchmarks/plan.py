@@ -245,43 +245,33 @@ def _in_memory(settings: _Settings) -> tuple[list[dict[str, Any]], dict[str, Any
     for batch in settings.batches:
         tokens = settings.draw(model, batch)
         case = _Case(settings, "whole", batch, _plans(settings, shape, batch))
-        case.alternate(_Switching(settings, model, other, case.plans, batch, tokens.draw(PROMPT)), tokens)
+        case.alternate(_switching(settings, model, other, case.plans, batch, tokens.draw(PROMPT)), tokens)
         rows, drawn = [*rows, case.row()], tokens.about
     return rows, {"subject": Subject.of(model, settings.source.folder), "statistics": about, "tokens": drawn}
 
 
-class _Switching:
+def _switching(
+    settings: _Settings,
+    model: Any,
+    other: Shuffled | None,
+    plans: Mapping[str, HardwarePlan],
+    batch: int,
+    prompt_BT: torch.Tensor,
+) -> Callable[[str, torch.Tensor], Round]:
     """Rounds of one model that follows one plan after another."""
+    steps: dict[str, Steps] = {}  # the same for all; compiled each its own, made while its plan is in place
 
-    def __init__(
-        self,
-        settings: _Settings,
-        model: Any,
-        other: Shuffled | None,
-        plans: Mapping[str, HardwarePlan],
-        batch: int,
-        prompt_BT: torch.Tensor,
-    ) -> None:
-        self._settings, self._model, self._other, self._plans = settings, model, other, plans
-        self._batch, self._prompt_BT = batch, prompt_BT
-        self._steps: dict[str, Steps] = {}
+    def run_round(name: str, ids_BT: torch.Tensor) -> Round:
+        if other is not None:
+            other.put(name == "random")
+        _follow(model, plans[name], batch)
+        key = name if settings.compiled else ""
+        if key not in steps:
+            steps[key] = Steps(model, batch, prompt_BT, settings.tokens, compiled=settings.compiled)
+        steps[key].run(ids_BT[:, :_WARM_UP])
+        return steps[key].run(ids_BT, _ROUND_S)
 
-    def __call__(self, name: str, ids_BT: torch.Tensor) -> Round:
-        if self._other is not None:
-            self._other.put(name == "random")
-        _follow(self._model, self._plans[name], self._batch)
-        steps = self._ready(name)
-        steps.run(ids_BT[:, :_WARM_UP])
-        return steps.run(ids_BT, _ROUND_S)
-
-    def _ready(self, name: str) -> Steps:
-        """The same for all; compiled each its own, made while its plan is in place."""
-        compiled = self._settings.compiled
-        key = name if compiled else ""
-        if key not in self._steps:
-            made = Steps(self._model, self._batch, self._prompt_BT, self._settings.tokens, compiled=compiled)
-            self._steps[key] = made
-        return self._steps[key]
+    return run_round
 
 
 # --- a share of them, the rest in a store ---

@@ -22,19 +22,10 @@ EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors -
 
 _PLANNERS = ("optimum", "greedy", "all-hot", "all-cold", "random")
 #: Options that say something about a machine, and mean nothing without one.
-_OF_MACHINE = {
-    "budget": "--budget",
-    "accelerator_memory": "--accelerator-memory",
-    "context": "--context",
-    "batches": "--batches",
-    "min_recall": "--min-recall",
-    "one_boundary": "--one-boundary",
-    "clusters": "--clusters",
-    "accesses": "--accesses",
-    "planner": "--planner",
-    "explain": "--explain",
-    "measure_run": "--measure-run",
-}
+_OF_MACHINE = (
+    *("budget", "accelerator_memory", "context", "batches", "min_recall", "one_boundary", "clusters"),
+    *("accesses", "planner", "explain", "measure_run"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +97,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check(args: argparse.Namespace) -> None:
     ours = (Path(args.model) / "pi2").is_dir()
-    given = [option for name, option in _OF_MACHINE.items() if getattr(args, name) is not None]
+    given = [f"--{name.replace('_', '-')}" for name in _OF_MACHINE if getattr(args, name) is not None]
     if args.hardware is None and (given or ours):
         raise ConfigError(
             given[0] if given else f"planning {args.model} anew",

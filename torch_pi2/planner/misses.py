@@ -225,10 +225,8 @@ class ReplayMisses:
 
 def _decoding(accesses: Accesses) -> list[list[tuple[int, np.ndarray]]]:
     """Decoding passes over the layers: (layer, row of bits) of each call."""
-    row_bytes = np.array([(layer.neurons + 7) // 8 for layer in accesses.stored])
     numbers, streamed, bits = accesses.layers.numpy(), accesses.streamed.numpy(), accesses.wanted.numpy()
-    sizes = row_bytes[numbers] * (1 + streamed.astype(np.int64))
-    starts = np.concatenate(([0], np.cumsum(sizes)))[:-1]
+    starts, sizes = [0, *accesses.ends.tolist()], accesses.row_bytes.tolist()
     passes: list[list[tuple[int, np.ndarray]]] = []
     prompts: set[int] = set()
     last = len(accesses.stored)
@@ -238,7 +236,7 @@ def _decoding(accesses: Accesses) -> list[list[tuple[int, np.ndarray]]]:
         last = number
         if streamed[call]:
             prompts.add(len(passes) - 1)
-        passes[-1].append((number, bits[starts[call] : starts[call] + row_bytes[number]]))
+        passes[-1].append((number, bits[starts[call] : starts[call] + sizes[call]]))
     return [calls for i, calls in enumerate(passes) if i not in prompts]
 
 

@@ -6,7 +6,7 @@
   time differs by less than 1 %, of which the fewest hot are taken; and for the most frequent neurons being hot, as in
   the first plan, if that takes less than 2 % longer: predictions are not that exact.
 * With an accelerator of limited memory, shared by all batch sizes, counts of all layers are chosen together by an
-  integer program over the same times (:func:`torch_pi2.planner.accelerator.choose`), beside PowerInfer's (``place``).
+  integer program over the same times (:func:`torch_pi2.planner.accelerator.choose`), beside the most frequent ones.
 * Over a store layers share the cache. Candidates come from prices of a read and of a slot of the cache, the same
   whatever the budget, and from the simple plans (:mod:`torch_pi2.planner.baselines`); each is predicted as a whole, and
   the best is taken. So it is never slower than the simple plans, nor than with a smaller budget, in the model's own
