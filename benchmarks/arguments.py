@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
@@ -25,6 +26,27 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=common.positive, default=1, metavar="T")
     parser.add_argument("--rounds", type=common.positive, default=15, metavar="N")
     parser.add_argument("--seed", type=common.seed, default=0)
+
+
+def add_source(parser: argparse.ArgumentParser, folder: str, shape: str) -> None:
+    """``--folder`` or ``--shape``; ``folder``: what it holds. ``shape``: which is taken where neither is given."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--folder", type=Path, metavar="DIR", help=folder)
+    source.add_argument("--shape", help=f"synthetic, made in work/bench if it is not there (default: {shape})")
+
+
+def add_planning(parser: argparse.ArgumentParser) -> None:
+    """Of a model that is planned and loaded in several forms."""
+    add = parser.add_argument
+    add("--activations", choices=["float", "int8"], help="int8 is lossy (default: int8 if the weights are quantised)")
+    add(
+        "--hardware",
+        default="measured",
+        metavar="NAME",
+        help="profile to plan for: measured (torch-pi2 doctor --measure), a preset or a file",
+    )
+    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
+    add("--seed", type=common.seed, default=0)
 
 
 def add_activations(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from benchmarks.arguments import add_planning, add_source
+from benchmarks.figures import alternate, at_least, label, medians, over, shown, spread
 from benchmarks.plan_model import Source, every_cold, find_folder
 from benchmarks.subject import Subject, check_share
-from benchmarks.timed_steps import PROMPT, watched
+from benchmarks.timed_steps import PROMPT
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.adapt import engine_of, follow
 from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.errors import ConfigError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.handle import store_of
@@ -46,23 +47,13 @@ _WARM_UP, _WARM_UP_STORE = 1, 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--folder", type=Path, metavar="DIR", help="optimised model (with --ffn-in-memory: is packed)")
-    source.add_argument("--shape", help="synthetic, made in work/bench if it is not there (default: llama-1b)")
+    add_source(parser, "optimised model (with --ffn-in-memory: is packed)", "llama-1b")
     add("--sequences", type=common.positive, default=4, metavar="N", help="at the start")
     add("--every", type=common.positive, default=4, metavar="STEPS", help="after so many one sequence ends")
     add("--rounds", type=common.positive, default=5, metavar="N", help="of each plan, in alternation")
     add("--ffn-in-memory", type=float, default=1.0, metavar="SHARE", help="of the neurons' bytes; 1: no store")
-    add(
-        "--hardware",
-        default="measured",
-        metavar="NAME",
-        help="profile to plan for: measured (torch-pi2 doctor --measure), a preset or a file",
-    )
-    add("--activations", choices=["float", "int8"], help="int8 is lossy (default: int8 if the weights are quantised)")
+    add_planning(parser)
     add("--compiled", action="store_true", help="compile a step for each plan and number of sequences")
-    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
-    add("--seed", type=common.seed, default=0)
 
 
 def run(
@@ -81,14 +72,7 @@ def run(
 ) -> dict[str, Any]:
     """Plan a model for this machine and :func:`measure` it on torch's current number of threads.
 
-    Args:
-        shape, folder: see :func:`~benchmarks.plan_model.find_folder`.
-        sequences: at the start. every: steps after which one ends. rounds: of each plan.
-        ffn_in_memory: share of the neurons' bytes that have room, the rest in a store; 1: no store.
-        hardware: profile that plans are made for: a name that ``find_hardware`` knows, or a profile.
-        activations: ``float``, or ``int8`` (lossy; the default where weights are quantised).
-        compiled: compile a step for each plan and number of sequences; else Python around every layer is in all.
-        seed: of what is synthetic, and of tokens.
+    Args: the options of the same names.
 
     Returns:
         What :func:`measure` does, what it is of, machine and versions.
@@ -99,7 +83,7 @@ def run(
     """
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.planner.misses import ReplayMisses
-    from torch_pi2.planner.shape import ModelShape
+    from torch_pi2.planner.model_shape import ModelShape
     from torch_pi2.planner.solve import solve
 
     load_library()
@@ -112,7 +96,7 @@ def run(
     # for keys and values of one sequence: with more of them the plan makes the cache smaller
     room = source.budget(ffn_in_memory, context, OffloadConfig()).total if stored else None
     model = source.whole() if room is None else source.over_store(room, context, OffloadConfig())
-    stats, about = source.statistics(model, batches, watched)
+    stats, about = source.statistics(model, batches)
     planned = ModelShape.of(model, stats, every_cold(source.own, stats), compiled=compiled)
     misses = ReplayMisses(source.accesses(model, sequences), planned) if stored else None
     solved = solve(planned, profile, budget_bytes=room, batches=batches, context=context, misses=misses)
@@ -147,9 +131,8 @@ def run(
 
 
 def _check(sequences: int, every: int, rounds: int, ffn_in_memory: float) -> None:
-    for name, value, least in (("sequences", sequences, 2), ("every", every, 1), ("rounds", rounds, 1)):
-        if value < least:
-            raise ConfigError(name, expected=f"{least} or more", found=str(value), fix="Choose a larger number.")
+    at_least(2, sequences=sequences)
+    at_least(1, every=every, rounds=rounds)
     check_share(ffn_in_memory)
 
 
@@ -199,13 +182,8 @@ def measure(
     timed = {name: _Timed(models[name], plans[name], sequences, every, drawn[0].shape[1], compiled) for name in names}
     over_store = any(store_of(model) is not None for model in models.values())
     warm_up = _WARM_UP_STORE if over_store else _WARM_UP
-    kept: dict[str, list[_Round]] = {name: [] for name in names}
-    for index in range(warm_up + rounds):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
-            measured = timed[name].round(drawn[index])
-            if index >= warm_up:
-                kept[name].append(measured)
+    found = alternate(names, warm_up + rounds, lambda name, index: timed[name].round(drawn[index]))
+    kept = {name: rounds_of[warm_up:] for name, rounds_of in found.items()}
     batches = [_at(batch, kept, plans, models) for batch in range(sequences, 0, -1)]
     total = sum(range(1, sequences + 1)) * every
     whole = {name: [total / r.whole_s for r in kept[name]] for name in names}
@@ -276,12 +254,10 @@ def _at(
 
 
 def _rates(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    others = [name for name in rates if name != FOLLOWS]
-    over = {name: [a / b for a, b in zip(rates[FOLLOWS], rates[name], strict=True)] for name in others}
     return {
-        "tokens_per_s": {name: round(statistics.median(values), 3) for name, values in rates.items()},
-        "spread": {name: [round(min(values), 3), round(max(values), 3)] for name, values in rates.items()},
-        "over": {name: round(statistics.median(values), 4) for name, values in over.items()},
+        "tokens_per_s": medians(rates),
+        "spread": {name: spread(values) for name, values in rates.items()},
+        "over": medians(over(rates, FOLLOWS), 4),
     }
 
 
@@ -303,13 +279,13 @@ def render(result: dict[str, Any]) -> str:
         (
             r.get("batch", "all"),
             *(f"{r['tokens_per_s'][name]:.2f}" for name in names),
-            _number(r.get("predicted_tokens_per_s"), "{:.2f}".format),
+            shown(r.get("predicted_tokens_per_s"), "{:.2f}".format),
             *(f"{r['over'][name]:.3f}" for name in names[1:]),
             *(common.percent(r["hot"][name]) if "hot" in r else "" for name in names),
         )
         for r in [*result["batches"], result["whole"]]
     ]
-    over, hot = (f"/ {name}" for name in names[1:]), (f"hot, {name}" for name in names)
+    ratios, hot = (f"/ {name}" for name in names[1:]), (f"hot, {name}" for name in names)
     switch = result["switch"]
     share = result["ffn_in_memory"]
     lines = [
@@ -317,16 +293,11 @@ def render(result: dict[str, Any]) -> str:
         f"{'compiled steps' if result['compiled'] else 'eager steps, Python in all'}, "
         f"{'all' if share == 1 else common.percent(share)} of the neurons in memory, "
         f"for hardware {result['hardware']['name']} ({result['hardware']['source']})",
-        common.table(("sequences", *names, "predicted", *over, *hot), rows),
+        common.table(("sequences", *names, "predicted", *ratios, *hot), rows),
         f"tokens/s, medians of {result['rounds']} rounds; one of {result['sequences']} sequences ends every "
         f"{result['every']} steps; / is how many times as fast the plan that follows is",
         f"a change of plan takes {switch['ms']:.3f} ms (at most {switch['most_ms']:.3f}), "
         f"{common.percent(switch['of_a_step'], 2)} of a step (at most {common.percent(switch['most_of_a_step'], 2)})",
         f"tokens: {result['tokens']}; the plan is made of others ({result['statistics']})",
     ]
-    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
-    return "\n".join([*lines, label])
-
-
-def _number(value: float | None, text: Callable[[float], str]) -> str:
-    return "" if value is None else text(value)
+    return "\n".join([*lines, label(result)])

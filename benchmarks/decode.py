@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks import traffic
 from benchmarks.arguments import add_activations, list_of
+from benchmarks.figures import at_least, known, label, medians, spread
 from benchmarks.gguf import write_gguf
 from benchmarks.memory import BYTES, Memory
 from benchmarks.peer import Peer
@@ -25,7 +26,6 @@ from benchmarks.subject import Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.errors import ConfigError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe import attention, counters, timings
 from torch_pi2.ops import load as load_library
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="peers",
         action="append",
         default=[],
-        choices=["llama.cpp", "torch"],
+        choices=PEERS,
         help="another engine on the same shape, in alternation: llama.cpp (Q4_0) or torch (dense, bfloat16, compiled)",
     )
     add("--seed", type=common.seed, default=0)
@@ -91,14 +91,9 @@ def run(
 ) -> dict[str, Any]:
     """Make (or take) a synthetic model, load it, and :func:`measure` it on torch's current number of threads.
 
-    Args:
-        shape, weights, active: as :func:`torch_pi2.synthetic` (default: mistral-7b, int4, 0.1). Where ``folder`` is
-            there already it decides, and None is whatever it has.
-        activations: ``float``, or ``int8`` (lossy).
+    Args: the options of the same names, and
         folder: where the model is or shall be (default ``work/bench/<shape>-<weights>-<active>``), synthetic or real;
             llama.cpp's file, random weights of the same sizes, is written beside it.
-        peers: names in ``PEERS``.
-        seed: of the synthetic model, and of prompts.
 
     Returns:
         What :func:`measure` does; ``shape`` and ``weights`` of the loaded model, and as ``synthetic`` its label, or
@@ -148,17 +143,8 @@ def run(
 
 
 def _check(prompt: int, tokens: int, rounds: int, batch: Sequence[int], peers: Sequence[str]) -> None:
-    for name, value in {
-        "prompt": prompt,
-        "tokens": tokens,
-        "rounds": rounds,
-        "batch": min(batch, default=0),
-    }.items():
-        if value < 1:
-            raise ConfigError(name, expected="1 or more", found=str(value), fix="Choose a larger number.")
-    for peer in peers:
-        if peer not in PEERS:
-            raise ConfigError("peer", expected=" or ".join(PEERS), found=peer, fix="Choose one of them.")
+    at_least(1, prompt=prompt, tokens=tokens, rounds=rounds, batch=min(batch, default=0))
+    known("peer", peers, PEERS)
 
 
 def measure(
@@ -232,13 +218,13 @@ def measure(
         "compiled": compiled,
         "cpp_wrapper": cpp_wrapper,
         **main,
-        **{name: round(statistics.median(values), 3) for name, values in plain.items()},
+        **medians(plain),
         "peak_rss_bytes": peak,
         "batches": batches,
         "peers": against,
         **machine.describe(),
     }
-    result["spread"] |= {name: _spread(values) for name, values in plain.items()}
+    result["spread"] |= {name: spread(values) for name, values in plain.items()}
     if ours[0].batch == 1:
         parts = ours[0].bytes_by_part()
         total = sum(parts.values())
@@ -312,10 +298,10 @@ class _Ours:
         return {
             "batch": self.batch,
             "rounds_kept": len(self.kept),
-            **{name: round(statistics.median(values), 3) for name, values in rates.items()},
+            **medians(rates),
             "active_share": round(self.active_share(), 4),
             "firing_share": round(total["down_rows"] / total["neurons"], 4) if total["neurons"] else 0.0,
-            "spread": {name: _spread(values) for name, values in rates.items()},
+            "spread": {name: spread(values) for name, values in rates.items()},
         }
 
     def bytes_by_part(self) -> dict[str, int]:
@@ -372,16 +358,12 @@ def _alternate(
         ratio = "ratio" if name == "tokens_per_s" else "prompt_ratio"
         measured[ratio] = [a / b for a, b in zip(ours_by_round[first:], measured[name])]
     return {
-        **{name: round(statistics.median(values), 3) for name, values in measured.items()},
+        **medians(measured),
         "peak_rss_bytes": max(r["peak_rss_bytes"] for r in theirs),
         "major_faults": sum(r.get("major_faults", 0) for r in theirs),
         "about": peer.about,
-        "spread": {name: _spread(values) for name, values in measured.items()},
+        "spread": {name: spread(values) for name, values in measured.items()},
     }
-
-
-def _spread(values: Sequence[float]) -> list[float]:
-    return [round(min(values), 3), round(max(values), 3)]
 
 
 def render(result: dict[str, Any]) -> str:
@@ -419,5 +401,4 @@ def render(result: dict[str, Any]) -> str:
             f"{name}: {peer['tokens_per_s']:.2f} tokens/s, prompt {peer['prompt_tokens_per_s']:.1f}; "
             f"ours is {peer['ratio']:.2f} times as fast ({low:.2f} to {high:.2f}), prompt {peer['prompt_ratio']:.2f}"
         )
-    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
-    return "\n".join([*lines, label])
+    return "\n".join([*lines, label(result)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.arguments import add_sizes
+from benchmarks.figures import spread, timed
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load
@@ -51,13 +51,8 @@ def run(
 ) -> dict[str, Any]:
     """Time one gated (SwiGLU) layer on torch's current number of threads.
 
-    Args:
-        hidden, intermediate: H and I.
-        active: share of neurons computed in the sparse case, 0..1, drawn uniformly per token: no locality.
-        dtype: ``fp32``, ``bf16`` or ``fp16`` weights and activations.
-        tokens: rows of x.
-        rank: hidden size of the low-rank predictor (default H / 16).
-        rounds: alternating rounds; the first two are warm-up on top.
+    Args: the options of the same names; active neurons are drawn uniformly per token (no locality), and two rounds of
+        warm-up come on top.
 
     Returns:
         A dict with, in milliseconds, ``dense_ms`` (the same core, every neuron computed), ``torch_ms`` (eager
@@ -123,14 +118,7 @@ def run(
         "exact_gate_ms": lambda i: ffn(0, None, "relu"),
         "predict_ms": lambda i: torch.ops.pi2.predict_lowrank(x_TH, a_rH, a_scale, b_Ir, b_scale, None, 0.0),
     }
-    samples: dict[str, list[float]] = {name: [] for name in cases}
-    with torch.inference_mode():
-        for i in range(rounds + 2):
-            for name, case in cases.items():
-                start = time.perf_counter()
-                case(i)
-                if i >= 2:
-                    samples[name].append((time.perf_counter() - start) * 1e3)
+    samples = timed(cases, rounds)
     median = {name: statistics.median(values) for name, values in samples.items()}
     bundle_bytes = bundles_IRH[0].numel() * bundles_IRH.element_size()
     touched = statistics.median(len(i) for i in ids) * bundle_bytes
@@ -157,7 +145,7 @@ def run(
         "sparse_over_dense": round(median["sparse_ms"] / median["dense_ms"], 4),
         "sparse_over_torch": round(median["sparse_ms"] / median["torch_ms"], 4),
         "touched_over_gather": round(gb_per_s["touched_gb_per_s"] / gb_per_s["gather_gb_per_s"], 4),
-        "spread": {name: [round(min(values), 4), round(max(values), 4)] for name, values in samples.items()},
+        "spread": {name: spread(values, 4) for name, values in samples.items()},
     }
 
 

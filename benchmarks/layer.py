@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
@@ -16,16 +15,17 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import add_activations, add_sizes, list_of
+from benchmarks.figures import spread, timed
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import GROUP, row_bytes
+from torch_pi2.formats import row_bytes
+from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
+from torch_pi2.ops.dtypes import DTYPES
 
 WEIGHTS = ("int4", "int8", "bf16", "fp32")
-_FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: Numbers made at a time.
-_CHUNK_NUMBERS = 1 << 22
+_FLOATS = {"bf16": "bfloat16", "fp32": "float32"}
 #: Rounds thrown away.
 _WARMUP = 2
 #: Bytes over which layers, and linears, are spread: caches hold a good part of one layer.
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARES",
         help="shares of neurons computed, comma-separated (default: 0.02,0.05,0.1,0.2,0.5,1.0)",
     )
-    parser.add_argument("--weights", default="int4", choices=["int4", "int8", "bf16", "fp32"])
+    parser.add_argument("--weights", default="int4", choices=WEIGHTS)
     add_activations(parser)
     parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 8)")
 
@@ -66,13 +66,8 @@ def run(
     There are as many such layers, and linears, as fill ``memory_size`` bytes (at least 2), and every call takes the
     next one: what is read is in no cache, as in a model of many layers.
 
-    Args:
-        hidden, intermediate: H and I.
-        weights: ``int4``, ``int8``, ``bf16`` or ``fp32``.
-        active: shares of neurons, 0..1, drawn uniformly and anew each round: no locality.
-        activations: ``float`` or ``int8`` (lossy; quantised weights only).
-        rank: of the low-rank predictor, stored as int4 (default H / 8; only with quantised weights).
-        tokens: rows of x, all with the same active neurons.
+    Args: the options of the same names; active neurons are drawn uniformly and anew each round, the same for all
+        ``tokens``: no locality. There is a predictor, stored as int4, only with quantised weights.
 
     Returns:
         ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many bundles), ``bound_ms``, ``of_bound``
@@ -87,12 +82,12 @@ def run(
     load()
     generator = torch.Generator().manual_seed(seed)
     quantised, int8 = weights not in _FLOATS, activations == "int8"
-    make = _Maker(weights, generator)
-    layers = _several(make, 3 * intermediate, hidden, memory_size)
+    kind = _FLOATS.get(weights, weights)
+    layers = _several(kind, 3 * intermediate, hidden, memory_size)
     bundles = cycle([rows.unflatten(0, (intermediate, 3)) for rows in layers])
     layer_bytes = layers[0].nbytes
     x_TH = torch.randn(tokens, hidden, generator=generator)
-    x_TH = x_TH if quantised else x_TH.to(_FLOATS[weights])
+    x_TH = x_TH if quantised else x_TH.to(DTYPES[kind])
     settings = (weights, int8) if quantised else ("float", False)
 
     def sets(share: float) -> list[torch.Tensor]:
@@ -125,15 +120,15 @@ def run(
         )
     linear_rows = max(1, min(_LINEAR_BYTES, memory_size // 2) // row_bytes("int8", hidden))
     if quantised:
-        linears = _several(make, linear_rows, hidden, memory_size)
+        linears = _several(kind, linear_rows, hidden, memory_size)
         rows = cycle(linears)
         rank = rank or max(1, hidden // 8)
-        a, b = make.rows(rank, hidden, "int4"), make.rows(intermediate, rank, "int4")
+        a, b = _random("int4", rank, hidden), _random("int4", intermediate, rank)
         cases["linear"] = lambda _: torch.ops.pi2.linear(x_TH, next(rows), None, weights, int8)
         # also drives the predictor out of the cache
         cases["linear read"] = lambda _: torch.ops.pi2.read_bundles(next(rows), None)
         cases["predictor"] = lambda _: torch.ops.pi2.predict_lowrank_q(x_TH, a, b, None, "int4", int8, 0.0)
-    samples = _alternate(cases, rounds)
+    samples = timed(cases, rounds, _WARMUP)
     median = {name: statistics.median(values) for name, values in samples.items()}
     streams = [median[name] for name in median if name.startswith("stream")]
     stream_ms = statistics.median(streams)
@@ -163,7 +158,7 @@ def run(
             "gb_per_s": round(linear, 2),
             "read_gb_per_s": round(plain, 2),
             "of_read": round(linear / plain, 3),
-            "spread_ms": _spread(samples["linear"]),
+            "spread_ms": spread(samples["linear"], 4),
         }
         result |= {
             "rank": rank,
@@ -197,46 +192,16 @@ def _check(
             raise ConfigError(name, expected=expected, found=str(found), fix="Choose another value.")
 
 
-class _Maker:
-    """Random matrices, made piece by piece: memory stays that of the result."""
-
-    def __init__(self, weights: str, generator: torch.Generator) -> None:
-        self._weights, self._generator = weights, generator
-
-    def rows(self, rows: int, columns: int, weights: str | None = None) -> torch.Tensor:
-        """``[rows, columns]`` in a float dtype, or ``[rows, row_bytes]`` uint8: random integers, one scale."""
-        weights = weights or self._weights
-        dtype = _FLOATS.get(weights)
-        out = torch.empty((rows, columns if dtype else row_bytes(weights, columns)), dtype=dtype or torch.uint8)
-        torch.ops.pi2.advise_huge_pages(out)
-        scale = torch.tensor(columns**-0.5 / (4.6 if weights == "int4" else 74), dtype=torch.float16)
-        for part in out.split(max(1, _CHUNK_NUMBERS // columns)):
-            if dtype:
-                part.copy_(torch.randn(part.shape, generator=self._generator) * columns**-0.5)
-            else:
-                words = torch.empty(-(-part.numel() // 8), dtype=torch.int64).random_(generator=self._generator)
-                part.view(-1).copy_(words.view(torch.uint8)[: part.numel()])
-                part[:, -2 * -(-columns // GROUP) :] = scale.repeat(-(-columns // GROUP)).view(torch.uint8)
-        return out
+def _random(kind: str, rows: int, columns: int) -> torch.Tensor:
+    """``[rows, columns]`` of a float type, or ``[rows, row_bytes]`` uint8."""
+    size = row_bytes(kind, columns)
+    return Weights(rows * size).fill(kind, columns).rows(rows)
 
 
-def _several(make: _Maker, rows: int, columns: int, memory_size: int) -> list[torch.Tensor]:
+def _several(kind: str, rows: int, columns: int, memory_size: int) -> list[torch.Tensor]:
     """Matrices of ``rows`` each, at least 2, that fill ``memory_size`` bytes."""
-    one = make.rows(1, columns).nbytes * rows
-    return list(make.rows(rows * max(2, memory_size // one), columns).split(rows))
-
-
-def _alternate(cases: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each case in every kept round, cases in turn."""
-    samples: dict[str, list[float]] = {name: [] for name in cases}
-    with torch.inference_mode():
-        for i in range(rounds + _WARMUP):
-            for name, case in cases.items():
-                started = time.perf_counter()
-                case(i)
-                if i >= _WARMUP:
-                    samples[name].append((time.perf_counter() - started) * 1e3)
-    return samples
+    one = _random(kind, 1, columns).nbytes * rows
+    return list(_random(kind, rows * max(2, memory_size // one), columns).split(rows))
 
 
 def _share(
@@ -258,12 +223,8 @@ def _share(
         "of_bound": round(ms / bound, 3),
         "touched_gb_per_s": round(count * bundle_bytes / ms / 1e6, 2),
         "gather_gb_per_s": round(count * bundle_bytes / gather_ms / 1e6, 2),
-        "spread_ms": _spread(samples[f"ffn {share}"]),
+        "spread_ms": spread(samples[f"ffn {share}"], 4),
     }
-
-
-def _spread(values: Sequence[float]) -> list[float]:
-    return [round(min(values), 4), round(max(values), 4)]
 
 
 def render(result: dict[str, Any]) -> str:

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from benchmarks import cap
-from benchmarks.arguments import list_of
+from benchmarks.arguments import add_source, list_of
+from benchmarks.figures import at_least, known, label, spread
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer, PeerError
-from benchmarks.subject import check_share
+from benchmarks.subject import bytes_of, check_one, check_share, synthetic_store, with_room_for_all
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
-from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
 from torch_pi2.machine.device import find_device
 from torch_pi2.observe.trace import check_path
@@ -36,21 +36,14 @@ from torch_pi2.store.budget import Budget
 from torch_pi2.store.firing import TOPIC_TOKENS
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.storefile import STORE_FILE, StoreReader
+from torch_pi2.store.storefile import STORE_FILE
 
 _log = logging.getLogger("torch_pi2")
 
-PEERS = ("llama.cpp",)
+PEERS, ENGINES = ("llama.cpp",), ("auto", "pread", "io_uring")
 STREAMS = {
     "topics": f"drawn at random, of one topic for {TOPIC_TOKENS} tokens on average: the locality of LLM in a flash",
     "independent": "drawn at random, independent: no locality but frequency",
-}
-#: Shapes in which another share of neurons fires than 10 %: 15 % of each expert's in TurboSparse-Mixtral; a quarter of
-#: SmallThinker's, whose gates are all computed and whose experts are evenly used.
-FIRING: dict[str, dict[str, Any]] = {
-    "mixtral-8x7b": {"active": 0.15},
-    "mixtral-8x7b-quarter": {"active": 0.15},
-    "smallthinker-4b": {"active": 0.25, "predictor": None, "locality": 0.0},
 }
 #: For recording a trace, and for writing it.
 TRACE_BYTES = 1 << 29
@@ -87,25 +80,23 @@ MODES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--folder", type=Path, metavar="DIR", help="with a neuron store (torch-pi2 pack)")
-    source.add_argument("--shape", help="synthetic, made in work/bench if it is not there (default: mistral-7b)")
+    add_source(parser, "with a neuron store (torch-pi2 pack)", "mistral-7b")
     add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, 0..1")
     add(
         "--modes",
         type=list_of(str),
-        default=["mmap", "bundle", "cache", "pipeline", "lookahead", "llm-in-a-flash"],
+        default=[*MODES],
         metavar="NAMES",
-        help="comma-separated (default: mmap,bundle,cache,pipeline,lookahead,llm-in-a-flash)",
+        help=f"comma-separated (default: {','.join(MODES)})",
     )
     add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
     add("--rounds", type=common.positive, default=2, metavar="N")
     add("--prompt", type=int, default=0, metavar="N", help="tokens of prompts that are timed, too (default: none)")
-    add("--engine", choices=["auto", "pread", "io_uring"], default="auto", help="of all modes but mmap")
+    add("--engine", choices=ENGINES, default="auto", help="of all modes but mmap")
     add("--device", metavar="NAME", help="simulate reads of ufs-4.0, ufs-3.1, nvme or a JSON file (docs/DEVICES.md)")
     add(
         "--stream",
-        choices=["topics", "independent"],
+        choices=STREAMS,
         default="topics",
         help="tokens: of one topic for a while, as text is (default), or independent: the worst case",
     )
@@ -116,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="peers",
         action="append",
         default=[],
-        choices=["llama.cpp"],
+        choices=PEERS,
         help="on the same shape, mapped, under the same memory cap (needs cgroup v1 and permission)",
     )
     add("--trace", type=Path, metavar="FILE", help="what threads did in mode pipeline, for Perfetto (docs/TRACES.md)")
@@ -143,20 +134,12 @@ def run(
 ) -> dict[str, Any]:
     """Decode with each mode, on torch's current number of threads.
 
-    Args:
-        folder: with a neuron store (default ``work/bench/<shape>-store``, made if it is not there).
-        shape: of the synthetic model that is made (default mistral-7b).
-        ffn_in_memory: share of the neurons' bytes for which modes with a cache have room.
-        modes: names in ``MODES``.
-        tokens, rounds: of each mode, after a prompt and some tokens of warm-up.
-        prompt: tokens of prompts that are timed when decoding is over (as many as ``rounds``, after one more that is
-            not); 0: none.
-        engine: of all modes but ``mmap``. device: that reads are as slow as (docs/DEVICES.md): then figures are
-            simulated, and ``mmap`` is left out. activations: ``int8`` (lossy) or ``float``.
-        peers: names in ``PEERS``. llama.cpp runs the same shape in Q4_0 mapped and not repacked.
-        trace: file for what threads do in the last round of ``pipeline`` (docs/TRACES.md). All its rounds are
-            recorded, in ``TRACE_BYTES`` of memory beside its cap: figures to look into, not to compare.
-        seed: of tokens and of what is synthetic.
+    Args: the options of the same names, and
+        prompt: they are as many as ``rounds``, timed when decoding is over, after one more that is not.
+        device: figures are simulated then, and ``mmap`` is left out.
+        peers: llama.cpp runs the same shape in Q4_0 mapped and not repacked.
+        trace: of the last round. All are recorded, in ``TRACE_BYTES`` of memory beside the mode's cap: figures to look
+            into, not to compare.
 
     Returns:
         ``modes``: by name ``tokens_per_s``, milliseconds of a token (``p50_ms``, ``p90_ms``, ``p99_ms``), bytes and
@@ -179,8 +162,7 @@ def run(
     if device is not None:
         modes = _simulated(device, modes, peers)
     _check(ffn_in_memory, modes, tokens, rounds, engine, stream, peers)
-    if prompt < 0:
-        raise ConfigError("prompt", expected="0 or more", found=str(prompt), fix="Choose a larger number.")
+    at_least(0, prompt=prompt)
     if trace is not None:
         _check_trace(trace, modes)
     folder = _store(folder, shape, seed)
@@ -292,19 +274,12 @@ def _check(
     stream: str,
     peers: Sequence[str],
 ) -> None:
-    for name, value in {"tokens": tokens, "rounds": rounds, "modes": len(modes)}.items():
-        if value < 1:
-            raise ConfigError(name, expected="1 or more", found=str(value), fix="Choose a larger number.")
+    at_least(1, tokens=tokens, rounds=rounds, modes=len(modes))
     check_share(ffn_in_memory)
-    for what, names, allowed in (
-        ("mode", modes, tuple(MODES)),
-        ("engine", [engine], ("auto", "pread", "io_uring")),
-        ("stream", [stream], STREAMS),
-        ("peer", peers, PEERS),
-    ):
-        for name in names:
-            if name not in allowed:
-                raise ConfigError(what, expected=" or ".join(allowed), found=name, fix="Choose one of them.")
+    known("mode", modes, MODES)
+    known("engine", [engine], ENGINES)
+    known("stream", [stream], STREAMS)
+    known("peer", peers, PEERS)
 
 
 def _check_trace(path: str | Path, modes: Sequence[str]) -> None:
@@ -320,14 +295,9 @@ def _check_trace(path: str | Path, modes: Sequence[str]) -> None:
 
 def _store(folder: str | Path | None, shape: str | None, seed: int) -> Path:
     """The folder with a store; made where none is named. Raises ConfigError, and what making it raises."""
-    import torch_pi2
-
+    check_one(folder, shape)
     if folder is not None:
         folder = Path(folder)
-        if shape is not None:
-            raise ConfigError(
-                "--shape with --folder", expected="one of them", found="both", fix="The folder has its own shape."
-            )
         if not (folder / PI2_FOLDER / STORE_FILE).is_file():
             raise ConfigError(
                 str(folder),
@@ -336,15 +306,7 @@ def _store(folder: str | Path | None, shape: str | None, seed: int) -> Path:
                 fix="Make one with `torch-pi2 pack`.",
             )
         return folder
-    shape = shape or "mistral-7b"
-    made = Path("work") / "bench" / f"{shape}-store"
-    if not (made / PI2_FOLDER / STORE_FILE).is_file():
-        firing = {"active": 0.1} | FIRING.get(shape, {})
-        source = made.with_name(f"{shape}-int4-{firing['active']:g}")
-        if not (source / PI2_FOLDER).is_dir():
-            torch_pi2.synthetic(source, shape, weights="int4", seed=seed, **firing)
-        torch_pi2.pack(source, made)
-    return made
+    return synthetic_store(shape or "mistral-7b", seed)
 
 
 class _Rooms:
@@ -365,23 +327,10 @@ class _Rooms:
 
     def budget(self, config: OffloadConfig, share: float) -> int:
         """Bytes for all that must stay in memory and ``share`` of the neurons."""
-        whole = self._divided(config)
-        return whole.smallest + whole.in_slots(math.floor(share * self._count) * whole.slot)
+        return bytes_of(self._divided(config), share)
 
     def _divided(self, config: OffloadConfig) -> Budget:
-        """With room for everything."""
-        with StoreReader(self._folder / PI2_FOLDER / STORE_FILE) as reader:
-            self._count = sum(entry.slots_in_file for entry in reader.entries)
-            return divide(
-                1 << 60,
-                reader,
-                self._plan,
-                self._predictors,
-                self.hf,
-                config=config,
-                context=self._context,
-                dtype=self.hf.dtype or reader.float_dtype or torch.float32,
-            )
+        return with_room_for_all(self._folder, self._plan, self._predictors, self.hf, config, self._context)
 
 
 def _base_rss(threads: int) -> int:
@@ -448,7 +397,7 @@ def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any
     rates = [len(r["step_s"]) / sum(r["step_s"]) for r in rounds]
     return {
         "tokens_per_s": round(statistics.median(rates), 3),
-        "spread": {"tokens_per_s": [round(min(rates), 3), round(max(rates), 3)]},
+        "spread": {"tokens_per_s": spread(rates)},
         **{f"p{p}_ms": round(_percentile(steps, p) * 1e3, 2) for p in (50, 90, 99)},
         "bytes_read_per_token": round(total["bytes_read"] / tokens),
         "disk_bytes_per_token": None if None in disk else round(sum(disk) / tokens),
@@ -468,7 +417,7 @@ def _prompts(rounds: Sequence[Mapping[str, Any]], tokens: int, threads: int, map
     seconds = sum(r["prompt_s"] for r in rounds)
     return {
         "prompt_tokens_per_s": round(statistics.median(rates), 2),
-        "prompt_spread": [round(min(rates), 2), round(max(rates), 2)],
+        "prompt_spread": spread(rates, 2),
         "prompt_bytes_read": round(statistics.median(s["bytes_read"] for s in stats)),
         "prompt_io_critical_share": None
         if mapped
@@ -565,5 +514,4 @@ def render(result: dict[str, Any]) -> str:
         if "prompt_tokens_per_s" in peer:
             ratio = f"; pipeline is {peer['prompt_ratio']:.2f} times as fast" if "prompt_ratio" in peer else ""
             lines.append(f"{name}, prompt: {peer['prompt_tokens_per_s']:.2f} tokens/s{ratio}")
-    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
-    return "\n".join([*lines, f"tokens {result['tokens']}; file {result['file']}", label])
+    return "\n".join([*lines, f"tokens {result['tokens']}; file {result['file']}", label(result)])

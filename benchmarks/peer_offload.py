@@ -11,9 +11,6 @@ from typing import Any
 from benchmarks import cap
 from benchmarks.peer import Round, serve
 
-#: Kind of a layer's work in ``torch.ops.pi2.timings``.
-_FFN = 2
-
 
 def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     """``settings``: threads; folder, budget (bytes), offload (fields of OffloadConfig), activations, context, compiled,
@@ -37,6 +34,8 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     from benchmarks.subject import Subject
     from torch_pi2.base import process as machine
     from torch_pi2.decode.decode import Decoder
+    from torch_pi2.observe import timings
+    from torch_pi2.observe.steps import timed_steps
     from torch_pi2.observe.trace import trace
     from torch_pi2.ops import load as load_library
     from torch_pi2.spec.offload import OffloadConfig
@@ -71,22 +70,18 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         prompt_s, prompt_stats = time.perf_counter() - started, store.stats()
         inputs_T11 = [drawn(1) for _ in range(tokens)]
         store.stats(reset=True)
-        torch.ops.pi2.timings(True)
-        disk, step_s = cap.read_bytes(), []
+        disk = cap.read_bytes()
         recorded = trace(settings["trace"]) if settings["trace"] and not prompt else None
         if recorded:
             recorded.start()
-        for next_11 in inputs_T11:
-            started = time.perf_counter()
-            decoder.step(next_11)
-            step_s.append(time.perf_counter() - started)
+        steps = [timed_steps(decoder, next_11) for next_11 in inputs_T11]
         after = cap.read_bytes()
         figures = {
             "prompt_s": prompt_s,
             "prompt_stats": prompt_stats,
-            "step_s": step_s,
+            "step_s": [step.seconds for step in steps],
             "stats": store.stats(),
-            "ffn_s": sum(row[4] for row in torch.ops.pi2.timings(True).tolist() if row[0] == _FFN) / 1e9,
+            "ffn_s": sum(step.ms(timings.FFN) for step in steps) / 1e3,
             "disk_bytes": None if disk is None or after is None else after - disk,
             "peak_rss_bytes": machine.peak_rss_bytes(),
         }

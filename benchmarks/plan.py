@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import cap
-from benchmarks.arguments import list_of
+from benchmarks.arguments import add_planning, add_source, list_of
+from benchmarks.figures import alternate, at_least, known, label, medians, over, shown, spread
 from benchmarks.plan_model import Shuffled, Source, every_cold, find_folder
 from benchmarks.subject import Subject, check_share
-from benchmarks.timed_steps import PROMPT, Round, Steps, watched
+from benchmarks.timed_steps import PROMPT, Round, Steps
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
@@ -52,34 +53,24 @@ _WATCHED = (1, 2, 4, 8, 16)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--folder", type=Path, metavar="DIR", help="optimised model, or a checkpoint to be optimised")
-    source.add_argument("--shape", help="synthetic, made in work/bench if it is not there (default: llama-1b)")
+    add_source(parser, "optimised model, or a checkpoint to be optimised", "llama-1b")
     add("--method", choices=["exact", "lowrank"], help="of a checkpoint that is optimised, once (default: lowrank)")
     add("--batch", type=list_of(common.positive), default=[1, 4, 16], metavar="B,...", help="default: 1,4,16")
-    add("--memory", type=list_of(str), default=["whole", "half"], metavar="NAMES", help="default: whole,half")
+    add("--memory", type=list_of(str), default=[*MEMORY], metavar="NAMES", help="default: whole,half")
     add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, for --memory half")
     add(
         "--planners",
         type=list_of(str),
-        default=["planned", "greedy", "all-hot", "all-cold", "random"],
+        default=[*PLANNERS],
         metavar="NAMES",
-        help="comma-separated (default: planned,greedy,all-hot,all-cold,random)",
+        help=f"comma-separated (default: {','.join(PLANNERS)})",
     )
     add("--tokens", type=common.positive, default=12, metavar="N", help="steps of a round, at most")
     add("--rounds", type=common.positive, default=5, metavar="N", help="of each planner in each case, in alternation")
-    add("--activations", choices=["float", "int8"], help="int8 is lossy (default: int8 if the weights are quantised)")
-    add(
-        "--hardware",
-        default="measured",
-        metavar="NAME",
-        help="profile to plan for: measured (torch-pi2 doctor --measure), a preset or a file",
-    )
+    add_planning(parser)
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--eager", action="store_true", help="Python around every layer, as much for all (default)")
     steps.add_argument("--compiled", action="store_true", help="compile a step for each planner and batch size")
-    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
-    add("--seed", type=common.seed, default=0)
 
 
 def run(
@@ -101,17 +92,7 @@ def run(
 ) -> dict[str, Any]:
     """Time every planner in every case, on torch's current number of threads.
 
-    Args:
-        shape, folder, method: see :func:`~benchmarks.plan_model.find_folder`.
-        batch: sequences decoded together, a case each. memory: names in ``MEMORY``.
-        ffn_in_memory: share of the neurons' bytes that have room in the cases called ``half``.
-        planners: names in ``PLANNERS``, ``planned`` among them.
-        tokens: steps of a round; fewer where they take longer than 6 seconds. rounds: of each planner in each case.
-        activations: ``float``, or ``int8`` (lossy; the default where weights are quantised).
-        hardware: profile that plans are made for: a name that ``find_hardware`` knows, or a profile.
-        compiled: compile every planner's step (a graph each); else Python around every layer is in all of them.
-        trust_remote_code: run modelling code in the folder.
-        seed: of what is synthetic, of tokens, and of the neurons that ``random`` takes.
+    Args: the options of the same names; ``planned`` is among ``planners``.
 
     Returns:
         ``rows``: by case ``memory``, ``batch``, ``tokens_per_s`` by planner, ``best`` (of the others),
@@ -171,15 +152,11 @@ def _check(
     tokens: int,
     rounds: int,
 ) -> None:
-    lengths = {"batch": min(batch, default=0), "memory": len(memory), "rounds": rounds}
-    for what, least, value in (("tokens", 2, tokens), *((what, 1, value) for what, value in lengths.items())):
-        if value < least:
-            raise ConfigError(what, expected=f"{least} or more", found=str(value), fix="Choose a larger number.")
+    at_least(2, tokens=tokens)
+    at_least(1, batch=min(batch, default=0), memory=len(memory), rounds=rounds)
     check_share(ffn_in_memory)
-    for what, names, allowed in (("memory", memory, MEMORY), ("planner", planners, PLANNERS)):
-        for name in names:
-            if name not in allowed:
-                raise ConfigError(what, expected=" or ".join(allowed), found=name, fix="Choose one of them.")
+    known("memory", memory, MEMORY)
+    known("planner", planners, PLANNERS)
     if PLANNED not in planners or len(set(planners)) < 2:
         raise ConfigError(
             "planners", expected=f"{PLANNED} and others", found=",".join(planners), fix="Add what is missing."
@@ -242,7 +219,7 @@ def _plans(
 
 
 def _shape(settings: _Settings, model: Any, stats: ActivationStats) -> Any:
-    from torch_pi2.planner.shape import ModelShape
+    from torch_pi2.planner.model_shape import ModelShape
 
     return ModelShape.of(model, stats, every_cold(settings.source.own, stats), compiled=settings.compiled)
 
@@ -260,7 +237,7 @@ def _follow(model: Any, plan: HardwarePlan, batch: int) -> None:
 def _in_memory(settings: _Settings) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows, and what they are of. One model, whose plan is switched before each round."""
     model = settings.source.whole()
-    stats, about = settings.source.statistics(model, settings.counted, watched)
+    stats, about = settings.source.statistics(model, settings.counted)
     shape = _shape(settings, model, stats)
     other = Shuffled(model, settings.seed) if "random" in settings.planners else None
     rows: list[dict[str, Any]] = []
@@ -268,43 +245,33 @@ def _in_memory(settings: _Settings) -> tuple[list[dict[str, Any]], dict[str, Any
     for batch in settings.batches:
         tokens = settings.draw(model, batch)
         case = _Case(settings, "whole", batch, _plans(settings, shape, batch))
-        case.alternate(_Switching(settings, model, other, case.plans, batch, tokens.draw(PROMPT)), tokens)
+        case.alternate(_switching(settings, model, other, case.plans, batch, tokens.draw(PROMPT)), tokens)
         rows, drawn = [*rows, case.row()], tokens.about
     return rows, {"subject": Subject.of(model, settings.source.folder), "statistics": about, "tokens": drawn}
 
 
-class _Switching:
+def _switching(
+    settings: _Settings,
+    model: Any,
+    other: Shuffled | None,
+    plans: Mapping[str, HardwarePlan],
+    batch: int,
+    prompt_BT: torch.Tensor,
+) -> Callable[[str, torch.Tensor], Round]:
     """Rounds of one model that follows one plan after another."""
+    steps: dict[str, Steps] = {}  # the same for all; compiled each its own, made while its plan is in place
 
-    def __init__(
-        self,
-        settings: _Settings,
-        model: Any,
-        other: Shuffled | None,
-        plans: Mapping[str, HardwarePlan],
-        batch: int,
-        prompt_BT: torch.Tensor,
-    ) -> None:
-        self._settings, self._model, self._other, self._plans = settings, model, other, plans
-        self._batch, self._prompt_BT = batch, prompt_BT
-        self._steps: dict[str, Steps] = {}
+    def run_round(name: str, ids_BT: torch.Tensor) -> Round:
+        if other is not None:
+            other.put(name == "random")
+        _follow(model, plans[name], batch)
+        key = name if settings.compiled else ""
+        if key not in steps:
+            steps[key] = Steps(model, batch, prompt_BT, settings.tokens, compiled=settings.compiled)
+        steps[key].run(ids_BT[:, :_WARM_UP])
+        return steps[key].run(ids_BT, _ROUND_S)
 
-    def __call__(self, name: str, ids_BT: torch.Tensor) -> Round:
-        if self._other is not None:
-            self._other.put(name == "random")
-        _follow(self._model, self._plans[name], self._batch)
-        steps = self._ready(name)
-        steps.run(ids_BT[:, :_WARM_UP])
-        return steps.run(ids_BT, _ROUND_S)
-
-    def _ready(self, name: str) -> Steps:
-        """The same for all; compiled each its own, made while its plan is in place."""
-        compiled = self._settings.compiled
-        key = name if compiled else ""
-        if key not in self._steps:
-            made = Steps(self._model, self._batch, self._prompt_BT, self._settings.tokens, compiled=compiled)
-            self._steps[key] = made
-        return self._steps[key]
+    return run_round
 
 
 # --- a share of them, the rest in a store ---
@@ -316,7 +283,7 @@ def _over_store(settings: _Settings) -> tuple[list[dict[str, Any]], dict[str, An
 
     source, most = settings.source, max(settings.batches) * settings.context
     model = source.over_store(source.budget(settings.share, most, OffloadConfig()).total, most, OffloadConfig())
-    stats, about = source.statistics(model, settings.counted, watched)
+    stats, about = source.statistics(model, settings.counted)
     shape = _shape(settings, model, stats)
     misses = ReplayMisses(source.accesses(model, max(settings.batches)), shape)
     told = {"subject": Subject.of(model, source.folder), "statistics": about}
@@ -414,33 +381,27 @@ class _Case:
 
     def alternate(self, run_round: Callable[[str, torch.Tensor], Round], tokens: Tokens) -> None:
         """All planners on the same tokens, then on others; each round begins with another planner."""
-        self.kept = {name: [] for name in self.timed}
-        for index in range(self.settings.rounds):
-            ids_BT = tokens.draw(self.settings.tokens)
-            first = index % len(self.timed)
-            for name in self.timed[first:] + self.timed[:first]:
-                self.kept[name].append(run_round(name, ids_BT))
+        drawn = [tokens.draw(self.settings.tokens) for _ in range(self.settings.rounds)]
+        self.kept = alternate(self.timed, len(drawn), lambda name, index: run_round(name, drawn[index]))
 
     def _rates(self, name: str) -> list[float]:
         return [self.batch * r.steps / r.seconds for r in self.kept[self.same.get(name, name)]]
 
     def row(self) -> dict[str, Any]:
         rates = {name: self._rates(name) for name in self.plans}
-        medians = {name: round(statistics.median(values), 3) for name, values in rates.items()}
-        others = [name for name in self.plans if name != PLANNED]
-        best = max(others, key=lambda name: statistics.median(rates[name]))
-        over = {name: [a / b for a, b in zip(rates[PLANNED], rates[name], strict=True)] for name in others}
+        found, ratios = medians(rates), over(rates, PLANNED)
+        best, planned_over = max(ratios, key=lambda name: statistics.median(rates[name])), medians(ratios, 4)
         return {
             "memory": self.memory,
             "ffn_in_memory": 1.0 if self.memory == "whole" else self.settings.share,
             "batch": self.batch,
             "budget_bytes": self.budget,
-            "tokens_per_s": medians,
+            "tokens_per_s": found,
             "best": best,
-            "planned_over_best": round(statistics.median(over[best]), 4),
-            "planned_over": {name: round(statistics.median(values), 4) for name, values in over.items()},
-            "spread": {name: _spread(values) for name, values in over.items()},
-            "planners": {name: self._planner(name, rates[name], medians[name]) for name in self.plans},
+            "planned_over_best": planned_over[best],
+            "planned_over": planned_over,
+            "spread": {name: spread(values, 4) for name, values in ratios.items()},
+            "planners": {name: self._planner(name, rates[name], found[name]) for name in self.plans},
         }
 
     def _planner(self, name: str, rates: Sequence[float], median: float) -> dict[str, Any]:
@@ -450,7 +411,7 @@ class _Case:
         parts = {part: round(statistics.median(r.ms[part] for r in rounds), 4) for part in rounds[0].ms}
         figures: dict[str, Any] = {
             "tokens_per_s": median,
-            "spread": _spread(rates),
+            "spread": spread(rates, 4),
             "predicted_tokens_per_s": None if predicted is None else round(predicted, 3),
             "predicted_over_measured": None if predicted is None else round(predicted / median, 3),
             "ms_per_step": parts,
@@ -509,10 +470,6 @@ def _hit_rate(rounds: Sequence[Round]) -> float | None:
     return total["hits"] / total["wanted"] if total["wanted"] else None
 
 
-def _spread(values: Sequence[float]) -> list[float]:
-    return [round(min(values), 4), round(max(values), 4)]
-
-
 def render(result: dict[str, Any]) -> str:
     names = list(result["rows"][0]["tokens_per_s"])
     header = ("memory", "batch", *names, "predicted", "hits", "best other", "planned / best")
@@ -521,8 +478,8 @@ def render(result: dict[str, Any]) -> str:
             r["memory"] if r["ffn_in_memory"] == 1 else f"{common.percent(r['ffn_in_memory'])} of neurons",
             r["batch"],
             *(_rate(r["planners"][name], f"{r['tokens_per_s'][name]:.2f}") for name in names),
-            _number(r["planners"]["planned"]["predicted_tokens_per_s"], "{:.2f}".format),
-            _number(r["planners"]["planned"].get("hit_rate"), common.percent),
+            shown(r["planners"]["planned"]["predicted_tokens_per_s"], "{:.2f}".format),
+            shown(r["planners"]["planned"].get("hit_rate"), common.percent),
             r["best"],
             "{:.3f} ({:.3f} to {:.3f})".format(r["planned_over_best"], *r["spread"][r["best"]]),
         )
@@ -537,12 +494,7 @@ def render(result: dict[str, Any]) -> str:
         "tokens/s, medians; = as another one, which made the same plan; predicted: of planned",
         f"tokens: {result['tokens']}; plans are made of others ({result['statistics']})",
     ]
-    label = f"(synthetic: {result['synthetic']})" if result["synthetic"] else "(a real model: speed only)"
-    return "\n".join([*lines, label])
-
-
-def _number(value: float | None, text: Callable[[float], str]) -> str:
-    return "" if value is None else text(value)
+    return "\n".join([*lines, label(result)])
 
 
 def _rate(planner: dict[str, Any], rate: str) -> str:

@@ -7,9 +7,8 @@ others to be first: in memory the layers' tensors are then taken in another orde
 from __future__ import annotations
 
 import hashlib
-import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.subject import WORK, bytes_of, check_one, synthetic_store, with_room_for_all
 from benchmarks.timed_steps import PROMPT, Steps
 from torch_pi2.base.tensorfile import new_tensor
-from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.token_source import TEXT_BYTES, Tokens, tokens_of
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe.accesses import Accesses, record_accesses
+from torch_pi2.observe.watched import watched_stats
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.config import Config
@@ -34,10 +34,8 @@ from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.budget import Budget
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.storefile import STORE_FILE, StoreReader, open_weights, weights_path
+from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
 
-#: Where folders are made and kept for the next time.
-WORK = Path("work") / "bench"
 #: Methods with which a float checkpoint is optimised.
 MADE = ("exact", "lowrank")
 #: Steps that statistics are of, at each batch size, and that a recording has for each sequence of the largest batch.
@@ -78,24 +76,13 @@ def find_folder(
     Raises:
         ConfigError: these contradict each other. Pi2Error: what making it raises.
     """
-    import torch_pi2
-
-    if folder is not None and shape is not None:
-        raise ConfigError(
-            "--shape with --folder", expected="one of them", found="both", fix="The folder has its own shape."
-        )
+    check_one(folder, shape)
     if folder is None:
         if method is not None:
             raise ConfigError(
                 f"--method {method}", expected="a --folder that is to be optimised", found="none", fix="Leave it out."
             )
-        made = WORK / f"{shape or 'llama-1b'}-store"  # as bench offload has it
-        if not (made / PI2_FOLDER / STORE_FILE).is_file():
-            source = made.with_name(f"{shape or 'llama-1b'}-int4-0.1")
-            if not (source / PI2_FOLDER).is_dir():
-                torch_pi2.synthetic(source, shape or "llama-1b", active=0.1, weights="int4", seed=seed)
-            torch_pi2.pack(source, made)
-        return made
+        return synthetic_store(shape or "llama-1b", seed)
     folder = Path(folder)
     if (folder / PI2_FOLDER).is_dir():
         if method is not None:
@@ -232,22 +219,17 @@ class Source:
 
     def budget(self, share: float, context: int, config: OffloadConfig) -> Budget:
         """Bytes for all that must stay in memory and ``share`` of the neurons."""
-        pi2 = self.store() / PI2_FOLDER
-        with Parts(pi2) as parts:
+        with Parts(self.store() / PI2_FOLDER) as parts:
             predictors = parts.predictors(self.plan.model_hash)
         hf = model_config(self.store(), trust_remote_code=self._trust)
-        with StoreReader(pi2 / STORE_FILE) as reader:
-            dtype = hf.dtype or reader.float_dtype or torch.float32
-            settings: dict[str, Any] = {"config": config, "context": context, "dtype": dtype}
-            whole = divide(1 << 60, reader, self.plan, predictors, hf, **settings)
-        wanted = math.floor(share * (whole.neurons // whole.slot)) * whole.slot
-        return whole.with_total(whole.smallest + whole.in_slots(wanted), self.store())
+        whole = with_room_for_all(self.store(), self.plan, predictors, hf, config, context)
+        return whole.with_total(bytes_of(whole, share), self.store())
 
     def tokens(self, model: Any, split: str, sequences: int, seed: int) -> Tokens:
         """Of ``split`` ``train`` for what plans are made of, ``heldout`` for what is timed: never the same."""
         return tokens_of(model, self.folder, split, sequences, seed, self._trust)
 
-    def statistics(self, model: Any, batches: Sequence[int], watched: Watched) -> tuple[ActivationStats, str]:
+    def statistics(self, model: Any, batches: Sequence[int]) -> tuple[ActivationStats, str]:
         """How often neurons fire at each batch size, measured once and kept in ``WORK``; and what they are of."""
         path = WORK / f"{self._mark}-{self.activations}-{self.seed}.stats.safetensors"
         about = f"{STATISTICS} steps at batch {', '.join(map(str, batches))}"
@@ -255,13 +237,8 @@ class Source:
             stats = ActivationStats.load(path, model_hash=self.own.model_hash)
             if stats.made_by.get("bench plan") == about:
                 return stats, about
-        fed = [(size, self.tokens(model, "train", size, self.seed + 1).draw(PROMPT + STATISTICS)) for size in batches]
-
-        def run() -> None:
-            for size, ids_BT in fed:
-                Steps(model, size, ids_BT[:, :PROMPT], STATISTICS).run(ids_BT[:, PROMPT:])
-
-        stats = watched(model, batches, run)
+        ids_BT = self.tokens(model, "train", max(batches), self.seed + 1).draw(1 + STATISTICS)
+        stats = watched_stats(model, batches, tokens=STATISTICS, ids=ids_BT)
         stats.made_by["bench plan"] = about
         stats.save(path)
         return stats, about
@@ -280,10 +257,6 @@ class Source:
             with record_accesses(model, path):
                 steps.run(ids_1T[:, PROMPT:])
         return Accesses.load(path)
-
-
-#: Model, batch sizes and what runs it -> what was counted.
-Watched = Callable[[Any, Sequence[int], Callable[[], None]], ActivationStats]
 
 
 class Shuffled:

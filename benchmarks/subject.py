@@ -1,16 +1,37 @@
-"""What a result is of: labels taken from the loaded model, not from the options that it was asked for with."""
+"""What a benchmark runs, and what its result is of: labels taken from the model, not from the options asked for."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from torch_pi2.checkpoint.sparse import weights_of
+from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.plan import Plan
+from torch_pi2.store.budget import Budget
+from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.shapes import SHAPES
+from torch_pi2.store.storefile import STORE_FILE, StoreReader
+
+if TYPE_CHECKING:
+    from torch_pi2.predict.file import FittedPredictors
+
+#: Where folders are made and kept for the next time.
+WORK = Path("work") / "bench"
+#: Shapes in which another share of neurons fires than 10 %: 15 % of each expert's in TurboSparse-Mixtral; a quarter of
+#: SmallThinker's, whose gates are all computed and whose experts are evenly used.
+FIRING: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {"active": 0.15},
+    "mixtral-8x7b-quarter": {"active": 0.15},
+    "smallthinker-4b": {"active": 0.25, "predictor": None, "locality": 0.0},
+}
 
 
 @dataclass(frozen=True)
@@ -91,3 +112,39 @@ def check_share(ffn_in_memory: float) -> None:
         raise ConfigError(
             "ffn_in_memory", expected="0 to 1", found=f"{ffn_in_memory:g}", fix="It is a share of the neurons' bytes."
         )
+
+
+def check_one(folder: object, shape: str | None) -> None:
+    """Raises ConfigError: both are given."""
+    if folder is not None and shape is not None:
+        raise ConfigError(
+            "--shape with --folder", expected="one of them", found="both", fix="The folder has its own shape."
+        )
+
+
+def synthetic_store(shape: str, seed: int) -> Path:
+    """A store of random int4 weights in ``WORK``, made if it is not there."""
+    import torch_pi2
+
+    made = WORK / f"{shape}-store"
+    if not (made / PI2_FOLDER / STORE_FILE).is_file():
+        firing = {"active": 0.1} | FIRING.get(shape, {})
+        source = made.with_name(f"{shape}-int4-{firing['active']:g}")
+        if not (source / PI2_FOLDER).is_dir():
+            torch_pi2.synthetic(source, shape, weights="int4", seed=seed, **firing)
+        torch_pi2.pack(source, made)
+    return made
+
+
+def with_room_for_all(
+    folder: Path, plan: Plan, predictors: FittedPredictors, hf: Any, config: OffloadConfig, context: int
+) -> Budget:
+    """What all of the model over the store in ``folder`` takes, by part; ``hf``: its configuration."""
+    with StoreReader(folder / PI2_FOLDER / STORE_FILE) as reader:
+        dtype = hf.dtype or reader.float_dtype or torch.float32
+        return divide(1 << 60, reader, plan, predictors, hf, config=config, context=context, dtype=dtype)
+
+
+def bytes_of(whole: Budget, share: float) -> int:
+    """For all that must stay in memory and ``share`` of the neurons."""
+    return whole.smallest + whole.in_slots(math.floor(share * (whole.neurons // whole.slot)) * whole.slot)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.files import atomic_write
+from torch_pi2.base.units import percent
 from torch_pi2.errors import ArtifactError
 
 _HEAD = """# Measured results
@@ -43,14 +44,17 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _decode_row(name: str, result: Mapping[str, Any]) -> list[str]:
+def _about(name: str, result: Mapping[str, Any]) -> str:
+    return f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations"
+
+
+def _decode_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     gb = result.get("bytes_per_token", 0) / 1e9
     peers = ", ".join(
         f"{peer} {_number(p['ratio'])} ({_range(p['spread']['ratio'])})" for peer, p in result["peers"].items()
     )
-    real = ", real model" if result.get("synthetic") is False else ""
-    return [
-        f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations{real}",
+    row = [
+        _about(name, result) + (", real model" if result.get("synthetic") is False else ""),
         str(result["threads"]),
         str(result.get("rounds_kept", "")),
         _number(result["tokens_per_s"]),
@@ -66,9 +70,12 @@ def _decode_row(name: str, result: Mapping[str, Any]) -> list[str]:
         _number(result["peak_rss_bytes"] / 1e9, 1),
         peers,
     ]
+    return [row]
 
 
-def _part_row(name: str, result: Mapping[str, Any]) -> list[str]:
+def _part_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    if "ms_per_token" not in result:
+        return []
     ms = result["ms_per_token"]
     # files from before sdpa_from have 0 where the profiler saw nothing
     source = result.get("sdpa_from", "profiler" if ms["sdpa"] else None)
@@ -76,7 +83,7 @@ def _part_row(name: str, result: Mapping[str, Any]) -> list[str]:
     rest = _number(ms["python"]) + (" with attention" if source is None else "")
     others = [_number(ms[part]) for part in ("predictor", "ffn", "head")]
     share = f"{100 * ms['python'] / ms['total']:.1f} %"
-    return [name, _number(ms["linears"]), attention, *others, rest, _number(ms["total"]), share]
+    return [[name, _number(ms["linears"]), attention, *others, rest, _number(ms["total"]), share]]
 
 
 def _batch_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
@@ -125,9 +132,11 @@ def _layer_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def _linear_row(name: str, result: Mapping[str, Any]) -> list[str]:
+def _linear_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    if "linear" not in result:
+        return []
     linear = result["linear"]
-    return [
+    row = [
         f"{name}: {linear['rows']} x {result['hidden']} {result['weights']}, {result['activations']}",
         _number(linear["ms"], 3),
         _number(linear["gb_per_s"], 1),
@@ -136,11 +145,11 @@ def _linear_row(name: str, result: Mapping[str, Any]) -> list[str]:
         str(result["rank"]),
         _number(result["predictor_ms"], 3),
     ]
+    return [row]
 
 
 def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations, "
-    about += f"{100 * result['ffn_in_memory']:.0f} % of neurons"
+    about = f"{_about(name, result)}, {percent(result['ffn_in_memory'], 0)} of neurons"
     about += ", independent tokens" if "independent" in result["tokens"] else ""
     about += f", SIMULATED {result['simulated']}" if result.get("simulated") else ""
     rows = [
@@ -170,16 +179,13 @@ def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.0f} %"
-
-
 def _plan_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations, "
-    about += " and ".join(result["methods"]) + ("" if result["synthetic"] else ", real model")
+    about = (
+        f"{_about(name, result)}, " + " and ".join(result["methods"]) + ("" if result["synthetic"] else ", real model")
+    )
     return [
         [
-            f"{about}, {'all' if r['memory'] == 'whole' else _share(r['ffn_in_memory'])} in memory",
+            f"{about}, {'all' if r['memory'] == 'whole' else percent(r['ffn_in_memory'], 0)} in memory",
             str(r["batch"]),
             *(_number(r["tokens_per_s"].get(planner)) for planner in _PLANNERS),
             _number(r["planners"]["planned"]["predicted_tokens_per_s"]),
@@ -241,12 +247,11 @@ none.
 
 
 def _best_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    about = f"{name}: {result['shape']} {result['weights']}, {result['activations']} activations"
     rows = [*result["batches"], {"batch": "all", "predicted_tokens_per_s": None, **result["whole"]}]
     fixed = ("for 1", f"for {result['sequences']}")
     return [
         [
-            f"{about}, {_share(result['ffn_in_memory'])} in memory",
+            f"{_about(name, result)}, {percent(result['ffn_in_memory'], 0)} in memory",
             str(r["batch"]),
             *(_number(r["tokens_per_s"][kind]) for kind in ("follows", *fixed, "unplanned")),
             _number(r["predicted_tokens_per_s"]),
@@ -257,32 +262,27 @@ def _best_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+#: Of which benchmark, title with a note, header, and rows of a result by its name.
+_SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
+    ("decode", "## Whole models", _DECODE, _decode_rows),
+    ("decode", f"### Milliseconds per token\n{_PARTS_NOTE}", _PARTS, _part_rows),
+    ("decode", "### Other engines, in alternation", _PEERS, _peer_rows),
+    ("decode", "### Batches", _BATCHES, _batch_rows),
+    ("offload", f"## Larger than memory\n{_OFFLOAD_NOTE}", _OFFLOAD, _offload_rows),
+    ("plan", f"## Planned against fixed plans\n{_PLAN_NOTE}", _PLAN, _plan_rows),
+    ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),
+    ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
+    ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),
+)
+
+
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of results by name (file name without ``.json``)."""
-    decodes = {name: r for name, r in results.items() if r["what"] == "decode"}
-    layers = {name: r for name, r in results.items() if r["what"] == "layer"}
-    offloads = {name: r for name, r in results.items() if r["what"] == "offload"}
-    plans = {name: r for name, r in results.items() if r["what"] == "plan"}
-    plan_title = f"## Planned against fixed plans\n{_PLAN_NOTE.rstrip()}"
-    bests = {name: r for name, r in results.items() if r["what"] == "best-of"}
-    best_title = f"## A batch that shrinks\n{_BEST_NOTE.rstrip()}"
-    offload_title = f"## Larger than memory\n{_OFFLOAD_NOTE.rstrip()}"
-    parts_title = f"### Milliseconds per token\n{_PARTS_NOTE.rstrip()}"
-    sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
-        ("## Whole models", _DECODE, [_decode_row(n, r) for n, r in decodes.items()]),
-        (parts_title, _PARTS, [_part_row(n, r) for n, r in decodes.items() if "ms_per_token" in r]),
-        ("### Other engines, in alternation", _PEERS, [row for n, r in decodes.items() for row in _peer_rows(n, r)]),
-        ("### Batches", _BATCHES, [row for n, r in decodes.items() for row in _batch_rows(n, r)]),
-        (offload_title, _OFFLOAD, [row for n, r in offloads.items() for row in _offload_rows(n, r)]),
-        (plan_title, _PLAN, [row for n, r in plans.items() for row in _plan_rows(n, r)]),
-        (best_title, _BEST, [row for n, r in bests.items() for row in _best_rows(n, r)]),
-        ("## One feed-forward layer", _LAYERS, [row for n, r in layers.items() for row in _layer_rows(n, r)]),
-        ("## Dense linears and predictors", _LINEARS, [_linear_row(n, r) for n, r in layers.items() if "linear" in r]),
-    ]
     parts = [_HEAD, *map(_machine, list(results.values())[:1])]
-    for title, header, rows in sections:
+    for what, title, header, rows_of in _SECTIONS:
+        rows = [row for name, result in results.items() if result["what"] == what for row in rows_of(name, result)]
         if rows:
-            parts.append(f"{title}\n\n{_table(header, rows)}\n")
+            parts.append(f"{title.rstrip()}\n\n{_table(header, rows)}\n")
     return "\n".join(parts)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -14,8 +12,8 @@ from torch import nn
 from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.observe import timings
+from torch_pi2.observe.steps import timed_steps
 from torch_pi2.rewrite.handle import store_of
-from torch_pi2.spec.stats import ActivationStats
 
 #: Tokens of each sequence's prompt.
 PROMPT = 8
@@ -57,35 +55,16 @@ class Steps:
 
     def run(self, ids_BT: torch.Tensor, limit_s: float = math.inf) -> Round:
         """Feed ``ids_BT``, a token of each sequence a step; after ``limit_s`` and two steps it ends early."""
-        if self._store is not None:
-            self._store.stats(reset=True)
-        timings.read()  # forget what was before
-        steps, seconds = 0, 0.0
         # a compiled step has it inside
         with nullcontext() if self._compiled else packed_attention(self.model):
-            started = time.perf_counter()
-            for next_B1 in ids_BT.split(1, dim=1):
-                self._decoder.step(next_B1)
-                steps, seconds = steps + 1, time.perf_counter() - started
-                if seconds > limit_s and steps >= 2:
-                    break
-        rows = timings.read()
-        by_kind = {part: timings.milliseconds(rows, kind) / steps for part, kind in KINDS.items()}
+            found = timed_steps(self._decoder, ids_BT, self._store, limit_s)
+        by_kind = {part: found.ms(kind) / found.steps for part, kind in KINDS.items()}
         self._rewind()
-        ms = {**by_kind, "rest": seconds * 1e3 / steps - sum(by_kind.values())}
-        return Round(steps, seconds, ms, None if self._store is None else self._store.stats())
+        ms = {**by_kind, "rest": found.seconds * 1e3 / found.steps - sum(by_kind.values())}
+        return Round(found.steps, found.seconds, ms, found.stats)
 
     def _rewind(self) -> None:
         """As after the prompt: keys and values beyond it are not seen, and overwritten."""
         for layer in self._decoder.cache.layers:
             layer.cumulative_length.fill_(self._start)
         self._decoder.length = self._start
-
-
-def watched(model: nn.Module, batches: Sequence[int], feed: Callable[[], None]) -> ActivationStats:
-    """How often neurons of ``model`` fire while ``feed`` runs it."""
-    from torch_pi2.observe.watch import watch
-
-    with watch(model, batch_sizes=tuple(batches)) as counted:
-        feed()
-    return counted.stats()

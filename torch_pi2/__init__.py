@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch_pi2.observe.accesses import record_accesses
     from torch_pi2.observe.trace import trace
     from torch_pi2.observe.watch import watch
-    from torch_pi2.planner.machine import plan_for
+    from torch_pi2.planner.for_machine import plan_for
     from torch_pi2.spec.config import Config
     from torch_pi2.spec.offload import OffloadConfig
 
@@ -56,7 +56,7 @@ _FROM = {
     "observe.accesses": ("record_accesses",),
     "observe.trace": ("trace",),
     "observe.watch": ("watch",),
-    "planner.machine": ("plan_for",),
+    "planner.for_machine": ("plan_for",),
     "spec.config": ("Config",),
     "spec.offload": ("OffloadConfig",),
 }

@@ -34,8 +34,8 @@ from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.dtypes import dtype_name
+from torch_pi2.planner.for_machine import plan_for
 from torch_pi2.planner.greedy import greedy_plan, hot_cut, plan_without_data
-from torch_pi2.planner.machine import plan_for
 from torch_pi2.predict.file import AnyPredictor, FittedPredictors
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profiling.run import profile as profile_sites

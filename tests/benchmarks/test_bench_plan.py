@@ -199,16 +199,18 @@ def test_a_real_model_reads_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not torch.equal(first, second)
 
 
-def test_statistics_are_kept_and_made_anew_for_other_batches(at_work: Path) -> None:
+def test_statistics_are_kept_and_made_anew_for_other_batches(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, calls = Source(at_work, seed=7), []
 
-    def watched(_model: object, batches: object, feed: object) -> ActivationStats:
+    def watched(_model: object, batches: object, *, tokens: int, ids: torch.Tensor) -> ActivationStats:
         calls.append(batches)
+        assert ids.shape == (max(batches), 1 + tokens)  # type: ignore[call-overload]
         return ActivationStats({}, source.own.model_hash)
 
+    monkeypatch.setattr(plan_model, "watched_stats", watched)
     model = source.whole()
     for batches in ([1, 4], [1, 4], [1, 8]):
-        stats, about = source.statistics(model, batches, watched)
+        stats, about = source.statistics(model, batches)
         assert stats.made_by["bench plan"] == about == f"64 steps at batch {', '.join(map(str, batches))}"
     assert calls == [[1, 4], [1, 8]]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torch_pi2.machine.hardware import StoreCosts
-from torch_pi2.planner.shape import LayerShape, ModelShape
+from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 

@@ -109,15 +109,10 @@ def test_small_models_are_computed_from_the_caches() -> None:
     assert hardware.attention_us(batch=1, kv_bytes=0, model_bytes=1) == 10
 
 
-def test_glue_threads_and_memory() -> None:
+def test_glue_and_interference() -> None:
     hardware = make()
     assert hardware.glue_us(batch=2, hidden=1000, compiled=False) == pytest.approx(104)
     assert hardware.glue_us(batch=2, hidden=1000, compiled=True) == pytest.approx(11)
-    assert [hardware.thread_factor(n) for n in (1, 2, 3, 4, 9)] == [3.5, 1.9, 1.9, 1.0, 1.0]
-    assert make(thread_factors=()).thread_factor(2) == 2
-    assert [hardware.gb_per_s(), hardware.gb_per_s(threads=1), hardware.gb_per_s(threads=3)] == [20, 10, 10]
-    assert [hardware.gb_per_s(n) for n in (10, 1000, 4000, 9000)] == pytest.approx([8, 8, 16, 16])
-    assert hardware.gb_per_s(2000) == pytest.approx(128**0.5)
     assert (hardware.compute_while_reading, hardware.read_while_computing) == (1.1, 1.3)
 
 
@@ -376,7 +371,6 @@ def test_any_change_of_a_file_is_refused_or_makes_a_profile_that_works(data: st.
         return
     assert Hardware.from_json(hardware.to_json()) == hardware
     assert hardware.read_us(3, 5000, range_bytes=10 * MIB, depth=4) > 0
-    assert hardware.gb_per_s(500) > 0
     for kernel in hardware.rates.kernels:
         assert hardware.layer_us(kernel, batch=3, hot_bytes=1e6, cold_bytes=1e6, macs=1e6) >= 0
 
@@ -405,10 +399,6 @@ def test_what_was_not_measured_is_named() -> None:
         make().predict_us("signbit", batch=1, nbytes=0, macs=0)
     with pytest.raises(ConfigError, match="tokens: expected a number above 0, found 0"):
         make().attention_us(batch=0, kv_bytes=0)
-    with pytest.raises(ConfigError, match="threads: expected 1 or more, found 0"):
-        make().thread_factor(0)
-    with pytest.raises(ConfigError, match="memory: expected bandwidths of memory"):
-        make(memory=()).gb_per_s()
 
 
 def test_where_profiles_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +434,7 @@ def test_the_figures_of_the_paper() -> None:
     """As published (section 1.1), not as the preset repeats them."""
     phone = find_hardware("sm8650-ufs4.0")
     layers, weights = 32, 32 * (4096 * 2 * (4096 + 1024) + 3 * 4096 * 14336) + 4096 * 32000
-    assert phone.gb_per_s() == 43.9
+    assert {b.gb_per_s for b in phone.memory} == {43.9}
     npu = phone.accelerator
     assert npu is not None
     assert (npu.stream_gb_per_s, npu.shared_gb_per_s) == (56.0, 59.6)

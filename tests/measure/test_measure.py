@@ -188,8 +188,8 @@ def test_a_quick_look_has_everything(looked: tuple[Hardware, Path]) -> None:
         assert 0 < hardware.linear_us(name, tokens=1, nbytes=1e6, macs=2e6) < math.inf
     assert 0 < hardware.predict_us("lowrank/int4", batch=1, nbytes=1e6, macs=2e6) < math.inf
     assert 0 < hardware.attention_us(batch=4, kv_bytes=1e6) < math.inf
-    assert hardware.gb_per_s() > 0
-    assert hardware.thread_factor(1) >= 1
+    assert all(b.gb_per_s > 0 for b in hardware.memory)
+    assert all(f.factor >= 1 for f in hardware.thread_factors)
     reads = hardware.reads
     assert {"pread"} <= set(reads.engines) <= {"pread", "io_uring"}
     assert hardware.read_us(100, 8192, range_bytes=reads.file_bytes, depth=16) > 0

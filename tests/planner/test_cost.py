@@ -19,9 +19,10 @@ from tiny_models import tiny
 import torch_pi2
 from torch_pi2.errors import ConfigError, StaleArtifactError
 from torch_pi2.machine.hardware import Accelerator, Hardware
-from torch_pi2.planner.cost import PARTS, best_chunk, layer_curve, prompt_cost, step_cost, switch_point
-from torch_pi2.planner.curve import TIMES, expert_use, predicted_share
-from torch_pi2.planner.shape import LayerShape, ModelShape, numbers
+from torch_pi2.planner.cost import PARTS, step_cost
+from torch_pi2.planner.layer_cost import TIMES, expert_use, layer_curve, predicted_share
+from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
+from torch_pi2.planner.prompt_cost import best_chunk, prompt_cost, switch_point
 from torch_pi2.spec.offload import OffloadConfig
 
 HARDWARE = FakeHardware()

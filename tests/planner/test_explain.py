@@ -60,7 +60,7 @@ def test_parts_of_a_quantised_model_hang_together(store: Path) -> None:
     data = found.to_json()
     assert json.loads(json.dumps(data)) == data
     assert data["measured_tokens_per_s"] == pytest.approx(2e3 / found.measured_ms)
-    lines = render(found).splitlines()
+    lines = render(found.to_json()).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [*MEASURED, "step", "tokens/s"]
     assert lines[-1].startswith("ffn, predicted: hot ")
 
@@ -83,7 +83,7 @@ def test_what_float_linears_take_is_with_the_rest() -> None:
     assert rest.measured_ms > 0
     predictor = found.rows[1]
     assert (predictor.measured_ms, predictor.ratio) == (0, None)
-    assert "attention + head + glue" in render(found)
+    assert "attention + head + glue" in render(found.to_json())
 
 
 def test_over_a_store_misses_are_compared(half: nn.Module) -> None:
@@ -93,7 +93,7 @@ def test_over_a_store_misses_are_compared(half: nn.Module) -> None:
     assert found.predicted.ms["io"] > 0
     store, _ = store_and_budget(half)
     assert found.predicted.memory["cold"] == store.stats()["cache_bytes"]
-    assert "neurons read a step" in render(found)
+    assert "neurons read a step" in render(found.to_json())
 
 
 def test_the_plan_that_layers_follow_is_predicted(half: nn.Module) -> None:

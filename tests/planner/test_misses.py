@@ -15,9 +15,9 @@ from plan_fakes import fake_layer, fake_shape
 from torch_pi2.errors import ConfigError
 from torch_pi2.observe.accesses import Accesses, StoredLayer
 from torch_pi2.observe.replay import replay
-from torch_pi2.planner.curve import layer_curve, predicted_share
+from torch_pi2.planner.layer_cost import layer_curve, predicted_share
 from torch_pi2.planner.misses import FrequencyMisses, ReplayMisses, resident_slots
-from torch_pi2.planner.shape import ModelShape
+from torch_pi2.planner.model_shape import ModelShape
 
 NONE = [0, 0]
 

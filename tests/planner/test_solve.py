@@ -16,14 +16,13 @@ from plan_fakes import FakeAccelerator, FakeHardware, fake_layer, fake_shape
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.planner.baselines import KINDS, fixed_plan
+from torch_pi2.planner.choices import Choice, Space, hot_counts, prices, resident_counts
 from torch_pi2.planner.cost import step_cost
 from torch_pi2.planner.misses import FrequencyMisses, resident_slots
-from torch_pi2.planner.prompt_cost import prompt_cost, switch_point
-from torch_pi2.planner.search import Choice, Space, hot_counts, prices, resident_counts
-from torch_pi2.planner.settings import prompt_plan
-from torch_pi2.planner.shape import ModelShape
+from torch_pi2.planner.model_shape import ModelShape
+from torch_pi2.planner.prompt_cost import prompt_cost, prompt_plan, switch_point
+from torch_pi2.planner.request import Task
 from torch_pi2.planner.solve import solve
-from torch_pi2.planner.task import Task
 from torch_pi2.spec.machine_plan import HardwarePlan
 from torch_pi2.spec.offload import OffloadConfig
 

@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Bytes and shares as people write and read them."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ def parse_bytes(value: float | str) -> int:
             "budget", expected="bytes, or text such as 2.5GiB or 700MB", found=repr(value), fix="Correct it."
         )
     return int(found)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 812 B, 4.2 KB, 1.3 MB (powers of 1000)."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f} %"

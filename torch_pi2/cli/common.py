@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.fields import shown
+from torch_pi2.base.units import percent as percent
+from torch_pi2.base.units import size as size
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.formats import ACTIVATIONS, FLOATS
 from torch_pi2.spec.config import METHODS, QUANTIZATIONS, WEIGHTS, Config
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors
     from torch_pi2.spec.stats import ActivationStats
 
-#: Characters taken from one place of a file of the standard library.
 DTYPES = ("auto", *FLOATS)
 
 
@@ -194,6 +195,18 @@ def _arguments(args: argparse.Namespace) -> dict[str, bool]:
     return {"trust_remote_code": args.trust_remote_code, "local_files_only": not args.allow_download}
 
 
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of ``args``, for a function that calls them the same."""
+    return {name: getattr(args, name) for name in names}
+
+
+def calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:
+    """Settings, the dense model, its tokenizer, and as much text as the settings ask for."""
+    config = config_of(args)
+    model, tokenizer = load_dense(args), load_tokenizer(args)
+    return config, model, tokenizer, text_of(args, tokenizer, config.calibration_tokens)
+
+
 def dtype_of(args: argparse.Namespace) -> Any:
     import torch
 
@@ -269,16 +282,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers)).rstrip()
 
     return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, body)])
-
-
-def percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{100 * share:.{digits}f} %"
-
-
-def size(count: float) -> str:
-    """Bytes for people: 812 B, 4.2 KB, 1.3 MB (powers of 1000)."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -86,15 +86,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     export(
         model,
         args.out,
-        target=args.target,
+        **common.given(
+            args, "target", "max_tokens", "max_prompt", "batches", "linears", "hot", "precision", "outliers"
+        ),
         tokenizer=tokenizer,
-        max_tokens=args.max_tokens,
-        max_prompt=args.max_prompt,
-        batches=args.batches,
-        linears=args.linears,
-        hot=args.hot,
-        precision=args.precision,
-        outliers=args.outliers,
         weight_sharing=not args.no_weight_sharing,
         calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
         progress=True,

@@ -28,9 +28,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.predict.file import save_predictors
 
     common.check_out(args.out)
-    stats, config = common.load_stats(args.stats), common.config_of(args)
-    model, tokenizer = common.load_dense(args), common.load_tokenizer(args)
-    text = common.text_of(args, tokenizer, config.calibration_tokens)
+    stats = common.load_stats(args.stats)
+    config, model, tokenizer, text = common.calibration(args)
     predictors = torch_pi2.fit(model, text, stats=stats, tokenizer=tokenizer, config=config, progress=True)
     save_predictors(args.out, predictors, stats.model_hash)
     return {"out": str(args.out), **describe(args.out)}

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from torch_pi2.base.files import is_standard_output
     from torch_pi2.decode.decode import check_vocabulary
+    from torch_pi2.decode.generate import generate
     from torch_pi2.errors import ConfigError
     from torch_pi2.observe.trace import trace
 
@@ -66,58 +67,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
     check_vocabulary(model, inputs["input_ids"])
-    if args.num_return_sequences > 1:
-        return _several(args, model, tokenizer, inputs["input_ids"], recorded)
-    sampling = {"do_sample": args.temperature > 0}
+    several, prompt = args.num_return_sequences > 1, inputs["input_ids"].shape[1]
+    sampling = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens}
     if args.temperature > 0:
-        sampling |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+        sampling |= {"temperature": args.temperature, "top_p": args.top_p}
     torch.manual_seed(args.seed)
-    started = time.perf_counter()
+    started, more = time.perf_counter(), {}
     with recorded or nullcontext(), torch.no_grad():
-        ids_BT = model.generate(
-            **inputs, max_new_tokens=args.max_new_tokens, pad_token_id=_pad_token(tokenizer), **sampling
-        )
+        if several:
+            how = common.given(args, "num_return_sequences", "seed")
+            made = generate(model, inputs["input_ids"], **how, **sampling)
+            found = made.sequences
+        else:
+            sampling |= {"top_k": 0} if args.temperature > 0 else {}
+            found = [model.generate(**inputs, pad_token_id=_pad_token(tokenizer), **sampling)[0, prompt:]]
         elapsed = time.perf_counter() - started
-    new_T = ids_BT[0, inputs["input_ids"].shape[1] :]
-    return {
-        "prompt": args.prompt,
-        "text": tokenizer.decode(new_T, skip_special_tokens=True),
-        "prompt_tokens": int(inputs["input_ids"].shape[1]),
-        "new_tokens": len(new_T),
-        "ms_per_token": elapsed * 1e3 / max(1, len(new_T)),
-        "sparse": not args.dense,
-        "trace": recorded and recorded.summary(),
-    }
-
-
-def _several(args: argparse.Namespace, model: Any, tokenizer: Any, ids_BT: Any, recorded: Any) -> dict[str, Any]:
-    from torch_pi2.decode.generate import generate
-
-    started = time.perf_counter()
-    with recorded or nullcontext():
-        made = generate(
-            model,
-            ids_BT,
-            num_return_sequences=args.num_return_sequences,
-            max_new_tokens=args.max_new_tokens,
-            do_sample=True,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            seed=args.seed,
-        )
-        elapsed = time.perf_counter() - started
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in made.sequences]
-    count = sum(map(len, made.sequences))
+    texts, count = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found], sum(map(len, found))
+    if several:
+        more = {"texts": texts, "sequences_by_step": made.batches}
     return {
         "prompt": args.prompt,
         "text": texts[0],
-        "texts": texts,
-        "prompt_tokens": int(ids_BT.shape[1]),
+        "prompt_tokens": int(prompt),
         "new_tokens": count,
         "ms_per_token": elapsed * 1e3 / max(1, count),
-        "sequences_by_step": made.batches,
         "sparse": not args.dense,
         "trace": recorded and recorded.summary(),
+        **more,
     }
 
 

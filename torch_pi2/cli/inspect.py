@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
-from torch_pi2.cli.blocks import by_block
-from torch_pi2.cli.bundles import describe_bundle, render_bundle
+from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 #: Tokens whose keys and values have room in the budgets that are shown: the default of ``torch_pi2.load``.
 _CONTEXT = 1024
+#: A mixture has thousands of experts: a table has one line for those of a block.
+_EXPERT = re.compile(r"(.*experts)\.\d+")
+#: Fields of which it has the sum.
+_SUMMED = ("bytes",)
 EXAMPLE = "torch-pi2 inspect my-sparse-model"
 
 
@@ -42,7 +48,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
     """What is in ``folder``: ``contains``, file sizes, one dict per layer, what a store's bytes are for, and budgets.
 
-    A bundle has other facts: see :func:`torch_pi2.cli.bundles.describe_bundle`.
+    A bundle has other facts: see :func:`torch_pi2.cli.inspect_bundle.describe_bundle`.
 
     Args:
         folder: one of ours, or a neuron store without one. verify: compare all of the store with its checksums.
@@ -220,7 +226,7 @@ _COLUMNS: dict[str, tuple[str, Any]] = {
 def render(result: dict[str, Any]) -> str:
     if "bundle" in result["contains"]:
         return render_bundle(result)
-    layers = by_block(result["layers"], _COLUMNS)
+    layers = _by_block(result["layers"], _COLUMNS)
     columns = [name for name in _COLUMNS if any(name in layer for layer in layers)]
     rows = [
         [layer["key"], *(_COLUMNS[c][1](layer[c]) if layer.get(c) is not None else "-" for c in columns)]
@@ -238,6 +244,39 @@ def render(result: dict[str, Any]) -> str:
     stored = f"\n{_render_store(result['store'])}" if result["store"] else ""
     budget = f"\n{_render_budget(result['budget'])}" if result["budget"] else ""
     return f"{', '.join(result['contains'])}: {files}\n{shown}{fitted}{stored}{budget}"
+
+
+def _by_block(layers: Sequence[dict[str, Any]], fields: Iterable[str]) -> list[dict[str, Any]]:
+    """``layers`` with one for the experts of each block, ``KEY.0-7``: of ``fields`` the mean, or what all have."""
+    shown: list[dict[str, Any]] = []
+    for name, group in groupby(layers, key=_block):
+        own = list(group)
+        if name is None or len(own) == 1:
+            shown += own
+            continue
+        row: dict[str, Any] = {"key": f"{own[0]['key']}-{own[-1]['key'].rpartition('.')[2]}"}
+        for field in fields:
+            values = [layer[field] for layer in own if layer.get(field) is not None]
+            if values:
+                row[field] = _of_all(field, values)
+        shown.append(row)
+    return shown
+
+
+def _block(layer: dict[str, Any]) -> str | None:
+    found = _EXPERT.fullmatch(layer["key"])
+    return None if found is None else found.group(1)
+
+
+def _of_all(field: str, values: list[Any]) -> Any:
+    if field not in _SUMMED and len(set(values)) == 1:
+        return values[0]
+    if isinstance(values[0], str):
+        return ", ".join(sorted(set(values)))
+    total = sum(values)
+    if field in _SUMMED:
+        return total
+    return round(total / len(values)) if isinstance(values[0], int) else total / len(values)
 
 
 def _render_store(store: dict[str, Any]) -> str:

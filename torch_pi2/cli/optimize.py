@@ -51,9 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             fix="Pass the statistics they were fitted with.",
         )
     predictors = common.load_predictors(args.predictors, stats.model_hash if stats else None)
-    config = common.config_of(args)
-    model, tokenizer = common.load_dense(args), common.load_tokenizer(args)
-    text = common.text_of(args, tokenizer, config.calibration_tokens)
+    config, model, tokenizer, text = common.calibration(args)
     model = torch_pi2.optimize(
         model,
         text,

@@ -44,15 +44,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
 
     common.check_out(args.out)
-    report = torch_pi2.pack(
-        args.source,
-        args.out,
-        weights=args.weights,
-        slot_align=args.slot_align,
-        cluster=args.cluster,
-        trust_remote_code=args.trust_remote_code,
-        progress=True,
-    )
+    how = common.given(args, "weights", "slot_align", "cluster", "trust_remote_code")
+    report = torch_pi2.pack(args.source, args.out, **how, progress=True)
     return {"out": str(args.out), **report.to_json()}
 
 

@@ -10,29 +10,23 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 
+if TYPE_CHECKING:
+    from torch_pi2.spec.plan import Plan
+
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
 _PLANNERS = ("optimum", "greedy", "all-hot", "all-cold", "random")
 #: Options that say something about a machine, and mean nothing without one.
-_OF_MACHINE = {
-    "budget": "--budget",
-    "accelerator_memory": "--accelerator-memory",
-    "context": "--context",
-    "batches": "--batches",
-    "min_recall": "--min-recall",
-    "one_boundary": "--one-boundary",
-    "clusters": "--clusters",
-    "accesses": "--accesses",
-    "planner": "--planner",
-    "explain": "--explain",
-    "measure_run": "--measure-run",
-}
+_OF_MACHINE = (
+    *("budget", "accelerator_memory", "context", "batches", "min_recall", "one_boundary", "clusters"),
+    *("accesses", "planner", "explain", "measure_run"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +81,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.diff is not None:
-        from torch_pi2.cli.plans import difference
-
         return difference(*args.diff)
     if args.model is None:
         raise ConfigError(
@@ -98,7 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.out is not None:
         common.check_out(args.out)
     if args.hardware is not None:
-        from torch_pi2.cli.plans import for_machine
+        from torch_pi2.cli.plan_machine import for_machine
 
         return for_machine(args)
     return _for_any_machine(args)
@@ -106,7 +98,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check(args: argparse.Namespace) -> None:
     ours = (Path(args.model) / "pi2").is_dir()
-    given = [option for name, option in _OF_MACHINE.items() if getattr(args, name) is not None]
+    given = [f"--{name.replace('_', '-')}" for name in _OF_MACHINE if getattr(args, name) is not None]
     if args.hardware is None and (given or ours):
         raise ConfigError(
             given[0] if given else f"planning {args.model} anew",
@@ -141,7 +133,8 @@ def _check(args: argparse.Namespace) -> None:
 def _for_any_machine(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.cli.inspect import describe
-    from torch_pi2.cli.plans import moved, updated
+    from torch_pi2.cli.plan_machine import updated
+    from torch_pi2.planner.diff import moved
 
     stats = common.load_stats(args.stats)
     predictors = common.load_predictors(args.predictors, stats.model_hash)
@@ -154,19 +147,80 @@ def _for_any_machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    from torch_pi2.cli.plans import render_difference, render_machine, render_moved
-
     if "same" in result:
-        return render_difference(result)
+        return _render_difference(result)
     shown = []
     if "contains" in result:
         from torch_pi2.cli.inspect import render as render_folder
 
         shown.append(render_folder(result))
     if "hardware" in result:
+        from torch_pi2.cli.plan_machine import render_machine
+
         shown.append(render_machine(result))
     if "moved" in result:
-        shown.append(render_moved(result["moved"]))
+        shown.append(_render_moved(result["moved"]))
     if result.get("out"):
         shown.append(f"wrote {result['out']}")
     return "\n".join(shown)
+
+
+# --- comparing ---
+
+
+def difference(a: Path, b: Path) -> dict[str, Any]:
+    """What differs between the plans of two folders (of a plan, or with ``pi2/`` in it)."""
+    from torch_pi2.planner.diff import diff
+
+    return {"a": str(a), "b": str(b), **diff(_plan_of(a), _plan_of(b))}
+
+
+def _plan_of(folder: Path) -> Plan:
+    from torch_pi2.store.parts import Parts
+
+    folder = folder.parent if folder.name == "plan.json" else folder
+    with Parts(folder / "pi2" if (folder / "pi2").is_dir() else folder) as parts:
+        return parts.plan()
+
+
+def _render_moved(found: dict[str, Any]) -> str:
+    planned = found.get("planned", found)
+    share = f"; {common.percent(found['share'])} have drifted beyond chance" if "planned" in found else ""
+    stay = "; the order of neurons stays (only torch-pi2 optimize changes it)" if found.get("orders_stay") else ""
+    return f"of the hot neurons before, {common.percent(planned['share'])} no longer are{share}{stay}"
+
+
+def _render_difference(result: dict[str, Any]) -> str:
+    """Tables of what differs; one line if nothing does."""
+    names = f"A = {result['a']}, B = {result['b']}"
+    if result["same"]:
+        return f"no difference: {names}"
+    shown = [names]
+    if result["facts"]:
+        shown.append(
+            common.table(("", "A", "B"), [(name, *map(_short, both)) for name, both in result["facts"].items()])
+        )
+    for where, layers in [("", result["layers"])] + [
+        (f"batch {b['batch']}, ", b.get("layers", ())) for b in result["buckets"]
+    ]:
+        fields = list(dict.fromkeys(name for layer in layers for name in layer if name != "key"))
+        if fields:
+            cells = [[layer["key"], *(_both(layer.get(name)) for name in fields)] for layer in layers]
+            shown.append(common.table((f"{where}layer", *fields), cells))
+    rows = [
+        (f"batch {b['batch']}", _both(b.get("bucket")), _both(b.get("cache_bytes")), _both(b.get("ms")))
+        for b in result["buckets"]
+        if b.keys() & {"bucket", "cache_bytes", "ms"}
+    ]
+    if rows:
+        shown.append(common.table(("", "is there", "cache bytes", "predicted ms"), rows))
+    return "\n".join(shown)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _both(values: Any) -> str:
+    return "" if values is None else " -> ".join(_short(value) for value in values)

@@ -22,9 +22,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.cli.inspect import describe
 
     common.check_out(args.out)
-    config = common.config_of(args)
-    model, tokenizer = common.load_dense(args), common.load_tokenizer(args)
-    text = common.text_of(args, tokenizer, config.calibration_tokens)
+    config, model, tokenizer, text = common.calibration(args)
     torch_pi2.profile(model, text, tokenizer=tokenizer, config=config, progress=True).save(args.out)
     return {"out": str(args.out), **describe(args.out)}
 

@@ -35,14 +35,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
 
     common.check_out(args.out)
-    report = torch_pi2.quantize(
-        args.source,
-        args.out,
-        args.weights,
-        quantization=args.quantization,
-        trust_remote_code=args.trust_remote_code,
-        progress=True,
-    )
+    how = common.given(args, "weights", "quantization", "trust_remote_code")
+    report = torch_pi2.quantize(args.source, args.out, **how, progress=True)
     return {"out": str(args.out), **report.to_json()}
 
 

@@ -69,17 +69,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.threads,
         args.io_threads,
         args.trace,
-        engine=args.engine,
-        policy=args.policy,
-        verify=args.verify,
+        **common.given(args, "engine", "policy", "verify"),
     ) as bundle:
         made = bundle.generate(
             _prompt(args),
             args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            seed=args.seed,
-            num_return_sequences=args.num_return_sequences,
+            **common.given(args, "temperature", "top_p", "seed", "num_return_sequences"),
             stream=_Stream(args.stdout, "" if args.chat else args.prompt or "") if streamed else None,
         )
         read = bundle.stats()

@@ -63,15 +63,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     label = torch_pi2.synthetic(
         args.out,
         _shape(args.shape),
-        active=args.active,
-        weights=args.weights,
         predictor=None if args.predictor == "none" else args.predictor,
-        rank=args.rank,
-        predictor_weights=args.predictor_weights,
-        layers=args.layers,
         **({} if args.locality is None else {"locality": args.locality}),
-        distinct_layers=args.distinct_layers,
-        seed=args.seed,
+        **common.given(args, "active", "weights", "rank", "predictor_weights", "layers", "distinct_layers", "seed"),
         progress=True,
     )
     size = sum(p.stat().st_size for p in args.out.rglob("*") if p.is_file())

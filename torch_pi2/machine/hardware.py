@@ -8,8 +8,7 @@ and number of tokens:
          + million_macs * us_per_million_macs
 
 fitted to real calls of the operators (:mod:`torch_pi2.measure.measure`). Times are in microseconds, sizes in bytes;
-``mb``
-is 10^6 bytes. The format of the file is in docs/HARDWARE.md.
+``mb`` is 10^6 bytes. The format of the file is in docs/HARDWARE.md.
 """
 
 from __future__ import annotations
@@ -317,48 +316,15 @@ class Hardware:
         )
         return each + batch * hidden * number * 1e-3
 
-    def thread_factor(self, threads: int) -> float:
-        """How many times as long as on all :attr:`threads` computing takes on so many (1 with as many or more)."""
-        if threads < 1:
-            _refuse("threads", "1 or more", threads)
-        known = [f for f in self.thread_factors if f.threads <= threads]
-        if threads >= self.threads:
-            return 1.0
-        return min(f.factor for f in known) if known else self.threads / threads
-
-    def gb_per_s(self, row_bytes: int = 0, threads: int | None = None) -> float:
-        """Of plain reads of memory, in order (0) or of rows of so many bytes gathered one by one.
-
-        Between rows measured: linear in logarithms; a row longer than those measured has the speed of the longest.
-        """
-        wanted = self.threads if threads is None else threads
-        counts = sorted({b.threads for b in self.memory})
-        if not counts:
-            _refuse("memory", "bandwidths of memory in the profile", self.name)
-        used = max([n for n in counts if n <= wanted] or counts[:1])
-        rows = sorted((b.row_bytes, b.gb_per_s) for b in self.memory if b.threads == used)
-        if row_bytes <= 0 or rows[-1][0] == 0:
-            return rows[0][1]
-        points = [row for row in rows if row[0] > 0]
-        at, below, above = _between([float(size) for size, _ in points], float(row_bytes))
-        return math.exp(_mix(at, math.log(points[below][1]), math.log(points[above][1])))
-
-    # --- what is read from storage ---
+    # --- what is read from storage: see :class:`~torch_pi2.machine.reads.Reads` ---
 
     def read_us(self, reads: float, block_bytes: float, *, range_bytes: float, depth: float) -> float:
-        """Microseconds until ``reads`` random reads are over, of which up to ``depth`` are under way at any time.
-
-        ``block_bytes``: each. ``range_bytes``: over which they are spread. Fewer reads than ``depth`` are only as deep
-        as they are many.
-        """
         return self.reads.us(reads, block_bytes, range_bytes, depth)
 
     def stream_us(self, nbytes: float) -> float:
-        """Microseconds of one large read in order."""
         return self.reads.stream_us(nbytes)
 
     def best_depth(self, block_bytes: float, range_bytes: float) -> int:
-        """The smallest number of reads under way that gives 97 % of the most reads a second."""
         return self.reads.best_depth(block_bytes, range_bytes)
 
     @property
@@ -438,31 +404,13 @@ class Hardware:
 def _at(lines: Sequence[Line], tokens: float) -> Line:
     """The line for so many tokens: between those measured, linear in tokens; outside, the nearest."""
     if not tokens > 0:
-        _refuse("tokens", "a number above 0", tokens)
+        raise ConfigError("tokens", expected="a number above 0", found=str(tokens), fix="Correct it.")
     i = bisect_left([line.tokens for line in lines], tokens)
     below, above = lines[max(i - 1, 0)], lines[min(i, len(lines) - 1)]
     at = 1.0 if below.tokens == above.tokens else (tokens - below.tokens) / (above.tokens - below.tokens)
     at = min(1.0, max(0.0, at))
     a, b = asdict(below), asdict(above)
-    return Line(below.tokens, **{name: _mix(at, a[name], b[name]) for name in a if name != "tokens"})
-
-
-def _between(points: Sequence[float], value: float) -> tuple[float, int, int]:
-    """Of ascending ``points`` the two around ``value``, and where between their logarithms it is, 0 to 1."""
-    above = bisect_left(points, value)
-    if above == 0 or above == len(points):
-        nearest = min(above, len(points) - 1)
-        return 0.0, nearest, nearest
-    low, high = points[above - 1], points[above]
-    return math.log(value / low) / math.log(high / low), above - 1, above
-
-
-def _mix(at: float, a: float, b: float) -> float:
-    return a + at * (b - a)
-
-
-def _refuse(what: str, expected: str, found: object) -> None:
-    raise ConfigError(what, expected=expected, found=str(found), fix="Correct it.")
+    return Line(below.tokens, **{name: a[name] + at * (b[name] - a[name]) for name in a if name != "tokens"})
 
 
 def _check(hardware: Hardware, where: str) -> None:
@@ -500,6 +448,3 @@ def _check_rates(rates: Rates, where: str, *, complete: bool) -> None:
         tokens = [line.tokens for line in lines]
         if not tokens or any(a >= b for a, b in pairwise(tokens)):
             wrong(f"{where}, {name}", "one line or more, each for more tokens than the one before", tokens)
-
-
-# --- where profiles are ---

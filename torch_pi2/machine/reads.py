@@ -79,18 +79,22 @@ class Reads:
         return math.exp(log) * max(1.0, wanted[0] / axes[0][-1]) * max(1.0, wanted[2] / axes[2][-1])
 
     def us(self, reads: float, block_bytes: float, range_bytes: float, depth: float) -> float:
-        """See :meth:`torch_pi2.machine.hardware.Hardware.read_us`."""
+        """Microseconds until ``reads`` random reads are over, of which up to ``depth`` are under way at any time.
+
+        ``block_bytes``: each. ``range_bytes``: over which they are spread. Fewer reads than ``depth`` are only as deep
+        as they are many.
+        """
         if reads <= 0:
             return 0.0
         under_way = max(1.0, min(float(depth), float(reads)))
         return reads * self.latency_us(block_bytes, range_bytes, under_way) / under_way
 
     def stream_us(self, nbytes: float) -> float:
-        """See :meth:`torch_pi2.machine.hardware.Hardware.stream_us`."""
+        """Microseconds of one large read in order."""
         return nbytes / self.stream_gb_per_s * 1e-3
 
     def best_depth(self, block_bytes: float, range_bytes: float) -> int:
-        """See :meth:`torch_pi2.machine.hardware.Hardware.best_depth`."""
+        """The smallest number of reads under way that gives 97 % of the most reads a second."""
         per_s = {depth: depth / self.latency_us(block_bytes, range_bytes, depth) for depth in DEPTHS}
         enough = _ENOUGH * max(per_s.values())
         return next(depth for depth in DEPTHS if per_s[depth] >= enough)

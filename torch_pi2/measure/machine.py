@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch_pi2.measure.compute import Grid, sparse_cases
 from torch_pi2.measure.fit import median_us, six_digits
 from torch_pi2.measure.weights import Weights
 from torch_pi2.observe.attention import calls_of_step, timed_apart
+from torch_pi2.observe.steps import timed_steps
 
 #: Rows that are gathered: a row of int4 for H = 2048 and 4096, a bundle of it, a bundle of bfloat16.
 _ROWS = (1152, 2304, 6912, 24576)
@@ -134,13 +134,8 @@ def _outside_us(folder: Path, layers: int, hidden: int, compiled: bool) -> float
     model: Any = load(where, activations="int8")
     decoder = Decoder(model, max_tokens=_PROMPT + _STEPS + 8, compiled=compiled)
     next_B1 = decoder.prompt(torch.arange(_PROMPT)[None])
-    found = []
-    for _ in range(_STEPS):
-        torch.ops.pi2.timings(True)
-        started = time.perf_counter()
-        next_B1 = decoder.step(next_B1)
-        wall = time.perf_counter() - started
-        found.append(wall * 1e6 - float(torch.ops.pi2.timings(True)[:, 4].sum()) / 1e3)
+    steps = [timed_steps(decoder, next_B1) for _ in range(_STEPS)]
+    found = [step.seconds * 1e6 - sum(row[4] for row in step.timings) / 1e3 for step in steps]
     sdpa = timed_apart(calls_of_step(model, decoder, next_B1), lambda: None) * 1e3
     return statistics.quantiles(found[2:], n=4)[0] - sdpa
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -153,9 +152,9 @@ def _bar(progress: bool) -> Iterator[Callable[[str, float], None]]:
 
     layout = "{desc:<18}{percentage:3.0f}%|{bar}| {elapsed}"
     with tqdm(total=1.0, disable=not (progress and sys.stderr.isatty()), bar_format=layout) as bar:
-        yield partial(_show, bar)
 
+        def show(name: str, share: float) -> None:
+            bar.set_description_str(name)
+            bar.update(share)
 
-def _show(bar: object, name: str, share: float) -> None:
-    bar.set_description_str(name)  # type: ignore[attr-defined]
-    bar.update(share)  # type: ignore[attr-defined]
+        yield show

@@ -21,6 +21,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.machine.hardware import StoreCosts
 from torch_pi2.measure.fit import six_digits
 from torch_pi2.observe import timings
+from torch_pi2.observe.steps import timed_steps
 from torch_pi2.rewrite.handle import store_of
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.firing import TokenStream
@@ -84,15 +85,9 @@ def _step(model: Any, batch: int) -> tuple[float, float, float]:
     decoder = Decoder(model, max_tokens=steps + 2, batch=batch, compiled=False)
     decoder.prompt(ids_BT[:, :1])
     store = store_of(model)
-    took = []
     with packed_attention(model):
-        for i, ids_B1 in enumerate(ids_BT[:, 1:].split(1, dim=1)):
-            if i == _WARM_UP and store is not None:
-                store.stats(reset=True)
-            timings.read()
-            decoder.step(ids_B1)
-            if i >= _WARM_UP:
-                took.append(timings.milliseconds(timings.read(), timings.FFN) * 1e3)
-    stats = {"wanted": 0, "hits": 0} if store is None else store.stats()
-    wanted = stats["wanted"] / _STEPS
-    return statistics.median(took), wanted, wanted - stats["hits"] / _STEPS
+        timed_steps(decoder, ids_BT[:, 1 : 1 + _WARM_UP])
+        found = [timed_steps(decoder, ids_B1, store) for ids_B1 in ids_BT[:, 1 + _WARM_UP :].split(1, dim=1)]
+    wanted = sum(step.stats["wanted"] for step in found if step.stats)
+    took = statistics.median(step.ms(timings.FFN) for step in found) * 1e3
+    return took, wanted / _STEPS, sum(step.misses for step in found) / _STEPS

@@ -86,6 +86,16 @@ class Accesses:
         return self.layers, self.streamed, self.wanted, about.reshape(-1, 2)
 
     @cached_property
+    def row_bytes(self) -> torch.Tensor:
+        """Int64 ``[calls]``: of the bits of what each call wants. What is streamed has as many behind them."""
+        return torch.tensor([(layer.neurons + 7) // 8 for layer in self.stored])[self.layers.long()]
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """Int64 ``[calls]``: where the bits of each call end in ``wanted``."""
+        return (self.row_bytes * (1 + self.streamed.long())).cumsum(0)
+
+    @cached_property
     def passes(self) -> int:
         """How often calls began anew at an earlier layer: tokens (of a batch: steps), and prompts."""
         if len(self.stored) == 1:

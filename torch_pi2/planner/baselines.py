@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torch_pi2.errors import check_choice
-from torch_pi2.planner.misses import MissCurve
-from torch_pi2.planner.search import STEP, Choice, hot_counts
-from torch_pi2.planner.settings import prompt_plan
-from torch_pi2.planner.shape import LayerShape, ModelShape
-from torch_pi2.planner.task import BATCHES, Task, assemble, by_policy, check
+from torch_pi2.planner.choices import STEP, Choice, hot_counts
+from torch_pi2.planner.model_shape import LayerShape, ModelShape
+from torch_pi2.planner.prompt_cost import prompt_plan
+from torch_pi2.planner.request import Task, assemble, check
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan
 from torch_pi2.spec.method import Method
@@ -34,30 +33,23 @@ def fixed_plan(
     hardware: Hardware,
     kind: str,
     *,
-    budget_bytes: int | None = None,
-    accelerator_bytes: int = 0,
-    batches: Sequence[int] = BATCHES,
-    context: int = 1024,
-    misses: MissCurve | Mapping[str, MissCurve] | None = None,
-    offload: Mapping[str, Any] | None = None,
     seed: int = 0,
+    **asked: Any,
 ) -> HardwarePlan:
     """A plan of one of ``KINDS``: the same hot neurons at all batch sizes, resident ones as a store has without a plan.
 
-    Args:
-        offload: how the drive is read (default: as :func:`~torch_pi2.planner.solve.solve` reads it).
-        seed: of ``random``.
+    An accelerator is filled layer by layer.
 
-    Others: see :func:`torch_pi2.planner.solve.solve`. An accelerator is filled layer by layer.
+    Args:
+        seed: of ``random``.
+        asked: ``budget_bytes``, ``accelerator_bytes``, ``batches``, ``context`` and ``misses``, as
+            :func:`torch_pi2.planner.solve.solve` takes them; ``offload``, how the drive is read (default: as it does).
 
     Raises:
         ConfigError: no such kind, or a budget that cannot be met, with the smallest that can.
     """
     check_choice("planner", kind, KINDS, "Choose one of them.")
-    given = by_policy(misses) if budget_bytes is not None else {}
-    task = Task(
-        shape, hardware, budget_bytes, accelerator_bytes, tuple(batches), context, given, offload=dict(offload or {})
-    )
+    task = Task(shape, hardware, **asked)
     check(task)
     choice = simple_choice(task, kind, seed)
     buckets = []

@@ -15,16 +15,13 @@ import numpy as np
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import constants
-from torch_pi2.planner.curve import TIMES, layer_curve, linear_ms
+from torch_pi2.planner.layer_cost import TIMES, block_ms, layer_curve, linear_ms
 from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
-from torch_pi2.planner.prompt_cost import best_chunk, prompt_cost, switch_point
-from torch_pi2.planner.shape import LayerShape, ModelShape
+from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.spec.offload import OffloadConfig
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
-
-__all__ = ["PARTS", "Cost", "best_chunk", "layer_curve", "prompt_cost", "step_cost", "switch_point"]
 
 #: Parts of a step, which add up to it. ``attention``: linear layers. ``sdpa``: attention itself. ``glue``: norms,
 #: rotary embedding, residuals, Python. ``io``: what computing does not hide of reads, and what they slow it down by.
@@ -85,7 +82,7 @@ def step_cost(
 
     * ``attention``: ``hardware.linear_us`` of its linear layers. ``sdpa``: ``hardware.attention_us`` of the keys and
       values of all sequences. ``glue``: ``hardware.glue_us``.
-    * ``predictor``, ``hot``, ``cold``, ``merge``: see :func:`~torch_pi2.planner.curve.layer_curve`.
+    * ``predictor``, ``hot``, ``cold``, ``merge``: see :func:`~torch_pi2.planner.layer_cost.layer_curve`.
     * ``io``, over a store: see :func:`_io_ms`.
 
     and once ``head``, the linear layer that makes logits.
@@ -128,7 +125,16 @@ def step_cost(
             missed = layer.slots - max(stays // layer.cluster, share * layer.slots)
         curve = layer_curve(layer, hardware, batch, h, accelerator=first, model_bytes=shape.weight_bytes)
         ms = dict.fromkeys(PARTS, 0.0) | {part: float(curve[part][0]) for part in TIMES}
-        ms |= _block_ms(shape, layer, hardware, batch, context)
+        kv_bytes = batch * context * layer.kv_bytes
+        ms |= block_ms(
+            shape,
+            layer,
+            hardware,
+            tokens=batch,
+            sequences=batch,
+            kv_bytes=kv_bytes,
+            compiled=shape.compiled,
+        )
         row: dict[str, Any] = {"key": layer.key, "hot_neurons": h, "accelerator_neurons": first}
         row |= {"resident_neurons": stays, "misses": missed}
         read += missed * layer.cluster
@@ -148,25 +154,6 @@ def step_cost(
     total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes, model_bytes=shape.weight_bytes)
     memory = _memory(shape, batch, context, cache_bytes, kept, firsts, config)
     return Cost(batch, total, read, rows, memory)
-
-
-def _block_ms(shape: ModelShape, layer: LayerShape, hardware: Hardware, batch: int, context: int) -> dict[str, float]:
-    """Attention and what is around it, where a layer begins a block."""
-    if not layer.block:
-        return {}
-    linears = linear_ms(
-        hardware,
-        layer.attention_kernel,
-        batch,
-        layer.attention_bytes,
-        calls=layer.attention_calls,
-        model_bytes=shape.weight_bytes,
-    )
-    sdpa = hardware.attention_us(
-        batch=batch, kv_bytes=batch * context * layer.kv_bytes, dtype=shape.kv_dtype, model_bytes=shape.weight_bytes
-    )
-    glue = hardware.glue_us(batch=batch, hidden=layer.hidden, compiled=shape.compiled)
-    return {"attention": linears, "sdpa": sdpa / 1e3, "glue": glue / 1e3}
 
 
 def _reads(

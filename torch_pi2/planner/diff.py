@@ -30,6 +30,20 @@ def diff(a: Plan, b: Plan) -> dict[str, Any]:
     return {"same": not (facts or layers or buckets), "facts": facts, "layers": layers, "buckets": buckets}
 
 
+def moved(before: Plan, after: Plan) -> dict[str, Any]:
+    """Of the hot neurons of ``before`` (at the smallest batch), those that ``after`` no longer has, by layer."""
+    rows: list[dict[str, Any]] = []
+    for index, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
+        counts = [
+            y.n_hot if p.hardware is None else p.hardware.buckets[0].hot[index]
+            for p, y in ((before, old), (after, new))
+        ]
+        first, second = (set(y.order[:n].tolist()) for y, n in zip((old, new), counts, strict=True))
+        rows.append({"key": old.site.key, "hot": len(first), "gone": len(first - second), "new": len(second - first)})
+    hot = sum(row["hot"] for row in rows)
+    return {"share": sum(row["gone"] for row in rows) / hot if hot else 0.0, "layers": rows}
+
+
 def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {name: [a.get(name), b.get(name)] for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)}
 

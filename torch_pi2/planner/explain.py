@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -19,10 +18,11 @@ from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.observe import timings
 from torch_pi2.observe.attention import SPARE_TOKENS, milliseconds
+from torch_pi2.observe.steps import timed_steps
 from torch_pi2.ops import load as load_library
 from torch_pi2.planner.cost import Cost, step_cost
 from torch_pi2.planner.misses import MissCurve
-from torch_pi2.planner.shape import ModelShape
+from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.rewrite.handle import store_of
 from torch_pi2.spec.plan import Plan
 
@@ -186,23 +186,23 @@ def explained_tokens(tokens: int, rounds: int, warm_up: int) -> int:
     return _PROMPT + warm_up + tokens * rounds
 
 
-def render(explained: Explained) -> str:
-    """A table for people."""
+def render(run: Mapping[str, Any]) -> str:
+    """A table for people, of :meth:`Explained.to_json`."""
     lines = [f"{'part':24} {'predicted ms':>13} {'measured ms':>12} {'ratio':>6}"]
-    total = Row("step", explained.predicted.total_ms, explained.measured_ms)
-    for row in (*explained.rows, total):
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        lines.append(f"{row.part:24} {row.predicted_ms:13.3f} {row.measured_ms:12.3f} {ratio:>6}")
-    batch = explained.predicted.batch
-    tokens_per_s = [batch * 1e3 / ms for ms in (explained.predicted.total_ms, explained.measured_ms)]
-    lines.append(f"{'tokens/s':24} {tokens_per_s[0]:13.2f} {tokens_per_s[1]:12.2f} {explained.ratio:6.2f}")
-    if explained.measured_misses is not None:
-        found = explained.measured_misses
-        ratio = f"{explained.predicted.misses / found:.2f}" if found else ""
-        lines.append(f"{'neurons read a step':24} {explained.predicted.misses:13.1f} {found:12.1f} {ratio:>6}")
-    inside = ", ".join(f"{part} {explained.predicted.ms[part]:.3f}" for part in MEASURED["ffn"])
-    lines.append(f"ffn, predicted: {inside}")
-    return "\n".join(lines) + "\n"
+
+    def line(name: str, predicted: float, measured: float, ratio: float | None, digits: int) -> None:
+        shown = "" if ratio is None else f"{ratio:.2f}"
+        lines.append(f"{name:24} {predicted:13.{digits}f} {measured:12.{digits}f} {shown:>6}")
+
+    for row in run["parts"]:
+        line(row["part"], row["predicted_ms"], row["measured_ms"], row["ratio"], 3)
+    line("step", run["predicted_total_ms"], run["measured_total_ms"], 1 / run["ratio"], 3)
+    line("tokens/s", run["predicted_tokens_per_s"], run["measured_tokens_per_s"], run["ratio"], 2)
+    if (found := run["measured_misses"]) is not None:
+        predicted = run["predicted_misses"]
+        line("neurons read a step", predicted, found, predicted / found if found else None, 1)
+    inside = ", ".join(f"{part} {run['predicted_ms'][part]:.3f}" for part in MEASURED["ffn"])
+    return "\n".join([*lines, f"ffn, predicted: {inside}"])
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class _Run:
         prompt_BT, rest_BT = ids_BT[:, :_PROMPT], ids_BT[:, _PROMPT:]
         self.decoder.prompt(prompt_BT)
         with nullcontext() if self.compiled else packed_attention(self.model):  # a compiled step has it inside
-            self._steps(rest_BT[:, :warm_up])
+            timed_steps(self.decoder, rest_BT[:, :warm_up])
             found = [self._timed(rest_BT[:, warm_up + r * tokens : warm_up + (r + 1) * tokens]) for r in range(rounds)]
             sdpa = self._sdpa(ids_BT[:, -1:])
         median = {name: statistics.median(r[name] for r in found) for name in found[0]}
@@ -274,30 +274,18 @@ class _Run:
             "misses": None if self.store is None else median["misses"],
         }
 
-    def _steps(self, ids_BT: torch.Tensor) -> None:
-        for next_B1 in ids_BT.split(1, dim=1):
-            self.decoder.step(next_B1)
-
     def _timed(self, ids_BT: torch.Tensor) -> dict[str, float]:
-        steps = ids_BT.shape[1]
-        if self.store is not None:
-            self.store.stats(reset=True)
-        timings.read()
-        started = time.perf_counter()
-        self._steps(ids_BT)
-        total = (time.perf_counter() - started) * 1e3
-        rows = timings.read()
-        linears, head = timings.split_head(rows, self.vocabulary)
+        found = timed_steps(self.decoder, ids_BT, self.store)
+        linears, head = timings.split_head(found.timings, self.vocabulary)
         by_part = {
             "attention": linears,
-            "predictor": timings.milliseconds(rows, timings.PREDICTOR),
-            "ffn": timings.milliseconds(rows, timings.FFN),
+            "predictor": found.ms(timings.PREDICTOR),
+            "ffn": found.ms(timings.FFN),
             "head": head,
-            "total": total,
+            "total": found.seconds * 1e3,
+            "misses": found.misses,
         }
-        found = {name: value / steps for name, value in by_part.items()}
-        stats = None if self.store is None else self.store.stats()
-        return found | {"misses": (stats["wanted"] - stats["hits"]) / steps if stats else 0.0}
+        return {name: value / found.steps for name, value in by_part.items()}
 
     def _sdpa(self, next_B1: torch.Tensor) -> float | None:
         def evict() -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch_pi2.errors import ConfigError
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.ops import load
-from torch_pi2.planner.curve import expert_use, predicted_share
-from torch_pi2.planner.shape import LayerShape, ModelShape
+from torch_pi2.planner.layer_cost import expert_use, predicted_share
+from torch_pi2.planner.model_shape import LayerShape, ModelShape
 
 #: Counts by layer.
 Counts = Sequence[int]
@@ -104,7 +104,7 @@ class FrequencyMisses:
 def _wanted_slots(layer: LayerShape, batch: int, hot: int, first: int) -> np.ndarray:
     """Float64 ``[slots]``: share of steps in which any neuron of the slot is read."""
     use, tokens = expert_use(layer, batch)
-    share_I: np.ndarray = layer.kept(("predicted", tokens), lambda: predicted_share(layer, tokens)).copy()
+    share_I = predicted_share(layer, tokens).copy()
     share_I[:hot] = 1
     share_I[:first] = 0
     if layer.cluster > 1:
@@ -225,10 +225,8 @@ class ReplayMisses:
 
 def _decoding(accesses: Accesses) -> list[list[tuple[int, np.ndarray]]]:
     """Decoding passes over the layers: (layer, row of bits) of each call."""
-    row_bytes = np.array([(layer.neurons + 7) // 8 for layer in accesses.stored])
     numbers, streamed, bits = accesses.layers.numpy(), accesses.streamed.numpy(), accesses.wanted.numpy()
-    sizes = row_bytes[numbers] * (1 + streamed.astype(np.int64))
-    starts = np.concatenate(([0], np.cumsum(sizes)))[:-1]
+    starts, sizes = [0, *accesses.ends.tolist()], accesses.row_bytes.tolist()
     passes: list[list[tuple[int, np.ndarray]]] = []
     prompts: set[int] = set()
     last = len(accesses.stored)
@@ -238,7 +236,7 @@ def _decoding(accesses: Accesses) -> list[list[tuple[int, np.ndarray]]]:
         last = number
         if streamed[call]:
             prompts.add(len(passes) - 1)
-        passes[-1].append((number, bits[starts[call] : starts[call] + row_bytes[number]]))
+        passes[-1].append((number, bits[starts[call] : starts[call] + sizes[call]]))
     return [calls for i, calls in enumerate(passes) if i not in prompts]
 
 

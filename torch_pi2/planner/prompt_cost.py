@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_pi2.ops.constants import constants
-from torch_pi2.planner.curve import TIMES, expert_use, layer_curve, linear_ms, sums
-from torch_pi2.planner.shape import LayerShape, ModelShape
+from torch_pi2.planner.layer_cost import TIMES, block_ms, expert_use, layer_curve, linear_ms, sums
+from torch_pi2.planner.model_shape import LayerShape, ModelShape
+from torch_pi2.spec.machine_plan import Bucket, PromptPlan
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
@@ -94,7 +95,10 @@ def prompt_cost(
                 ffn = dense_ms(layer, hardware, size, model_bytes=nbytes)
             else:
                 ffn = sparse_ms(layer, hardware, size, hot=first, model_bytes=nbytes)
-            computing.append(ffn + _block_ms(shape, layer, hardware, size, done))
+            # Of each token over those before it; prompts are not compiled.
+            kv = size * (done + (size + 1) / 2) * layer.kv_bytes
+            around = block_ms(shape, layer, hardware, tokens=size, sequences=1, kv_bytes=kv, compiled=False)
+            computing.append(ffn + math.fsum(around.values()))
         done += size
     head = linear_ms(hardware, shape.head_kernel, 1, shape.head_bytes, model_bytes=shape.weight_bytes)
     if in_memory:
@@ -122,19 +126,15 @@ def best_chunk(
     return next(size for size in sizes if took[size] <= _NEAR * min(took.values()))
 
 
-def _block_ms(shape: ModelShape, layer: LayerShape, hardware: Hardware, tokens: int, before: int) -> float:
-    """Attention and what is around it, of ``tokens`` tokens after ``before`` others."""
-    if not layer.block:
-        return 0.0
-    kv = tokens * (before + (tokens + 1) / 2) * layer.kv_bytes
-    sdpa = hardware.attention_us(batch=1, kv_bytes=kv, dtype=shape.kv_dtype, model_bytes=shape.weight_bytes)
-    glue = hardware.glue_us(batch=tokens, hidden=layer.hidden, compiled=False)  # prompts are not compiled
-    linears = linear_ms(
-        hardware,
-        layer.attention_kernel,
-        tokens,
-        layer.attention_bytes,
-        calls=layer.attention_calls,
-        model_bytes=shape.weight_bytes,
-    )
-    return linears + (sdpa + glue) / 1e3
+def prompt_plan(shape: ModelShape, hardware: Hardware, last: Bucket, stored: bool) -> PromptPlan:
+    """From how many tokens on each layer is dense, and how much of a long prompt is computed per reading of a layer.
+
+    Args:
+        last: the bucket of the largest batch, whose hot neurons prompts have, too. A layer is dense from more tokens on
+            than its batch, if at all: a decoding step is no prompt.
+    """
+    found = [switch_point(shape, hardware, i, hot=hot) for i, hot in enumerate(last.hot)]
+    dense_from = tuple(max(at, last.batch + 1) if at else 0 for at in found)
+    most = constants().prompt_tokens
+    dense = [0 < at <= most for at in dense_from]
+    return PromptPlan(dense_from, best_chunk(shape, hardware, dense, hot=last.hot) if stored else most)

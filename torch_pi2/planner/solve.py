@@ -6,7 +6,7 @@
   time differs by less than 1 %, of which the fewest hot are taken; and for the most frequent neurons being hot, as in
   the first plan, if that takes less than 2 % longer: predictions are not that exact.
 * With an accelerator of limited memory, shared by all batch sizes, counts of all layers are chosen together by an
-  integer program over the same times (:func:`torch_pi2.planner.placement.choose`), beside PowerInfer's (``place``).
+  integer program over the same times (:func:`torch_pi2.planner.accelerator.choose`), beside the most frequent ones.
 * Over a store layers share the cache. Candidates come from prices of a read and of a slot of the cache, the same
   whatever the budget, and from the simple plans (:mod:`torch_pi2.planner.baselines`); each is predicted as a whole, and
   the best is taken. So it is never slower than the simple plans, nor than with a smaller budget, in the model's own
@@ -21,13 +21,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.planner.accelerator import caps
 from torch_pi2.planner.baselines import KINDS, simple_choice
+from torch_pi2.planner.choices import Choice, Price, Space, prices
+from torch_pi2.planner.drive import read_ms, stream_ms
 from torch_pi2.planner.misses import MissCurve
-from torch_pi2.planner.search import Choice, Price, Space, prices
-from torch_pi2.planner.settings import prompt_plan, read_ms, stream_ms
-from torch_pi2.planner.shape import ModelShape
-from torch_pi2.planner.task import BATCHES, Task, assemble, by_policy, check
-from torch_pi2.planner.tiers import caps
+from torch_pi2.planner.model_shape import ModelShape
+from torch_pi2.planner.prompt_cost import prompt_plan
+from torch_pi2.planner.request import BATCHES, Task, assemble, check
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
 
 if TYPE_CHECKING:
@@ -82,7 +83,6 @@ def solve(
         ConfigError: a budget that cannot be met, with the smallest that can; a recall that cannot be reached, with the
             highest that can; or settings that make no sense.
     """
-    given = by_policy(misses) if budget_bytes is not None and not clusters else {}
     best: tuple[float, Task, HardwarePlan] | None = None
     for cluster in clusters or (shape.layers[0].cluster,):
         same = all(layer.cluster == cluster for layer in shape.layers)
@@ -91,9 +91,9 @@ def solve(
             hardware,
             budget_bytes,
             accelerator_bytes,
-            tuple(batches),
+            batches,
             context,
-            given,
+            None if clusters else misses,
             min_recall,
             one_boundary,
             dict(weights or {}),

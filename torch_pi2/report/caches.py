@@ -92,11 +92,5 @@ def _over_time(
 
 def _beginning(accesses: Accesses, calls: int) -> Accesses:
     """The first ``calls`` calls."""
-    row_bytes = torch.tensor([(layer.neurons + 7) // 8 for layer in accesses.stored])
-    rows = row_bytes[accesses.layers[:calls].long()] * (1 + accesses.streamed[:calls].long())
-    return replace(
-        accesses,
-        layers=accesses.layers[:calls],
-        streamed=accesses.streamed[:calls],
-        wanted=accesses.wanted[: int(rows.sum())],
-    )
+    bits = accesses.wanted[: int(accesses.ends[calls - 1])] if calls else accesses.wanted[:0]
+    return replace(accesses, layers=accesses.layers[:calls], streamed=accesses.streamed[:calls], wanted=bits)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from torch_pi2.base.units import size
 from torch_pi2.report.facts import Firing, Row
-from torch_pi2.report.looks import LABELS, SCALE, Plot, axis, layer_colour, layout, short, size
+from torch_pi2.report.looks import LABELS, SCALE, Plot, axis, layer_axis, layer_colour, plot, short, trace
 
 _PERCENT = {"tickformat": ".0%"}
 #: Cells of a heat map in which a number can be read.
@@ -20,33 +21,18 @@ def cdf(rows: Sequence[Firing]) -> Plot:
     """Share of firings that the most frequent neurons have."""
     drawn = [row for row in rows if row.cdf]
     traces: list[dict[str, Any]] = []
+    hover = "%{y:.1%} of firings by<br>%{x:.1%} of neurons"
     for index, row in enumerate(drawn):
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": [x for x, _ in row.cdf],
-                "y": [y for _, y in row.cdf],
-                "name": escape(row.key),
-                "line": {"color": layer_colour(index, len(drawn)), "width": 1.2},
-                "opacity": 0.75,
-                "showlegend": len(drawn) <= LABELS,
-                "hovertemplate": "%{y:.1%} of firings by<br>%{x:.1%} of neurons<extra>%{fullData.name}</extra>",
-            }
-        )
+        x, y = zip(*row.cdf, strict=True)
+        line = {"color": layer_colour(index, len(drawn)), "width": 1.2}
+        shown = {"opacity": 0.75, "showlegend": len(drawn) <= LABELS}
+        traces.append(trace("scatter", x, y, escape(row.key), hover, mode="lines", line=line, **shown))
     at = np.linspace(0, 1, 101)
     mean = np.mean([np.interp(at, [x for x, _ in row.cdf], [y for _, y in row.cdf]) for row in drawn], axis=0)
     need = float(np.interp(0.8, mean, at))
+    thick = {"color": "@ink", "width": 3.5}
     traces.append(
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "x": at.tolist(),
-            "y": mean.round(5).tolist(),
-            "name": "mean of layers",
-            "line": {"color": "@ink", "width": 3.5},
-            "hovertemplate": "%{y:.1%} of firings by<br>%{x:.1%} of neurons<extra>mean of layers</extra>",
-        }
+        trace("scatter", at.tolist(), mean.round(5).tolist(), "mean of layers", hover, mode="lines", line=thick)
     )
     guide = {"color": "@soft", "width": 1, "dash": "dot"}
     note = {
@@ -57,36 +43,36 @@ def cdf(rows: Sequence[Firing]) -> Plot:
         "yanchor": "top",
     }
     note |= {"xanchor": "left", "xshift": 6, "yshift": -4, "showarrow": False, "bgcolor": "@card", "opacity": 0.85}
-    figure = {
-        "data": traces,
-        "layout": layout(
-            xaxis=axis("neurons, the most frequent first", range=[0, 1], **_PERCENT),
-            yaxis=axis("firings that are theirs", range=[0, 1.02], **_PERCENT),
-            shapes=[
-                {"type": "line", "x0": 0, "x1": need, "y0": 0.8, "y1": 0.8, "line": guide},
-                {"type": "line", "x0": need, "x1": need, "y0": 0, "y1": 0.8, "line": guide},
-            ],
-            annotations=[note],
-        ),
-    }
     colours = "" if len(drawn) <= LABELS else " Yellow lines are the first layers, blue ones the last."
     read = (
         "The steeper a line begins, the fewer neurons do most of the work. On a straight diagonal all would fire "
         "alike, and none would be worth calling hot." + colours
     )
-    return Plot("cdf", "Which neurons fire: the most frequent first", read, figure, 460)
+    return plot(
+        "cdf",
+        "Which neurons fire: the most frequent first",
+        read,
+        traces,
+        460,
+        xaxis=axis("neurons, the most frequent first", range=[0, 1], **_PERCENT),
+        yaxis=axis("firings that are theirs", range=[0, 1.02], **_PERCENT),
+        shapes=[
+            {"type": "line", "x0": 0, "x1": need, "y0": 0.8, "y1": 0.8, "line": guide},
+            {"type": "line", "x0": need, "x1": need, "y0": 0, "y1": 0.8, "line": guide},
+        ],
+        annotations=[note],
+    )
 
 
 def sparsity(rows: Sequence[Firing]) -> Plot:
     """Share of neurons that fire for at least one of b tokens, by layer and b."""
     sizes = sorted({size for row in rows for size in row.by_batch})
     shares = [[row.by_batch.get(size) for size in sizes] for row in rows]
-    keys = [escape(row.key) for row in rows]
     written = len(rows) * len(sizes) <= _NUMBERS
     heat = {
         "type": "heatmap",
         "x": [str(size) for size in sizes],
-        "y": keys,
+        "y": [escape(row.key) for row in rows],
         "z": shares,
         "colorscale": SCALE,
         "zmin": 0,
@@ -97,20 +83,19 @@ def sparsity(rows: Sequence[Firing]) -> Plot:
         "ygap": 1,
         "hovertemplate": "%{z:.1%} of neurons fire for at least one<br>of %{x} tokens<extra>%{y}</extra>",
     }
-    ticks = [escape(short(row.key)) for row in rows]
-    every = max(1, len(rows) // 16)
-    figure = {
-        "data": [heat],
-        "layout": layout(
-            xaxis=axis("tokens taken together", type="category", showgrid=False),
-            yaxis=axis("layer", autorange="reversed", tickvals=keys[::every], ticktext=ticks[::every], showgrid=False),
-        ),
-    }
     read = (
         "Share of neurons that fire for at least one of so many tokens of different sequences. The darker, the more "
         "must be computed: what is sparse for one token is nearly dense for many, so more neurons are worth being hot."
     )
-    return Plot("sparsity", "Sparsity fades as the batch grows", read, figure, min(500, 280 + 20 * len(rows)))
+    return plot(
+        "sparsity",
+        "Sparsity fades as the batch grows",
+        read,
+        [heat],
+        min(500, 280 + 20 * len(rows)),
+        xaxis=axis("tokens taken together", type="category", showgrid=False),
+        yaxis=layer_axis(rows, autorange="reversed", showgrid=False),
+    )
 
 
 def predictors(rows: Sequence[Row]) -> Plot:
@@ -145,17 +130,17 @@ def predictors(rows: Sequence[Row]) -> Plot:
     largest = max((card.bytes for card in cards), default=1)
     recalls = [card.recall for card in cards] or [1.0]
     shown = [max(0.0, min(recalls) - 0.03), min(1.02, max(recalls) + 0.03)]
-    figure = {
-        "data": [bubbles],
-        "layout": layout(
-            xaxis=axis("size of the predictor", tickformat="~s", ticksuffix="B", range=[0, 1.15 * largest]),
-            yaxis=axis("recall: firing neurons that it finds", tickformat=".0%", range=shown),
-        ),
-    }
     read = (
         "One bubble a layer, yellow for the first and blue for the last; the larger, the higher its rank. Up and left "
         "is better: what a predictor does not find is not computed, and what it weighs is read for every token."
     )
-    return Plot(
-        "predictors", "Predictors: what they find, and what they weigh", read, figure, 420, wide=len(rows) > LABELS
+    return plot(
+        "predictors",
+        "Predictors: what they find, and what they weigh",
+        read,
+        [bubbles],
+        420,
+        wide=len(rows) > LABELS,
+        xaxis=axis("size of the predictor", tickformat="~s", ticksuffix="B", range=[0, 1.15 * largest]),
+        yaxis=axis("recall: firing neurons that it finds", tickformat=".0%", range=shown),
     )

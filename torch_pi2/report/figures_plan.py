@@ -7,10 +7,11 @@ from html import escape
 from typing import Any
 
 from torch_pi2.report.facts import Bucket, Measured, Planned, Rivals, Row
-from torch_pi2.report.looks import LABELS, PARTS, PLACES, Plot, axis, layout, short
+from torch_pi2.report.looks import LABELS, PARTS, PLACES, Plot, axis, bars, layer_axis, plot, trace
 
 #: Of the plan, and of others.
 _PLANNERS = ("#e15759", "#4e79a7", "#f28e2b", "#4fa8a0", "#9aa0a6", "#a76fa5")
+_GROUPS = axis(type="multicategory", tickangle=0, showdividers=False)
 _SYMBOLS = {
     "dense": "square",
     "exact": "circle",
@@ -44,46 +45,30 @@ def plan(planned: Planned) -> Plot:
     for number in range(len(buckets)):
         for name in names:
             counts = _counts(planned, name, number) or [0] * len(rows)
-            traces.append(
-                {
-                    "type": "bar",
-                    "x": keys,
-                    "y": [count / row.neurons for count, row in zip(counts, rows, strict=True)],
-                    "customdata": [
-                        [f"{count:,} of {row.neurons:,}", escape(row.method)]
-                        for count, row in zip(counts, rows, strict=True)
-                    ],
-                    "name": PLACES[name][0],
-                    "marker": {"color": PLACES[name][1], "line": {"width": 0}},
-                    "visible": number == 0,
-                    "hovertemplate": "%{customdata[0]} (%{y:.1%})<br>method %{customdata[1]}"
-                    "<extra>%{x}<br>%{fullData.name}</extra>",
-                }
-            )
+            shares = [count / row.neurons for count, row in zip(counts, rows, strict=True)]
+            data = [[f"{n:,} of {row.neurons:,}", escape(row.method)] for n, row in zip(counts, rows, strict=True)]
+            hover = "%{customdata[0]} (%{y:.1%})<br>method %{customdata[1]}<extra>%{x}<br>%{fullData.name}</extra>"
+            traces.append(bars(keys, shares, *PLACES[name], hover, data, visible=number == 0))
     marks = _method_marks(rows)
-    every = max(1, len(rows) // 16)
-    figure = {
-        "data": traces + marks,
-        "layout": layout(
-            barmode="stack",
-            bargap=0.12,
-            xaxis=axis(
-                "layer",
-                range=[-0.6, len(rows) - 0.4],
-                tickvals=keys[::every],
-                ticktext=[escape(short(row.key)) for row in rows][::every],
-            ),
-            yaxis=axis("neurons", range=[0, 1.09], tickvals=[0, 0.25, 0.5, 0.75, 1], tickformat=".0%"),
-            updatemenus=_buttons(buckets, len(names), len(marks)),
-            margin={"l": 8, "r": 12, "t": 44 if len(buckets) > 1 else 16, "b": 8},
-        ),
-    }
     methods = ", ".join(dict.fromkeys(method for row in rows for method in row.method.split(", ")))
     read = (
         "Neurons of each layer, the most frequent at the bottom. Hot ones are computed always, in one run; cold ones "
         f"where the layer's method asks for them (marks above: {methods})."
     ) + (" Choose how many sequences are decoded together." if len(buckets) > 1 else "")
-    return Plot("plan", "The plan: hot and cold neurons", read, figure, 420, wide=len(rows) > LABELS)
+    return plot(
+        "plan",
+        "The plan: hot and cold neurons",
+        read,
+        traces + marks,
+        420,
+        wide=len(rows) > LABELS,
+        barmode="stack",
+        bargap=0.12,
+        xaxis=layer_axis(rows, range=[-0.6, len(rows) - 0.4]),
+        yaxis=axis("neurons", range=[0, 1.09], tickvals=[0, 0.25, 0.5, 0.75, 1], tickformat=".0%"),
+        updatemenus=_buttons(buckets, len(names), len(marks)),
+        margin={"l": 8, "r": 12, "t": 44 if len(buckets) > 1 else 16, "b": 8},
+    )
 
 
 def _counts(planned: Planned, name: str, number: int) -> list[int]:
@@ -96,18 +81,23 @@ def _counts(planned: Planned, name: str, number: int) -> list[int]:
 def _method_marks(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """A mark above each bar."""
     methods = dict.fromkeys(row.method for row in rows)
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "x": [escape(row.key) for row in rows if row.method == method],
-            "y": [1.045] * sum(row.method == method for row in rows),
-            "name": f"method {method}",
-            "marker": {"symbol": _SYMBOLS.get(method, "star"), "color": "@soft", "size": 7},
-            "hovertemplate": f"method {method}<extra>%{{x}}</extra>",
-        }
-        for method in methods
-    ]
+    found = []
+    for method in methods:
+        keys = [escape(row.key) for row in rows if row.method == method]
+        marker = {"symbol": _SYMBOLS.get(method, "star"), "color": "@soft", "size": 7}
+        name = f"method {method}"
+        found.append(
+            trace(
+                "scatter",
+                keys,
+                [1.045] * len(keys),
+                name,
+                f"{name}<extra>%{{x}}</extra>",
+                mode="markers",
+                marker=marker,
+            )
+        )
+    return found
 
 
 def _buttons(buckets: Sequence[Bucket], bars: int, marks: int) -> list[dict[str, Any]]:
@@ -128,28 +118,21 @@ def _buttons(buckets: Sequence[Bucket], bars: int, marks: int) -> list[dict[str,
 def times(planned: Planned | None, measured: Sequence[Measured]) -> Plot:
     """Milliseconds per token by part: predicted for each batch size, and measured."""
     source = planned.hardware.source if planned and planned.hardware else ""
-    bars = [("predicted", str(b.batch), b.batch, b.ms) for b in (planned.buckets if planned else ()) if b.ms]
+    steps = [("predicted", str(b.batch), b.batch, b.ms) for b in (planned.buckets if planned else ()) if b.ms]
     for run in measured:
-        bars.append(("measured", _run(run, measured), run.batch, run.ms))
+        steps.append(("measured", _run(run, measured), run.batch, run.ms))
     for run in measured:
         if run.predicted:
-            bars.append(("modelled", _run(run, measured), run.batch, run.predicted))
-    labels = [[group for group, *_ in bars], [label for _, label, *_ in bars]]
+            steps.append(("modelled", _run(run, measured), run.batch, run.predicted))
+    labels = [[group for group, *_ in steps], [label for _, label, *_ in steps]]
     traces: list[dict[str, Any]] = []
-    for part in [part for part in _parts(bars) if any(bar[-1].get(part) for bar in bars)]:
+    for part in [part for part in _parts(steps) if any(bar[-1].get(part) for bar in steps)]:
         name, colour = PARTS.get(part, (part, "#c0c0c0"))
-        traces.append(
-            {
-                "type": "bar",
-                "x": labels,
-                "y": [ms.get(part, 0.0) / batch for *_, batch, ms in bars],
-                "customdata": [[ms.get(part, 0.0)] for *_, ms in bars],
-                "name": escape(name),
-                "marker": {"color": colour, "line": {"width": 0}},
-                "hovertemplate": "%{y:.3g} ms a token (%{customdata[0]:.3g} ms a step)<extra>%{fullData.name}</extra>",
-            }
-        )
-    totals = [sum(ms.values()) / batch for *_, batch, ms in bars]
+        each = [ms.get(part, 0.0) / batch for *_, batch, ms in steps]
+        data = [[ms.get(part, 0.0)] for *_, ms in steps]
+        hover = "%{y:.3g} ms a token (%{customdata[0]:.3g} ms a step)"
+        traces.append(bars(labels, each, escape(name), colour, hover, data))
+    totals = [sum(ms.values()) / batch for *_, batch, ms in steps]
     above = {
         "type": "scatter",
         "mode": "text",
@@ -161,15 +144,6 @@ def times(planned: Planned | None, measured: Sequence[Measured]) -> Plot:
         "hoverinfo": "skip",
         "cliponaxis": False,
     }
-    figure = {
-        "data": [*traces, above],
-        "layout": layout(
-            barmode="stack",
-            bargap=0.3,
-            xaxis=axis(type="multicategory", tickangle=0, showdividers=False),
-            yaxis=axis("ms per token", range=[0, 1.12 * max(totals, default=1) or 1]),
-        ),
-    }
     again = " Modelled is what the cost model says of the run itself, of its context and its cache."
     again *= any(run.predicted for run in measured)
     about = " Predictions are for published figures of a device, not for a machine that was measured." * (
@@ -179,7 +153,18 @@ def times(planned: Planned | None, measured: Sequence[Measured]) -> Plot:
         "Where the time of a token goes while decoding; above each bar tokens per second of all sequences together. "
         "They share the time of a step." + again + about
     )
-    return Plot("times", "Time per token, by number of sequences", read, figure, 450, wide=True)
+    return plot(
+        "times",
+        "Time per token, by number of sequences",
+        read,
+        [*traces, above],
+        450,
+        wide=True,
+        barmode="stack",
+        bargap=0.3,
+        xaxis=_GROUPS,
+        yaxis=axis("ms per token", range=[0, 1.12 * max(totals, default=1) or 1]),
+    )
 
 
 def _rate(tokens_per_s: float) -> str:
@@ -194,33 +179,27 @@ def rivals(found: Sequence[Rivals]) -> Plot:
     for number, name in enumerate(names):
         rates = [case.tokens_per_s.get(name) for case in found]
         first = [next(iter(case.tokens_per_s.values())) for case in found]
-        traces.append(
-            {
-                "type": "bar",
-                "x": labels,
-                "y": [None if rate is None else rate / (one or 1) for rate, one in zip(rates, first, strict=True)],
-                "customdata": [[rate] for rate in rates],
-                "name": escape(name),
-                "marker": {"color": _PLANNERS[number % len(_PLANNERS)], "line": {"width": 0}},
-                "hovertemplate": "%{customdata[0]:.4g} tokens/s (%{y:.3f})<extra>%{fullData.name}</extra>",
-            }
-        )
+        ratios = [None if rate is None else rate / (one or 1) for rate, one in zip(rates, first, strict=True)]
+        colour, hover = _PLANNERS[number % len(_PLANNERS)], "%{customdata[0]:.4g} tokens/s (%{y:.3f})"
+        traces.append(bars(labels, ratios, escape(name), colour, hover, [[rate] for rate in rates]))
     one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
-    figure = {
-        "data": traces,
-        "layout": layout(
-            barmode="group",
-            bargap=0.25,
-            xaxis=axis(type="multicategory", tickangle=0, showdividers=False),
-            yaxis=axis("tokens/s, the plan is 1", rangemode="tozero"),
-            shapes=[{**one, "line": {"color": "@soft", "width": 1, "dash": "dot"}}],
-        ),
-    }
     read = (
         "The plan beside simple ones under the same budgets. What ends below the dotted line is slower than the plan; "
         "what ends above it is faster, and then the plan is not the best."
     )
-    return Plot("rivals", "What planning gains", read, figure, 400, wide=True)
+    return plot(
+        "rivals",
+        "What planning gains",
+        read,
+        traces,
+        400,
+        wide=True,
+        barmode="group",
+        bargap=0.25,
+        xaxis=_GROUPS,
+        yaxis=axis("tokens/s, the plan is 1", rangemode="tozero"),
+        shapes=[{**one, "line": {"color": "@soft", "width": 1, "dash": "dot"}}],
+    )
 
 
 def _parts(bars: Sequence[tuple[str, str, int, Mapping[str, float]]]) -> list[str]:

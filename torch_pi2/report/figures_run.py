@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from torch_pi2.report.facts import Bucket, Cache, Span, Timeline
-from torch_pi2.report.looks import POLICIES, STAGES, Plot, axis, layout
+from torch_pi2.report.looks import POLICIES, STAGES, Plot, axis, plot, trace
 from torch_pi2.report.timeline import ACTIVITIES
 
 _READS = {"read": "reading", "pread": "reading", "verify": "checking what was read"}
@@ -20,27 +20,10 @@ def hits_over_time(cache: Cache) -> Plot:
     """Hit rate in windows of the recording."""
     traces = []
     for policy, rates in cache.over_time.items():
-        colour, dash = POLICIES.get(policy, ("#9aa0a6", "solid"))
         run = policy == cache.policy
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "x": list(cache.windows),
-                "y": list(rates),
-                "name": f"{policy}, as it ran" if run else policy,
-                "line": {"color": colour, "width": 3 if run else 1.5, "dash": dash, "shape": "linear"},
-                "marker": {"size": 6 if run else 4},
-                "hovertemplate": "%{y:.1%} hits up to pass %{x}<extra>%{fullData.name}</extra>",
-            }
-        )
-    figure = {
-        "data": traces,
-        "layout": layout(
-            xaxis=axis("tokens and prompts so far"),
-            yaxis=axis("hit rate", tickformat=".0%"),
-        ),
-    }
+        name, hover = f"{policy}, as it ran" if run else policy, "%{y:.1%} hits up to pass %{x}"
+        how = {"line": _line(policy, run, shape="linear"), "marker": {"size": 6 if run else 4}}
+        traces.append(trace("scatter", cache.windows, rates, name, hover, mode="lines+markers", **how))
     same = (
         "It has exactly the hits of the run." if cache.whole else "It is close to the run, which also did other things."
     )
@@ -49,26 +32,32 @@ def hits_over_time(cache: Cache) -> Plot:
         f"neurons): of the neurons wanted, those that were there. {same} A line that keeps rising is a cache that is "
         "still learning; a dip is a prompt or another topic."
     )
-    return Plot("hits", "Cache hits over time", read, figure)
+    time = axis("tokens and prompts so far")
+    return plot("hits", "Cache hits over time", read, traces, xaxis=time, yaxis=axis("hit rate", tickformat=".0%"))
+
+
+def _line(policy: str, run: bool, **more: Any) -> dict[str, Any]:
+    """Of a policy; thick that of the ``run``."""
+    colour, dash = POLICIES.get(policy, ("#9aa0a6", "solid"))
+    return {"color": colour, "dash": dash, "width": 3 if run else 1.5, **more}
 
 
 def hits_by_size(cache: Cache, buckets: Sequence[Bucket]) -> Plot:
     """Hit rate against the cache's size, with the run's and the plan's."""
     traces: list[dict[str, Any]] = []
     for policy in cache.sizes[0].hit_rate if cache.sizes else ():
-        colour, dash = POLICIES.get(policy, ("#9aa0a6", "solid"))
         traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "x": [size.share for size in cache.sizes],
-                "y": [size.hit_rate[policy] for size in cache.sizes],
-                "customdata": [[f"{size.bytes / 1e6:,.0f} MB"] for size in cache.sizes],
-                "name": "optimal: none has more" if policy == "optimal" else policy,
-                "line": {"color": colour, "dash": dash, "width": 3 if policy == cache.policy else 1.5},
-                "marker": {"size": 5},
-                "hovertemplate": "%{y:.1%} hits with %{customdata[0]} (%{x:.0%})<extra>%{fullData.name}</extra>",
-            }
+            trace(
+                "scatter",
+                [size.share for size in cache.sizes],
+                [size.hit_rate[policy] for size in cache.sizes],
+                "optimal: none has more" if policy == "optimal" else policy,
+                "%{y:.1%} hits with %{customdata[0]} (%{x:.0%})",
+                mode="lines+markers",
+                customdata=[[f"{size.bytes / 1e6:,.0f} MB"] for size in cache.sizes],
+                line=_line(policy, policy == cache.policy),
+                marker={"size": 5},
+            )
         )
     whole = cache.sizes[-1].bytes / cache.sizes[-1].share if cache.sizes else 0
     planned = [min(1.0, bucket.cache_bytes / whole) for bucket in buckets if bucket.cache_bytes and whole]
@@ -79,20 +68,20 @@ def hits_by_size(cache: Cache, buckets: Sequence[Bucket]) -> Plot:
             f"{min(planned):.0%} to {max(planned):.0%}" if max(planned) - min(planned) > 0.01 else f"{planned[0]:.0%}"
         )
         notes.append(_label(max(planned), 0.1, f"the plan: {sizes}"))
-    figure = {
-        "data": traces,
-        "layout": layout(
-            xaxis=axis("cache, of all neurons of the store", range=[0, 1.02], tickformat=".0%"),
-            yaxis=axis("hit rate", tickformat=".0%"),
-            shapes=shapes,
-            annotations=notes,
-        ),
-    }
     read = (
         "What caches of other sizes would have had of the same accesses, filled at first as the run's was. Where a "
         "line is steep, memory buys hits; where it is flat, more memory buys little. The dotted line knows the future."
     )
-    return Plot("sizes", "Cache hits by size", read, figure)
+    return plot(
+        "sizes",
+        "Cache hits by size",
+        read,
+        traces,
+        xaxis=axis("cache, of all neurons of the store", range=[0, 1.02], tickformat=".0%"),
+        yaxis=axis("hit rate", tickformat=".0%"),
+        shapes=shapes,
+        annotations=notes,
+    )
 
 
 #: Behind what is written into a plot.
@@ -129,40 +118,12 @@ def busy(timeline: Timeline) -> Plot:
     step = timeline.bins[0] if timeline.bins else 0
     at = [end - step / 2 for end in timeline.bins]
     for name, threads in timeline.busy.items():
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": at,
-                "y": [round(value, 4) for value in threads],
-                "name": name,
-                "stackgroup": "threads",
-                "line": {"width": 0, "color": STAGES[name], "shape": "hvh"},
-                "fillcolor": STAGES[name],
-                "hovertemplate": "%{y:.2f} threads<extra>%{fullData.name}</extra>",
-            }
-        )
-    traces.append(
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "x": at,
-            "y": [round(value, 3) for value in timeline.read_mb_per_s],
-            "name": "MB/s read",
-            "yaxis": "y2",
-            "line": {"color": STAGES["reading"], "width": 1.5, "shape": "hvh"},
-            "hovertemplate": "%{y:,.1f} MB/s<extra>read</extra>",
-        }
-    )
-    figure = {
-        "data": traces,
-        "layout": layout(
-            xaxis=axis("ms since the first event", range=[0, timeline.total_ms], anchor="y2"),
-            yaxis=axis("threads", domain=[0.42, 1], rangemode="tozero"),
-            yaxis2=axis("MB/s", domain=[0, 0.32], rangemode="tozero"),
-            hovermode="x",
-        ),
-    }
+        line = {"width": 0, "color": STAGES[name], "shape": "hvh"}
+        how = {"mode": "lines", "stackgroup": "threads", "line": line, "fillcolor": STAGES[name]}
+        traces.append(trace("scatter", at, [round(n, 4) for n in threads], name, "%{y:.2f} threads", **how))
+    rate, hover = [round(value, 3) for value in timeline.read_mb_per_s], "%{y:,.1f} MB/s<extra>read</extra>"
+    line = {"color": STAGES["reading"], "width": 1.5, "shape": "hvh"}
+    traces.append(trace("scatter", at, rate, "MB/s read", hover, mode="lines", yaxis="y2", line=line))
     lost = (
         f" {timeline.lost:,} events were lost while recording, the oldest ones: raise capacity."
         if timeline.lost
@@ -172,7 +133,18 @@ def busy(timeline: Timeline) -> Plot:
         f"The whole trace, {timeline.total_ms:,.0f} ms and {timeline.events:,} events, as means over {step:.3g} ms. "
         f"Gaps are what PyTorch computes itself. Orange is time in which reading was not hidden.{lost}"
     )
-    return Plot("busy", "What threads do", read, figure, 440, wide=True)
+    return plot(
+        "busy",
+        "What threads do",
+        read,
+        traces,
+        440,
+        wide=True,
+        xaxis=axis("ms since the first event", range=[0, timeline.total_ms], anchor="y2"),
+        yaxis=axis("threads", domain=[0.42, 1], rangemode="tozero"),
+        yaxis2=axis("MB/s", domain=[0, 0.32], rangemode="tozero"),
+        hovermode="x",
+    )
 
 
 def spans(timeline: Timeline) -> Plot:
@@ -204,23 +176,6 @@ def spans(timeline: Timeline) -> Plot:
     depth = len(timeline.lanes) - len(threads)
     ticks = [-(i + 0.5) for i in range(len(threads))]
     top = _below(len(threads))
-    figure = {
-        "data": traces,
-        "layout": layout(
-            barmode="overlay",
-            hovermode="closest",
-            xaxis=axis("ms since the first event", range=[timeline.begin_ms, timeline.end_ms]),
-            yaxis=axis(
-                tickvals=ticks + ([top - _READ_ROWS / 2] if depth else []),
-                ticktext=[escape(name) for name in threads]
-                + ([f"reads<br>under way<br>(up to {depth})"] if depth else []),
-                range=[top - (_READ_ROWS if depth else 0), 0.1],
-                showgrid=False,
-                fixedrange=True,
-            ),
-            dragmode="zoom",
-        ),
-    }
     length = timeline.end_ms - timeline.begin_ms
     part = (
         f"The {length:.3g} ms of the trace in which most is read, from {timeline.begin_ms:,.1f} ms on"
@@ -233,7 +188,25 @@ def spans(timeline: Timeline) -> Plot:
         "file itself opens in Perfetto."
     )
     height = 240 + 34 * len(threads) + (150 if depth else 0)
-    return Plot("spans", "Threads and reads, one by one", read, figure, height, wide=True)
+    return plot(
+        "spans",
+        "Threads and reads, one by one",
+        read,
+        traces,
+        height,
+        wide=True,
+        barmode="overlay",
+        hovermode="closest",
+        xaxis=axis("ms since the first event", range=[timeline.begin_ms, timeline.end_ms]),
+        yaxis=axis(
+            tickvals=ticks + ([top - _READ_ROWS / 2] if depth else []),
+            ticktext=[escape(name) for name in threads] + ([f"reads<br>under way<br>(up to {depth})"] if depth else []),
+            range=[top - (_READ_ROWS if depth else 0), 0.1],
+            showgrid=False,
+            fixedrange=True,
+        ),
+        dragmode="zoom",
+    )
 
 
 #: Height of all rows of reads together, in heights of a thread's lane.

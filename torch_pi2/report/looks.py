@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 #: Of a step's time, as :data:`torch_pi2.planner.cost.PARTS` has them; ``ffn``: hot, cold, io and merge.
@@ -73,6 +74,34 @@ class Plot:
     wide: bool = False
 
 
+def plot(
+    name: str, title: str, read: str, traces: Sequence[Any], height: int = 380, *, wide: bool = False, **more: Any
+) -> Plot:
+    """Of ``traces``; ``more``: of the layout."""
+    return Plot(name, title, read, {"data": list(traces), "layout": layout(**more)}, height, wide)
+
+
+def trace(kind: str, x: Iterable[Any], y: Iterable[Any], name: str, hover: str, **more: Any) -> dict[str, Any]:
+    """A trace of plotly.js. ``hover``: what is shown of a point, beside the trace's name unless it says another."""
+    extra = "" if "<extra>" in hover else "<extra>%{fullData.name}</extra>"
+    return {"type": kind, "x": list(x), "y": list(y), "name": name, "hovertemplate": hover + extra, **more}
+
+
+def bars(
+    x: Iterable[Any], y: Iterable[Any], name: str, colour: str, hover: str, data: Iterable[Any], **more: Any
+) -> dict[str, Any]:
+    """Bars without an edge; ``data``: of each what ``hover`` says beside its height."""
+    marker = {"color": colour, "line": {"width": 0}}
+    return trace("bar", x, y, name, hover, customdata=list(data), marker=marker, **more)
+
+
+def layer_axis(rows: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """An axis of layers, of which some sixteen have a label."""
+    every = slice(None, None, max(1, len(rows) // 16))
+    keys, ticks = [escape(row.key) for row in rows], [escape(short(row.key)) for row in rows]
+    return axis("layer", tickvals=keys[every], ticktext=ticks[every], **more)
+
+
 def layer_colour(index: int, count: int) -> str:
     """Of one of ``count`` layers: along ``DEPTH``."""
     at = (len(DEPTH) - 1) * index / max(1, count - 1)
@@ -111,16 +140,3 @@ def layout(**more: Any) -> dict[str, Any]:
 def short(key: str) -> str:
     """The number of a layer, if its key has one, else the key: for ticks."""
     return next((part for part in key.split(".") if part.isdigit()), key)
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"

@@ -11,10 +11,9 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
 from torch_pi2.report import figures, figures_plan, figures_run
 from torch_pi2.report.facts import Report
-from torch_pi2.report.header import header
 from torch_pi2.report.looks import Plot
+from torch_pi2.report.sections import header, layers, missing
 from torch_pi2.report.style import CSS, JS, THEMES
-from torch_pi2.report.tables import layers, missing
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "

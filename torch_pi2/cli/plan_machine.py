@@ -1,4 +1,4 @@
-"""What ``torch-pi2 plan`` does for a machine: planning, comparing plans, and showing what is predicted."""
+"""``torch-pi2 plan --hardware``: a plan for a machine, and what is predicted of it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from torch_pi2.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
-    from torch_pi2.planner.shape import ModelShape
+    from torch_pi2.planner.model_shape import ModelShape
     from torch_pi2.spec.machine_plan import HardwarePlan
     from torch_pi2.spec.plan import Plan
     from torch_pi2.spec.stats import ActivationStats
-
-
-# --- planning for a machine ---
 
 
 def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     """The plan that ``args`` ask for, written to ``--out``; what is predicted, beside what simple plans would take."""
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.planner.baselines import KINDS, fixed_plan
-    from torch_pi2.planner.machine import check_recall, free, with_hardware
+    from torch_pi2.planner.diff import moved
+    from torch_pi2.planner.for_machine import check_recall, free, with_hardware
 
     hardware = find_hardware(args.hardware)
     _check_store(args)
@@ -34,7 +32,7 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
     model, plan, shape = _subject(args, stats)
     base, first, first_shape = free(plan), plan, None
     if live is not None and before is not None:
-        from torch_pi2.planner.shape import ModelShape
+        from torch_pi2.planner.model_shape import ModelShape
 
         if _is_ours(args):
             first_shape = ModelShape.of(model, before, base, compiled=not args.eager)
@@ -111,7 +109,7 @@ def _check_store(args: argparse.Namespace) -> None:
 def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
     """Arguments of :func:`torch_pi2.planner.solve.solve` and ``fixed_plan``."""
     from torch_pi2.base.units import parse_bytes
-    from torch_pi2.planner.task import BATCHES
+    from torch_pi2.planner.request import BATCHES
 
     how: dict[str, Any] = {
         "budget_bytes": None if args.budget is None else parse_bytes(args.budget),
@@ -120,7 +118,7 @@ def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
         "context": args.context or 1024,
     }
     if args.accesses is not None:
-        from torch_pi2.planner.machine import replayed
+        from torch_pi2.planner.for_machine import replayed
 
         if args.budget is None:
             raise ConfigError(
@@ -152,8 +150,8 @@ def _statistics(args: argparse.Namespace) -> tuple[ActivationStats | None, Activ
 
 def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan, ModelShape]:
     """An optimised model, its plan, and its shape with ``stats``, if no neuron need be hot."""
-    from torch_pi2.planner.machine import free
-    from torch_pi2.planner.shape import ModelShape
+    from torch_pi2.planner.for_machine import free
+    from torch_pi2.planner.model_shape import ModelShape
 
     folder = Path(args.model)
     if _is_ours(args):
@@ -281,43 +279,10 @@ def _buckets(plan: HardwarePlan, others: Mapping[str, HardwarePlan]) -> list[dic
     return rows
 
 
-# --- comparing ---
-
-
-def difference(a: Path, b: Path) -> dict[str, Any]:
-    """What differs between the plans of two folders (of a plan, or with ``pi2/`` in it)."""
-    from torch_pi2.planner.diff import diff
-
-    return {"a": str(a), "b": str(b), **diff(_plan_of(a), _plan_of(b))}
-
-
-def _plan_of(folder: Path) -> Plan:
-    from torch_pi2.store.parts import Parts
-
-    folder = folder.parent if folder.name == "plan.json" else folder
-    with Parts(folder / "pi2" if (folder / "pi2").is_dir() else folder) as parts:
-        return parts.plan()
-
-
-def moved(before: Plan, after: Plan) -> dict[str, Any]:
-    """Of the hot neurons of ``before`` (at the smallest batch), those that ``after`` no longer has, by layer."""
-    rows: list[dict[str, Any]] = []
-    for index, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
-        counts = [
-            y.n_hot if p.hardware is None else p.hardware.buckets[0].hot[index]
-            for p, y in ((before, old), (after, new))
-        ]
-        first, second = (set(y.order[:n].tolist()) for y, n in zip((old, new), counts, strict=True))
-        rows.append({"key": old.site.key, "hot": len(first), "gone": len(first - second), "new": len(second - first)})
-    hot = sum(row["hot"] for row in rows)
-    return {"share": sum(row["gone"] for row in rows) / hot if hot else 0.0, "layers": rows}
-
-
-# --- text ---
-
-
 def render_machine(result: dict[str, Any]) -> str:
     """Predicted steps by batch size, and what the optimum gains."""
+    from torch_pi2.planner import explain
+
     about, buckets = result["hardware"], result["buckets"]
     parts = [part for part in buckets[0]["ms"] if any(bucket["ms"].get(part, 0) >= 5e-4 for bucket in buckets)]
     gains = list(buckets[0]["gain"])
@@ -340,62 +305,5 @@ def render_machine(result: dict[str, Any]) -> str:
     head = f"{about['planner']} for {about['name']} ({about['source']}), {budget}, {about['context']} tokens each"
     gained = "\npredicted; the last columns: how many times as long a step of simple plans takes" if gains else ""
     shown = f"{head}:\n{common.table(header, rows)}{gained}"
-    return "\n".join([shown, *(_render_explained(run) for run in result.get("explained", ()))])
-
-
-def _render_explained(run: dict[str, Any]) -> str:
-    rows = [
-        (row["part"], f"{row['predicted_ms']:.3f}", f"{row['measured_ms']:.3f}", _ratio(row["ratio"]))
-        for row in run["parts"]
-    ]
-    rows.append(
-        ("step", f"{run['predicted_total_ms']:.3f}", f"{run['measured_total_ms']:.3f}", _ratio(1 / run["ratio"]))
-    )
-    return f"batch {run['batch']}, as it ran:\n{common.table(('part', 'predicted ms', 'measured ms', 'ratio'), rows)}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def render_moved(found: dict[str, Any]) -> str:
-    planned = found.get("planned", found)
-    share = f"; {common.percent(found['share'])} have drifted beyond chance" if "planned" in found else ""
-    stay = "; the order of neurons stays (only torch-pi2 optimize changes it)" if found.get("orders_stay") else ""
-    return f"of the hot neurons before, {common.percent(planned['share'])} no longer are{share}{stay}"
-
-
-def render_difference(result: dict[str, Any]) -> str:
-    """Tables of what differs; one line if nothing does."""
-    names = f"A = {result['a']}, B = {result['b']}"
-    if result["same"]:
-        return f"no difference: {names}"
-    shown = [names]
-    if result["facts"]:
-        shown.append(
-            common.table(("", "A", "B"), [(name, *map(_short, both)) for name, both in result["facts"].items()])
-        )
-    for where, layers in [("", result["layers"])] + [
-        (f"batch {b['batch']}, ", b.get("layers", ())) for b in result["buckets"]
-    ]:
-        fields = list(dict.fromkeys(name for layer in layers for name in layer if name != "key"))
-        if fields:
-            cells = [[layer["key"], *(_both(layer.get(name)) for name in fields)] for layer in layers]
-            shown.append(common.table((f"{where}layer", *fields), cells))
-    rows = [
-        (f"batch {b['batch']}", _both(b.get("bucket")), _both(b.get("cache_bytes")), _both(b.get("ms")))
-        for b in result["buckets"]
-        if b.keys() & {"bucket", "cache_bytes", "ms"}
-    ]
-    if rows:
-        shown.append(common.table(("", "is there", "cache bytes", "predicted ms"), rows))
-    return "\n".join(shown)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _both(values: Any) -> str:
-    return "" if values is None else " -> ".join(_short(value) for value in values)
+    explained = (f"batch {run['batch']}, as it ran:\n{explain.render(run)}" for run in result.get("explained", ()))
+    return "\n".join([shown, *explained])

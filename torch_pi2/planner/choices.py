@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torch_pi2.planner.curve import TIMES, expert_use, layer_curve, predicted_share
-from torch_pi2.planner.shape import LayerShape, ModelShape
+from torch_pi2.planner.layer_cost import TIMES, expert_use, layer_curve, predicted_share
+from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK
 from torch_pi2.spec.method import Method
 
@@ -244,8 +244,7 @@ class Space:
 def wanted(layer: LayerShape, batch: int) -> np.ndarray:
     """Float64 ``[I]``: share of steps in which a cold neuron is read."""
     use, tokens = expert_use(layer, batch)
-    share_I: np.ndarray = layer.kept(("predicted", tokens), lambda: predicted_share(layer, tokens))
-    return use * share_I
+    return use * predicted_share(layer, tokens)
 
 
 def resident_counts(shape: ModelShape, batch: int, choice: Choice, slots: int) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.planner.misses import MissCurve, ReplayMisses
-from torch_pi2.planner.shape import ModelShape
+from torch_pi2.planner.model_shape import ModelShape
+from torch_pi2.planner.request import BATCHES
 from torch_pi2.planner.solve import solve
-from torch_pi2.planner.task import BATCHES
 from torch_pi2.rewrite.handle import parts_of, store_of
 from torch_pi2.spec.machine_plan import HardwarePlan
 from torch_pi2.spec.method import Method

@@ -1,7 +1,7 @@
 """The time of one feed-forward layer as a function of how many of its neurons are hot: the formula, for all at once.
 
-Sums over neurons are cumulative and kept in the :class:`~torch_pi2.planner.shape.LayerShape`, so that each further
-number of hot neurons costs a few calls of the hardware's curves. ``step_cost`` uses the same function.
+Sums over neurons are cumulative and kept in the :class:`~torch_pi2.planner.model_shape.LayerShape`, so that each
+further number of hot neurons costs a few calls of the hardware's curves. ``step_cost`` uses the same function.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.planner.shape import LayerShape, numbers
+from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.spec.method import Method
 
 if TYPE_CHECKING:
@@ -49,8 +49,13 @@ def predicted_share(layer: LayerShape, tokens: float = 1) -> np.ndarray:
     For one token ``recall f + q (1 - f)``, with one q for all neurons such that the mean over those from ``base_hot``
     on is ``predicted_active`` of its card. For several, with k tokens for which the neuron fires, the share that is let
     through for none is ``(1 - recall) ** k * (1 - q) ** (tokens - k)``; k is 0 or, where it fires for any, its mean
-    then. 1 without a predictor.
+    then. 1 without a predictor. Kept in the layer.
     """
+    found: np.ndarray = layer.kept(("predicted", tokens), lambda: _predicted_share(layer, tokens))
+    return found
+
+
+def _predicted_share(layer: LayerShape, tokens: float) -> np.ndarray:
     if layer.predictor is None:
         return np.ones(layer.intermediate)
     one_I, f_I, recall = layer.frequency(1), layer.frequency(tokens), layer.recall
@@ -238,6 +243,33 @@ def linear_ms(
     macs = tokens * numbers(kernel, nbytes)
     took = hardware.linear_us(kernel, tokens=tokens, nbytes=nbytes, macs=macs, calls=calls, model_bytes=model_bytes)
     return took / 1e3
+
+
+def block_ms(
+    shape: ModelShape,
+    layer: LayerShape,
+    hardware: Hardware,
+    *,
+    tokens: int,
+    sequences: int,
+    kv_bytes: float,
+    compiled: bool,
+) -> dict[str, float]:
+    """Attention and what is around it, where a layer begins a block; ``kv_bytes``: that attention reads."""
+    if not layer.block:
+        return {}
+    nbytes = shape.weight_bytes
+    linears = linear_ms(
+        hardware,
+        layer.attention_kernel,
+        tokens,
+        layer.attention_bytes,
+        calls=layer.attention_calls,
+        model_bytes=nbytes,
+    )
+    sdpa = hardware.attention_us(batch=sequences, kv_bytes=kv_bytes, dtype=shape.kv_dtype, model_bytes=nbytes)
+    glue = hardware.glue_us(batch=tokens, hidden=layer.hidden, compiled=compiled)
+    return {"attention": linears, "sdpa": sdpa / 1e3, "glue": glue / 1e3}
 
 
 def each(function: Callable[..., float], *columns: np.ndarray) -> np.ndarray:

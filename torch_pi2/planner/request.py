@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.planner.choices import Choice, resident_counts
 from torch_pi2.planner.cost import Cost, step_cost
+from torch_pi2.planner.drive import offload_settings
 from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
-from torch_pi2.planner.search import Choice, resident_counts
-from torch_pi2.planner.settings import offload_settings, thread_roles
-from torch_pi2.planner.shape import ModelShape
+from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.offload import OffloadConfig
 
@@ -25,15 +25,18 @@ _ROUNDING = 1e-9
 
 @dataclass
 class Task:
-    """What is planned for: see :func:`solve`. ``misses``: by policy of the cache; empty: from frequencies."""
+    """What is planned for: see :func:`torch_pi2.planner.solve.solve`.
+
+    ``misses``: by policy of the cache (one curve alone may be given); empty: from frequencies.
+    """
 
     shape: ModelShape
     hardware: Hardware
     budget_bytes: int | None = None
     accelerator_bytes: int = 0
-    batches: tuple[int, ...] = BATCHES
+    batches: Sequence[int] = BATCHES
     context: int = 1024
-    misses: Mapping[str, MissCurve] = field(default_factory=dict)
+    misses: Any = None
     min_recall: float | None = None
     one_boundary: bool = False
     weights: Mapping[int, float] = field(default_factory=dict)
@@ -44,8 +47,11 @@ class Task:
 
     def __post_init__(self) -> None:
         self.batches = tuple(sorted(set(self.batches)))
-        if not self.offload:
-            self.offload = offload_settings(self.shape, self.hardware, next(iter(self.misses), ""))
+        if self.misses is None or not self.stored:
+            self.misses = {}
+        elif not isinstance(self.misses, Mapping):
+            self.misses = {getattr(self.misses, "policy", OffloadConfig().policy): self.misses}
+        self.offload = dict(self.offload or offload_settings(self.shape, self.hardware, next(iter(self.misses), "")))
 
     @property
     def stored(self) -> bool:
@@ -56,7 +62,8 @@ class Task:
         """Misses of the policy that is planned for."""
         if self._frequency is None:
             self._frequency = FrequencyMisses(self.shape)
-        return self.misses.get(self.offload["policy"], self._frequency)
+        found: MissCurve = self.misses.get(self.offload["policy"], self._frequency)
+        return found
 
     def smallest(self) -> int:
         """The least budget that every batch size accepts: all but neurons, which then all come from flash."""
@@ -114,13 +121,6 @@ class Task:
     def floors(self) -> tuple[tuple[int, float], ...]:
         """By batch size, the least recall: ``min_recall`` but for what sums of so many neurons are rounded by."""
         return () if self.min_recall is None else tuple((b, self.min_recall - _ROUNDING) for b in self.batches)
-
-
-def by_policy(misses: MissCurve | Mapping[str, MissCurve] | None) -> Mapping[str, MissCurve]:
-    """One curve by the policy that it is of."""
-    if misses is None or isinstance(misses, Mapping):
-        return misses or {}
-    return {getattr(misses, "policy", OffloadConfig().policy): misses}
 
 
 def check(task: Task) -> None:
@@ -209,6 +209,21 @@ def assemble(task: Task, buckets: Sequence[Bucket], planner: str) -> HardwarePla
         buckets=tuple(buckets),
         prompt=PromptPlan((0,) * len(task.shape.layers)),
         offload=dict(task.offload) if task.stored else {},
-        threads=thread_roles(task.hardware, task.stored),
+        threads=_thread_roles(task.hardware, task.stored),
         cluster=task.shape.layers[0].cluster,
     )
+
+
+def _thread_roles(hardware: Hardware, stored: bool) -> dict[str, int]:
+    """Cores that compute, and cores that only read.
+
+    Where all cores compute, threads that wait for reads share theirs (``io`` 0). A machine with more cores than it
+    computes with gives one to I/O; so does a phone, whose storage has one queue (an accelerator beside the CPU, as
+    PowerInfer-2, arXiv 2406.06282, section 4.3).
+    """
+    if not stored:
+        return {"compute": hardware.threads, "io": 0}
+    if hardware.cores > hardware.threads:
+        return {"compute": hardware.threads, "io": 1}
+    alone = hardware.accelerator is not None and hardware.threads > 1
+    return {"compute": hardware.threads - alone, "io": int(alone)}

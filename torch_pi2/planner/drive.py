@@ -1,13 +1,10 @@
-"""What a plan says beside hot and cold: how a drive is read, what threads are for, and how prompts are computed."""
+"""How a drive is read: what one more read takes, and the settings of a store that follow from it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.ops.constants import constants
-from torch_pi2.planner.prompt_cost import best_chunk, switch_point
-from torch_pi2.planner.shape import ModelShape
-from torch_pi2.spec.machine_plan import Bucket, PromptPlan
+from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.spec.offload import OffloadConfig
 
 if TYPE_CHECKING:
@@ -71,32 +68,3 @@ def _per_read_us(shape: ModelShape, hardware: Hardware, size: int) -> float:
     whole = _range(shape)
     depth = hardware.best_depth(shape.place_bytes, whole)
     return hardware.read_us(_READS, size, range_bytes=whole, depth=depth) / _READS
-
-
-def thread_roles(hardware: Hardware, stored: bool) -> dict[str, int]:
-    """Cores that compute, and cores that only read.
-
-    Where all cores compute, threads that wait for reads share theirs (``io`` 0). A machine with more cores than it
-    computes with gives one to I/O; so does a phone, whose storage has one queue (an accelerator beside the CPU, as
-    PowerInfer-2, arXiv 2406.06282, section 4.3).
-    """
-    if not stored:
-        return {"compute": hardware.threads, "io": 0}
-    if hardware.cores > hardware.threads:
-        return {"compute": hardware.threads, "io": 1}
-    alone = hardware.accelerator is not None and hardware.threads > 1
-    return {"compute": hardware.threads - alone, "io": int(alone)}
-
-
-def prompt_plan(shape: ModelShape, hardware: Hardware, last: Bucket, stored: bool) -> PromptPlan:
-    """From how many tokens on each layer is dense, and how much of a long prompt is computed per reading of a layer.
-
-    Args:
-        last: the bucket of the largest batch, whose hot neurons prompts have, too. A layer is dense from more tokens on
-            than its batch, if at all: a decoding step is no prompt.
-    """
-    found = [switch_point(shape, hardware, i, hot=hot) for i, hot in enumerate(last.hot)]
-    dense_from = tuple(max(at, last.batch + 1) if at else 0 for at in found)
-    most = constants().prompt_tokens
-    dense = [0 < at <= most for at in dense_from]
-    return PromptPlan(dense_from, best_chunk(shape, hardware, dense, hot=last.hot) if stored else most)
