@@ -54,9 +54,11 @@ test-python: install runner
 test-skipped: install runner
 	@test ! -s build/skipped || { $(BIN)/python -m pytest @build/skipped; code=$$?; test $$code -eq 5 || exit $$code; }
 
+# Against the libraries that make install built.
 test-cpp: install runner
 	@mkdir -p build
-	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
+	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_LIBRARIES=$(SITE)/torch_pi2/_lib \
+	  -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
 	$(BIN)/cmake --build build/tests
 	$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error
 	$(BIN)/ctest --test-dir build/runner/cmake --output-on-failure --no-tests=error
