@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install runner demo phone test test-python test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels clean
+.PHONY: install runner demo phone test test-python test-slow test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -50,15 +50,21 @@ PYTEST_WORKERS ?= 2
 test-python: install runner
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --skipped-to=build/skipped
 
-# Those again, for who has installed what they need since.
+# What takes more than ten seconds: benchmarks whose peers are processes of their own, compilers from cold, calls that fail in turn.
+test-slow: install runner
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'slow and not qnn and not faults' -n $(PYTEST_WORKERS) --dist worksteal
+
+# Those that were skipped again, for who has installed what they need since.
 test-skipped: install runner
 	@test ! -s build/skipped || { $(BIN)/python -m pytest @build/skipped; code=$$?; test $$code -eq 5 || exit $$code; }
 
+# Against the libraries that make install built.
 test-cpp: install runner
 	@mkdir -p build
-	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
+	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_LIBRARIES=$(SITE)/torch_pi2/_lib \
+	  -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
 	$(BIN)/cmake --build build/tests
-	$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/tests -j 2 --output-on-failure --no-tests=error
 	$(BIN)/ctest --test-dir build/runner/cmake --output-on-failure --no-tests=error
 
 # The k-th call fails, for every k: hours. Prints operation, kind, calls of it, and of those that failed how many were
@@ -96,7 +102,7 @@ test-arm: install
 	  -DCMAKE_BUILD_TYPE=Release >build/arm.log 2>&1 || { cat build/arm.log; exit 1; }
 	$(BIN)/cmake --build build/arm
 	QEMU_CPU=max PI2_TEST_ISAS=scalar,neon,neon_dotprod,neon_i8mm $(BIN)/ctest --test-dir build/arm -j 2 --output-on-failure --no-tests=error
-	QEMU_CPU=cortex-a76 PI2_TEST_ISAS=scalar,neon,neon_dotprod $(BIN)/ctest --test-dir build/arm -R 'kernels|quantized' --output-on-failure --no-tests=error
+	QEMU_CPU=cortex-a76 PI2_TEST_ISAS=scalar,neon,neon_dotprod $(BIN)/ctest --test-dir build/arm -j 2 -R 'kernels|quantized' --output-on-failure --no-tests=error
 	QEMU_CPU=cortex-a53 PI2_TEST_ISAS=scalar,neon $(BIN)/ctest --test-dir build/arm -j 2 --output-on-failure --no-tests=error
 	$(MAKE) --no-print-directory runner runner-arm
 	$(BIN)/python -m pytest tests/export/runner/check_arm.py

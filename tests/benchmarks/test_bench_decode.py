@@ -289,6 +289,7 @@ def test_a_peer_that_dies_is_an_error():
         Peer("benchmarks.no_such_module", {})
 
 
+@pytest.mark.slow
 def test_torch_as_a_peer(tmp_path):
     torch_pi2.synthetic(tmp_path / "m", "tiny", layers=1, rank=32)
     peer = Peer("benchmarks.peer_torch", {"folder": str(tmp_path / "m"), "threads": 1, "context": 9})

@@ -34,6 +34,7 @@ def has_groups():
         return False
 
 
+@pytest.mark.slow
 def test_modes_from_the_command_line(folder, tmp_path, capsys):
     peer = has_groups() and find_spec("llama_cpp") is not None
     command = ["offload", "--folder", str(folder), "--eager", "--tokens", "3", "--rounds", "2", "--json"]
@@ -93,6 +94,7 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
     assert ("run: llama.cpp" in page) == peer
 
 
+@pytest.mark.slow
 def test_a_mode_that_fails_is_named_and_the_others_are_kept(folder, monkeypatch, caplog):
     """By the kernel, where it can cap memory; else because its process finds no model."""
     measure = offload._mode

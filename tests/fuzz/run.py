@@ -1,4 +1,4 @@
-"""Run fuzz targets, one after another: ``run.py [--seconds N] [--runs N] [--only NAME ...] FOLDER ...``
+"""Run fuzz targets, one for each core at a time: ``run.py [--seconds N] [--runs N] [--only NAME ...] FOLDER ...``
 
 Targets are programs ``fuzz_NAME`` (libFuzzer) in the given folders, and as ``python-NAME`` the files that Python reads
 (``TARGETS`` of tests/helpers/hostile.py, which makes sound ones and spoils them). Seeds of programs are in
@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -34,10 +36,8 @@ def run_files(name: str, seconds: float, runs: int) -> tuple[int, bool]:
     import hostile
 
     os.chdir(OUT)
-    if not (sound := OUT / "sound").exists():
-        hostile.write_sound(sound)
     try:
-        return hostile.fuzz(sound, name, seed=random.randrange(1 << 32), executions=runs, seconds=seconds), True
+        return hostile.fuzz(OUT / "sound", name, seed=random.randrange(1 << 32), executions=runs, seconds=seconds), True
     except Exception:
         traceback.print_exc()
         return 0, False
@@ -57,6 +57,16 @@ def run_program(target: Path, seconds: int, runs: int) -> tuple[int, bool]:
     if done.returncode != 0 or found is None:
         sys.stderr.write(done.stderr)
     return int(found[1]) if found else 0, done.returncode == 0
+
+
+def run_one(name: str, program: Path | None, seconds: int, runs: int) -> tuple[str, int, bool, float]:
+    """Its name, executions, whether all was well, and seconds; in a process of its own."""
+    begun = time.monotonic()
+    if program is not None:
+        executed, sound = run_program(program, seconds, runs)
+    else:
+        executed, sound = run_files(name.removeprefix("python-"), seconds, runs)
+    return name, executed, sound, time.monotonic() - begun
 
 
 def main() -> int:
@@ -79,16 +89,16 @@ def main() -> int:
         return 1
     shutil.rmtree(OUT / "sound", ignore_errors=True)
     OUT.mkdir(parents=True, exist_ok=True)
+    if any(name not in programs for name in names):
+        hostile.write_sound(OUT / "sound")
     well = True
-    for name in names:
-        begun = time.monotonic()
-        if name in programs:
-            executed, sound = run_program(programs[name], args.seconds, args.runs)
-        else:
-            executed, sound = run_files(name.removeprefix("python-"), args.seconds, args.runs)
-        failed = "" if sound else "   FAILED"
-        print(f"{name:16} {executed:12,} executions {time.monotonic() - begun:8.0f} s{failed}", flush=True)
-        well = well and sound
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        runs = [pool.submit(run_one, name, programs.get(name), args.seconds, args.runs) for name in names]
+        for run in as_completed(runs):
+            name, executed, sound, seconds = run.result()
+            failed = "" if sound else "   FAILED"
+            print(f"{name:16} {executed:12,} executions {seconds:8.0f} s{failed}", flush=True)
+            well = well and sound
     return 0 if well else 1
 
 

@@ -58,7 +58,7 @@ def test_the_bits_do_not_depend_on_the_budget(
             assert stats["bytes_read"] == 0
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_guesses_about_the_next_layer_are_read_before_it(folders: tuple[Path, Path], compiled: bool) -> None:
     plain, store = folders
     ids = torch.arange(3, 43)[:, None, None]
@@ -345,6 +345,7 @@ print(rss() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_within_the_budget(folders: tuple[Path, Path], tmp_path: Path) -> None:
     shape = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 4, "vocab_size": 256}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 2}

@@ -238,6 +238,7 @@ def test_the_bits_over_a_simulated_device_and_its_time(
     assert torch_pi2.stats(model)["late"] == 0
 
 
+@pytest.mark.slow
 def test_results_of_the_benchmark_are_labelled(
     folders: tuple[Path, Path],
     tmp_path: Path,

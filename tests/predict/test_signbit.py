@@ -118,6 +118,7 @@ def trained() -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True, dtype=torch.float32).eval()
 
 
+@pytest.mark.slow
 def test_trained_model_end_to_end(trained: nn.Module, tokenizer, tmp_path: Path) -> None:
     """Calibrated without training it finds the firing neurons of a real model far better than chance."""
     config = torch_pi2.Config(method="signbit", calibration_tokens=8192, target_recall=0.95)

@@ -70,6 +70,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_compiled_steps_need_no_more_than_that_either(bare: str, tmp_path: Path) -> None:
     """torch 2.13 calls ``openssl`` to keep headers compiled, and ends with FileNotFoundError where there is none."""
     kept = {k: v for k, v in os.environ.items() if k != NO_HEADERS}

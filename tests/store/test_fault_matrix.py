@@ -68,6 +68,7 @@ def swept(shim: Path, how_many: str, folder: Path, pairs: Sequence[str]) -> list
     ],
     ids=["reading", "writing"],
 )
+@pytest.mark.slow
 def test_a_few_calls_that_fail(shim: Path, tmp_path: Path, pairs: list[str]) -> None:
     for found in swept(shim, "FEW", tmp_path, pairs):
         what = f"{found['operation']}:{found['kind']}"
