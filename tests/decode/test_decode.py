@@ -170,7 +170,8 @@ def test_windows_that_the_configuration_has_elsewhere(name: str) -> None:
 def test_models_whose_cache_cannot_be_static() -> None:
     small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
     t5 = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2)
-    encoder: Any = SimpleNamespace(config=t5)
+    encoder: Any = nn.Module()
+    encoder.config = t5
     for model, found in ((nn.Linear(2, 2), "a model without a configuration"), (encoder, "an encoder-decoder")):
         with pytest.raises(UnsupportedModelError, match=f"expected a causal language model .* found {found}"):
             Decoder(model, max_tokens=16)

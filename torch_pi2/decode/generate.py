@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decode import Decoder, check_vocabulary
+from torch_pi2.decode.growing import Growing, grow
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import store_of
@@ -131,28 +132,25 @@ def generate(
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
-    sequences = [_Sequence(i, torch.Generator().manual_seed(seed + i)) for i in range(num_return_sequences)]
+    sequences = [Growing(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     live, step_ms, batches = sequences, list[float](), list[int]()
     if num_return_sequences > 1 and max_new_tokens > 1:
         decoder.fork(num_return_sequences)
-    while True:
-        for sequence, logits_V in zip(live, logits_BV.expand(len(live), -1), strict=True):  # of the prompt: one for all
-            sequence.tokens.append(pick(logits_V, sampling, sequence.generator))
-            if streamer is not None:
-                streamer(sequence.number, sequence.tokens[-1])
-        going = [row for row, s in enumerate(live) if len(s.tokens) < max_new_tokens and s.tokens[-1] not in ends]
-        if not going:
-            break
+
+    def step(going: list[Growing]) -> Iterable[tuple[Growing, torch.Tensor]]:
+        nonlocal live
         if len(going) < len(live):
-            live = [live[row] for row in decoder.keep(going)]
+            live = [live[row] for row in decoder.keep([row for row, s in enumerate(live) if s.ended is None])]
         if engine is not None:
             engine.batch(len(live))
         started = time.perf_counter()
-        logits_BV = decoder.step(
-            torch.tensor([[sequence.tokens[-1]] for sequence in live], dtype=torch.int64, device="cpu")
-        )
+        ids_B1 = torch.tensor([[sequence.tokens[-1]] for sequence in live], dtype=torch.int64, device="cpu")
+        logits_BV = decoder.step(ids_B1)
         step_ms.append((time.perf_counter() - started) * 1e3)
         batches.append(len(live))
+        return zip(live, logits_BV, strict=True)
+
+    grow(sequences, logits_BV[0], step, lambda logits_V, random: pick(logits_V, sampling, random))
     return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
 
 
@@ -186,13 +184,6 @@ def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Gen
     if sampling.top_p < 1:
         share_V = share_V[share_V.cumsum(-1) - share_V < sampling.top_p]
     return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
-
-
-@dataclass
-class _Sequence:
-    number: int
-    generator: torch.Generator
-    tokens: list[int] = field(default_factory=list)
 
 
 def _end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:

@@ -21,6 +21,7 @@ from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode import executorch as backend
 from torch_pi2.decode.executorch import parts_of_problem
+from torch_pi2.decode.growing import Growing, grow
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
@@ -255,27 +256,25 @@ class Bundle:
             left = self._room(ids)
             limit = left if max_new_tokens is None else min(max_new_tokens, left)
             answers = [
-                _Growing(i, seed + i, limit, None if wordless else Detokenizer(self.tokenizer, ids), len(ids))
+                _Answering(i, seed, limit, self.manifest.eos, ids, None if wordless else self.tokenizer, stream)
                 for i in range(num_return_sequences)
             ]
-            why = "room" if limit == left else "length"
             self._load_decoding(num_return_sequences)
-            started = time.perf_counter()
-            logits_V = self._read(ids)
-            steps = 0
-            for answer in answers:
-                answer.take(_choose(logits_V, temperature, top_p, answer.random), self.manifest.eos, why, stream)
-            first = time.perf_counter()
-            if num_return_sequences > 1 and any(a.ended is None for a in answers):
-                self._call("fork", torch.zeros(self.manifest.lanes, dtype=torch.int64))
-            while going := [a for a in answers if a.ended is None]:
+            steps: list[float] = []  # when each began
+
+            def step(going: list[_Answering]) -> list[tuple[_Answering, torch.Tensor]]:
+                steps.append(time.perf_counter())
+                if num_return_sequences > 1 and len(steps) == 1:
+                    self._call("fork", torch.zeros(self.manifest.lanes, dtype=torch.int64))
                 logits_NV = self._step(going)
-                steps += 1
-                for answer in going:
-                    token = _choose(logits_NV[answer.lane], temperature, top_p, answer.random)
-                    answer.take(token, self.manifest.eos, why, stream)
+                return [(answer, logits_NV[answer.lane]) for answer in going]
+
+            started = time.perf_counter()
+            grow(answers, self._read(ids), step, lambda logits_V, random: _choose(logits_V, temperature, top_p, random))
             done = time.perf_counter()
-        return Generated(ids, [a.result() for a in answers], first - started, done - first, steps)
+        first = steps[0] if steps else done
+        full = "room" if limit == left else "length"
+        return Generated(ids, [a.result(full) for a in answers], first - started, done - first, len(steps))
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
@@ -355,14 +354,14 @@ class Bundle:
             logits_11V = self._call("prefill", part_1T, positions_1T, lane)[0]
         return _finite(logits_11V[0, -1])
 
-    def _step(self, going: list[_Growing]) -> torch.Tensor:
+    def _step(self, going: list[_Answering]) -> torch.Tensor:
         """The next token of each: logits ``[N, V]`` by lane. They close ranks if a smaller batch then holds them."""
         if max(a.lane for a in going) >= min(b for b in self.manifest.batches if b >= len(going)):
             lanes = [a.lane for a in going]
             self._call("fork", torch.tensor(lanes + lanes[:1] * (self.manifest.lanes - len(lanes))))
             for lane, answer in enumerate(going):
                 answer.lane = lane
-        return self._decode({a.lane: (a.ids[-1], a.position) for a in going})
+        return self._decode({a.lane: (a.tokens[-1], a.position) for a in going})
 
     def _decode(self, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
         """Logits ``[N, V]`` after (token, position) of each lane."""
@@ -418,36 +417,43 @@ class Bundle:
         return problem_of(text) if text else _refused(f"{self.folder / PROGRAM_FILE}, {name}", expected, error)
 
 
-class _Growing:
-    """A sequence that is being generated."""
+class _Answering(Growing):
+    """An answer that is being generated, with its text, in a lane of the KV cache."""
 
-    def __init__(self, number: int, seed: int, limit: int, text: Detokenizer | None, prompt: int) -> None:
-        self.number = self.lane = number
-        self.random = torch.Generator().manual_seed(seed)
-        self.limit, self.prompt = limit, prompt
-        self.detokenizer, self.text = text, ""
-        self.ids: list[int] = []
-        self.ended: str | None = None
+    def __init__(
+        self,
+        number: int,
+        seed: int,
+        limit: int,
+        eos: tuple[int, ...],
+        prompt: list[int],
+        tokenizer: Any,
+        stream: Stream | None,
+    ) -> None:
+        super().__init__(number, seed, limit, eos)
+        self.lane, self.text = number, ""
+        self._prompt, self._stream = len(prompt), stream
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
 
     @property
     def position(self) -> int:
         """Of the last token."""
-        return self.prompt + len(self.ids) - 1
+        return self._prompt + len(self.tokens) - 1
 
-    def take(self, token: int, eos: tuple[int, ...], why: str, stream: Stream | None) -> None:
-        self.ids.append(token)
-        self.ended = "eos" if token in eos else why if len(self.ids) == self.limit else None
+    def take(self, token: int) -> None:
+        super().take(token)
         piece = ""
-        if self.detokenizer is not None:
-            piece = "" if self.ended == "eos" else self.detokenizer.add(token)
+        if self._detokenizer is not None:
+            piece = "" if self.ended == "eos" else self._detokenizer.add(token)
             if self.ended:
-                piece += self.detokenizer.rest()
-                self.text = self.detokenizer.text()
-        if stream is not None:
-            stream(self.number, token, piece)
+                piece += self._detokenizer.rest()
+                self.text = self._detokenizer.text()
+        if self._stream is not None:
+            self._stream(self.number, token, piece)
 
-    def result(self) -> Answer:
-        return Answer(self.ids, self.text, self.ended or "length")
+    def result(self, full: str) -> Answer:
+        """``full``: why it could have no more tokens."""
+        return Answer(self.tokens, self.text, "eos" if self.ended == "eos" else full)
 
 
 def _choose(logits_V: torch.Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:

@@ -13,7 +13,7 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer, unreadable
+from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
 from torch_pi2.spec.site import FFNSite
@@ -233,19 +233,8 @@ class OffloadedExperts(InStore, SparseExperts):
         return part
 
     def _compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return self._call(x, index, routing)
-        self.store.check_tokens(x.numel() // self.site.hidden)
-        try:
-            return self._call(x, index, routing)
-        except (RuntimeError, MemoryError) as error:
-            explained = unreadable(error, f"{self.store.path}, read for {self.site.key}")
-            if explained is None:
-                raise
-            raise explained from error
-
-    def _call(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.stored_experts(
+        return self.read(
+            torch.ops.pi2.stored_experts,
             x,
             index,
             routing,
@@ -262,7 +251,6 @@ class OffloadedExperts(InStore, SparseExperts):
             self.thresholds,
             self.int8_activations,
         )
-        return y
 
 
 def _check_alike(part: SparseFFN, first: SparseFFN) -> None:

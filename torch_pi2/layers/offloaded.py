@@ -310,12 +310,24 @@ def explained(where: str) -> Iterator[None]:
 class InStore:
     """What a module over a :class:`Store` has in common with others; before the module's own class among its bases."""
 
+    site: FFNSite
     _store: tuple[Store, ...]  # a tuple: not a module
     _buffers: dict[str, torch.Tensor | None]
 
     @property
     def store(self) -> Store:
         return self._store[0]
+
+    def read(self, operator: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """``operator(x, *arguments)``, which reads the store. Raises ArtifactError, OutOfMemoryError: it cannot."""
+        y: torch.Tensor
+        if torch.compiler.is_compiling():
+            y = operator(x, *arguments)
+            return y
+        self.store.check_tokens(x.numel() // self.site.hidden)
+        with explained(f"{self.store.path}, read for {self.site.key}"):
+            y = operator(x, *arguments)
+        return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """``model.to(...)``: the bundles, which are not here, stay on ``meta``."""
@@ -392,21 +404,8 @@ class OffloadedFFN(InStore, SparseFFN):
     def _stored(
         self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return self._call(x, predictor, kind, n_hot, threshold)
-        self.store.check_tokens(x.numel() // self.site.hidden)
-        try:
-            return self._call(x, predictor, kind, n_hot, threshold)
-        except (RuntimeError, MemoryError) as error:
-            explained = unreadable(error, f"{self.store.path}, read for {self.site.key}")
-            if explained is None:
-                raise
-            raise explained from error
-
-    def _call(
-        self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float
-    ) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.stored_ffn(
+        return self.read(
+            torch.ops.pi2.stored_ffn,
             x,
             self.store.number,
             self.store_layer,
@@ -424,7 +423,6 @@ class OffloadedFFN(InStore, SparseFFN):
             threshold,
             self.int8_activations,
         )
-        return y
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise ConfigError(

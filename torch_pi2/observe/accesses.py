@@ -22,7 +22,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.offloaded import Store, explained
-from torch_pi2.layers.recording import Recording
+from torch_pi2.observe.recording import Recording
 from torch_pi2.observe.trace import check_path
 from torch_pi2.ops import load
 from torch_pi2.rewrite.handle import store_and_budget
