@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.formats import ACTIVATIONS
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -38,7 +39,7 @@ def add_source(parser: argparse.ArgumentParser, folder: str, shape: str) -> None
 def add_planning(parser: argparse.ArgumentParser) -> None:
     """Of a model that is planned and loaded in several forms."""
     add = parser.add_argument
-    add("--activations", choices=["float", "int8"], help="int8 is lossy (default: int8 if the weights are quantised)")
+    add("--activations", choices=ACTIVATIONS, help="int8 is lossy (default: int8 if the weights are quantised)")
     add(
         "--hardware",
         default="measured",
@@ -50,4 +51,4 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
 
 
 def add_activations(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--activations", default="float", choices=["float", "int8"], help="int8 is lossy")
+    parser.add_argument("--activations", default="float", choices=ACTIVATIONS, help="int8 is lossy")

@@ -26,6 +26,7 @@ from benchmarks.subject import Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decode import Decoder
+from torch_pi2.formats import QUANTIZED
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe import attention, counters, timings
 from torch_pi2.ops import load as load_library
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # no defaults here: given with a folder that has something else, they are an error
     add("--shape", help="as `torch-pi2 synthetic --shape` (default: the folder's, or mistral-7b)")
-    add("--weights", choices=["int4", "int8"], help="default: the folder's, or int4")
+    add("--weights", choices=QUANTIZED, help="default: the folder's, or int4")
     add_activations(parser)
     add(
         "--active",

@@ -19,9 +19,10 @@ from benchmarks.figures import spread, timed
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load
+from torch_pi2.ops.dtypes import DTYPES
 
-_DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
-_DTYPES |= {"fp16": torch.float16, "float16": torch.float16}
+_SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = DTYPES | _SHORT
 
 
 def _positive(name: str, value: float, upper: float = float("inf")) -> None:
@@ -34,7 +35,7 @@ def _positive(name: str, value: float, upper: float = float("inf")) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="share of neurons computed, 0..1")
-    parser.add_argument("--dtype", default="bf16", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--dtype", default="bf16", choices=_SHORT)
     parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 16)")
 
 

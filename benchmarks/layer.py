@@ -19,13 +19,13 @@ from benchmarks.figures import spread, timed
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import row_bytes
+from torch_pi2.formats import ACTIVATIONS, QUANTIZED, row_bytes
 from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
 from torch_pi2.ops.dtypes import DTYPES
 
-WEIGHTS = ("int4", "int8", "bf16", "fp32")
 _FLOATS = {"bf16": "bfloat16", "fp32": "float32"}
+WEIGHTS = (*QUANTIZED, *_FLOATS)
 #: Rounds thrown away.
 _WARMUP = 2
 #: Bytes over which layers, and linears, are spread: caches hold a good part of one layer.
@@ -177,7 +177,7 @@ def _check(
     tokens: int,
     rounds: int,
 ) -> None:
-    kinds = ("float",) if weights in _FLOATS else ("float", "int8")
+    kinds = ACTIVATIONS[:1] if weights in _FLOATS else ACTIVATIONS
     checks = (
         ("hidden", hidden >= 1, "1 or more", hidden),
         ("intermediate", intermediate >= 1, "1 or more", intermediate),

@@ -28,6 +28,7 @@ from benchmarks.subject import bytes_of, check_one, check_share, synthetic_store
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.machine.device import find_device
 from torch_pi2.observe.trace import check_path
 from torch_pi2.rewrite.skeleton import model_config
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="topics",
         help="tokens: of one topic for a while, as text is (default), or independent: the worst case",
     )
-    add("--activations", default="int8", choices=["float", "int8"], help="int8 is lossy")
+    add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
     add(
         "--peer",

@@ -109,11 +109,6 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
         up,
         ffn.bias_down,
         active_TC,
-        site.activation,
-        site.activation_on_up,
-        max(0, ffn.n_hot - first),
-        ffn.threshold,
-        ffn.weights,
-        ffn.int8_activations,
+        *ffn.settings(max(0, ffn.n_hot - first), ffn.threshold),
     )
     return y

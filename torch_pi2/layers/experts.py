@@ -147,18 +147,17 @@ class SparseExperts(StandIn):
             index,
             routing,
             self.bundles,
-            self.predictor(),
-            self.predictor_kind,
-            self.cuts,
-            self.predictor_weights,
-            self.int8_activations and bool(self.predictor_weights),
-            self.site.activation,
-            self.site.activation_on_up,
-            self.thresholds,
+            *self._asked(),
             self.weights,
             self.int8_activations,
         )
         return y
+
+    def _asked(self) -> tuple[Any, ...]:
+        """What both operators take from the predictor to the thresholds."""
+        site, rows = self.site, self.predictor_weights
+        how = (self.predictor(), self.predictor_kind, self.cuts, rows, self.int8_activations and bool(rows))
+        return *how, site.activation, site.activation_on_up, self.thresholds
 
     # --- what StandIn asks its home for: the dense parameters, of all experts ---
 
@@ -241,14 +240,7 @@ class OffloadedExperts(InStore, SparseExperts):
             self.store.number,
             self.first_layer,
             len(self.sites),
-            self.predictor(),
-            self.predictor_kind,
-            self.cuts,
-            self.predictor_weights,
-            self.int8_activations and bool(self.predictor_weights),
-            self.site.activation,
-            self.site.activation_on_up,
-            self.thresholds,
+            *self._asked(),
             self.int8_activations,
         )
 
