@@ -192,8 +192,8 @@ def measure(
         engine.round(prompt, tokens)
     peak = machine.peak_rss_bytes()
     sites = sparse_layers(model)
-    bundle_bytes = sites[0].bundles[0].nbytes if sites else 1 << 14
-    memory = Memory(bundle_bytes, ours[0].active_share() or 0.1, size=memory_size, seed=seed)
+    neuron_bytes = sites[0].neuron_rows[0].nbytes if sites else 1 << 14
+    memory = Memory(neuron_bytes, ours[0].active_share() or 0.1, size=memory_size, seed=seed)
     plain: dict[str, list[float]] = {"read_gb_per_s": [], "gather_gb_per_s": []}
 
     def our_round(engines: Sequence[_Ours]) -> None:

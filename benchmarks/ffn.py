@@ -59,7 +59,7 @@ def run(
         A dict with, in milliseconds, ``dense_ms`` (the same core, every neuron computed), ``torch_ms`` (eager
         ``F.linear`` on the same weights), ``sparse_ms`` (given the active set), ``predict_ms`` (int8 low-rank
         predictor), ``exact_gate_ms``; in GB/s ``touched_gb_per_s`` (active weight bytes over sparse_ms),
-        ``gather_gb_per_s`` (a plain read of the same bundles), ``read_gb_per_s`` (a plain streaming read); their
+        ``gather_gb_per_s`` (a plain read of the same neurons), ``read_gb_per_s`` (a plain streaming read); their
         ratios, and each median's spread.
     """
     _positive("hidden", hidden)
@@ -80,10 +80,10 @@ def run(
             part.copy_(torch.randn(part.shape, generator=generator) * hidden**-0.5)
         return out
 
-    bundles_IRH = random(intermediate, 3, hidden)
+    rows_IRH = random(intermediate, 3, hidden)
 
     def own_copy(row: int, transpose: bool) -> torch.Tensor:
-        part = bundles_IRH[:, row].T if transpose else bundles_IRH[:, row]
+        part = rows_IRH[:, row].T if transpose else rows_IRH[:, row]
         out = torch.empty(part.shape, dtype=torch_dtype)
         torch.ops.pi2.advise_huge_pages(out)
         return out.copy_(part)
@@ -104,30 +104,30 @@ def run(
 
     def ffn(n_hot: int, mask_TI: torch.Tensor | None, activation: str = "silu") -> torch.Tensor:
         y: torch.Tensor = torch.ops.pi2.sparse_ffn(
-            x_TH, bundles_IRH, None, None, None, mask_TI, activation, False, n_hot, 0.0
+            x_TH, rows_IRH, None, None, None, mask_TI, activation, False, n_hot, 0.0
         )
         return y
 
-    # Order matters: sparse_ms and gather_ms each follow a pass over all bundles, so that both start from the same
+    # Order matters: sparse_ms and gather_ms each follow a pass over all neurons, so that both start from the same
     # last-level cache, and they use different active sets, so that neither warms it for the other.
     cases: dict[str, Callable[[int], object]] = {
         "torch_ms": lambda i: F.linear(F.silu(F.linear(x_TH, gate_IH)) * F.linear(x_TH, up_IH), down_HI),
         "dense_ms": lambda i: ffn(intermediate, None),
         "sparse_ms": lambda i: ffn(0, masks[i]),
-        "read_ms": lambda i: torch.ops.pi2.read_bundles(bundles_IRH, None),
-        "gather_ms": lambda i: torch.ops.pi2.read_bundles(bundles_IRH, ids[(i + 1) % len(ids)]),
+        "read_ms": lambda i: torch.ops.pi2.plain_read(rows_IRH, None),
+        "gather_ms": lambda i: torch.ops.pi2.plain_read(rows_IRH, ids[(i + 1) % len(ids)]),
         "exact_gate_ms": lambda i: ffn(0, None, "relu"),
         "predict_ms": lambda i: torch.ops.pi2.predict_lowrank(x_TH, a_rH, a_scale, b_Ir, b_scale, None, 0.0),
     }
     samples = timed(cases, rounds)
     median = {name: statistics.median(values) for name, values in samples.items()}
-    bundle_bytes = bundles_IRH[0].numel() * bundles_IRH.element_size()
-    touched = statistics.median(len(i) for i in ids) * bundle_bytes
+    neuron_bytes = rows_IRH[0].numel() * rows_IRH.element_size()
+    touched = statistics.median(len(i) for i in ids) * neuron_bytes
     gb_per_s = {
         "touched_gb_per_s": touched / median["sparse_ms"] / 1e6,
         "gather_gb_per_s": touched / median["gather_ms"] / 1e6,
-        "read_gb_per_s": bundles_IRH.numel() * bundles_IRH.element_size() / median["read_ms"] / 1e6,
-        "dense_gb_per_s": bundles_IRH.numel() * bundles_IRH.element_size() / median["dense_ms"] / 1e6,
+        "read_gb_per_s": rows_IRH.numel() * rows_IRH.element_size() / median["read_ms"] / 1e6,
+        "dense_gb_per_s": rows_IRH.numel() * rows_IRH.element_size() / median["dense_ms"] / 1e6,
     }
     return {
         "what": "ffn",
@@ -157,7 +157,7 @@ def render(result: dict[str, Any]) -> str:
         ("sparse, given the active set", "sparse_ms", "touched_gb_per_s"),
         ("exact gate, relu", "exact_gate_ms", None),
         (f"low-rank predictor, rank {result['rank']}", "predict_ms", None),
-        ("plain read of the active bundles", "gather_ms", "gather_gb_per_s"),
+        ("plain read of the active neurons", "gather_ms", "gather_gb_per_s"),
         ("plain read of all weights", "read_ms", "read_gb_per_s"),
     ]
     shown = [(name, f"{result[ms]:.3f}", f"{result[gb]:.1f}" if gb else "") for name, ms, gb in rows]

@@ -1,6 +1,6 @@
 """One feed-forward layer over shares of active neurons, against the lower bound that memory gives.
 
-Two lines, measured in the same run by plain reads: the active bundles at gather speed, and all bundles at streaming
+Two lines, measured in the same run by plain reads: the active neurons at gather speed, and all neurons at streaming
 speed. What a layer can reach is the smaller of the two. Weights are random: speed only.
 """
 
@@ -70,8 +70,8 @@ def run(
         ``tokens``: no locality. There is a predictor, stored as int4, only with quantised weights.
 
     Returns:
-        ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many bundles), ``bound_ms``, ``of_bound``
-        (ms / bound_ms) and ``touched_gb_per_s``. ``stream_ms`` (a plain read of all bundles), ``read_gb_per_s``,
+        ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many neurons), ``bound_ms``, ``of_bound``
+        (ms / bound_ms) and ``touched_gb_per_s``. ``stream_ms`` (a plain read of all neurons), ``read_gb_per_s``,
         ``linear`` (``gb_per_s`` and ``of_read`` of a dense linear), ``predictor_ms``, and spreads. Milliseconds are
         medians of alternating rounds.
 
@@ -84,7 +84,7 @@ def run(
     quantised, int8 = weights not in _FLOATS, activations == "int8"
     kind = _FLOATS.get(weights, weights)
     layers = _several(kind, 3 * intermediate, hidden, memory_size)
-    bundles = cycle([rows.unflatten(0, (intermediate, 3)) for rows in layers])
+    neuron_rows = cycle([rows.unflatten(0, (intermediate, 3)) for rows in layers])
     layer_bytes = layers[0].nbytes
     x_TH = torch.randn(tokens, hidden, generator=generator)
     x_TH = x_TH if quantised else x_TH.to(DTYPES[kind])
@@ -108,15 +108,15 @@ def run(
     def ffn(mask_TI: torch.Tensor) -> object:
         # silu: no neuron that was asked for is skipped for being zero
         return torch.ops.pi2.sparse_ffn(
-            x_TH, next(bundles), None, None, None, mask_TI, "silu", False, 0, 0.0, *settings
+            x_TH, next(neuron_rows), None, None, None, mask_TI, "silu", False, 0, 0.0, *settings
         )
 
     cases: dict[str, Callable[[int], object]] = {}
     for share in active:
-        cases[f"stream {share}"] = lambda _: torch.ops.pi2.read_bundles(next(bundles), None)
+        cases[f"stream {share}"] = lambda _: torch.ops.pi2.plain_read(next(neuron_rows), None)
         cases[f"ffn {share}"] = lambda i, s=share: ffn(masks[s][i])  # type: ignore[misc]
-        cases[f"gather {share}"] = lambda i, s=share: torch.ops.pi2.read_bundles(  # type: ignore[misc]
-            next(bundles), chosen[s][i]
+        cases[f"gather {share}"] = lambda i, s=share: torch.ops.pi2.plain_read(  # type: ignore[misc]
+            next(neuron_rows), chosen[s][i]
         )
     linear_rows = max(1, min(_LINEAR_BYTES, memory_size // 2) // row_bytes("int8", hidden))
     if quantised:
@@ -126,7 +126,7 @@ def run(
         a, b = _random("int4", rank, hidden), _random("int4", intermediate, rank)
         cases["linear"] = lambda _: torch.ops.pi2.linear(x_TH, next(rows), None, weights, int8)
         # also drives the predictor out of the cache
-        cases["linear read"] = lambda _: torch.ops.pi2.read_bundles(next(rows), None)
+        cases["linear read"] = lambda _: torch.ops.pi2.plain_read(next(rows), None)
         cases["predictor"] = lambda _: torch.ops.pi2.predict_lowrank_q(x_TH, a, b, None, "int4", int8, 0.0)
     samples = timed(cases, rounds, _WARMUP)
     median = {name: statistics.median(values) for name, values in samples.items()}
@@ -209,7 +209,7 @@ def _share(
     median: dict[str, float],
     samples: dict[str, list[float]],
     stream_ms: float,
-    bundle_bytes: int,
+    neuron_bytes: int,
     intermediate: int,
 ) -> dict[str, Any]:
     count = max(1, round(share * intermediate))
@@ -221,8 +221,8 @@ def _share(
         "gather_ms": round(gather_ms, 4),
         "bound_ms": round(bound, 4),
         "of_bound": round(ms / bound, 3),
-        "touched_gb_per_s": round(count * bundle_bytes / ms / 1e6, 2),
-        "gather_gb_per_s": round(count * bundle_bytes / gather_ms / 1e6, 2),
+        "touched_gb_per_s": round(count * neuron_bytes / ms / 1e6, 2),
+        "gather_gb_per_s": round(count * neuron_bytes / gather_ms / 1e6, 2),
         "spread_ms": spread(samples[f"ffn {share}"], 4),
     }
 

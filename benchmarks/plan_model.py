@@ -42,7 +42,7 @@ MADE = ("exact", "lowrank")
 STATISTICS, ACCESSES = 64, 64
 #: Tensors of a layer with a row for each neuron (of the predictor: if none is hot).
 _BY_NEURON = (
-    *("bundles", "bias_gate", "bias_up", "order"),
+    *("neuron_rows", "bias_gate", "bias_up", "order"),
     *(f"predictor_{name}" for name in ("b", "b_scale", "bias", "signs")),
 )
 

@@ -21,7 +21,7 @@ _HEAD = """# Measured results
 Written by `python -m benchmarks.table` from the JSON files beside it; each file's `command` field (older files
 have none) says what produced it. Every row is one run: its cases alternate, figures are medians, ranges go from the
 slowest to the fastest round. *read* is a plain streaming read of 1 GiB or more in the same run, *gathered* a plain read
-of random bundles as large as the model's. Models are synthetic unless a row says that one is real: random weights that
+of random neurons as large as the model's. Models are synthetic unless a row says that one is real: random weights that
 fire as often as real ones. They speak of speed only.
 """
 

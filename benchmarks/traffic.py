@@ -50,8 +50,8 @@ def _chosen_share(model: Any, module: SparseFFN | SparseExperts) -> float:
 def ffn_row_bytes(model: nn.Module) -> float:
     """Mean bytes of one gate row, up row or down column over the sparse layers, weighted by their neurons."""
     layers = sparse_layers(model)
-    rows = sum(layer.bundles.shape[0] * layer.bundles.shape[1] for layer in layers)
-    return sum(layer.bundles.nbytes for layer in layers) / rows if rows else 0.0
+    rows = sum(layer.neuron_rows.shape[0] * layer.neuron_rows.shape[1] for layer in layers)
+    return sum(layer.neuron_rows.nbytes for layer in layers) / rows if rows else 0.0
 
 
 def ffn_rows(counters: Mapping[str, int]) -> int:

@@ -59,7 +59,7 @@ def backend(
     Without a plan, FFNs with a ReLU-family activation get the exact gate (lossless) and others stay dense. A
     graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
 
-    The bundles are made once per set of weights and shared by all graphs that use it; if a parameter is
+    The neurons are made once per set of weights and shared by all graphs that use it; if a parameter is
     changed in place or loaded anew, they are refreshed at the next call. Changes that PyTorch does not count
     (``p.data.mul_(2)``, and any in place of parameters made under ``torch.inference_mode()``) are seen by a sample of
     each parameter: those of all its numbers, as when PEFT merges or unmerges an adapter, but not those of a few rows.
@@ -89,7 +89,7 @@ def backend(
         gm = changed if sparse or merged else gm
     placeholders = gm.graph.find_nodes(op="placeholder")
     ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
-    return _with_bundles(_explaining(_inductor(gm, [*example_inputs, *ours], mode), gm), sparse, merged)
+    return _with_rows(_explaining(_inductor(gm, [*example_inputs, *ours], mode), gm), sparse, merged)
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ _plans: dict[Path, tuple[int, Plan, Mapping[str, Any]]] = {}
 
 
 def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
-    """Plan and predictors of a folder, the same objects until it changes (their identity keys the bundles)."""
+    """Plan and predictors of a folder, the same objects until it changes (their identity keys the neurons)."""
     files = [path for name in ("plan.json", PREDICTORS_FILE, STORE_FILE) if (path := folder / name).is_file()]
     stamp = sum(path.stat().st_mtime_ns for path in files)
     if folder not in _plans or _plans[folder][0] != stamp:
@@ -157,7 +157,7 @@ def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
     return _plans[folder][1:]
 
 
-# --- bundles, shared by all graphs over the same weights ---
+# --- neurons, shared by all graphs over the same weights ---
 
 
 @dataclass
@@ -178,7 +178,7 @@ class _Packed:
         return all(ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True))
 
     def refresh(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take over parameters that changed since. The bundles stay the same tensor, known to compiled code."""
+        """Take over parameters that changed since. The neurons stay the same tensor, known to compiled code."""
         stamps = [_stamp(parameter) for parameter in parameters]
         if stamps != self.stamps:
             for name, parameter in zip(self.names, parameters):
@@ -199,7 +199,7 @@ def _sample(values: torch.Tensor) -> torch.Tensor:
     return values.as_strided((count,), (max(1, values.numel() // max(1, count) - 1),), values.storage_offset())
 
 
-#: down weight -> (identity of all parameters and of the layer's plan) -> bundles; gone when the model is.
+#: down weight -> (identity of all parameters and of the layer's plan) -> neurons; gone when the model is.
 _packed: Any = WeakTensorKeyDictionary()
 
 
@@ -212,10 +212,10 @@ class _Sparse:
     extra: list[torch.Tensor]
 
 
-def _with_bundles(
+def _with_rows(
     compiled: Callable[..., Any], sparse: Sequence[_Sparse], merged: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    """Call compiled code with the bundles, up to date, and merged linears as further inputs."""
+    """Call compiled code with the neurons, up to date, and merged linears as further inputs."""
     if not sparse and not merged:
         return compiled
     extra = [tensor for layer in sparse for tensor in layer.extra] + [*merged]

@@ -245,12 +245,12 @@ void add_kernels(const KernelTable& table) {
 // Decode of one FFN of the size of Mistral 7B's (hidden 4096), its active neurons spread at random.
 void run_layer(benchmark::State& state, DType dtype, bool int8_activations, std::int64_t percent, int threads) {
   constexpr std::int64_t kHidden = 4096;
-  const std::int64_t bundle = 3 * row_bytes(dtype, kHidden);
+  const std::int64_t neuron = 3 * row_bytes(dtype, kHidden);
   FfnArgs args;
   args.hidden = kHidden;
-  args.neurons = std::min<std::int64_t>(14336, kFromMemory / bundle);
+  args.neurons = std::min<std::int64_t>(14336, kFromMemory / neuron);
   args.tokens = 1;
-  args.bundles = weights(args.neurons * bundle);
+  args.neuron_rows = weights(args.neurons * neuron);
   args.w_dtype = dtype;
   args.int8_activations = int8_activations;
   const std::vector<float> x(kHidden, 1.0f);
@@ -277,7 +277,7 @@ void run_layer(benchmark::State& state, DType dtype, bool int8_activations, std:
     choice = (choice + 1) % kChoices;
     sparse_ffn(args, pool.parallel());
   }
-  state.SetBytesProcessed(static_cast<std::int64_t>(state.iterations()) * active * bundle);
+  state.SetBytesProcessed(static_cast<std::int64_t>(state.iterations()) * active * neuron);
 }
 
 void add_layers() {

@@ -25,7 +25,7 @@ void Call::set_up() {
     where_.emplace_back(static_cast<std::size_t>(l.neurons), nullptr);
     for (std::int64_t i = 0; layout.mapped() != nullptr && i < l.neurons; ++i)
       where_.back()[static_cast<std::size_t>(i)] =
-          layout.mapped() + l.slots + i / l.cluster * l.slot_bytes + i % l.cluster * l.bundle_bytes();
+          layout.mapped() + l.slots + i / l.cluster * l.slot_bytes + i % l.cluster * l.neuron_bytes();
   }
 }
 
@@ -99,8 +99,8 @@ void Call::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64
                  common_.layout.key_of(layer_ + 1));
   common_.mutex.tell();
   ask();
-  trace_counter(TraceCounter::kHotBundles, cache.fixed());
-  trace_counter(TraceCounter::kColdBundles, cache.used() - cache.fixed());
+  trace_counter(TraceCounter::kHotNeurons, cache.fixed());
+  trace_counter(TraceCounter::kColdNeurons, cache.used() - cache.fixed());
   begun_ = true;
   common_.mutex.tell();
   read_ahead();
@@ -144,7 +144,7 @@ void Call::look_up(std::int64_t c) {
         hit = false;
       }
     }
-    if (found >= 0) at[id] = places.at(found) + id % l.cluster * l.bundle_bytes();
+    if (found >= 0) at[id] = places.at(found) + id % l.cluster * l.neuron_bytes();
     hits += hit;
   }
   common_.sums.hits += hits;
@@ -249,7 +249,7 @@ void Call::point_to(const Chunk& chunk, const std::vector<Wanted>& wanted) {
     const std::int64_t id = chunk.ids[k], in_file = id / l.cluster;
     while (next != wanted.end() && next->in_file < in_file) ++next;
     if (next == wanted.end()) break;
-    if (next->in_file == in_file) at[id] = common_.places.at(next->place) + id % l.cluster * l.bundle_bytes();
+    if (next->in_file == in_file) at[id] = common_.places.at(next->place) + id % l.cluster * l.neuron_bytes();
   }
 }
 

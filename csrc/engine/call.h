@@ -1,5 +1,5 @@
-// The call under way: which bundles its chunks want, which of them are there, and reads of the others. All of it with
-// the lock, but what bundles() has is read where it was said to be there.
+// The call under way: which neurons its chunks want, which of them are there, and reads of the others. All of it with
+// the lock, but what neurons() has is read where it was said to be there.
 #pragma once
 
 #include <atomic>
@@ -33,13 +33,13 @@ class Call {
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   const Wrong& problem() const PI2_REQUIRES(kLock) { return problem_; }
 
-  // See BundleSource.
+  // See NeuronSource.
   void expect(std::int64_t n_chunks, bool stream, bool last) PI2_REQUIRES(kLock);
   void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size, const std::uint8_t* keep)
       PI2_REQUIRES(kLock);
   std::int64_t next() PI2_REQUIRES(kLock);
   void done(std::int64_t chunk) PI2_REQUIRES(kLock);
-  const char* const* bundles() const { return where_[static_cast<std::size_t>(layer_)].data(); }
+  const char* const* neuron_rows() const { return where_[static_cast<std::size_t>(layer_)].data(); }
 
   // A slot that a chunk waits for is there, or something is wrong with it. True if the chunk is there now.
   bool arrived(std::int64_t chunk, const Wanted& slot, bool asked_for, const Wrong& wrong) noexcept PI2_REQUIRES(kLock);

@@ -31,11 +31,11 @@ std::string Layout::open(const std::string& path, bool direct, bool map) {
   return "";
 }
 
-Wrong Layout::check_bundles(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept {
+Wrong Layout::check_neurons(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept {
   const StoreLayer& l = about(layer);
   const std::int64_t first = in_file * l.cluster;
   for (std::int64_t id = first; id < std::min(first + l.cluster, l.neurons); ++id)
-    if (crc32c(data + (id - first) * l.bundle_bytes(), static_cast<std::size_t>(l.bundle_bytes())) !=
+    if (crc32c(data + (id - first) * l.neuron_bytes(), static_cast<std::size_t>(l.neuron_bytes())) !=
         file_.checks(layer)[id])
       return {"its checksum does not match", 0, layer, id, 0, l.slots + in_file * l.slot_bytes};
   return {};

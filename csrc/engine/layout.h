@@ -33,9 +33,9 @@ class Layout {
   std::int64_t key_of(std::int64_t layer) const { return first_key_[static_cast<std::size_t>(layer)]; }
   std::int64_t keys() const { return first_key_.back(); }
 
-  // What is read of a slot: its bundles, not the padding behind them.
-  std::int64_t read_bytes(const StoreLayer& l) const { return rounded(l.cluster * l.bundle_bytes(), file_.unit()); }
-  Wrong check_bundles(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept;
+  // What is read of a slot: its neurons, not the padding behind them.
+  std::int64_t read_bytes(const StoreLayer& l) const { return rounded(l.cluster * l.neuron_bytes(), file_.unit()); }
+  Wrong check_neurons(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept;
 
   const char* mapped() const { return mapped_; }  // null: it is not
 

@@ -22,9 +22,9 @@ constexpr char kShorter[] = "the file has become shorter since it was opened";
 
 }  // namespace
 
-// The pieces of an open store, which decide with the lock, and whoever calls them: workers of a call for whose bundles
+// The pieces of an open store, which decide with the lock, and whoever calls them: workers of a call for whose neurons
 // it is the source, and threads that read.
-struct Offload::State final : BundleSource, ReadSink {
+struct Offload::State final : NeuronSource, ReadSink {
   Common common;
   Turns turns;
   Reads reads{common, *this};
@@ -50,7 +50,7 @@ struct Offload::State final : BundleSource, ReadSink {
              const std::uint8_t* keep) override;
   std::int64_t next() override;
   void done(std::int64_t chunk) override;
-  const char* const* bundles() const override { return call.bundles(); }
+  const char* const* neuron_rows() const override { return call.neuron_rows(); }
   bool failed() const override { return call.broken(); }
 
   bool over(const ReadRun& run, const Wrong& wrong) noexcept override PI2_REQUIRES(kLock);

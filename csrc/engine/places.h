@@ -1,4 +1,4 @@
-// Memory for slots of the file. A *slot of the file* has a cluster of bundles (mostly one); a *place* is memory for
+// Memory for slots of the file. A *slot of the file* has a cluster of neurons (mostly one); a *place* is memory for
 // one: first those of the cache, which outlive calls, then spares for what the cache has no room for.
 #pragma once
 

@@ -88,7 +88,7 @@ Wrong Reads::check(const ReadRun& run, const ReadResult& result) const noexcept 
             result.read.bytes, result.read.offset};
   if (!common_.options.verify) return {};
   for (std::int64_t k = 0; k < run.count; ++k) {
-    const Wrong wrong = layout.check_bundles(batch.layer, wanted[k].in_file, common_.places.at(wanted[k].place));
+    const Wrong wrong = layout.check_neurons(batch.layer, wanted[k].in_file, common_.places.at(wanted[k].place));
     if (wrong) return wrong;
   }
   return {};
@@ -112,7 +112,7 @@ void Reads::arrived(const ReadResult* results, std::int64_t count) noexcept {
       if (--batch->left == 0) delete batch;
     }
     trace_counter(TraceCounter::kReading, asked_for_);
-    // Workers are woken for a chunk, not for each of its hundreds of bundles.
+    // Workers are woken for a chunk, not for each of its hundreds of neurons.
     if (waited_for || (were_asked_for && asked_for_ == 0) || under_way_ == 0) common_.mutex.tell();
     sink_.some_over();
   }

@@ -151,7 +151,7 @@ std::string Residents::preload() {
   }
 }
 
-// Reads the bundles of keys that the cache has made room for, in large pieces.
+// Reads the neurons of keys that the cache has made room for, in large pieces.
 Wrong Residents::load(std::vector<std::int64_t> keys) {
   const Layout& layout = common_.layout;
   Places& places = common_.places;
@@ -175,10 +175,10 @@ Wrong Residents::load(std::vector<std::int64_t> keys) {
       for (; next != end; ++next) {
         const std::int64_t in_file = *next - layout.key_of(k);
         const char* slot = piece.data() + (in_file - first) * l.slot_bytes;
-        const Wrong wrong = common_.options.verify ? layout.check_bundles(k, in_file, slot) : Wrong();
+        const Wrong wrong = common_.options.verify ? layout.check_neurons(k, in_file, slot) : Wrong();
         if (wrong) return wrong;
         // Not a use: the order is that of insertion.
-        std::memcpy(places.at(cache.slot_of(*next)), slot, static_cast<std::size_t>(l.cluster * l.bundle_bytes()));
+        std::memcpy(places.at(cache.slot_of(*next)), slot, static_cast<std::size_t>(l.cluster * l.neuron_bytes()));
       }
     }
   }

@@ -77,7 +77,7 @@ Key key_of(const WatchedLayer& layer) { return {layer.owner, layer.layer}; }
 }  // namespace
 
 void FiringCall::begin(const FfnArgs& args) {
-  const Key key = args.owner != nullptr ? Key{args.owner, args.layer} : Key{args.bundles, -1};
+  const Key key = args.owner != nullptr ? Key{args.owner, args.layer} : Key{args.neuron_rows, -1};
   {
     Registry& r = registry();
     const std::lock_guard<std::mutex> lock(r.mutex);

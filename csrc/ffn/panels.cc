@@ -154,9 +154,9 @@ struct PromptPass {
   const char* const* where;      // of a source, or null
   const FiringCounters* firing;  // null: nobody watches
 
-  const char* bundle(std::int64_t neuron) const {
+  const char* rows_of(std::int64_t neuron) const {
     if (where != nullptr) return where[neuron];
-    return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes(args.w_dtype, args.hidden);
+    return static_cast<const char*>(args.neuron_rows) + neuron * args.rows * row_bytes(args.w_dtype, args.hidden);
   }
 
   float bias(const void* values, std::int64_t neuron) const {
@@ -172,7 +172,7 @@ struct PromptPass {
     const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden), panels = args.rows - 1;
     for (std::int64_t p = 0; p < panels; ++p)
       unpack(
-          table.panel[w], [&](std::int64_t r) { return bundle(first + r) + p * w_bytes; }, count, args.hidden,
+          table.panel[w], [&](std::int64_t r) { return rows_of(first + r) + p * w_bytes; }, count, args.hidden,
           bench.panels[p]);
     const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
     table.gemm(unpacked, panels, x_T, tokens, args.hidden, bench.out, kPair);
@@ -205,7 +205,7 @@ struct PromptPass {
   }
 
   const char* down(std::int64_t neuron) const {
-    return bundle(neuron) + (args.rows - 1) * row_bytes(args.w_dtype, args.hidden);
+    return rows_of(neuron) + (args.rows - 1) * row_bytes(args.w_dtype, args.hidden);
   }
 
   float* h(std::int64_t t) const { return h_TC + t * kChunkNeurons; }
@@ -289,7 +289,7 @@ struct Chunks {
 };
 
 // All of them from a source. `ids` has room for kChunkNeurons and a count for each chunk.
-void begin_all(BundleSource& source, const Chunks& chunks, bool last, std::int64_t* ids) {
+void begin_all(NeuronSource& source, const Chunks& chunks, bool last, std::int64_t* ids) {
   std::int64_t* counts = ids + chunks.count * kChunkNeurons;
   for (std::int64_t c = 0; c < chunks.count; ++c) {
     counts[c] = chunks.size(c);
@@ -327,7 +327,7 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
                         h_TC,
                         y_TW + first * width,
                         w_CW,
-                        args.source == nullptr ? nullptr : args.source->bundles(),
+                        args.source == nullptr ? nullptr : args.source->neuron_rows(),
                         firing};
     };
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,

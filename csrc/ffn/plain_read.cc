@@ -8,8 +8,8 @@
 
 namespace pi2 {
 
-std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::int64_t count,
-                           const std::int64_t* index, const ParallelFor& parallel) {
+std::uint64_t plain_read(const void* neuron_rows, std::int64_t neuron_bytes, std::int64_t count,
+                         const std::int64_t* index, const ParallelFor& parallel) {
   struct Step {
     const char* base;
     std::int64_t bytes, count;
@@ -17,12 +17,12 @@ std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::
     ReadFn read;
     std::atomic<std::uint64_t> sum{0};
   };
-  Step step{static_cast<const char*>(bundles), bundle_bytes, count, index, kernels().read, {}};
-  constexpr std::int64_t kBundles = 16;
+  Step step{static_cast<const char*>(neuron_rows), neuron_bytes, count, index, kernels().read, {}};
+  constexpr std::int64_t kNeurons = 16;
   auto some = [](void* context, std::int64_t block) {
     Step& s = *static_cast<Step*>(context);
     std::uint64_t sum = 0;
-    const std::int64_t begin = block * kBundles, end = std::min(s.count, begin + kBundles);
+    const std::int64_t begin = block * kNeurons, end = std::min(s.count, begin + kNeurons);
     if (s.index == nullptr) {
       sum = s.read(s.base + begin * s.bytes, (end - begin) * s.bytes);
     } else {
@@ -30,7 +30,7 @@ std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::
     }
     s.sum.fetch_add(sum, std::memory_order_relaxed);
   };
-  Dynamic::run(parallel, (count + kBundles - 1) / kBundles, some, &step);
+  Dynamic::run(parallel, (count + kNeurons - 1) / kNeurons, some, &step);
   return step.sum.load();
 }
 

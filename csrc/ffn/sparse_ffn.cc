@@ -5,7 +5,7 @@
 //   dot         gate and up rows of neurons that are hot or predicted; gate rows only under the exact gate
 //   up          the up rows of those whose gate fired (exact gate only)
 //   down        rows weighted by h, added to the partial sum four at a time
-// Reads are prefetched one neuron's bundle ahead: gathered bundles defeat the hardware prefetcher at every start.
+// Reads are prefetched one neuron's rows ahead: gathered neurons defeat the hardware prefetcher at every start.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -70,9 +70,9 @@ struct Pass {
   // Neurons between the one that is computed and the one whose `bytes` are asked for.
   std::int64_t ahead(std::int64_t bytes) const { return std::max<std::int64_t>(1, kAheadBytes / bytes); }
 
-  const char* bundle(std::int64_t neuron) const {
+  const char* rows_of(std::int64_t neuron) const {
     if (where != nullptr) return where[neuron];
-    return static_cast<const char*>(args.bundles) + neuron * args.rows * row_bytes();
+    return static_cast<const char*>(args.neuron_rows) + neuron * args.rows * row_bytes();
   }
 
   // The tokens that want this neuron: all of them if it is hot or nothing was predicted.
@@ -93,7 +93,7 @@ struct Pass {
   void dot(std::int64_t neuron, std::int64_t first, std::int64_t count, const Tokens& who, float* out_RT,
            const char* next, std::int64_t next_bytes) const {
     if (firing != nullptr && first == 0) firing->expect(neuron);
-    const char* row = bundle(neuron) + first * row_bytes();
+    const char* row = rows_of(neuron) + first * row_bytes();
     const void* rows[kDotRows] = {row, row + row_bytes()};
     const DotFn* dots = args.int8_activations ? table.dot_a8 : table.dot;
     dots[static_cast<int>(args.w_dtype)](rows, count, who.x, who.n, args.hidden, out_RT, next, next_bytes);
@@ -223,17 +223,17 @@ void add_down(const Pass& pass, const std::int64_t* ids, std::int64_t n, const V
     for (std::int64_t j = 0; j < n; ++j) {
       if (h_NT[j][t] == 0.0f) continue;
       ++done->down_rows;
-      const char* row = pass.bundle(ids[j]) + (args.rows - 1) * pass.row_bytes();
+      const char* row = pass.rows_of(ids[j]) + (args.rows - 1) * pass.row_bytes();
       queue_T[t].add(pass.axpy(), args.hidden, row, h_NT[j][t], y_TW + t * pass.width);
     }
   }
 }
 
 // Neurons that are hot or predicted: most of what is read is used, so gate and up rows are fetched ahead.
-void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
+void whole_neurons(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
                    Counters* done) {
   const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
-  const std::int64_t ahead = pass.ahead(fetched_bytes), bundle_bytes = fetched_bytes + pass.row_bytes();
+  const std::int64_t ahead = pass.ahead(fetched_bytes), neuron_bytes = fetched_bytes + pass.row_bytes();
   float out_NRT[kBlock][kDotRows * kPassTokens];
   Tokens who_N[kBlock], fired;
   for (std::int64_t j = 0; j < n; ++j) {
@@ -241,8 +241,8 @@ void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, st
     // In a run of neurons memory streams best if the down rows are asked for in their place, too.
     const bool run = more && ids[j + ahead] == ids[j] + ahead;
     pass.asking(ids[j], &who_N[j]);
-    pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], more ? pass.bundle(ids[j + ahead]) : nullptr,
-             run    ? bundle_bytes
+    pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], more ? pass.rows_of(ids[j + ahead]) : nullptr,
+             run    ? neuron_bytes
              : more ? fetched_bytes
                     : 0);
   }
@@ -253,7 +253,7 @@ void whole_bundles(const Pass& pass, const std::int64_t* ids, std::int64_t n, st
   }
 }
 
-// The exact gate: gate rows of all, the rest of a bundle only where the gate fired.
+// The exact gate: gate rows of all, the rest of a neuron only where the gate fired.
 void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
                 Counters* done) {
   const std::int64_t row_bytes = pass.row_bytes(), ahead = pass.ahead(row_bytes);
@@ -262,7 +262,7 @@ void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::
   pass.asking(ids[0], &everyone);
   for (std::int64_t j = 0; j < n; ++j) {
     const bool more = j + ahead < n + following;
-    pass.dot(ids[j], 0, 1, everyone, out_NT[j], more ? pass.bundle(ids[j + ahead]) : nullptr, more ? row_bytes : 0);
+    pass.dot(ids[j], 0, 1, everyone, out_NT[j], more ? pass.rows_of(ids[j + ahead]) : nullptr, more ? row_bytes : 0);
   }
   std::int64_t fired[kBlock], count = 0;
   for (std::int64_t j = 0; j < n; ++j) {
@@ -271,7 +271,7 @@ void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::
   }
   if (pass.args.rows == 2) return;
   for (std::int64_t f = 0; f < count; ++f) {
-    const char* next = f + 1 < count ? pass.bundle(ids[fired[f + 1]]) + row_bytes : nullptr;
+    const char* next = f + 1 < count ? pass.rows_of(ids[fired[f + 1]]) + row_bytes : nullptr;
     pass.dot(ids[fired[f]], 1, 1, fired_N[fired[f]], out_NT[f], next, next ? row_bytes : 0);
   }
   for (std::int64_t f = 0; f < count; ++f)
@@ -293,7 +293,7 @@ bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
     const std::int64_t block = std::min(most, n - start);
     Values h_NT;
     const bool predicted = pass.active != nullptr || ids[start + block - 1] < args.n_hot;
-    (predicted ? whole_bundles : gate_first)(pass, ids + start, block, n - start - block, h_NT, &done);
+    (predicted ? whole_neurons : gate_first)(pass, ids + start, block, n - start - block, h_NT, &done);
     add_down(pass, ids + start, block, h_NT, y_TW, queue_T, &done);
   }
   for (std::int64_t t = 0; t < pass.tokens; ++t) queue_T[t].flush(pass.axpy(), args.hidden, y_TW + t * pass.width);
@@ -337,7 +337,7 @@ struct Work {
 
   void run() {
     if (pass.args.source != nullptr) {
-      // Looking up and asking for thousands of bundles takes its time, in which the others can compute what is there.
+      // Looking up and asking for thousands of neurons takes its time, in which the others can compute what is there.
       if (!begun.exchange(true)) pass.args.source->begin(pass.ids, pass.counts, pass.chunk_size, pass.chunks);
       run_from(*pass.args.source);
     } else {
@@ -365,8 +365,8 @@ struct Work {
     return true;
   }
 
-  // Chunks in the order in which their bundles come; where they are added does not depend on it.
-  void run_from(BundleSource& source) {
+  // Chunks in the order in which their neurons come; where they are added does not depend on it.
+  void run_from(NeuronSource& source) {
     for (std::int64_t c = source.next(); c >= 0; c = source.next()) {
       compute(c);
       source.done(c);
@@ -484,7 +484,7 @@ class Stream {
               cut_.base,
               cut_.size,
               chunks_};
-    made.where = args_.source->bundles();
+    made.where = args_.source->neuron_rows();
     return made;
   }
 
@@ -589,7 +589,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
       pass.counts = ids + args.neurons;
       for (std::int64_t c = 0; c < chunks; ++c) pass.counts[c] = gather(pass, c, ids);
       args.source->expect(chunks);
-      pass.where = args.source->bundles();
+      pass.where = args.source->neuron_rows();
     }
     Work work{pass, (width + kReduceColumns - 1) / kReduceColumns};
     // Waking a thread costs a few microseconds: not for less arithmetic than that.

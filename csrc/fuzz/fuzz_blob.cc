@@ -37,7 +37,7 @@ void check(const Blob& b) {
   must(!b.store.empty() && b.store.size() < 128 && b.store.find('/') == std::string::npos &&
            b.store.find('\0') == std::string::npos,
        "name");
-  // What a layer reads beside its bundles is there as a whole.
+  // What a layer reads beside its neurons is there as a whole.
   if (b.predictor == PredictorForm::kSignbit)
     must(b.tensors[kA].bytes == static_cast<std::uint64_t>(b.cold() * pi2::sign_bytes(b.hidden)), "signs");
   if (b.predictor == PredictorForm::kLowrank)
@@ -53,7 +53,7 @@ struct Stores {
   pi2_test::StoreFixture floats{rng, 2, 40, 2, 96, pi2::DType::kBF16}, quantised{rng, 2, 40, 3, 96, pi2::DType::kQ4};
 };
 
-// Tensors behind the bundles of a store have any bytes: their checksums are made right.
+// Tensors behind the neurons of a store have any bytes: their checksums are made right.
 void bind(std::vector<std::uint8_t>* bytes, const pi2_test::StoreFixture& store) {
   const Blob own = pi2_test::blob_of(store, 0);
   pi2_fuzz::put(bytes, 24, own.store_bytes, 8);

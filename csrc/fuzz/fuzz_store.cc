@@ -22,14 +22,14 @@ void require(bool condition, const char* what) {
   std::abort();
 }
 
-// What the core relies on wherever it reads a bundle.
+// What the core relies on wherever it reads a neuron.
 void check(const std::vector<StoreLayer>& layers, std::int64_t first_data, std::int64_t file_bytes) {
   require(!layers.empty(), "no layer");
   for (const StoreLayer& l : layers) {
     require(l.neurons > 0 && l.hidden > 0 && l.rows > 0 && l.cluster > 0 && l.n_hot >= 0 && l.n_hot <= l.neurons,
             "numbers that make no sense");
     require(l.row_bytes == pi2::row_bytes(l.w_dtype, l.hidden), "rows of another length");
-    require(static_cast<__int128>(l.cluster) * l.bundle_bytes() <= l.slot_bytes, "bundles outside their slot");
+    require(static_cast<__int128>(l.cluster) * l.neuron_bytes() <= l.slot_bytes, "neurons outside their slot");
     require(l.slots >= first_data && l.slots % pi2::kStorePage == 0 &&
                 l.slots + static_cast<__int128>(l.n_slots()) * l.slot_bytes <= file_bytes,
             "slots outside the file");

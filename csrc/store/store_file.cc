@@ -52,7 +52,7 @@ std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int6
   if (cluster == 0 || cluster > kMostCluster || (cluster & (cluster - 1)) != 0)
     return "clusters of " + text(cluster) + " neurons";
   if (slot_bytes < cluster * rows * bytes_of_row || slot_bytes % kDirectUnit != 0)
-    return "slots of " + text(slot_bytes) + " bytes for " + (cluster == 1 ? "" : text(cluster) + " ") + "bundles of " +
+    return "slots of " + text(slot_bytes) + " bytes for " + (cluster == 1 ? "" : text(cluster) + " ") + "neurons of " +
            text(rows * bytes_of_row);
   const std::uint64_t n_slots = (neurons + cluster - 1) / cluster;
   if (n_hot > neurons) return text(n_hot) + " hot of " + text(neurons) + " neurons";

@@ -12,17 +12,17 @@ namespace pi2 {
 
 constexpr std::int64_t kStorePage = 4096;
 
-// A layer's neurons: slots of slot_bytes, one after another, each of `cluster` bundles (a bundle: `rows` rows of
+// A layer's neurons: slots of slot_bytes, one after another, each of `cluster` neurons (of one: `rows` rows of
 // `hidden` numbers; the last slot may have fewer of them) and zeros.
 struct StoreLayer {
   std::int64_t slots = 0;   // where the first begins in the file, on a page
-  std::int64_t checks = 0;  // where its uint32 [neurons] begin: CRC32C of each bundle
+  std::int64_t checks = 0;  // where its uint32 [neurons] begin: CRC32C of each neuron
   std::int64_t neurons = 0, hidden = 0, rows = 0;
   DType w_dtype = DType::kF32;
   std::int64_t slot_bytes = 0, row_bytes = 0;
   std::int64_t n_hot = 0, number = 0, cluster = 1;
 
-  std::int64_t bundle_bytes() const { return rows * row_bytes; }
+  std::int64_t neuron_bytes() const { return rows * row_bytes; }
   std::int64_t n_slots() const { return (neurons + cluster - 1) / cluster; }
 };
 

@@ -30,7 +30,7 @@ struct Work {
     for (std::int64_t i = 0; i < tokens * kNeurons; ++i)
       active.push_back(i % kNeurons < 20 || rng() % static_cast<unsigned>(3 * tokens) == 0);
     FfnArgs args = arguments();
-    args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
+    args.neuron_rows = store.neuron_rows[static_cast<std::size_t>(layer)].data();
     sparse_ffn(args, serial());
     wanted = y;
   }

@@ -33,7 +33,7 @@ struct Case {
     for (std::int64_t t = 0; t < tokens; ++t)  // skewed: the first neurons are wanted more often
       for (unsigned i = 0; i < cold; ++i) active.push_back(rng() % one_in == 0 && rng() % cold >= i);
     FfnArgs args = arguments(store);
-    args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
+    args.neuron_rows = store.neuron_rows[static_cast<std::size_t>(layer)].data();
     sparse_ffn(args, serial());
     wanted = y;
   }
@@ -74,7 +74,7 @@ inline std::unique_ptr<Offload> opened(const StoreFixture& store, OffloadOptions
 inline std::int64_t place_bytes(const StoreFixture& store, bool direct) {
   const StoreLayer& l = store.layers[0];
   const std::int64_t unit = direct ? 512 : 64;
-  return (l.cluster * l.bundle_bytes() + unit - 1) / unit * unit;
+  return (l.cluster * l.neuron_bytes() + unit - 1) / unit * unit;
 }
 
 inline AccessView view(const Accesses& a) {

@@ -29,7 +29,7 @@ struct StoreFixture {
   std::string path;
   std::vector<char> file, superblock;
   std::vector<pi2::StoreLayer> layers;
-  std::vector<std::vector<char>> bundles;  // [layers], without padding: as in memory
+  std::vector<std::vector<char>> neuron_rows;  // [layers], without padding: as in memory
 
   static constexpr std::int64_t kStart = pi2::kStorePage;  // of the data; the header is spaces and two braces
 
@@ -51,23 +51,23 @@ struct StoreFixture {
       layer.w_dtype = dtype;
       layer.row_bytes = pi2::row_bytes(dtype, hidden);
       layer.cluster = cluster;
-      layer.slot_bytes = (cluster * layer.bundle_bytes() + 511) / 512 * 512;
+      layer.slot_bytes = (cluster * layer.neuron_bytes() + 511) / 512 * 512;
       layer.n_hot = n_hot;
       layer.number = l;
-      bundles.emplace_back();
+      neuron_rows.emplace_back();
       std::vector<std::uint32_t> checks;
       pad();
       layer.slots = static_cast<std::int64_t>(file.size());
       for (std::int64_t i = 0; i < neurons; ++i) {
-        std::vector<char> bundle;
+        std::vector<char> neuron;
         for (std::int64_t r = 0; r < rows; ++r) {
           const std::vector<char> row =
               pi2::is_quantized(dtype) ? quantized_row(rng, dtype, hidden) : stored(rng, dtype, hidden, 0.1f);
-          bundle.insert(bundle.end(), row.begin(), row.end());
+          neuron.insert(neuron.end(), row.begin(), row.end());
         }
-        bundles.back().insert(bundles.back().end(), bundle.begin(), bundle.end());
-        checks.push_back(pi2::crc32c(bundle.data(), bundle.size()));
-        file.insert(file.end(), bundle.begin(), bundle.end());
+        neuron_rows.back().insert(neuron_rows.back().end(), neuron.begin(), neuron.end());
+        checks.push_back(pi2::crc32c(neuron.data(), neuron.size()));
+        file.insert(file.end(), neuron.begin(), neuron.end());
         const std::int64_t slots_before = i / cluster + 1;  // with that of this neuron
         if ((i + 1) % cluster == 0 || i + 1 == neurons)
           file.resize(static_cast<std::size_t>(layer.slots + slots_before * layer.slot_bytes));

@@ -65,7 +65,7 @@ Case of_range(std::mt19937& rng, const StoreFixture& store, std::int64_t layer, 
   std::fill(made.active.begin(), made.active.end(), static_cast<std::uint8_t>(0));
   std::fill(made.active.begin() + first, made.active.begin() + last, static_cast<std::uint8_t>(1));
   FfnArgs args = made.arguments(store);
-  args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
+  args.neuron_rows = store.neuron_rows[static_cast<std::size_t>(layer)].data();
   sparse_ffn(args, serial());
   made.wanted = made.y;
   return made;

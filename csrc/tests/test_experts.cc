@@ -18,7 +18,7 @@ constexpr std::int64_t kRank = 21;
 
 // Experts of one size with predictors of one kind.
 struct Experts {
-  std::vector<char> bundles, a, b, signs;
+  std::vector<char> neuron_rows, a, b, signs;
   std::vector<float> a_scale, b_scale, b_bias;
   std::vector<double> cuts, thresholds;
   ExpertStack stack;
@@ -27,8 +27,8 @@ struct Experts {
   Experts(std::mt19937& rng, std::int64_t n, std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype,
           Kind kind, DType predictor_dtype, bool int8_activations)
       : count(n) {
-    for (std::int64_t r = 0; r < n * neurons * rows; ++r) append(&bundles, rng, dtype, hidden);
-    describe(bundles.data(), neurons, rows, hidden, dtype, int8_activations);
+    for (std::int64_t r = 0; r < n * neurons * rows; ++r) append(&neuron_rows, rng, dtype, hidden);
+    describe(neuron_rows.data(), neurons, rows, hidden, dtype, int8_activations);
     predict_with(rng, kind, predictor_dtype);
   }
 
@@ -42,7 +42,7 @@ struct Experts {
 
   void describe(const char* data, std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype, bool a8) {
     FfnArgs& layer = stack.layer;
-    layer.bundles = data;
+    layer.neuron_rows = data;
     layer.neurons = neurons;
     layer.rows = rows;
     layer.hidden = hidden;
@@ -90,8 +90,8 @@ struct Experts {
     layer.y = y.data();
     layer.tokens = 1;
     if (stack.thresholds != nullptr) layer.threshold = static_cast<float>(thresholds[static_cast<std::size_t>(e)]);
-    layer.bundles =
-        static_cast<const char*>(all.bundles) + e * (all.neurons * all.rows * row_bytes(all.w_dtype, all.hidden));
+    layer.neuron_rows =
+        static_cast<const char*>(all.neuron_rows) + e * (all.neurons * all.rows * row_bytes(all.w_dtype, all.hidden));
     Predictor p = stack.predictor;
     const auto part = [&](const std::vector<char>& data) {
       return data.data() + static_cast<std::size_t>(e) * (data.size() / static_cast<std::size_t>(count));
@@ -283,20 +283,20 @@ long check_store(std::mt19937& rng, Kind kind, DType w_dtype, bool a8) {
   const std::int64_t experts = 4, neurons = 90, hidden = 64;
   const StoreFixture store(rng, experts + 1, neurons, 3, hidden, w_dtype);
   Experts made(rng, experts, neurons, 3, hidden, w_dtype, kind, DType::kQ4, a8);
-  made.bundles.clear();
+  made.neuron_rows.clear();
   for (std::int64_t e = 1; e <= experts; ++e) {
-    const std::vector<char>& part = store.bundles[static_cast<std::size_t>(e)];
-    made.bundles.insert(made.bundles.end(), part.begin(), part.end());
+    const std::vector<char>& part = store.neuron_rows[static_cast<std::size_t>(e)];
+    made.neuron_rows.insert(made.neuron_rows.end(), part.begin(), part.end());
   }
-  made.stack.layer.bundles = made.bundles.data();
+  made.stack.layer.neuron_rows = made.neuron_rows.data();
   ExpertStack stored = made.stack;
-  stored.layer.bundles = nullptr;
+  stored.layer.neuron_rows = nullptr;
   long cases = 0;
   for (const char* engine : {"pread", "mmap"}) {
     for (const std::int64_t slots : {0, 7, 150, 1000}) {
       OffloadOptions options;
       options.engine = engine;
-      options.cache_bytes = slots * ((store.layers[0].bundle_bytes() + 63) / 64 * 64);
+      options.cache_bytes = slots * ((store.layers[0].neuron_bytes() + 63) / 64 * 64);
       options.io_threads = 3;
       std::string problem;
       const std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
@@ -309,7 +309,7 @@ long check_store(std::mt19937& rng, Kind kind, DType w_dtype, bool a8) {
         const std::vector<char> wanted = in.y;
         std::fill(in.y.begin(), in.y.end(), static_cast<char>(77));
         const std::string wrong = stored_experts(in.args, stored, *offload, 1, pool.parallel());
-        PI2_CHECK(wrong.empty() && in.y == wanted, "%s, %ld bundles: %s", engine, static_cast<long>(slots),
+        PI2_CHECK(wrong.empty() && in.y == wanted, "%s, %ld neurons: %s", engine, static_cast<long>(slots),
                   wrong.c_str());
         ++cases;
       }

@@ -96,7 +96,7 @@ namespace {
 using namespace pi2;
 using namespace pi2_test;
 
-constexpr std::int64_t kBundle = 3 * row_bytes(DType::kQ4, kHidden);
+constexpr std::int64_t kNeuron = 3 * row_bytes(DType::kQ4, kHidden);
 
 std::unique_ptr<Offload> open_store(const StoreFixture& store, const OffloadOptions& options) {
   std::unique_ptr<Offload> offload = opened(store, options);
@@ -124,7 +124,7 @@ void check_message(const std::string& found, const StoreFixture& store, std::int
 void check_stats(const OffloadStats& s, std::int64_t calls) {
   PI2_CHECK(s.calls == calls, "%ld calls of %ld", static_cast<long>(s.calls), static_cast<long>(calls));
   PI2_CHECK(s.hits >= 0 && s.hits <= s.wanted && s.resident >= 0 && s.resident <= s.slots && s.evictions >= 0 &&
-                s.uncached >= 0 && s.uncached <= s.wanted - s.hits && s.bytes_read >= kBundle * s.reads,
+                s.uncached >= 0 && s.uncached <= s.wanted - s.hits && s.bytes_read >= kNeuron * s.reads,
             "%ld wanted, %ld hits, %ld of %ld resident, %ld uncached, %ld bytes in %ld reads",
             static_cast<long>(s.wanted), static_cast<long>(s.hits), static_cast<long>(s.resident),
             static_cast<long>(s.slots), static_cast<long>(s.uncached), static_cast<long>(s.bytes_read),
@@ -526,11 +526,11 @@ long check_descriptors(std::mt19937& rng) {
   return cases;
 }
 
-// Bytes that are not those packed: whichever bundle they are in is named, and when they are as before all is well.
+// Bytes that are not those packed: whichever neuron they are in is named, and when they are as before all is well.
 long check_damage(std::mt19937& rng) {
   StoreFixture store = store_of(rng);
   const std::vector<char> whole = store.file;
-  const std::int64_t slot = store.layers[0].slot_bytes, bundle = store.layers[0].bundle_bytes();
+  const std::int64_t slot = store.layers[0].slot_bytes, neuron = store.layers[0].neuron_bytes();
   Work work(rng, store, 0, 1);
   const auto at = [&](std::int64_t layer, std::int64_t neuron) {
     return store.file.begin() + store.layers[static_cast<std::size_t>(layer)].slots + neuron * slot;
@@ -547,7 +547,7 @@ long check_damage(std::mt19937& rng) {
       const std::int64_t a = static_cast<std::int64_t>(rng() % 20),
                          b = (a + 1 + static_cast<std::int64_t>(rng() % 19)) % 20;
       switch (i % 6) {
-        case 0: *(at(0, a) + static_cast<std::int64_t>(rng() % bundle)) ^= static_cast<char>(1 << rng() % 8); break;
+        case 0: *(at(0, a) + static_cast<std::int64_t>(rng() % neuron)) ^= static_cast<char>(1 << rng() % 8); break;
         case 1: std::swap_ranges(at(0, a), at(0, a) + slot, at(0, b)); break;             // two neurons
         case 2: std::swap_ranges(at(0, 0), at(0, 0) + kNeurons * slot, at(1, 0)); break;  // two layers
         case 3: std::copy(at(0, b), at(0, b) + slot, at(0, a)); break;                    // one twice

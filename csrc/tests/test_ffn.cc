@@ -30,7 +30,7 @@ ParallelFor threaded(int threads) {
 struct Layer {
   std::int64_t neurons, rows, hidden, tokens;
   DType dtype;
-  std::vector<char> bundles, bias_gate, bias_up, bias_down;
+  std::vector<char> neuron_rows, bias_gate, bias_up, bias_down;
   std::vector<float> x;
   FfnArgs args;
 
@@ -41,7 +41,7 @@ struct Layer {
         hidden(hidden),
         tokens(tokens),
         dtype(dtype),
-        bundles(stored(rng, dtype, neurons * rows * hidden, 1 / std::sqrt(static_cast<float>(hidden)))),
+        neuron_rows(stored(rng, dtype, neurons * rows * hidden, 1 / std::sqrt(static_cast<float>(hidden)))),
         bias_gate(stored(rng, dtype, neurons)),
         bias_up(stored(rng, dtype, neurons)),
         bias_down(stored(rng, dtype, hidden)),
@@ -49,7 +49,7 @@ struct Layer {
     args.x = x.data();
     args.tokens = tokens;
     args.hidden = hidden;
-    args.bundles = bundles.data();
+    args.neuron_rows = neuron_rows.data();
     args.w_dtype = dtype;
     args.neurons = neurons;
     args.rows = rows;
@@ -67,7 +67,7 @@ struct Layer {
   }
 
   float weight(std::int64_t neuron, std::int64_t row, std::int64_t k) const {
-    return load_float(bundles.data(), dtype, (neuron * rows + row) * hidden + k);
+    return load_float(neuron_rows.data(), dtype, (neuron * rows + row) * hidden + k);
   }
 
   // relu on every first row (and on up for gated layers), in double.

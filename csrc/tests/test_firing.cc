@@ -50,7 +50,7 @@ std::vector<char> row_of(const std::vector<std::int64_t>& values, DType dtype) {
 
 // A layer of whole numbers, its input, and the scores of every token and neuron.
 struct Layer {
-  std::vector<char> bundles;
+  std::vector<char> neuron_rows;
   std::vector<float> x, y;
   std::vector<std::int64_t> scores;  // [tokens, neurons]
   std::vector<std::uint8_t> active;
@@ -63,7 +63,7 @@ struct Layer {
       w.emplace_back();
       for (std::int64_t k = 0; k < hidden; ++k) w.back().push_back(whole(rng));
       const std::vector<char> row = row_of(w.back(), dtype);
-      bundles.insert(bundles.end(), row.begin(), row.end());
+      neuron_rows.insert(neuron_rows.end(), row.begin(), row.end());
     }
     for (std::int64_t t = 0; t < tokens; ++t) {
       x_TH.emplace_back();
@@ -86,7 +86,7 @@ struct Layer {
     args.y = y.data();
     args.tokens = tokens;
     args.hidden = hidden;
-    args.bundles = bundles.data();
+    args.neuron_rows = neuron_rows.data();
     args.w_dtype = dtype;
     args.neurons = neurons;
     args.rows = rows;
@@ -96,7 +96,7 @@ struct Layer {
 
   Layer(const Layer&) = delete;
 
-  WatchedLayer watched(float cut) const { return {args.bundles, -1, args.neurons, cut}; }
+  WatchedLayer watched(float cut) const { return {args.neuron_rows, -1, args.neurons, cut}; }
 
   bool fires(std::int64_t t, std::int64_t i, float cut) const {
     const bool asked =
@@ -264,7 +264,7 @@ long check_threads(std::mt19937& rng) {
   return 2;
 }
 
-// What is counted of a layer over a store is what is counted of the same bundles in memory: decoding, prompts in tiles
+// What is counted of a layer over a store is what is counted of the same neurons in memory: decoding, prompts in tiles
 // of tokens, prompts by panels, with and without a predictor.
 long check_store(std::mt19937& rng, ThreadPool* pool, DType dtype, bool a8) {
   const StoreFixture file(rng, 2, 700, 3, 70, dtype);
@@ -274,8 +274,8 @@ long check_store(std::mt19937& rng, ThreadPool* pool, DType dtype, bool a8) {
   const std::unique_ptr<Offload> store = Offload::open(file.path, options, &problem);
   PI2_CHECK(store != nullptr, "%s", problem.c_str());
   if (store == nullptr) return 0;
-  const char* bundles = file.bundles[1].data();
-  const auto counting = watch({{store.get(), 1, 700, 0}, {bundles, -1, 700, 0}});
+  const char* neuron_rows = file.neuron_rows[1].data();
+  const auto counting = watch({{store.get(), 1, 700, 0}, {neuron_rows, -1, 700, 0}});
   std::vector<char> signs;
   for (std::int64_t i = 0; i < 500 * sign_bytes(70); ++i) signs.push_back(static_cast<char>(rng()));
   long cases = 0;
@@ -296,7 +296,7 @@ long check_store(std::mt19937& rng, ThreadPool* pool, DType dtype, bool a8) {
       predictor.signbit.signs = signs.data();
       predictor.signbit.margin = 0.95;
       PI2_CHECK(store->ffn(1, predictor, args, pool->parallel()).empty(), "reading failed");
-      args.bundles = bundles;
+      args.neuron_rows = neuron_rows;
       predicted_ffn(predictor, args, serial());
       const FiringCounts there = counting->read(0, true), here = counting->read(1, true);
       std::int64_t fired = 0;
@@ -337,7 +337,7 @@ long check_experts(std::mt19937& rng) {
   Layer all(rng, 120 * kExperts, 3, 20, kTokens, DType::kF32, false, false);
   std::vector<WatchedLayer> watched;
   const std::int64_t bytes = 120 * 3 * row_bytes(DType::kF32, 20);
-  for (std::int64_t e = 0; e < kExperts; ++e) watched.push_back({all.bundles.data() + e * bytes, -1, 120, 0});
+  for (std::int64_t e = 0; e < kExperts; ++e) watched.push_back({all.neuron_rows.data() + e * bytes, -1, 120, 0});
   ExpertStack stack;
   stack.layer = all.args;
   stack.layer.neurons = 120;

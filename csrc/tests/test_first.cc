@@ -40,7 +40,7 @@ struct Case {
     args.w_dtype = l.w_dtype;
     args.n_hot = n_hot;
     args.active = masked ? active.data() : nullptr;
-    args.bundles = store.bundles[0].data();
+    args.neuron_rows = store.neuron_rows[0].data();
     if (is_quantized(l.w_dtype)) {
       args.bias_up = bias_up.data();
       args.bias_down = bias_down.data();
@@ -57,7 +57,7 @@ struct Case {
   // Neurons from `first` on as a layer of their own.
   FfnArgs rest(std::int64_t first) const {
     FfnArgs made = args;
-    made.bundles = static_cast<const char*>(args.bundles) + first * store.layers[0].bundle_bytes();
+    made.neuron_rows = static_cast<const char*>(args.neuron_rows) + first * store.layers[0].neuron_bytes();
     made.neurons -= first;
     made.n_hot = std::max<std::int64_t>(0, args.n_hot - first);
     if (args.bias_up != nullptr) made.bias_up = static_cast<const float*>(args.bias_up) + first;
@@ -123,8 +123,8 @@ long check_rest(std::mt19937& rng, std::int64_t rows, DType dtype, bool int8) {
 long check_silent(std::mt19937& rng) {
   StoreFixture store(rng, 1, kNeurons, 3, kHidden, DType::kF32);
   constexpr std::int64_t kSilent = 37;  // in the first chunk of both ways to cut
-  const std::size_t bundle = static_cast<std::size_t>(store.layers[0].bundle_bytes());
-  std::memset(store.bundles[0].data(), 0, kSilent * bundle);
+  const std::size_t neuron = static_cast<std::size_t>(store.layers[0].neuron_bytes());
+  std::memset(store.neuron_rows[0].data(), 0, kSilent * neuron);
   for (const std::int64_t tokens : {1, 40}) {
     Case c(rng, store, tokens, 0, false);
     PI2_CHECK(same(c.run(c.args), c.run(c.from(kSilent))), "%ld tokens", static_cast<long>(tokens));
@@ -168,7 +168,7 @@ long check_store(std::mt19937& rng, DType dtype, std::int64_t cluster) {
     for (const bool int8 : {false, true}) {
       if (int8 && !is_quantized(dtype)) continue;
       OffloadOptions options;
-      options.cache_bytes = share == 0 ? 0 : 2 * kNeurons * (store.layers[0].bundle_bytes() + 512) / share;
+      options.cache_bytes = share == 0 ? 0 : 2 * kNeurons * (store.layers[0].neuron_bytes() + 512) / share;
       std::string problem;
       const std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
       PI2_CHECK(offload != nullptr, "%s", problem.c_str());
@@ -186,7 +186,7 @@ long check_store(std::mt19937& rng, DType dtype, std::int64_t cluster) {
           const std::vector<float> in_memory = c.run(c.from(kFirst));
           std::fill(c.y.begin(), c.y.end(), -1.0f);
           for (const std::int64_t layer : {0, 1}) {
-            c.args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
+            c.args.neuron_rows = store.neuron_rows[static_cast<std::size_t>(layer)].data();
             const std::vector<float> expected = layer == 0 ? in_memory : c.run(c.from(kFirst));
             ThreadPool pool(2);
             const std::string wrong = offload->ffn(layer, Predictor(), c.from(kFirst), pool.parallel());

@@ -62,7 +62,7 @@ long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std:
                 std::int64_t n_hot, std::int64_t cluster = 1) {
   const StoreFixture store(rng, 2, neurons, rows, hidden, dtype, n_hot, cluster);
   long cases = 0;
-  const std::int64_t bundle = (store.layers[0].bundle_bytes() + 63) / 64 * 64;  // a slot's share of the cache, about
+  const std::int64_t neuron = (store.layers[0].neuron_bytes() + 63) / 64 * 64;  // a slot's share of the cache, about
   std::vector<OffloadOptions> all;
   for (const char* engine : {"pread", "io_uring", "mmap"}) {
     for (const char* policy : {"lru", "sieve", "static"}) {
@@ -70,7 +70,7 @@ long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std:
         OffloadOptions options;
         options.engine = engine;
         options.policy = policy;
-        options.cache_bytes = slots * bundle;
+        options.cache_bytes = slots * neuron;
         options.direct = slots != 5;
         options.pipeline = slots != neurons / 3;
         options.in_flight = 1 + slots % 3;
@@ -95,17 +95,17 @@ long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std:
     constexpr std::int64_t kTokens[] = {1, 1, 1, 1, 3, 3, 40, 515, 20, 515};  // 12 or 32 and more: streamed
     for (int round = 0; round < 10; ++round) {
       const std::int64_t layer = round % 2, tokens = kTokens[round];
-      if (tokens > 40 && store.layers[0].neurons * store.layers[0].bundle_bytes() > (1 << 18))
+      if (tokens > 40 && store.layers[0].neurons * store.layers[0].neuron_bytes() > (1 << 18))
         continue;  // in memory that takes long
       const StoreLayer& l = store.layers[static_cast<std::size_t>(layer)];
       Inputs in = inputs(rng, l, tokens, round == 3 ? 1 : tokens > 3 ? 100 : 5);
       FfnArgs args = arguments(l, &in, tokens, round != 2 && round < 8);
       args.int8_activations = round >= 8 && is_quantized(l.w_dtype);
-      args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
+      args.neuron_rows = store.neuron_rows[static_cast<std::size_t>(layer)].data();
       sparse_ffn(args, serial());
       const std::vector<float> wanted = in.y;
       std::fill(in.y.begin(), in.y.end(), -1.0f);
-      args.bundles = nullptr;
+      args.neuron_rows = nullptr;
       ThreadPool pool(1 + round % 3);
       // A guess that is right for some neurons, as early as can be; a wrong one while the layer is computed.
       if (round > 2) offload->prefetch(layer, args.n_hot, in.active.data(), 1);
@@ -124,7 +124,7 @@ long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std:
       PI2_CHECK(stats.cache_bytes <= options.cache_bytes, "%ld bytes of cache", static_cast<long>(stats.cache_bytes));
       PI2_CHECK((stats.bytes_read == 0) == (stats.reads == 0) &&
                     stats.reads <= stats.wanted - stats.hits + stats.guessed && stats.used <= stats.guessed,
-                "%ld reads for %ld bundles and %ld guesses", static_cast<long>(stats.reads),
+                "%ld reads for %ld neurons and %ld guesses", static_cast<long>(stats.reads),
                 static_cast<long>(stats.wanted - stats.hits), static_cast<long>(stats.guessed));
       PI2_CHECK(options.cache_bytes > 0 || stats.hits == 0, "hits without a cache");
     }
@@ -150,10 +150,10 @@ long check_ahead(std::mt19937& rng) {
       const StoreLayer& l = store.layers[static_cast<std::size_t>(std::max<std::int64_t>(layer, 0))];
       Inputs in = inputs(rng, l, tokens, 1);
       FfnArgs args = arguments(l, &in, tokens, cases % 2 == 0);
-      args.bundles = store.bundles[static_cast<std::size_t>(std::max<std::int64_t>(layer, 0))].data();
+      args.neuron_rows = store.neuron_rows[static_cast<std::size_t>(std::max<std::int64_t>(layer, 0))].data();
       sparse_ffn(args, serial());
       const std::vector<float> wanted = in.y;
-      args.bundles = nullptr;
+      args.neuron_rows = nullptr;
       offload->stats(true);
       const std::string wrong = offload->ffn(std::max<std::int64_t>(layer, 0), Predictor(), args, pool.parallel());
       PI2_CHECK(wrong.empty() && wanted == in.y, "layer %ld: '%s'", static_cast<long>(layer), wrong.c_str());
@@ -182,10 +182,10 @@ long check_ahead_and_resize(std::mt19937& rng) {
     const StoreLayer& l = store.layers[static_cast<std::size_t>(layer)];
     Inputs in = inputs(rng, l, 40, 1);
     FfnArgs args = arguments(l, &in, 40, false);
-    args.bundles = store.bundles[static_cast<std::size_t>(layer)].data();
+    args.neuron_rows = store.neuron_rows[static_cast<std::size_t>(layer)].data();
     sparse_ffn(args, serial());
     const std::vector<float> wanted = in.y;
-    args.bundles = nullptr;
+    args.neuron_rows = nullptr;
     const std::string wrong = offload->ffn(layer, Predictor(), args, serial());
     PI2_CHECK(wrong.empty() && wanted == in.y, "layer %ld: '%s'", static_cast<long>(layer), wrong.c_str());
     const std::string resized = offload->resize(0, 0.5);
@@ -205,10 +205,10 @@ long check_faults(std::mt19937& rng) {
   Inputs in = inputs(rng, l, 1, 3);
   std::fill(in.active.begin(), in.active.begin() + 100, static_cast<std::uint8_t>(1));
   FfnArgs args = arguments(l, &in, 1, true);
-  args.bundles = store.bundles[1].data();
+  args.neuron_rows = store.neuron_rows[1].data();
   sparse_ffn(args, serial());
   const std::vector<float> wanted = in.y;
-  args.bundles = nullptr;
+  args.neuron_rows = nullptr;
   ThreadPool pool(2);
   const auto same = [&] { return std::memcmp(wanted.data(), in.y.data(), wanted.size() * sizeof(float)) == 0; };
   const auto flip = [&](std::int64_t at) {
@@ -241,7 +241,7 @@ long check_faults(std::mt19937& rng) {
   }
   // Slots' padding is nobody's: not checked, not read.
   const std::unique_ptr<Offload> padded = opened(store, options);
-  flip(l.slots + 43 * l.slot_bytes + l.bundle_bytes());
+  flip(l.slots + 43 * l.slot_bytes + l.neuron_bytes());
   PI2_CHECK(padded->ffn(1, Predictor(), args, pool.parallel()).empty() && same(), "padding");
   // The file becomes shorter while it is open.
   const std::unique_ptr<Offload> cut = opened(store, options);
@@ -259,7 +259,7 @@ long check_faults(std::mt19937& rng) {
 long check_preload(std::mt19937& rng) {
   const StoreFixture store(rng, 2, 100, 3, 64, DType::kQ4);
   OffloadOptions options;
-  options.cache_bytes = 40 * ((store.layers[0].bundle_bytes() + 63) / 64 * 64);
+  options.cache_bytes = 40 * ((store.layers[0].neuron_bytes() + 63) / 64 * 64);
   options.direct = false;  // its places are multiples of a sector
   options.hot_share = 0;
   const std::unique_ptr<Offload> offload = opened(store, options);
@@ -321,7 +321,7 @@ long check_company(std::mt19937& rng) {
   for (int i = 0; i < 4; ++i) {
     in.push_back(inputs(rng, store.layers[0], 1, 3));
     FfnArgs args = arguments(store.layers[0], &in.back(), 1, true);
-    args.bundles = store.bundles[0].data();
+    args.neuron_rows = store.neuron_rows[0].data();
     sparse_ffn(args, serial());
     wanted.push_back(in.back().y);
   }

@@ -266,11 +266,11 @@ long check_slices(std::mt19937& rng, ThreadPool& pool) {
   ffn.neurons = ffn.n_hot + kCold;
   ffn.rows = 2;
   const std::vector<float> x = floats(rng, kTokens * kHidden);
-  const std::vector<char> bundles = stored(rng, DType::kF32, ffn.neurons * ffn.rows * kHidden, 0.1f);
+  const std::vector<char> neuron_rows = stored(rng, DType::kF32, ffn.neurons * ffn.rows * kHidden, 0.1f);
   std::vector<float> y(x.size()), wanted(x.size());
   std::vector<std::uint8_t> active(static_cast<std::size_t>(kTokens * kCold));
   ffn.x = x.data();
-  ffn.bundles = bundles.data();
+  ffn.neuron_rows = neuron_rows.data();
   ffn.y = y.data();
   Signbit predictor(rng, kCold, kHidden);
   reset_counters();
@@ -328,11 +328,11 @@ void check_predicted(std::mt19937& rng, ThreadPool& pool, Args predictor, std::i
     ffn.n_hot = 30;
     ffn.neurons = ffn.n_hot + cold;
     const std::vector<float> x = floats(rng, tokens * hidden);
-    const std::vector<char> bundles = stored(rng, DType::kF32, ffn.neurons * 3 * hidden, 0.1f);
+    const std::vector<char> neuron_rows = stored(rng, DType::kF32, ffn.neurons * 3 * hidden, 0.1f);
     std::vector<float> y(x.size()), wanted(x.size());
     std::vector<std::uint8_t> active(static_cast<std::size_t>(tokens * cold));
     ffn.x = x.data();
-    ffn.bundles = bundles.data();
+    ffn.neuron_rows = neuron_rows.data();
     ffn.y = y.data();
     reset_counters();
     predicted_ffn(any(predictor), ffn, pool.parallel());

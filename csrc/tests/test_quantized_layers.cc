@@ -110,7 +110,7 @@ long check_ffn(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std::
   args.y = y.data();
   args.tokens = tokens;
   args.hidden = hidden;
-  args.bundles = w.rows.data();
+  args.neuron_rows = w.rows.data();
   args.w_dtype = dtype;
   args.neurons = neurons;
   args.rows = rows;
@@ -178,7 +178,7 @@ void check_nan(std::mt19937& rng, std::int64_t tokens, bool int8_activations) {
   args.y = y.data();
   args.tokens = tokens;
   args.hidden = n;
-  args.bundles = w.rows.data();
+  args.neuron_rows = w.rows.data();
   args.w_dtype = DType::kQ4;
   args.neurons = n;
   args.int8_activations = int8_activations;

@@ -88,7 +88,7 @@ long check_what_stays(std::mt19937& rng) {
   PI2_CHECK(offload->preload().empty() && offload->stats(true).resident == 200, "filled again");
   std::fill(all.active.begin(), all.active.end(), static_cast<std::uint8_t>(1));
   args = all.arguments(store);
-  args.bundles = store.bundles[0].data();
+  args.neuron_rows = store.neuron_rows[0].data();
   sparse_ffn(args, serial());
   all.wanted = all.y;
   PI2_CHECK(all.run(offload.get(), store).empty() && offload->stats(true).bytes_read == 0, "from memory");

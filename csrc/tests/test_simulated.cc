@@ -408,9 +408,9 @@ long check_store(std::mt19937& rng) {
     args.neurons = 64;
     args.rows = 2;
     args.w_dtype = DType::kF32;
-    args.bundles = store.bundles[0].data();
+    args.neuron_rows = store.neuron_rows[0].data();
     sparse_ffn(args, serial());
-    args.bundles = nullptr;
+    args.neuron_rows = nullptr;
     args.y = y.data();
     ThreadPool pool(2);
     const std::string wrong = offload->ffn(0, Predictor(), args, pool.parallel());

@@ -43,8 +43,8 @@ long check_sound(std::mt19937& rng) {
                     found.number == static_cast<std::int64_t>(l),
                 "layer %zu", l);
       PI2_CHECK(file.checks(static_cast<std::int64_t>(l))[7] ==
-                    crc32c(&store.bundles[l][static_cast<std::size_t>(7 * wanted.bundle_bytes())],
-                           static_cast<std::size_t>(wanted.bundle_bytes())),
+                    crc32c(&store.neuron_rows[l][static_cast<std::size_t>(7 * wanted.neuron_bytes())],
+                           static_cast<std::size_t>(wanted.neuron_bytes())),
                 "checksum of layer %zu", l);
     }
   }
@@ -70,7 +70,7 @@ long check_damage(std::mt19937& rng) {
       {"layer 0: clusters of 0 neurons", [](StoreFixture* s) { number(s, 8, 2, 4); }},
       {"layer 0: clusters of 3 neurons", [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 3, 4); }},
       {"layer 0: clusters of 128 neurons", [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 128, 4); }},
-      {"layer 0: slots of 512 bytes for 4 bundles of",
+      {"layer 0: slots of 512 bytes for 4 neurons of",
        [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 4, 4); }},
       {"checksum does not match", [](StoreFixture* s) { s->superblock[300] ^= 1; }, false},
       {"checksum does not match", [](StoreFixture* s) { s->superblock[4000] ^= 1; }, false},
@@ -134,7 +134,7 @@ long check_random(std::mt19937& rng) {
     for (const StoreLayer& l : layers) {
       PI2_CHECK(l.slots >= 8192 && l.slots + l.neurons * l.slot_bytes <= static_cast<std::int64_t>(store.file.size()) &&
                     l.checks + 4 * l.neurons <= static_cast<std::int64_t>(store.file.size()) &&
-                    l.bundle_bytes() <= l.slot_bytes,
+                    l.neuron_bytes() <= l.slot_bytes,
                 "a layer outside the file");
     }
   }

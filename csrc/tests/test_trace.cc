@@ -145,7 +145,7 @@ long check_threads() {
 long check_layers() {
   std::mt19937 rng(5);
   constexpr std::int64_t kNeurons = 1000, kHidden = 512, kTokens = 3;
-  const std::vector<float> x = floats(rng, kTokens * kHidden), bundles = floats(rng, kNeurons * 3 * kHidden);
+  const std::vector<float> x = floats(rng, kTokens * kHidden), neuron_rows = floats(rng, kNeurons * 3 * kHidden);
   std::vector<float> y(static_cast<std::size_t>(kTokens * kHidden));
   FfnArgs args;
   args.x = x.data();
@@ -153,7 +153,7 @@ long check_layers() {
   args.tokens = kTokens;
   args.hidden = kHidden;
   args.neurons = kNeurons;
-  args.bundles = bundles.data();
+  args.neuron_rows = neuron_rows.data();
   args.layer = 6;
   ThreadPool pool(3);
   trace_start(1000);

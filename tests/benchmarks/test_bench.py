@@ -16,10 +16,10 @@ def test_figures_hang_together() -> None:
     r = run(256, 1024, 0.1, "bf16", rounds=3)
     assert r["threads"] == torch.get_num_threads()
     assert r["active"] == pytest.approx(0.1, abs=1e-3)
-    bundle_bytes = 3 * 256 * 2
-    touched = round(1024 * 0.1) * bundle_bytes
+    neuron_bytes = 3 * 256 * 2
+    touched = round(1024 * 0.1) * neuron_bytes
     assert r["touched_gb_per_s"] == pytest.approx(touched / r["sparse_ms"] / 1e6, rel=0.05)
-    assert r["read_gb_per_s"] == pytest.approx(1024 * bundle_bytes / r["read_ms"] / 1e6, rel=0.05)
+    assert r["read_gb_per_s"] == pytest.approx(1024 * neuron_bytes / r["read_ms"] / 1e6, rel=0.05)
     assert r["sparse_over_dense"] == pytest.approx(r["sparse_ms"] / r["dense_ms"], rel=0.05)
     for name in ("dense_ms", "torch_ms", "sparse_ms", "predict_ms", "gather_ms", "read_ms"):
         low, high = r["spread"][name]

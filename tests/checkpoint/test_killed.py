@@ -30,7 +30,7 @@ _FORKS.set_forkserver_preload(["torch_pi2", "transformers.models.llama.modeling_
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``float``: a checkpoint. ``bundles``: a quantised folder. ``store``: a packed one."""
+    """``float``: a checkpoint. ``neuron_rows``: a quantised folder. ``store``: a packed one."""
     root = tmp_path_factory.mktemp("sources")
     tiny("llama-relu").save_pretrained(root / "float")
     torch_pi2.quantize(root / "float", root / "bundles")

@@ -224,7 +224,7 @@ def test_later_layers_can_be_copies(tmp_path: Path) -> None:
     model = torch_pi2.load(tmp_path / "m")
     layers = [layer.mlp for layer in model.model.layers]
     for i, j, same in ((0, 2, True), (1, 3, True), (0, 4, True), (0, 1, False)):
-        assert torch.equal(layers[i].bundles, layers[j].bundles) == same
+        assert torch.equal(layers[i].neuron_rows, layers[j].neuron_rows) == same
         assert torch.equal(layers[i].predictor_b, layers[j].predictor_b) == same
     with pytest.raises(ConfigError, match=r"distinct_layers=...\): expected at least 1, found 0"):
         torch_pi2.synthetic(tmp_path / "n", "tiny", distinct_layers=0)

@@ -49,7 +49,7 @@ def test_backend_is_found_by_name_and_equals_dense():
 
 @torch.no_grad()
 def test_as_many_compilations_as_torch_itself_and_bundles_are_shared(monkeypatch):
-    counts = {"eager": 0, "ours": 0, "bundles": 0}
+    counts = {"eager": 0, "ours": 0, "neuron_rows": 0}
 
     def eager(gm, inputs):
         counts["eager"] += 1
@@ -61,7 +61,7 @@ def test_as_many_compilations_as_torch_itself_and_bundles_are_shared(monkeypatch
 
     class Counting(compile_module.SparseFFN):
         def __init__(self, *args, **kwargs):
-            counts["bundles"] += 1
+            counts["neuron_rows"] += 1
             super().__init__(*args, **kwargs)
 
     monkeypatch.setattr(compile_module, "SparseFFN", Counting)
@@ -73,7 +73,7 @@ def test_as_many_compilations_as_torch_itself_and_bundles_are_shared(monkeypatch
             x = torch.randn(1, length, HIDDEN)
             assert close(fast(x), model(x))
     assert counts["ours"] == counts["eager"]
-    assert counts["bundles"] == 2
+    assert counts["neuron_rows"] == 2
 
 
 @torch.no_grad()

@@ -235,15 +235,15 @@ def test_work_counts_what_the_operator_did() -> None:
 
     load()
     x_TH = torch.randn(5, 16)
-    bundles_IRH = torch.randn(40, 3, 16)
+    rows_IRH = torch.randn(40, 3, 16)
     active_TC = torch.rand(5, 30) < 0.3
     with work() as done:
-        torch.ops.pi2.sparse_ffn(x_TH, bundles_IRH, None, None, None, active_TC, "relu", True, 10, 0.0)
+        torch.ops.pi2.sparse_ffn(x_TH, rows_IRH, None, None, None, active_TC, "relu", True, 10, 0.0)
     assert done.neurons == 5 * 40
     computed = 5 * 10 + int(active_TC.sum())
     assert done.gate_rows == computed
     assert done.neurons_computed == pytest.approx(computed / 200)
-    gate_TI, up_TI = x_TH @ bundles_IRH[:, 0].T, x_TH @ bundles_IRH[:, 1].T
+    gate_TI, up_TI = x_TH @ rows_IRH[:, 0].T, x_TH @ rows_IRH[:, 1].T
     asked = torch.cat([torch.ones(5, 10, dtype=torch.bool), active_TC], 1)
     assert done.up_rows == int((asked & (gate_TI > 0)).sum())
     assert done.down_rows == int((asked & (gate_TI > 0) & (up_TI > 0)).sum())

@@ -244,7 +244,7 @@ def _rest(one: Layer, first: int) -> Layer:
     """Its neurons from ``first`` on."""
     biases = [None if b is None else b[first:] for b in one.biases[:2]]
     return replace(
-        one, bundles=one.bundles[first:].contiguous(), biases=(*biases, one.biases[2]), n_hot=one.n_hot - first
+        one, neuron_rows=one.neuron_rows[first:].contiguous(), biases=(*biases, one.biases[2]), n_hot=one.n_hot - first
     )
 
 
@@ -337,7 +337,7 @@ class _InProgram(nn.Module):
             layer(HIDDEN, weights="bfloat16", kind="signbit", cut=1.1),
         ]
         for i, one in enumerate(self.layers):
-            for name, tensor in {"bundles": one.bundles, **one.parts()}.items():
+            for name, tensor in {"neuron_rows": one.neuron_rows, **one.parts()}.items():
                 self.register_buffer(f"{name}_{i}", tensor)
         self.register_buffer("rows", torch.ops.pi2.quantize(torch.randn(50, HIDDEN), "int4"))
         self.register_buffer("bias", torch.randn(50))
@@ -347,13 +347,13 @@ class _InProgram(nn.Module):
         found = [getattr(self, f"{name}_{i}", None) for name in ("bias_gate", "bias_up", "bias_down")]
         names = [name for name in one.parts() if not name.startswith("bias_")]
         predictor = tuple(getattr(self, f"{name}_{i}") for name in names)
-        return replace(one, bundles=getattr(self, f"bundles_{i}"), biases=tuple(found), predictor=predictor)
+        return replace(one, neuron_rows=getattr(self, f"bundles_{i}"), biases=tuple(found), predictor=predictor)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mask = (x @ x.T)[:, :1].expand(-1, 100) > 0
         one = self._layer(0)
         masked = torch.ops.pi2.sparse_ffn(
-            x, one.bundles, *one.biases, mask, one.activation, False, 0, 0.0, one.weights, False
+            x, one.neuron_rows, *one.biases, mask, one.activation, False, 0, 0.0, one.weights, False
         )
         linear = torch.ops.pi2.linear(x, self.rows, self.bias, "int4", True)
         return (linear, masked, *(self._layer(i)(x) for i in range(4)))

@@ -173,7 +173,7 @@ def test_no_weight_of_a_feed_forward_layer_is_in_the_program(plain: tuple[nn.Mod
     ffn = 3 * NEURONS * HIDDEN * 4
     assert ffn > 0.8 * len(dense_pte)
     assert size < 0.25 * len(dense_pte)
-    middle = sparse_layers(model)[0].bundles[NEURONS // 2].numpy().tobytes()
+    middle = sparse_layers(model)[0].neuron_rows[NEURONS // 2].numpy().tobytes()
     assert middle in (folder / "model.pi2").read_bytes()
     assert middle not in (folder / "model.pte").read_bytes()
 
@@ -221,7 +221,7 @@ def test_a_model_over_a_store_is_exported_from_it(tmp_path: Path) -> None:
     assert (tmp_path / "a.pi2").read_bytes() == (tmp_path / "b.pi2").read_bytes()
     assert one.places == two.places
     with StoreReader(tmp_path / "a.pi2") as reader:
-        assert reader.verify() > one.bundle_bytes > 0
+        assert reader.verify() > one.ffn_bytes > 0
 
 
 #: Rotary embeddings that are others in longer sequences: from 65 tokens on, and (not in a bundle) beyond all positions.

@@ -164,15 +164,15 @@ def fake_layer(
 ) -> LayerShape:
     """A gated int4 layer with a low-rank predictor of rank 32; batches of 1 to 16 independent tokens."""
     one = power_law(intermediate, active, seed)
-    bundle = 3 * hidden * 18 // 32  # half a byte a value and 2 bytes for 32
+    neuron = 3 * hidden * 18 // 32  # half a byte a value and 2 bytes for 32
     predicted = method in ("lowrank", "signbit")
     given: dict[str, Any] = {
         "key": key,
         "hidden": hidden,
         "intermediate": intermediate,
         "rows": 3,
-        "bundle_bytes": bundle,
-        "slot_bytes": -(-bundle // 512) * 512,
+        "neuron_bytes": neuron,
+        "slot_bytes": -(-neuron // 512) * 512,
         "kernel": "int4/int8",
         "method": method,
         "predictor": {"lowrank": "lowrank/int4", "signbit": "signbit"}.get(method),

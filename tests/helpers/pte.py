@@ -27,7 +27,7 @@ def checksum(data: bytes) -> int:
 class Layer:
     """A feed-forward layer with what belongs to it, in plan order."""
 
-    bundles: torch.Tensor  # [neurons, rows, row bytes or hidden]
+    neuron_rows: torch.Tensor  # [neurons, rows, row bytes or hidden]
     hidden: int
     weights: str = "float32"
     activation: str = "relu"
@@ -46,10 +46,10 @@ class Layer:
         weights = "float" if self.weights not in ("int4", "int8") else self.weights
         settings = (self.activation, self.activation_on_up, self.n_hot, self.threshold, weights, self.int8_activations)
         if dense or not self.kind:
-            return torch.ops.pi2.sparse_ffn(x, self.bundles, *self.biases, None, *settings)
+            return torch.ops.pi2.sparse_ffn(x, self.neuron_rows, *self.biases, None, *settings)
         int8 = self.int8_activations and bool(self.predictor_weights)
         about = (list(self.predictor), self.kind, self.cut, self.predictor_weights, int8)
-        return torch.ops.pi2.predicted_ffn(x, self.bundles, *self.biases, *about, *settings)
+        return torch.ops.pi2.predicted_ffn(x, self.neuron_rows, *self.biases, *about, *settings)
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Tensors by their names in the blob."""
@@ -78,10 +78,10 @@ def layer(
             return torch.ops.pi2.quantize(w, kind)
         return w.to(getattr(torch, kind))
 
-    bundles = stored(random(neurons * rows, hidden), weights).reshape(neurons, rows, -1)
-    made = Layer(bundles, hidden, weights)
+    neuron_rows = stored(random(neurons * rows, hidden), weights).reshape(neurons, rows, -1)
+    made = Layer(neuron_rows, hidden, weights)
     if rest.pop("biased", False):
-        dtype = bundles.dtype if weights not in ("int4", "int8") else torch.float32
+        dtype = neuron_rows.dtype if weights not in ("int4", "int8") else torch.float32
         gate = random(neurons).to(dtype) if rows == 3 else None
         made.biases = (gate, random(neurons).to(dtype), random(hidden).to(dtype))
     made = replace(made, **rest)
@@ -117,11 +117,11 @@ class Store:
             return begin + len(body) - len(data)
 
         for number, one in enumerate(layers):
-            raw = one.bundles.contiguous().view(torch.uint8).reshape(len(one.bundles), -1)
+            raw = one.neuron_rows.contiguous().view(torch.uint8).reshape(len(one.neuron_rows), -1)
             size = slot_bytes(raw.shape[1], 512)
             slots = b"".join(bytes(row.numpy()).ljust(size, b"\0") for row in raw)
             checks = b"".join(int(c).to_bytes(4, "little") for c in crc32c(raw))
-            rows = one.bundles.shape[1]
+            rows = one.neuron_rows.shape[1]
             entries.append(
                 LayerEntry(
                     add(slots, PAGE), add(checks, 4), len(raw), one.hidden, rows, FORMATS[one.weights].code, size,
@@ -143,7 +143,8 @@ class Store:
         form = {"": 0, "lowrank": 1, "lowrank_q": 2 if one.predictor_weights == "int4" else 3, "signbit": 4}[one.kind]
         made = Blob(
             role=0, store_bytes=self.bytes, header_crc=self.header_crc, layer=number, model_hash=self.model_hash,
-            hidden=one.hidden, neurons=len(one.bundles), rows=one.bundles.shape[1], weights=FORMATS[one.weights].code,
+            hidden=one.hidden, neurons=len(one.neuron_rows), rows=one.neuron_rows.shape[1],
+            weights=FORMATS[one.weights].code,
             activation=list(ACTIVATIONS).index(one.activation), activation_on_up=one.activation_on_up,
             int8_activations=one.int8_activations,
             predictor_int8_activations=one.int8_activations and bool(one.predictor_weights),

@@ -22,7 +22,7 @@ from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import PADDING, StoreReader, part_of
 from torch_pi2.store.superblock import Superblock
-from torch_pi2.store.weights import bundle_specs, metadata
+from torch_pi2.store.weights import metadata, neuron_specs
 
 #: The toys have no predictors: without it, their neurons would be in clusters.
 pack = functools.partial(torch_pi2.pack, cluster=1)
@@ -56,7 +56,7 @@ def toy(folder: Path, neurons: tuple[int, ...] = (50, 9), hidden: int = 40, *, m
     specs = {"lm_head.weight": Spec((70, 36), torch.uint8), "embed": Spec((70, hidden), torch.bfloat16)}
     specs |= {"norm": Spec((3,), torch.float32), "number": Spec((), torch.float32), "none": Spec((0, 4), torch.float16)}
     for layer in layers:
-        specs |= bundle_specs(layer.site, "int4")
+        specs |= neuron_specs(layer.site, "int4")
     about = metadata("int4", model_hash, {"lm_head": hidden}, {layer.site.key: "owner" for layer in layers})
     with TensorWriter(folder / "pi2" / "weights.safetensors", specs, about) as out:
         for name, spec in specs.items():

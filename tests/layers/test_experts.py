@@ -136,7 +136,7 @@ def test_float_experts_compute_what_transformers_does_and_come_back(name: str) -
     assert 0 < off(found, wanted) < 1e-5
     assert (
         model.model.layers[1].mlp.experts.gate_up_proj.untyped_storage().nbytes() == 4
-    )  # its memory is in the bundles
+    )  # its memory is in the neurons
     again = copy.deepcopy(model)
     after = model.state_dict()
     assert after.keys() == before.keys()
@@ -155,7 +155,7 @@ def test_other_weights_can_be_loaded_into_them(mixtral: nn.Module, sites: list[F
     model.load_state_dict(other.state_dict())
     assert off(logits(model), logits(other)) < 1e-5
     wider = model.to(torch.bfloat16)
-    assert wider.model.layers[0].mlp.experts.bundles.dtype == torch.bfloat16
+    assert wider.model.layers[0].mlp.experts.neuron_rows.dtype == torch.bfloat16
     assert off(logits(wider).float(), logits(other)) < 0.05
 
 

@@ -19,7 +19,7 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.checkpoint import bundled
+from torch_pi2.checkpoint import float_neurons
 from torch_pi2.checkpoint.quantize import Quantizer
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import main
@@ -131,8 +131,8 @@ def test_an_optimised_float_model_comes_back_from_its_store(tmp_path: Path, name
     with StoreReader(store_of(tmp_path / "store")) as reader:
         assert reader.kind == dtype
         assert {entry.weights for entry in reader.entries} == {FORMATS[dtype].code}
-        assert all(e.bundle_bytes == e.rows * e.hidden * DTYPES[dtype].itemsize for e in reader.entries)
-        assert reader.verify() > sum(entry.neurons * entry.bundle_bytes for entry in reader.entries)
+        assert all(e.neuron_bytes == e.rows * e.hidden * DTYPES[dtype].itemsize for e in reader.entries)
+        assert reader.verify() > sum(entry.neurons * entry.neuron_bytes for entry in reader.entries)
     assert report.regions["linears"] == 0
 
 
@@ -167,8 +167,8 @@ def test_experts_of_floats_have_the_same_bits_over_a_store(tmp_path: Path, predi
 def test_groups_and_strips_do_not_show(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (experts_model() if name == "mixtral" else tiny(name)).save_pretrained(tmp_path / "float")
     torch_pi2.pack(tmp_path / "float", tmp_path / "whole")
-    monkeypatch.setattr(bundled, "_GROUP", 3000)
-    monkeypatch.setattr(bundled, "_STRIP", 700)
+    monkeypatch.setattr(float_neurons, "_GROUP", 3000)
+    monkeypatch.setattr(float_neurons, "_STRIP", 700)
     torch_pi2.pack(tmp_path / "float", tmp_path / "pieces")
     assert store_of(tmp_path / "pieces").read_bytes() == store_of(tmp_path / "whole").read_bytes()
 
@@ -235,7 +235,7 @@ def test_conversions_leave_the_neurons(tmp_path: Path, saved: Path, quick: None)
     torch_pi2.pack(saved, tmp_path / "store")
     stored = torch_pi2.load(tmp_path / "store", budget="1GiB").to(torch.bfloat16)
     layer = stored.model.layers[0].mlp
-    assert (layer.bundles.dtype, layer.bias_up.dtype) == (torch.float32, torch.float32)
+    assert (layer.neuron_rows.dtype, layer.bias_up.dtype) == (torch.float32, torch.float32)
     assert logits(stored).dtype == torch.bfloat16
     rounded = {"dtype": torch.bfloat16}
     wanted = logits(torch_pi2.load(tmp_path / "store", **rounded))
@@ -308,12 +308,12 @@ def test_commands(tmp_path: Path, saved: Path, quick: None, capsys: pytest.Captu
 
 _MEMORY = """
 import re, sys, torch, torch_pi2
-from torch_pi2.checkpoint import bundled
+from torch_pi2.checkpoint import float_neurons
 def read(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 torch.set_num_threads(1)
 torch_pi2.pack(sys.argv[1], sys.argv[3])  # everything imported and compiled once
-bundled._GROUP, bundled._STRIP = 16 << 20, 1 << 20
+float_neurons._GROUP, float_neurons._STRIP = 16 << 20, 1 << 20
 open("/proc/self/clear_refs", "w").write("5")
 before = read("VmRSS")
 report = torch_pi2.pack(sys.argv[2], sys.argv[4])

@@ -46,7 +46,7 @@ def test_the_bits_do_not_depend_on_the_budget(
         model = torch_pi2.load(store, activations=activations, budget=smallest(store) + extra, offload=config)
         layers = [m for m in model.modules() if isinstance(m, OffloadedFFN)]
         assert layers
-        assert all(layer.bundles.is_meta for layer in layers)
+        assert all(layer.neuron_rows.is_meta for layer in layers)
         for _ in range(2):
             assert torch.equal(logits(model), wanted)
         stats = torch_pi2.stats(model)

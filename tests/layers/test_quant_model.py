@@ -189,7 +189,7 @@ def test_w4a8_is_near_w4() -> None:
 
 
 def test_predictors_choose_among_quantised_neurons() -> None:
-    """Float and quantised bundles skip the same neurons, whichever form the predictor has."""
+    """Float and quantised neurons skip the same neurons, whichever form the predictor has."""
     model = tiny("drelu")
     plan = make_plan(model, method="lowrank")
     rows = {"a": torch.randn(4, HIDDEN), "b": torch.randn(INTERMEDIATE, 4), "bias": torch.randn(INTERMEDIATE)}
@@ -516,9 +516,9 @@ def test_empty_ffn_waits_for_its_bundles() -> None:
     plan = make_plan(model)
     full = sparse_layers(rewrite(model, plan, storage=Storage("int4")))[0]
     made = SparseFFN.empty(plan.layers[0].site, plan.layers[0], "int4")
-    assert made.bundles.is_meta
-    assert made.bundles.shape == full.bundles.shape
-    for name in ("bundles", "bias_gate", "bias_up", "bias_down"):
+    assert made.neuron_rows.is_meta
+    assert made.neuron_rows.shape == full.neuron_rows.shape
+    for name in ("neuron_rows", "bias_gate", "bias_up", "bias_down"):
         assert getattr(made, name).is_meta
         assert getattr(made, name).dtype is getattr(full, name).dtype
         setattr(made, name, getattr(full, name))

@@ -61,11 +61,11 @@ def test_prompts_in_half_precision(kind: str, dtype: torch.dtype) -> None:
 
 def test_prompts_do_not_overflow_between_the_products() -> None:
     layer = layer_of(tiny("drelu").half())
-    layer.bundles[:, :2] *= 200  # gate times up: 40,000 times as much, beyond 65504
-    layer.bundles[:, 2] /= 4000
+    layer.neuron_rows[:, :2] *= 200  # gate times up: 40,000 times as much, beyond 65504
+    layer.neuron_rows[:, 2] /= 4000
     found, wanted, calls = both(layer, 4 * X.half())
     x = 4 * X
-    h = torch.relu(x @ layer.bundles[:, 0].float().T) * torch.relu(x @ layer.bundles[:, 1].float().T)
+    h = torch.relu(x @ layer.neuron_rows[:, 0].float().T) * torch.relu(x @ layer.neuron_rows[:, 1].float().T)
     assert float(h.max()) > torch.finfo(torch.float16).max
     assert calls == 0
     assert found.isfinite().all()

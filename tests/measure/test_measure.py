@@ -111,10 +111,10 @@ def test_sizes_of_sparse_calls_are_those_of_the_operator() -> None:
 
 def test_calls_take_other_weights_each_time() -> None:
     weights = Weights(MIB).fill("bfloat16", 128)
-    places = {weights.bundles(8).data_ptr() for _ in range(20)}
+    places = {weights.neuron_rows(8).data_ptr() for _ in range(20)}
     assert len(places) > 10
-    assert weights.bundles(8).shape == (8, 3, 128)
-    assert weights.bundles(8).float().std() == pytest.approx(128**-0.5, rel=0.2)
+    assert weights.neuron_rows(8).shape == (8, 3, 128)
+    assert weights.neuron_rows(8).float().std() == pytest.approx(128**-0.5, rel=0.2)
     quantised = Weights(MIB).fill("int4", 128).rows(64)
     assert torch.ops.pi2.dequantize(quantised, "int4", 128, torch.float32).std() == pytest.approx(128**-0.5, rel=0.2)
 

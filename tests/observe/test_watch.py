@@ -21,9 +21,9 @@ from torch import nn
 import torch_pi2
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, StaleArtifactError
 from torch_pi2.graph import find_sites
-from torch_pi2.layers.bundles import bundle_rows
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import watch as watch_module
@@ -76,8 +76,8 @@ def fires(layer: SparseFFN, x_TH: torch.Tensor, cut: float) -> torch.Tensor:
     act, double_TH = ACTIVATIONS[layer.site.activation], x_TH.double()
 
     def row(role: str) -> torch.Tensor:
-        place = 0 if role == "gate" else layer.bundles.shape[1] - 2
-        w_IH = bundle_rows(layer.bundles, place, layer.weights, layer.site.hidden, torch.float32)
+        place = 0 if role == "gate" else layer.neuron_rows.shape[1] - 2
+        w_IH = row_of_each(layer.neuron_rows, place, layer.weights, layer.site.hidden, torch.float32)
         y_TI = (double_TH @ w_IH.double().T).index_select(1, layer.inverse)
         bias = layer.bias_gate if role == "gate" else layer.bias_up
         return y_TI if bias is None else y_TI + bias.double()[layer.inverse]
@@ -293,16 +293,16 @@ def test_what_is_refused(folders: dict[str, Path]) -> None:
 def test_operators_say_what_is_wrong(folders: dict[str, Path]) -> None:
     load()
     ops = torch.ops.pi2
-    bundles = torch.zeros(4, 3, 8)
+    neuron_rows = torch.zeros(4, 3, 8)
     for call, message in (
-        (lambda: ops.firing_start([bundles], [], []), r"cuts: expected 1, one for each layer, found 0"),
-        (lambda: ops.firing_start([bundles], [-1.0], []), r"cuts: expected 0 or more, found -1"),
+        (lambda: ops.firing_start([neuron_rows], [], []), r"cuts: expected 1, one for each layer, found 0"),
+        (lambda: ops.firing_start([neuron_rows], [-1.0], []), r"cuts: expected 0 or more, found -1"),
         (
-            lambda: ops.firing_start([bundles[0]], [0.0], []),
+            lambda: ops.firing_start([neuron_rows[0]], [0.0], []),
             r"expected contiguous \[neurons, rows, hidden\], found \[3, 8",
         ),
         (
-            lambda: ops.firing_start([bundles], [0.0], [4, 2]),
+            lambda: ops.firing_start([neuron_rows], [0.0], [4, 2]),
             r"sizes: expected at most 16, ascending from 2 to 64, found 4",
         ),
         (lambda: ops.firing_read(0, 0, False), r"watch: expected one under way, found number 0"),
@@ -311,8 +311,8 @@ def test_operators_say_what_is_wrong(folders: dict[str, Path]) -> None:
         with pytest.raises(RuntimeError, match=message):
             call()
     assert not ops.firing_stop(0)
-    number = ops.firing_start([bundles], [0.0], [2])
-    assert ops.firing_start([bundles], [0.0], []) == 0
+    number = ops.firing_start([neuron_rows], [0.0], [2])
+    assert ops.firing_start([neuron_rows], [0.0], []) == 0
     assert ops.firing_tokens(number) == 0
     assert ops.firing_read(number, 0, True).shape == (2, 5)
     with pytest.raises(RuntimeError, match=r"layer: expected 0 to 0, found 1. Count them from the first"):

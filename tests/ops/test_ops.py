@@ -29,11 +29,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def make(intermediate: int, rows: int, hidden: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple:
     g = torch.Generator().manual_seed(seed)
-    bundles = (torch.randn(intermediate, rows, hidden, generator=g) * hidden**-0.5).to(dtype)
+    neuron_rows = (torch.randn(intermediate, rows, hidden, generator=g) * hidden**-0.5).to(dtype)
     bias_gate, bias_up = (torch.randn(intermediate, generator=g).to(dtype) for _ in range(2))
     bias_down = torch.randn(hidden, generator=g).to(dtype)
     x = torch.randn(tokens, hidden, generator=g)
-    return x, bundles, bias_gate if rows == 3 else None, bias_up, bias_down
+    return x, neuron_rows, bias_gate if rows == 3 else None, bias_up, bias_down
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -179,9 +179,9 @@ def test_gradients_are_refused() -> None:
     [
         ({"x": torch.zeros(3, 5)}, r"hidden size of x: expected 24 \(the layer's\), found 5"),
         ({"x": torch.zeros(3, 24, dtype=torch.int32)}, "dtype of x: expected float32, bfloat16 or float16"),
-        ({"bundles": torch.zeros(50, 4, 24)}, r"expected contiguous \[neurons, 3"),
+        ({"neuron_rows": torch.zeros(50, 4, 24)}, r"expected contiguous \[neurons, 3"),
         ({"bias_up": torch.zeros(49)}, r"shape of bias_up: expected \[50\], found 1 dimensions of 49"),
-        ({"bias_up": torch.zeros(50, dtype=torch.float16)}, "dtype of bias_up: expected that of bundles"),
+        ({"bias_up": torch.zeros(50, dtype=torch.float16)}, "dtype of bias_up: expected that of neuron_rows"),
         ({"active": torch.zeros(3, 50)}, "dtype of active: expected bool"),
         ({"active": torch.zeros(47, 3, dtype=torch.bool)}, "shape of active: expected 3 tokens x 47 cold"),
         ({"active": torch.zeros(3, 50, dtype=torch.bool)}, "shape of active: expected 3 tokens x 47 cold"),
@@ -192,7 +192,7 @@ def test_gradients_are_refused() -> None:
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
 def test_bad_arguments(change: dict, message: str) -> None:
-    names = ("x", "bundles", "bias_gate", "bias_up", "bias_down")
+    names = ("x", "neuron_rows", "bias_gate", "bias_up", "bias_down")
     args = dict(zip(names, make(50, 3, 24, 3, torch.float32)))
     args |= {"active": None, "activation": "relu", "activation_on_up": True, "n_hot": 3, "threshold": 0.0} | change
     with pytest.raises(RuntimeError, match=message):
@@ -206,19 +206,19 @@ def test_bad_predictor_and_index() -> None:
     with pytest.raises(RuntimeError, match="hidden size of x: expected 77"):
         torch.ops.pi2.predict_lowrank(x[:, :-1], a, a_scale, b, b_scale, bias, 0.0)
     with pytest.raises(RuntimeError, match="index: expected 0 to 4, found 5"):
-        torch.ops.pi2.read_bundles(torch.zeros(5, 3, 8), torch.tensor([1, 5]))
+        torch.ops.pi2.plain_read(torch.zeros(5, 3, 8), torch.tensor([1, 5]))
 
 
 def test_fake_kernels_check_shapes() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        bundles = torch.empty(50, 3, 24)
+        neuron_rows = torch.empty(50, 3, 24)
         assert torch.ops.pi2.sparse_ffn(
-            torch.empty(2, 7, 24), bundles, None, None, None, None, "relu", True, 3, 0.0
+            torch.empty(2, 7, 24), neuron_rows, None, None, None, None, "relu", True, 3, 0.0
         ).shape == (2, 7, 24)
         with pytest.raises(ShapeError, match=r"expected 24 \(the layer's\), found 23"):
-            torch.ops.pi2.sparse_ffn(torch.empty(2, 23), bundles, None, None, None, None, "relu", True, 3, 0.0)
+            torch.ops.pi2.sparse_ffn(torch.empty(2, 23), neuron_rows, None, None, None, None, "relu", True, 3, 0.0)
 
 
 def test_counters_count_the_work() -> None:
@@ -234,11 +234,11 @@ def test_counters_count_the_work() -> None:
 
 
 def test_reading_every_bundle_sees_every_byte() -> None:
-    bundles = torch.randn(37, 3, 16)
-    everything = torch.ops.pi2.read_bundles(bundles, None)
-    assert torch.ops.pi2.read_bundles(bundles, torch.randperm(37)) == everything
-    bundles[11, 2, 5] += 1
-    assert torch.ops.pi2.read_bundles(bundles, None) != everything
+    neuron_rows = torch.randn(37, 3, 16)
+    everything = torch.ops.pi2.plain_read(neuron_rows, None)
+    assert torch.ops.pi2.plain_read(neuron_rows, torch.randperm(37)) == everything
+    neuron_rows[11, 2, 5] += 1
+    assert torch.ops.pi2.plain_read(neuron_rows, None) != everything
 
 
 def test_unknown_instruction_set_is_not_selected() -> None:

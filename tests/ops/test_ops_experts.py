@@ -23,8 +23,8 @@ load()
 KINDS = ["none", "lowrank", "lowrank_q", "signbit"]
 RANK = 21
 ARGUMENTS = (
-    "x", "index", "routing", "bundles", "predictor", "kind", "cuts", "predictor_weights", "predictor_int8_activations",
-    "activation", "activation_on_up", "thresholds", "weights", "int8_activations",
+    "x", "index", "routing", "neuron_rows", "predictor", "kind", "cuts", "predictor_weights",
+    "predictor_int8_activations", "activation", "activation_on_up", "thresholds", "weights", "int8_activations",
 )  # fmt: skip
 
 
@@ -84,12 +84,22 @@ def mixture(
     """Arguments of ``experts_ffn``; sizes are I, R and H; ``weights`` may be the name of a float dtype."""
     neurons, rows, hidden = sizes
     if weights in ("int4", "int8"):
-        bundles = quantised(experts, neurons, rows, hidden, weights=weights, seed=2)
+        neuron_rows = quantised(experts, neurons, rows, hidden, weights=weights, seed=2)
     else:
-        bundles = torch.randn(experts, neurons, rows, hidden, generator=generator(2)) * hidden**-0.5
-        bundles, weights = bundles.to(getattr(torch, weights)), "float"
+        neuron_rows = torch.randn(experts, neurons, rows, hidden, generator=generator(2)) * hidden**-0.5
+        neuron_rows, weights = neuron_rows.to(getattr(torch, weights)), "float"
     how = predictors(kind, experts, neurons, hidden)
-    values = (*routed(experts, tokens, slots, hidden, dtype), bundles, *how, False, "relu", False, [], weights, False)
+    values = (
+        *routed(experts, tokens, slots, hidden, dtype),
+        neuron_rows,
+        *how,
+        False,
+        "relu",
+        False,
+        [],
+        weights,
+        False,
+    )
     return dict(zip(ARGUMENTS, values, strict=True)) | changed
 
 
@@ -193,10 +203,10 @@ def stored(path: Path, kind: str, **changed: object) -> tuple[dict[str, object],
     """Arguments of ``stored_experts`` for layers 1 and on, but for the store; those of ``experts_ffn`` for the same."""
     with StoreReader(path) as reader:
         experts, entry = len(reader.entries) - 1, reader.entries[1]
-        bundles = torch.stack([reader.read_layer(1 + e) for e in range(experts)])
+        neuron_rows = torch.stack([reader.read_layer(1 + e) for e in range(experts)])
     sizes = (entry.neurons, entry.rows, entry.hidden)
-    memory = mixture(kind, "int8", experts, sizes=sizes, dtype=torch.bfloat16, **changed) | {"bundles": bundles}
-    over = {name: value for name, value in memory.items() if name not in ("bundles", "weights")}
+    memory = mixture(kind, "int8", experts, sizes=sizes, dtype=torch.bfloat16, **changed) | {"neuron_rows": neuron_rows}
+    over = {name: value for name, value in memory.items() if name not in ("neuron_rows", "weights")}
     return over | {"first_layer": 1, "experts": experts}, memory, reader
 
 
@@ -240,22 +250,28 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
         ({"x": torch.zeros(7, 1, 111)}, r"shape of x: expected \[tokens, hidden\], found \[7, 1, 111\]"),
         ({"x": torch.zeros(7, 0)}, r"shape of x: expected \[tokens, hidden\], found \[7, 0\]"),
         ({"x": torch.zeros(7, 111).double()}, "dtype of x: expected float32, bfloat16 or float16, found another"),
-        ({"x": torch.zeros(7, 96)}, r"bundles: expected rows of 54 bytes \(hidden size 96"),
+        ({"x": torch.zeros(7, 96)}, r"neuron_rows: expected rows of 54 bytes \(hidden size 96"),
         ({"index": LONG.int()}, "dtype of index: expected int64, found another. Use .long"),
         ({"index": LONG[1:]}, r"shape of index: expected \[7 \(tokens of x\), slots\], found \[6, 2\]"),
         ({"index": LONG + 5}, "index: expected 0 to 3, or 4 for no expert, found 5 for token 0, slot 0"),
         ({"index": -(LONG == LONG).cumsum(1)}, "index: expected 0 to 3, .* found -1 for token 0, slot 0. The router"),
         ({"routing": torch.zeros(7, 3)}, r"shape of routing: expected that of index, \[7, 2\], found \[7, 3\]"),
         ({"routing": LONG}, "dtype of routing: expected float32, bfloat16 or float16, found another"),
-        ({"bundles": torch.zeros(85, 3, 72).byte()}, r"bundles: expected contiguous \[experts, .*found \[85, 3, 72\]"),
-        ({"bundles": torch.zeros(0, 85, 3, 72).byte()}, r"none of them 0, found \[0, 85, 3, 72\]. Stack the bundles"),
-        ({"bundles": torch.zeros(85, 4, 3, 72).byte().transpose(0, 1)}, r"found strided \[4, 85, 3, 72\]"),
         (
-            {"bundles": torch.zeros(4, 85, 4, 72).byte()},
-            r"bundles: expected contiguous \[neurons, 3 \(gate, up, down\)",
+            {"neuron_rows": torch.zeros(85, 3, 72).byte()},
+            r"expected contiguous \[experts, .*found \[85, 3, 72\]",
         ),
-        ({"bundles": torch.zeros(4, 85, 3, 111)}, "dtype of bundles: expected uint8 with weights 'int4'"),
-        ({"weights": "float"}, "dtype of bundles: expected float32, bfloat16 or float16 with weights 'float', found"),
+        (
+            {"neuron_rows": torch.zeros(0, 85, 3, 72).byte()},
+            r"none of them 0, found \[0, 85, 3, 72\]. Stack the",
+        ),
+        ({"neuron_rows": torch.zeros(85, 4, 3, 72).byte().transpose(0, 1)}, r"found strided \[4, 85, 3, 72\]"),
+        (
+            {"neuron_rows": torch.zeros(4, 85, 4, 72).byte()},
+            r"neuron_rows: expected contiguous \[neurons, 3 \(gate, up, down\)",
+        ),
+        ({"neuron_rows": torch.zeros(4, 85, 3, 111)}, "dtype of neuron_rows: expected uint8 with weights 'int4'"),
+        ({"weights": "float"}, "dtype of neuron_rows: expected float32, bfloat16 or float16 with weights 'float', found"),
         ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
         ({"activation": "tanh"}, "activation: expected relu, .* found 'tanh'"),
         (
@@ -333,9 +349,9 @@ def test_fakes_check_shapes() -> None:
     with FakeTensorMode():
         index = torch.empty(7, 2, dtype=torch.int64)
         good = {"x": torch.empty(7, 111), "index": index, "routing": torch.empty(7, 2)}
-        bundles = torch.empty(4, 85, 3, 72, dtype=torch.uint8)
+        neuron_rows = torch.empty(4, 85, 3, 72, dtype=torch.uint8)
         rest = ([], "none", [], "", False, "relu", False, [])
-        assert torch.ops.pi2.experts_ffn(*good.values(), bundles, *rest, "int4").shape == (7, 111)
+        assert torch.ops.pi2.experts_ffn(*good.values(), neuron_rows, *rest, "int4").shape == (7, 111)
         assert torch.ops.pi2.stored_experts(*good.values(), 1, 0, 4, *rest).shape == (7, 111)
         for change, message in (
             (
@@ -347,7 +363,7 @@ def test_fakes_check_shapes() -> None:
         ):
             with pytest.raises(ShapeError, match=message):
                 torch.ops.pi2.stored_experts(*(good | change).values(), 1, 0, 4, *rest)
-        with pytest.raises(ShapeError, match=r"bundles: expected \[experts, neurons, 3 or 2, hidden\], found \(85, 3"):
-            torch.ops.pi2.experts_ffn(*good.values(), bundles[0], *rest, "int4")
-        with pytest.raises(ShapeError, match=r"bundles: expected rows of 136 bytes \(hidden size 111 of x in int8\)"):
-            torch.ops.pi2.experts_ffn(*good.values(), bundles, *rest, "int8")
+        with pytest.raises(ShapeError, match=r"neuron_rows: expected \[experts, neurons, 3 or 2, hidden\], found \(85"):
+            torch.ops.pi2.experts_ffn(*good.values(), neuron_rows[0], *rest, "int4")
+        with pytest.raises(ShapeError, match=r"neuron_rows: expected rows of 136 bytes \(hidden size 111 of x in int"):
+            torch.ops.pi2.experts_ffn(*good.values(), neuron_rows, *rest, "int8")

@@ -1,4 +1,4 @@
-"""Predictors, predicted layers and quantised bundles as operators: against the references, on odd sizes; refusals."""
+"""Predictors, predicted layers and quantised neurons as operators: against the references, on odd sizes; refusals."""
 
 from __future__ import annotations
 
@@ -235,16 +235,16 @@ def test_gradients_are_refused() -> None:
     ("change", "message"),
     [
         ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
-        ({"weights": "float"}, "dtype of bundles: expected float32, .* with weights 'float', found uint8"),
-        ({"weights": "int8"}, r"bundles: expected rows of 136 bytes \(hidden size 111 of x in int8\), found 72"),
-        ({"bundles": torch.zeros(300, 3, 111)}, "dtype of bundles: expected uint8 with weights 'int4'"),
-        ({"x": torch.zeros(5, 96)}, r"bundles: expected rows of 54 bytes \(hidden size 96"),
+        ({"weights": "float"}, "dtype of neuron_rows: expected float32, .* with weights 'float', found uint8"),
+        ({"weights": "int8"}, r"neuron_rows: expected rows of 136 bytes \(hidden size 111 of x in int8\), found 72"),
+        ({"neuron_rows": torch.zeros(300, 3, 111)}, "dtype of neuron_rows: expected uint8 with weights 'int4'"),
+        ({"x": torch.zeros(5, 96)}, r"neuron_rows: expected rows of 54 bytes \(hidden size 96"),
         ({"bias_up": torch.zeros(300).half()}, r"dtype of bias_up: expected float32 \(the weights are quantised\)"),
-        ({"bundles": torch.zeros(300, 3, 111), "weights": "float"}, "int8_activations: expected false with float"),
+        ({"neuron_rows": torch.zeros(300, 3, 111), "weights": "float"}, "int8_activations: expected false with float"),
     ],
 )
 def test_bad_quantised_arguments(change: dict, message: str) -> None:
-    names = ("x", "bundles", "bias_gate", "bias_up", "bias_down")
+    names = ("x", "neuron_rows", "bias_gate", "bias_up", "bias_down")
     args = dict(zip(names, layer("int4")))
     args |= {"active": None, "activation": "relu", "activation_on_up": True, "n_hot": 3, "threshold": 0.0}
     args |= {"weights": "int4", "int8_activations": True} | change
@@ -318,11 +318,11 @@ def test_bad_predicted_layers(case: tuple, message: str) -> None:
 def test_fakes_check_shapes() -> None:
     with FakeTensorMode():
         x = torch.empty(2, 64)
-        bundles = torch.empty(9, 3, 36, dtype=torch.uint8)
+        neuron_rows = torch.empty(9, 3, 36, dtype=torch.uint8)
         settings = (None, None, None, None, "relu", True, 0, 0.0)
-        assert torch.ops.pi2.sparse_ffn(x, bundles, *settings, "int4", True).shape == (2, 64)
+        assert torch.ops.pi2.sparse_ffn(x, neuron_rows, *settings, "int4", True).shape == (2, 64)
         with pytest.raises(ShapeError, match=r"expected rows of 54 bytes \(hidden size 96 of x in int4\), found 36"):
-            torch.ops.pi2.sparse_ffn(torch.empty(2, 96), bundles, *settings, "int4", True)
+            torch.ops.pi2.sparse_ffn(torch.empty(2, 96), neuron_rows, *settings, "int4", True)
         signs = torch.empty(9, 16, dtype=torch.uint8)
         assert torch.ops.pi2.predict_signbit(torch.empty(2, 77), signs, 77, 1.0).shape == (2, 9)
         with pytest.raises(ShapeError, match=r"signs: expected \[rows, 8\] bytes"):

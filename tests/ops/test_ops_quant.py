@@ -83,10 +83,10 @@ def test_importance_moves_the_error_to_columns_that_do_not_count() -> None:
 
 
 def test_dequantize_reads_strided_rows() -> None:
-    bundles = torch.stack([torch.ops.pi2.quantize(matrix(9, 40, s), "int4", None) for s in (1.0, 2.0, 3.0)], 1)
+    neuron_rows = torch.stack([torch.ops.pi2.quantize(matrix(9, 40, s), "int4", None) for s in (1.0, 2.0, 3.0)], 1)
     for r in range(3):
-        found = torch.ops.pi2.dequantize(bundles[:, r], "int4", 40, torch.float32)
-        assert torch.equal(found, values(bundles[:, r], "int4", 40))
+        found = torch.ops.pi2.dequantize(neuron_rows[:, r], "int4", 40, torch.float32)
+        assert torch.equal(found, values(neuron_rows[:, r], "int4", 40))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

@@ -33,11 +33,11 @@ def test_the_choice_is_the_best_of_all(seed: int, layers: int, room: float) -> N
 
 @pytest.mark.parametrize("bundle", [1, 432, 6912, 48_384])
 @pytest.mark.parametrize("chunks", [1, 5, 31])
-def test_a_capacity_is_hard_to_the_byte(bundle: int, chunks: int) -> None:
-    sizes = [[512 * n * bundle for n in range(17)]] * 2
+def test_a_capacity_is_hard_to_the_byte(neuron: int, chunks: int) -> None:
+    sizes = [[512 * n * neuron for n in range(17)]] * 2
     costs = [np.linspace(2.0, 1.0, 17).tolist(), np.linspace(2.0, 1.5, 17).tolist()]
     for less, kept in ((0, chunks), (1, chunks - 1)):
-        assert sum(choose(costs, sizes, chunks * 512 * bundle - less)) == kept
+        assert sum(choose(costs, sizes, chunks * 512 * neuron - less)) == kept
 
 
 def test_layers_without_a_choice() -> None:
@@ -56,10 +56,10 @@ def test_no_solution_in_the_time_given() -> None:
 @pytest.mark.parametrize("less", [0, 1])
 def test_the_most_frequent_fit(less: int) -> None:
     shape = fake_shape(3, intermediate=2048)
-    room = 5 * 512 * shape.layers[0].bundle_bytes - less
+    room = 5 * 512 * shape.layers[0].neuron_bytes - less
     task = Task(shape, FakeHardware(accelerator=FakeAccelerator()), None, room, (1,))  # type: ignore[arg-type]
     space = Space(shape, task.hardware, (1,), accelerated=True)
-    sizes = [[int(a) * layer.bundle_bytes for a in f] for layer, f in zip(shape.layers, space.firsts, strict=True)]
+    sizes = [[int(a) * layer.neuron_bytes for a in f] for layer, f in zip(shape.layers, space.firsts, strict=True)]
     picked = _most_frequent(task, space, sizes)
     assert sum(picked) == 5 - less
     chunks = sorted(

@@ -32,7 +32,7 @@ PLAIN = {
     "hidden": 32,
     "intermediate": 4,
     "rows": 3,
-    "bundle_bytes": 384,
+    "neuron_bytes": 384,
     "slot_bytes": 512,
     "kernel": "float32/float",
     "attention_kernel": "float32/float",
@@ -150,7 +150,7 @@ def test_an_accelerator_hides_the_cpu_or_the_other_way_round() -> None:
     narrow = replace(PHONE, accelerator=replace(PHONE.accelerator, shared_gb_per_s=5.0))
     slow = layer_curve(layer, narrow, 1, [1024], accelerator=1024)
     total = sum(slow[part][0] for part in ("predictor", "hot", "cold"))
-    assert total == pytest.approx((slow["cpu_bytes"][0] + 1024 * layer.bundle_bytes) / (5 * GB) / 1e3)
+    assert total == pytest.approx((slow["cpu_bytes"][0] + 1024 * layer.neuron_bytes) / (5 * GB) / 1e3)
 
 
 def test_vectors_are_the_scalars() -> None:
@@ -258,8 +258,8 @@ def test_parts_add_up_and_memory_is_the_budgets() -> None:
     whole = shape.budget(1 << 40, batch=2, context=64, config=config)
     assert whole.total == whole.whole
     on_both = cost(shape, 512, PHONE, accelerator=[512] * 3)
-    assert on_both.memory["accelerator"] == 3 * 512 * shape.layers[0].bundle_bytes
-    assert on_both.memory["resident"] == 3 * (4096 - 512) * shape.layers[0].bundle_bytes
+    assert on_both.memory["accelerator"] == 3 * 512 * shape.layers[0].neuron_bytes
+    assert on_both.memory["resident"] == 3 * (4096 - 512) * shape.layers[0].neuron_bytes
 
 
 SHAPES = st.builds(
@@ -366,12 +366,12 @@ def test_shape_of_a_model_in_memory() -> None:
     shape = ModelShape.of(model, parts.stats, parts.plan, compiled=False)
     layer = shape.layers[0]
     assert [y.key for y in shape.layers] == [y.site.key for y in parts.plan.layers]
-    assert (layer.hidden, layer.intermediate, layer.rows, layer.bundle_bytes) == (32, 48, 3, 3 * 32 * 4)
+    assert (layer.hidden, layer.intermediate, layer.rows, layer.neuron_bytes) == (32, 48, 3, 3 * 32 * 4)
     assert (layer.kernel, layer.attention_kernel, layer.method) == ("float32/float", "float32/float", "exact")
     assert layer.attention_bytes == 4 * (32 * 32 + 2 * 32 * 16 + 32 * 32)
     assert (layer.attention_calls, layer.kv_bytes, shape.kv_dtype) == (4, 2 * 2 * 8 * 4, "float32")
     assert shape.head_bytes == 64 * 32 * 4
-    neurons = sum(y.intermediate * y.bundle_bytes for y in shape.layers)
+    neurons = sum(y.intermediate * y.neuron_bytes for y in shape.layers)
     assert 0 <= shape.fixed_bytes + neurons - size <= 1024  # and the rotary frequencies
     often_I = parts.stats.frequency(layer.key)[parts.plan.layers[0].order.long()]
     assert layer.frequency().tolist() == often_I.tolist()

@@ -71,7 +71,7 @@ def checked(shape: ModelShape, plan: HardwarePlan) -> HardwarePlan:
         else:
             assert bucket.cache_bytes == sum(bucket.resident) == 0
     on_it = [max(b.accelerator[i] for b in plan.buckets) for i in range(len(shape.layers))]
-    assert sum(n * y.bundle_bytes for n, y in zip(on_it, shape.layers, strict=True)) <= plan.accelerator_bytes
+    assert sum(n * y.neuron_bytes for n, y in zip(on_it, shape.layers, strict=True)) <= plan.accelerator_bytes
     assert len(plan.prompt.dense_from) == len(shape.layers)
     return plan
 
@@ -203,9 +203,9 @@ def test_an_accelerators_memory_is_shared_by_batch_sizes(stored) -> None:
     hardware = replace(HARDWARE, accelerator=FakeAccelerator())
     budget = (least(shape, (1, 8)) + whole(shape, (1, 8))) // 2 if stored else None
     how: dict[str, Any] = {"batches": (1, 8), "context": CONTEXT, "budget_bytes": budget}
-    bundle, last = shape.layers[0].bundle_bytes, math.inf
+    neuron, last = shape.layers[0].neuron_bytes, math.inf
     for chunks in (0, 1, 3, 5, 12):
-        plan = checked(shape, solve(shape, hardware, **how, accelerator_bytes=512 * chunks * bundle))
+        plan = checked(shape, solve(shape, hardware, **how, accelerator_bytes=512 * chunks * neuron))
         total = sum(b.total_ms / b.batch for b in plan.buckets)
         assert total <= last * 1.01
         last = total
@@ -215,8 +215,8 @@ def test_an_accelerators_memory_is_shared_by_batch_sizes(stored) -> None:
     assert sum(used) > 0
     assert plan.buckets[0].accelerator != plan.buckets[1].accelerator or sum(used) == 3 * 2048
     for kind in KINDS:
-        other = checked(shape, fixed_plan(shape, hardware, kind, **how, accelerator_bytes=5 * 512 * bundle))
-        mine = solve(shape, hardware, **how, accelerator_bytes=5 * 512 * bundle)
+        other = checked(shape, fixed_plan(shape, hardware, kind, **how, accelerator_bytes=5 * 512 * neuron))
+        mine = solve(shape, hardware, **how, accelerator_bytes=5 * 512 * neuron)
         first, second = (sum(b.total_ms / b.batch for b in p.buckets) for p in (mine, other))
         assert first <= second * 1.01
 
@@ -225,7 +225,7 @@ def test_an_accelerators_memory_is_shared_by_batch_sizes(stored) -> None:
 def test_an_accelerators_memory_is_hard_to_the_byte(chunks) -> None:
     shape = small(3, intermediate=2048, hidden=1024)
     hardware = replace(HARDWARE, accelerator=FakeAccelerator())
-    room = 512 * chunks * shape.layers[0].bundle_bytes - 1
+    room = 512 * chunks * shape.layers[0].neuron_bytes - 1
     plan = checked(shape, solve(shape, hardware, batches=(1, 8), context=CONTEXT, accelerator_bytes=room))
     assert sum(max(b.accelerator[i] for b in plan.buckets) for i in range(3)) <= 512 * (chunks - 1)
 
@@ -338,7 +338,7 @@ def test_reading_follows_the_drive() -> None:
 
 
 def test_clusters_are_chosen_by_what_they_cost() -> None:
-    # Bundles of 432 bytes in slots of 512: four share 1728 of 2048 and are read for one.
+    # Neurons of 432 bytes in slots of 512: four share 1728 of 2048 and are read for one.
     shape = small(2, intermediate=2048, hidden=256)
     budget = (least(shape, (1,)) + whole(shape, (1,))) // 2
     how: dict[str, Any] = {"budget_bytes": budget, "batches": (1,), "context": CONTEXT}

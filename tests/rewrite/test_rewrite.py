@@ -203,7 +203,7 @@ def test_dtype_changes_follow():
     rewrite(model, plan, {layer.site.key: predictor() for layer in plan.layers})
     model.to(torch.bfloat16)
     layer = sparse_layers(model)[0]
-    assert (layer.bundles.dtype, layer.predictor_a.dtype) == (torch.bfloat16, torch.int8)
+    assert (layer.neuron_rows.dtype, layer.predictor_a.dtype) == (torch.bfloat16, torch.int8)
     assert layer.predictor_a_scale.dtype == layer.predictor_bias.dtype == torch.float32
     assert model(X_BTH.bfloat16()).dtype == torch.bfloat16
     assert_same_state(restore(model), dense.state_dict())
@@ -546,7 +546,7 @@ def test_half_precision_keeps_the_predictor_exact():
     before = [t.clone() for t in layer.predictor()]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         model.to(dtype)
-        assert layer.bundles.dtype == dtype
+        assert layer.neuron_rows.dtype == dtype
         assert all(torch.equal(a, b) for a, b in zip(layer.predictor(), before, strict=True))
 
 

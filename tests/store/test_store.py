@@ -127,7 +127,7 @@ def test_superblock_to_the_byte(toys: Path) -> None:
     assert block[12:16] == int(crc32c_by_table(checked[None])[0]).to_bytes(4, "little")
     parsed = Superblock.parse(block)
     assert parsed.layers[0] == LayerEntry(8192, 0xA200, 50, 40, 3, 4, 512, 36, 5, 3)
-    assert (parsed.pack(), parsed.layers[0].bundle_bytes) == (block, 108)
+    assert (parsed.pack(), parsed.layers[0].neuron_bytes) == (block, 108)
 
 
 def test_superblocks_of_many_layers_take_more_pages() -> None:
@@ -201,7 +201,7 @@ def test_everything_comes_back(tmp_path: Path, align: int | None, cluster: int |
             wanted = old.read(f"{key}.bundles")
             assert torch.equal(new.read_layer(i), wanted)
             assert torch.equal(new.read_layer(i, (3, 8)), wanted[3:8])
-            in_slot = new.entries[i].cluster * new.entries[i].bundle_bytes
+            in_slot = new.entries[i].cluster * new.entries[i].neuron_bytes
             assert new.entries[i].slot_bytes == slot_bytes(in_slot, align)
         weights = [name for name in new.checks if part_of(name) is None]
         for name in weights:
@@ -804,11 +804,11 @@ def test_a_layer_that_is_not_there(toys: Path) -> None:
     with StoreReader(store_of(toys / "out")) as store:
         other = FFNSite(**{**site.__dict__, "key": "layers.7"})
         with pytest.raises(ArtifactError, match=r"expected a layer layers\.7, found 2 others"):
-            store.read_bundles(other)
+            store.read_neurons(other)
         other = FFNSite(**{**site.__dict__, "hidden": 64})
         message = r"expected 50 neurons of 3 rows of 64 in layers\.0, found 50, 3 and 40"
         with pytest.raises(ArtifactError, match=message):
-            store.read_bundles(other)
+            store.read_neurons(other)
 
 
 def _bytes(store: StoreReader) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch_pi2.rewrite.skeleton import check_filled, fill, places, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import LinearRef
 from torch_pi2.store.storefile import open_weights
-from torch_pi2.store.weights import QuantizedWeights, bundle_specs
+from torch_pi2.store.weights import QuantizedWeights, neuron_specs
 
 #: Rows dequantised at a time.
 _CHUNK = 4096
@@ -52,7 +52,7 @@ def untie(model: nn.Module, linears: set[str]) -> None:
 
 
 class _Reader:
-    """Float values by parameter name, from the file's rows and bundles."""
+    """Float values by parameter name, from the file's rows and neurons."""
 
     def __init__(self, weights: QuantizedWeights, plan: Plan, dtype: torch.dtype) -> None:
         self._weights, self._dtype = weights, dtype
@@ -91,7 +91,7 @@ class _Reader:
     def _projection(self, layer: LayerPlan, role: str, bias: bool) -> torch.Tensor:
         """A matrix or bias in the model's own shape and neuron order."""
         site, order = layer.site, layer.order.long()
-        specs = bundle_specs(site, self._weights.kind)
+        specs = neuron_specs(site, self._weights.kind)
         if bias:
             value = self._weights.take(f"{site.key}.bias_{role}", specs[f"{site.key}.bias_{role}"]).to(self._dtype)
             return value if role == "down" else value[torch.argsort(order)]
@@ -100,8 +100,8 @@ class _Reader:
         out = new_tensor(tuple(reversed(shape)) if role == "down" else shape, self._dtype)
         for start in range(0, site.intermediate, _CHUNK):
             stop = min(start + _CHUNK, site.intermediate)
-            bundles = self._weights.read_bundles(site, (start, stop))
-            values_IH = self._values(bundles[:, row], site.hidden)
+            neuron_rows = self._weights.read_neurons(site, (start, stop))
+            values_IH = self._values(neuron_rows[:, row], site.hidden)
             if role == "down":
                 out[:, order[start:stop]] = values_IH.T
             else:

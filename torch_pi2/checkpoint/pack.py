@@ -20,7 +20,7 @@ from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
-from torch_pi2.checkpoint.bundled import bundle
+from torch_pi2.checkpoint.float_neurons import float_neurons
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
@@ -52,7 +52,7 @@ from torch_pi2.store.weights import QuantizedWeights
 WEIGHTS = (*QUANTIZED, FLOAT, *FLOATS)
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
-_PROGRESS, _PARTIAL, _BUNDLES = "progress.json", f".{STORE_FILE}.partial", "bundles"
+_PROGRESS, _PARTIAL, _NEURONS = "progress.json", f".{STORE_FILE}.partial", "bundles"
 
 
 @dataclass
@@ -101,8 +101,8 @@ def pack(
         folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint.
         weights: of the neurons of a float checkpoint: ``float`` (default; the model's own dtype), or ``float32``,
             ``bfloat16`` or ``float16``, rounded to where they are something else; everything else stays as it is.
-            ``int4`` or ``int8``: quantised, and other linear layers as well (lossy). Bundles are made in
-            ``.NAME.partial`` for the time being. Folders of bundles: None, or what they are.
+            ``int4`` or ``int8``: quantised, and other linear layers as well (lossy). Neurons are made in
+            ``.NAME.partial`` for the time being. Folders of quantised neurons: None, or what they are.
         slot_align: bytes from one neuron to the next are a multiple of it, a power of two from 512 to 65536 (default:
             4096, the page that a device reads; 512 for neurons below that).
         cluster: neurons that are read and kept together, a power of two up to 64. Default: 1 if there is a predictor
@@ -122,9 +122,9 @@ def pack(
     with replacing_folder(folder, keep=True) as staging:
         made = None
         if weights_path(source / PI2_FOLDER) is None:
-            made = _bundled(source, staging / _BUNDLES, weights or FLOAT, trust_remote_code, progress)
+            made = _as_neurons(source, staging / _NEURONS, weights or FLOAT, trust_remote_code, progress)
         report = _pack(made or source, staging, None if made else weights, slot_align, cluster, progress)
-        for name in (_PROGRESS, _BUNDLES):
+        for name in (_PROGRESS, _NEURONS):
             _remove(staging / name)
     report.seconds = time.perf_counter() - start
     return report
@@ -149,9 +149,9 @@ def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> 
         )
 
 
-def _bundled(source: Path, made: Path, weights: str, trust_remote_code: bool, progress: bool) -> Path:
-    """A folder ``made`` of bundles, of the float checkpoint ``source``; one that a kill left is used again."""
-    make = quantize if weights in QUANTIZED else bundle
+def _as_neurons(source: Path, made: Path, weights: str, trust_remote_code: bool, progress: bool) -> Path:
+    """A folder ``made`` of neurons, of the float checkpoint ``source``; one that a kill left is used again."""
+    make = quantize if weights in QUANTIZED else float_neurons
     about, marker = _source_marker(source, weights), made / PI2_FOLDER / "source.json"
     if not marker.is_file() or marker.read_text() != about:
         _remove(made)
@@ -161,7 +161,7 @@ def _bundled(source: Path, made: Path, weights: str, trust_remote_code: bool, pr
 
 
 def _source_marker(source: Path, weights: str) -> str:
-    """What bundles are made of: every file that is read or copied for them, and who makes them."""
+    """What neurons are made of: every file that is read or copied for them, and who makes them."""
     weight_files = [p for pattern in ("*.safetensors", "*.index.json") for p in source.glob(pattern)]
     plan = [p for p in (source / PI2_FOLDER).glob("*") if p.is_file()]
     files = sorted((*weight_files, *small_files(source), *plan))
@@ -236,7 +236,7 @@ def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int 
     """Of the store of a folder: what ``reader`` and the files ``beside`` it have. Raises ArtifactError: not all."""
     keys = [layer.site.key for layer in plan.layers]
     for layer in plan.layers:
-        reader.read_bundles(layer.site, (0, 0))  # refuses what is not there
+        reader.read_neurons(layer.site, (0, 0))  # refuses what is not there
     ours = {f"{key}.{what}" for key in keys for what in ("bundles", "checks")} | {SUPERBLOCK}
     weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
     parts = dict(beside.specs)
@@ -400,7 +400,7 @@ def _tensors(item: LayerPlan | str) -> list[str]:
 
 def _write_layer(layer: LayerPlan, reader: QuantizedWeights, out: _Writer, cluster: int) -> None:
     site = layer.site
-    write_slots(site.key, site.intermediate, lambda *rows: reader.read_bundles(site, rows), out, cluster)
+    write_slots(site.key, site.intermediate, lambda *rows: reader.read_neurons(site, rows), out, cluster)
 
 
 def _write_other(name: str, reader: QuantizedWeights | PartFiles, out: _Writer) -> str:

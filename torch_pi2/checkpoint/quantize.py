@@ -37,7 +37,7 @@ from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
 from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, read_config
 from torch_pi2.store.names import ExpertMatrix, stored_name
 from torch_pi2.store.source import Checkpoint
-from torch_pi2.store.weights import WEIGHTS_FILE, bundle_specs, metadata
+from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
@@ -77,7 +77,7 @@ def quantize(
 ) -> QuantizeReport:
     """Quantise the Hugging Face checkpoint in ``folder_in`` (float safetensors) to ``folder_out``. Lossy.
 
-    Feed-forward layers become bundles, other linear layers rows; embeddings, norms and small layers stay as they are:
+    Feed-forward layers become neurons, other linear layers rows; embeddings, norms and small layers stay as they are:
     what ``optimize(model, weights=...)`` and ``save`` would write. A folder written by :func:`torch_pi2.save` keeps its
     plan and predictors; of any other, neurons stay in the model's order with the exact gate (smooth activations: all of
     them computed). Weights are read matrix by matrix.
@@ -314,7 +314,7 @@ class Quantizer:
             rows = self._rows_of(f"{name}.weight", columns)
             specs[f"{name}.weight"] = Spec((rows, row_bytes(self._kind, columns)), torch.uint8)
         for layer in self._plan.layers:
-            specs |= bundle_specs(layer.site, self._kind)
+            specs |= neuron_specs(layer.site, self._kind)
         report = QuantizeReport(self._kind)
         digest = hashlib.sha256()
         meta = metadata(self._kind, _NO_HASH, self._linears, self._how)
@@ -371,8 +371,8 @@ class Quantizer:
 
     def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
         site, order = layer.site, layer.order.long()
-        specs = bundle_specs(site, self._kind)
-        bundles = self._scratch(specs[f"{site.key}.bundles"])
+        specs = neuron_specs(site, self._kind)
+        neuron_rows = self._scratch(specs[f"{site.key}.bundles"])
         error = _Error()
         refs = refs_of(site)
         step = max(1, _CHUNK // (4 * site.hidden))
@@ -382,9 +382,9 @@ class Quantizer:
             by_neuron = matrix.T if role == "down" else matrix
             for start in range(0, site.intermediate, step):
                 part = by_neuron[order[start : start + step]].contiguous()
-                bundles[start : start + step, row] = self._rows(part, ref.weight, error)
+                neuron_rows[start : start + step, row] = self._rows(part, ref.weight, error)
             del matrix, by_neuron
-        out.write(f"{site.key}.bundles", bundles)
+        out.write(f"{site.key}.bundles", neuron_rows)
         self._write_biases(layer, out, digest)
         return error.relative
 
@@ -435,7 +435,7 @@ def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
 
 
 def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
-    """The site's matrices, in the order of a bundle's rows."""
+    """The site's matrices, in the order of a neuron's rows."""
     gate = [] if site.gate is None else [("gate", site.gate)]
     return [*gate, ("up", site.up), ("down", site.down)]
 

@@ -1,4 +1,4 @@
-"""Quantised models in memory, to disk and back: rows and bundles as they are computed with, nothing float between."""
+"""Quantised models in memory, to disk and back: rows and neurons as they are computed with, nothing float between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch_pi2.rewrite.rewrite import check_names, predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.storefile import open_weights
-from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, bundle_specs, metadata
+from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, metadata, neuron_specs
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
@@ -65,7 +65,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
         if linear.bias is not None:
             tensors[f"{name}.bias"] = linear.bias
     for layer in layers:
-        tensors[f"{layer.site.key}.bundles"] = layer.bundles
+        tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows
         biases = {name: getattr(layer, name) for name in _BIASES}
         tensors |= {f"{layer.site.key}.{name}": bias for name, bias in biases.items() if bias is not None}
     tensors |= _floats(model)
@@ -108,8 +108,8 @@ def load_sparse(
     """The model of ``folder``, quantised or in a store, with all of its weights in place; see :func:`torch_pi2.load`.
 
     Args:
-        make_layer, make_experts: for layers whose bundles stay in the file (default: they are read); experts are given
-            without their bundles.
+        make_layer, make_experts: for layers whose neurons stay in the file (default: they are read); experts are given
+            without their neurons.
     """
     load_library()
     with open_weights(pi2) as weights:
@@ -191,16 +191,16 @@ def _empty_layer(
 
 
 def _read_layer(ffn: SparseFFN, weights: QuantizedWeights) -> None:
-    """Biases, and the bundles unless they stay in the file."""
-    for name, spec in bundle_specs(ffn.site, weights.kind).items():
+    """Biases, and the neurons unless they stay in the file."""
+    for name, spec in neuron_specs(ffn.site, weights.kind).items():
         if name != f"{ffn.site.key}.bundles":
             put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
         elif ffn.in_memory:
-            put(ffn, ["bundles"], weights.as_computed(weights.read_bundles(ffn.site)))
+            put(ffn, ["neuron_rows"], weights.as_computed(weights.read_neurons(ffn.site)))
 
 
 def _read_experts(experts: SparseExperts, weights: QuantizedWeights) -> None:
-    bundles = new_tensor(experts.bundles.shape, experts.bundles.dtype)
+    neuron_rows = new_tensor(experts.neuron_rows.shape, experts.neuron_rows.dtype)
     for expert, site in enumerate(experts.sites):
-        bundles[expert] = weights.as_computed(weights.read_bundles(site))
-    put(experts, ["bundles"], bundles)
+        neuron_rows[expert] = weights.as_computed(weights.read_neurons(site))
+    put(experts, ["neuron_rows"], neuron_rows)

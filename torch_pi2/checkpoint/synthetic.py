@@ -35,7 +35,7 @@ from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable
 from torch_pi2.store.shapes import CLASSES, build_config
-from torch_pi2.store.weights import WEIGHTS_FILE, bundle_specs, metadata
+from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 
 #: What a block adds, relative to the noise of the embedding: 64 blocks change the stream by 16 %.
 _BLOCK = 0.02
@@ -225,7 +225,7 @@ class _Writer:
             quantised = Spec((rows, row_bytes(self.kind, columns)), torch.uint8)
             specs[f"{name}.weight"] = Spec((rows, columns), self.dtype) if in_floats else quantised
         for site in sites:
-            specs |= bundle_specs(site, self.kind)
+            specs |= neuron_specs(site, self.kind)
         about = metadata(
             self.kind,
             model_hash,
@@ -287,11 +287,11 @@ class _Writer:
         down = _BLOCK / math.sqrt(float(self.label["active"]) * self.intermediate / 4)
         for start in range(0, self.intermediate, _CHUNK):
             stop = min(start + _CHUNK, self.intermediate)
-            bundles = torch.empty((stop - start, 3, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
-            bundles[:, 0] = gate.rows(start, stop)
+            neuron_rows = torch.empty((stop - start, 3, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
+            neuron_rows[:, 0] = gate.rows(start, stop)
             for row, deviation in ((1, 1 / math.sqrt(self.hidden)), (2, down)):
-                bundles[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)
-            out.write(f"{site.key}.bundles", bundles, row=start)
+                neuron_rows[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)
+            out.write(f"{site.key}.bundles", neuron_rows, row=start)
         if predictor is not None and self.n_hot < self.intermediate:
             predictors[site.key] = gate.predictor(self.n_hot)
 

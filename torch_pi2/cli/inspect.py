@@ -176,9 +176,9 @@ def _store(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, dict[str
                 "hidden": entry.hidden,
                 "neurons": entry.neurons,
                 "hot": entry.n_hot,
-                "bundle_bytes": entry.bundle_bytes,
+                "bundle_bytes": entry.neuron_bytes,
                 "slot_bytes": entry.slot_bytes,
-                "padding_share": 1 - entry.bundle_bytes / entry.slot_bytes,
+                "padding_share": 1 - entry.neuron_bytes / entry.slot_bytes,
             }
             for key, entry in zip(store.keys, store.entries, strict=True)
         }

@@ -89,8 +89,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     """What a model over a store (:func:`torch_pi2.load` with a budget) has read since the last reset.
 
     Returns:
-        :meth:`Store.stats`; ``hit_rate``: of the bundles wanted, the share that was in the cache; ``wait_share``: of
-        the time of compute threads in layers, the share spent waiting for bundles; ``budget``: a
+        :meth:`Store.stats`; ``hit_rate``: of the neurons wanted, the share that was in the cache; ``wait_share``: of
+        the time of compute threads in layers, the share spent waiting for neurons; ``budget``: a
         :class:`~torch_pi2.store.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether reads are as
         slow as a described device's (``late`` of them took longer than there).
 
@@ -135,12 +135,12 @@ def divide(
     """
     if context < 0:
         raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
-    bundles = {f"{key}.bundles" for key in store.keys}
+    neuron_rows = {f"{key}.bundles" for key in store.keys}
     ours = ("pi2.", *(f"{key}.checks" for key in store.keys))
     fixed = sum(
         (dtype.itemsize if spec.dtype.is_floating_point else 1) * (spec.nbytes // spec.dtype.itemsize)
         for name, spec in store.specs.items()
-        if name not in bundles and not name.startswith(ours)
+        if name not in neuron_rows and not name.startswith(ours)
     )
     slot = place_bytes(store.entries, config)
     count = sum(entry.slots_in_file for entry in store.entries)

@@ -72,7 +72,7 @@ def manifest_of(
         lossy=tuple(_lossy(source, request)),
         pte_bytes=pte,
         store_bytes=facts.file_bytes,
-        ffn_bytes=facts.bundle_bytes,
+        ffn_bytes=facts.ffn_bytes,
         fixed_bytes=fixed_bytes(
             pte,
             describe_program(staging / PROGRAM_FILE)["bytes"]["named"],

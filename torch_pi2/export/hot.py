@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.bundles import bundle_rows
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.spec.machine_plan import HardwarePlan
@@ -88,21 +88,21 @@ def _part(bias: torch.Tensor | None, start: int, chunk: int) -> torch.Tensor | N
 def hot_chunks(ffn: SparseFFN, chunks: int, chunk: int = CHUNK) -> HotChunks:
     """The first ``chunks`` chunks of ``ffn``, in memory or in a store, dequantised to float32."""
     count, site = min(chunks * chunk, ffn.site.intermediate), ffn.site
-    bundles = bundles_of(ffn, 0, count)
-    rows = [bundle_rows(bundles, r, ffn.weights, site.hidden, torch.float32) for r in range(bundles.shape[1])]
+    neuron_rows = rows_of(ffn, 0, count)
+    rows = [row_of_each(neuron_rows, r, ffn.weights, site.hidden, torch.float32) for r in range(neuron_rows.shape[1])]
     gate, up = (None if b is None else b[:count].float() for b in (ffn.bias_gate, ffn.bias_up))
     return HotChunks(site, rows, gate, up, chunk)
 
 
-def bundles_of(ffn: SparseFFN, first: int, last: int) -> torch.Tensor:
+def rows_of(ffn: SparseFFN, first: int, last: int) -> torch.Tensor:
     """Neurons ``[first, last)`` in plan order as ``ffn`` stores them, ``[n, R, ...]``, in memory or in a store."""
     if not isinstance(ffn, OffloadedFFN):
-        return ffn.bundles[first:last]
+        return ffn.neuron_rows[first:last]
     from torch_pi2.store.storefile import StoreReader
 
     with StoreReader(ffn.store.path) as reader:
         found = reader.read_layer(ffn.store_layer, (first, last))
-    return found if ffn.weights != "float" else found.view(ffn.bundles.dtype)
+    return found if ffn.weights != "float" else found.view(ffn.neuron_rows.dtype)
 
 
 def chunks_per_batch(

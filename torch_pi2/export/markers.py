@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.export.hot import bundles_of
+from torch_pi2.export.hot import rows_of
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
 from torch_pi2.ops import load
@@ -104,7 +104,7 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
     gate, up = (None if b is None else b[first:] for b in (ffn.bias_gate, ffn.bias_up))
     y: torch.Tensor = torch.ops.pi2.sparse_ffn(
         x,
-        bundles_of(ffn, first, site.intermediate).contiguous(),
+        rows_of(ffn, first, site.intermediate).contiguous(),
         gate,
         up,
         ffn.bias_down,

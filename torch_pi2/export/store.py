@@ -1,4 +1,4 @@
-"""The neuron store of a bundle: ``model.pi2`` with feed-forward layers alone, and what their delegate blobs say of it.
+"""The neuron store of a neuron: ``model.pi2`` with feed-forward layers alone, and what their delegate blobs say of it.
 
 A store as ``torch-pi2 pack`` writes it (docs/FORMATS.md), without the rest of the model, which is in ``model.pte``.
 Besides plan and biases it has each layer's predictor as it is computed with, ``KEY.predictor.*``: rows of cold neurons
@@ -44,7 +44,7 @@ class StoreFacts:
     Attributes:
         name: of the file. file_bytes: its size. header_crc: CRC32C of the safetensors length and header.
         model_hash: 32 bytes. places: per layer, tensor of the blob -> (file offset, bytes, CRC32C).
-        bundle_bytes: of all layers, without the padding of slots. neuron_bytes: of one neuron of each layer, with it.
+        ffn_bytes: of all layers, without the padding of slots. neuron_bytes: of one neuron of each layer, with it.
         predictor_bytes: of what is in memory beside them.
     """
 
@@ -53,21 +53,21 @@ class StoreFacts:
     header_crc: int
     model_hash: bytes
     places: tuple[dict[str, tuple[int, int, int]], ...]
-    bundle_bytes: int
+    ffn_bytes: int
     neuron_bytes: tuple[int, ...]
     predictor_bytes: int
 
 
 def kind_of(ffn: SparseFFN) -> str:
-    """The format in which its bundles are stored."""
-    return format_name(ffn.weights, ffn.bundles.dtype)
+    """The format in which its neurons are stored."""
+    return format_name(ffn.weights, ffn.neuron_rows.dtype)
 
 
 def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress: bool = False) -> StoreFacts:
-    """Write the store of ``layers``, whose bundles are in memory or in stores, a few MB at a time.
+    """Write the store of ``layers``, whose neurons are in memory or in stores, a few MB at a time.
 
     Raises:
-        ArtifactError: the file cannot be written, or a bundle cannot be read.
+        ArtifactError: the file cannot be written, or a neuron cannot be read.
     """
     kinds = {kind_of(ffn) for ffn in layers}
     assert len(kinds) == 1, kinds  # optimize and load give every layer the same
@@ -108,7 +108,7 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
         _header_crc(path),
         block.model_hash,
         places,
-        sum(ffn.site.intermediate * layout.bundles[ffn.site.key] for ffn in layers),
+        sum(ffn.site.intermediate * layout.neuron_rows[ffn.site.key] for ffn in layers),
         tuple(layout.slots[ffn.site.key] // layout.cluster for ffn in layers),
         sum(tensor.nbytes for tensors in small for tensor in tensors.values()),
     )
@@ -172,7 +172,7 @@ def _small_tensors(ffn: SparseFFN) -> dict[str, torch.Tensor]:
 
 def _reader(ffn: SparseFFN, stack: ExitStack) -> Callable[[int, int], torch.Tensor]:
     if not isinstance(ffn, OffloadedFFN):
-        return lambda first, last: ffn.bundles[first:last]
+        return lambda first, last: ffn.neuron_rows[first:last]
     reader = stack.enter_context(StoreReader(ffn.store.path))
     return lambda first, last: reader.read_layer(ffn.store_layer, (first, last))
 

@@ -1,26 +1,26 @@
-"""``DenseForm``: a layer's matrices as its original had them, out of the neuron bundles and back into them."""
+"""``DenseForm``: a layer's matrices as its original had them, out of the neurons' rows and back into them."""
 
 from __future__ import annotations
 
 import torch
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.bundles import bundle_rows, permuted
+from torch_pi2.layers.neuron_rows import permuted, row_of_each
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.spec.site import FFNSite, LinearRef
 
 
 class DenseForm(StandIn):
-    """What stands for an FFN that is in neuron bundles, in the respect in which others want it dense.
+    """What stands for an FFN that is in neurons' rows, in the respect in which others want it dense.
 
     Attributes:
-        bundles: ``[I, R, H]`` in plan order (``order``, of which ``inverse`` is the inverse). weights: how they are
+        neuron_rows: ``[I, R, H]`` in plan order (``order``, of which ``inverse`` is the inverse). weights: how they are
             stored. The biases: ``bias_gate``, ``bias_up [I]`` in plan order, ``bias_down [H]``.
     """
 
     site: FFNSite
     weights: str
-    bundles: torch.Tensor
+    neuron_rows: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor
     bias_gate: torch.Tensor | None
@@ -31,17 +31,19 @@ class DenseForm(StandIn):
     @property
     def dtype(self) -> torch.dtype:
         """Of the float parameters that the layer has or stands for."""
-        return self.bundles.dtype if self.weights == "float" else self._dtype
+        return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
     def parts(self) -> list[tuple[LinearRef, str]]:
-        """The site's matmuls with their place in the bundles, gate before up."""
+        """The site's matmuls with their place in the neurons, gate before up."""
         gate = [] if self.site.gate is None else [(self.site.gate, "gate")]
         return [*gate, (self.site.up, "up"), (self.site.down, "down")]
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
-        row = {"gate": 0, "up": self.bundles.shape[1] - 2, "down": self.bundles.shape[1] - 1}[role]
-        w_IH = bundle_rows(self.bundles, row, self.weights, self.site.hidden, self.dtype).index_select(0, self.inverse)
+        row = {"gate": 0, "up": self.neuron_rows.shape[1] - 2, "down": self.neuron_rows.shape[1] - 1}[role]
+        w_IH = row_of_each(self.neuron_rows, row, self.weights, self.site.hidden, self.dtype).index_select(
+            0, self.inverse
+        )
         if role == "down":
             return w_IH.T.contiguous(), None if self.bias_down is None else self.bias_down.to(self.dtype)
         bias = permuted(self.bias_gate if role == "gate" else self.bias_up, self.inverse)
@@ -66,10 +68,10 @@ class DenseForm(StandIn):
         return values
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` of the site, in its original shape, into the bundles; whether it was new.
+        """Write parameter ``name`` of the site, in its original shape, into the neurons; whether it was new.
 
         Raises:
-            ConfigError: the bundles are quantised.
+            ConfigError: the neurons are quantised.
         """
         self.check_float(f"other weights for {self.site.key}")
         changed = False
@@ -82,9 +84,9 @@ class DenseForm(StandIn):
                 target = {"gate": self.bias_gate, "up": self.bias_up, "down": self.bias_down}[role]
                 new = new if role == "down" else new[self.order]
             elif role == "down":
-                target, new = self.bundles[:, -1], new.T[self.order]
+                target, new = self.neuron_rows[:, -1], new.T[self.order]
             else:
-                target = self.bundles[:, 0 if role == "gate" else self.bundles.shape[1] - 2]
+                target = self.neuron_rows[:, 0 if role == "gate" else self.neuron_rows.shape[1] - 2]
                 new = new[self.order]
             assert target is not None
             new = new.to(target.dtype)

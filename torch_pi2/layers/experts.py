@@ -1,4 +1,4 @@
-"""``SparseExperts``: all experts of a block, over neuron bundles, in one operator call."""
+"""``SparseExperts``: all experts of a block, over neurons' rows, in one operator call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_pi2.spec.site import FFNSite
 
 #: Buffers of one expert's layer that are stacked, and those of them that stay float32 when a model is converted.
 _EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias")
-_STACKED = ("bundles", "order", "inverse", "predictor_signs", *(f"predictor_{name}" for name in PREDICTOR_TENSORS))
+_STACKED = ("neuron_rows", "order", "inverse", "predictor_signs", *(f"predictor_{name}" for name in PREDICTOR_TENSORS))
 
 
 class SparseExperts(StandIn):
@@ -34,7 +34,7 @@ class SparseExperts(StandIn):
     Raises:
         ConfigError: hot neurons, or plans of different forms: one operator computes all experts.
 
-    Buffers (none of them in ``state_dict``): those of the parts, stacked: ``bundles [E, I, R, H]`` (quantised:
+    Buffers (none of them in ``state_dict``): those of the parts, stacked: ``neuron_rows [E, I, R, H]`` (quantised:
     ``[E, I, R, row_bytes(H)]`` uint8; on ``meta`` if those of the parts are), ``order`` and ``inverse [E, I]``, and the
     predictor's tensors.
 
@@ -44,9 +44,9 @@ class SparseExperts(StandIn):
             errors, output_errors: what quantising did to each.
     """
 
-    #: Whether ``bundles`` has them all.
+    #: Whether ``neuron_rows`` has them all.
     in_memory = True
-    bundles: torch.Tensor
+    neuron_rows: torch.Tensor
     sites: tuple[FFNSite, ...]
     thresholds: list[float]
     cuts: list[float]
@@ -85,7 +85,7 @@ class SparseExperts(StandIn):
             stack = None
             if tensor is not None:
                 stack = torch.empty((experts, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-                if name == "bundles" and not stack.is_meta:
+                if name == "neuron_rows" and not stack.is_meta:
                     torch.ops.pi2.advise_huge_pages(stack)
             self.register_buffer(name, stack, persistent=False)
 
@@ -104,7 +104,7 @@ class SparseExperts(StandIn):
     @property
     def dtype(self) -> torch.dtype:
         """Of the float parameters that the experts have or stand for."""
-        return self.bundles.dtype if self.weights == "float" else self._dtype
+        return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
     def expert(self, expert: int) -> SparseFFN:
         """The layer of one expert, over views of these buffers."""
@@ -146,7 +146,7 @@ class SparseExperts(StandIn):
             x,
             index,
             routing,
-            self.bundles,
+            self.neuron_rows,
             *self._asked(),
             self.weights,
             self.int8_activations,
@@ -172,7 +172,7 @@ class SparseExperts(StandIn):
         return values
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` into the bundles; whether it was new. Raises ConfigError: they are quantised."""
+        """Write parameter ``name`` into the neurons; whether it was new. Raises ConfigError: they are quantised."""
         changed = False
         for expert, part in enumerate(self.experts()):
             changed |= part.assign(name, value[expert])
@@ -188,9 +188,9 @@ class SparseExperts(StandIn):
         self.expert(0).check_float(what)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseExperts:
-        """``model.to(dtype)`` converts the bundles; scales and biases of the predictors stay float32."""
+        """``model.to(dtype)`` converts the neurons; scales and biases of the predictors stay float32."""
         if self.weights != "float":
-            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.bundles.device)).dtype
+            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
         exact = {name: tensor for name in _EXACT if (tensor := self._buffers[name]) is not None}
         super()._apply(fn, recurse)
         for name, tensor in exact.items():
@@ -204,9 +204,9 @@ class SparseExperts(StandIn):
 
 
 class OffloadedExperts(InStore, SparseExperts):
-    """Experts whose bundles are in a :class:`~torch_pi2.layers.offloaded.Store`: the same bits.
+    """Experts whose neurons are in a :class:`~torch_pi2.layers.offloaded.Store`: the same bits.
 
-    ``bundles`` is on ``meta``, and what needs all the numbers raises ConfigError; see
+    ``neuron_rows`` is on ``meta``, and what needs all the numbers raises ConfigError; see
     :class:`~torch_pi2.layers.offloaded.OffloadedFFN`.
 
     Args:

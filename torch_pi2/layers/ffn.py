@@ -1,4 +1,4 @@
-"""``SparseFFN``: one feed-forward layer over neuron bundles, hot neurons first."""
+"""``SparseFFN``: one feed-forward layer over neurons' rows, hot neurons first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.formats import row_bytes
-from torch_pi2.layers.bundles import make_bundles, make_quantized_bundles, permuted
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
 from torch_pi2.layers.cold import BY_NEURON, PREDICTOR_TENSORS, cold_part
 from torch_pi2.layers.dense import DenseForm
+from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
@@ -27,14 +27,14 @@ class SparseFFN(DenseForm):
 
     Args:
         site: the FFN.
-        weights: its tensors; copied into bundles, not kept.
+        weights: its tensors; copied into neurons, not kept.
         layer_plan: neuron order, number of hot neurons and method.
         lowrank: for method ``signbit`` the tensors of a ``SignBit``; for method ``lowrank`` the predictor in
             *original* neuron order: ``a [r, H]`` int8, ``a_scale [r]``, ``b [I, r]`` int8, ``b_scale [I]`` and, if it
             has one, ``bias [I]`` float32; or as quantised rows ``a [r, row_bytes(H)]``, ``b [I, row_bytes(r)]`` uint8.
         threshold: for method ``lowrank``, cut on the predictor's logit.
-        kind: how bundles are stored: ``float``, ``int4`` or ``int8`` (lossy).
-        int8_activations: with quantised bundles, gate and up see ``x`` rounded to int8 (lossy, faster).
+        kind: how neurons are stored: ``float``, ``int4`` or ``int8`` (lossy).
+        int8_activations: with quantised neurons, gate and up see ``x`` rounded to int8 (lossy, faster).
         importance: ``[H]``, how much errors of gate's and up's columns count in quantising; None: all the same.
 
     Raises:
@@ -42,10 +42,11 @@ class SparseFFN(DenseForm):
         ShapeError: weights, order or predictor do not fit the site.
         ConfigError: unknown method, hot neurons out of range, or a predictor is missing.
 
-    Buffers (none of them in ``state_dict``): ``bundles [I, R, H]`` contiguous in plan order, ``bias_gate``,
+    Buffers (none of them in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order, ``bias_gate``,
     ``bias_up [I]`` in plan order, ``bias_down [H]``, and the predictor's rows of cold neurons in plan order.
-    Quantised: ``bundles [I, R, row_bytes(H)]`` uint8 and float32 biases. What was rounded away is gone, so the original
-    cannot be restored, ``state_dict`` has the numbers that the rows stand for, and other weights cannot be loaded.
+    Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 and float32 biases. What was rounded away is gone, so the
+    original cannot be restored, ``state_dict`` has the numbers that the rows stand for, and other weights cannot be
+    loaded.
 
     Attributes:
         weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
@@ -55,7 +56,7 @@ class SparseFFN(DenseForm):
             prompts, nor are the steps of a plan that is followed.
     """
 
-    #: Whether ``bundles`` has them all.
+    #: Whether ``neuron_rows`` has them all.
     in_memory = True
     #: Whether it stands for the first linear alone, and its result goes through modules that stand for the others.
     passes_on = False
@@ -91,10 +92,10 @@ class SparseFFN(DenseForm):
         self._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         self._dtype = weights.up.dtype
         if kind == "float":
-            bundles, self.error = make_bundles(weights, self.order), 0.0
+            neuron_rows, self.error = make_rows(weights, self.order), 0.0
         else:
-            bundles, self.error = make_quantized_bundles(site, weights, self.order, kind, importance)
-        self._hold(bundles, permuted(weights.bias_gate, self.order), permuted(weights.bias_up, self.order))
+            neuron_rows, self.error = make_quantized_rows(site, weights, self.order, kind, importance)
+        self._hold(neuron_rows, permuted(weights.bias_gate, self.order), permuted(weights.bias_up, self.order))
         if weights.bias_down is not None:
             self.bias_down = (
                 weights.bias_down.detach().clone() if kind == "float" else weights.bias_down.detach().float()
@@ -112,7 +113,7 @@ class SparseFFN(DenseForm):
         int8_activations: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> SparseFFN:
-        """A layer over bundles that are on ``meta``, for loading: assign ``bundles`` and biases afterwards.
+        """A layer over neurons that are on ``meta``, for loading: assign ``neuron_rows`` and biases afterwards.
 
         Args: see the class; ``dtype`` is that of the float parameters it has or stands for.
         """
@@ -124,7 +125,7 @@ class SparseFFN(DenseForm):
         layer._dtype, layer.error = dtype, 0.0
         quantised = kind != "float"
         row = row_bytes(kind, site.hidden) if quantised else site.hidden
-        bundles = torch.empty(
+        neuron_rows = torch.empty(
             (site.intermediate, site.rows_per_neuron, row), dtype=torch.uint8 if quantised else dtype, device="meta"
         )
         bias_dtype = torch.float32 if quantised else dtype
@@ -133,12 +134,12 @@ class SparseFFN(DenseForm):
             role: torch.empty(site.intermediate, dtype=bias_dtype, device="meta") if has.get(role) else None
             for role in ("gate", "up")
         }
-        layer._hold(bundles, biases["gate"], biases["up"])
+        layer._hold(neuron_rows, biases["gate"], biases["up"])
         layer.bias_down = torch.empty(site.hidden, dtype=bias_dtype, device="meta") if has["down"] else None
         return layer.eval()
 
-    def _hold(self, bundles: torch.Tensor, bias_gate: torch.Tensor | None, bias_up: torch.Tensor | None) -> None:
-        self.register_buffer("bundles", bundles, persistent=False)
+    def _hold(self, neuron_rows: torch.Tensor, bias_gate: torch.Tensor | None, bias_up: torch.Tensor | None) -> None:
+        self.register_buffer("neuron_rows", neuron_rows, persistent=False)
         for name, bias in (("bias_gate", bias_gate), ("bias_up", bias_up), ("bias_down", None)):
             quantised = bias is not None and self.weights != "float"
             self.register_buffer(name, bias.float() if quantised and bias is not None else bias, persistent=False)
@@ -319,7 +320,7 @@ class SparseFFN(DenseForm):
         return torch.ops.pi2.predict_lowrank.default, (self.predictor_threshold,)
 
     def forward_dense(self, x: torch.Tensor) -> torch.Tensor:
-        """The same FFN with every neuron computed, from the same bundles."""
+        """The same FFN with every neuron computed, from the same rows."""
         return self._compute(x, None, self.site.intermediate, 0.0)
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
@@ -327,8 +328,8 @@ class SparseFFN(DenseForm):
         return y
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What ``torch.ops.pi2.sparse_ffn`` takes after its input, wherever it is called: bundles and biases."""
-        return self.bundles, self.bias_gate, self.bias_up, self.bias_down
+        """What ``torch.ops.pi2.sparse_ffn`` takes after its input, wherever it is called: neurons and biases."""
+        return self.neuron_rows, self.bias_gate, self.bias_up, self.bias_down
 
     def settings(self, n_hot: int, threshold: float) -> tuple[Any, ...]:
         """And what it takes after the mask of :meth:`predictor_call`."""
@@ -340,14 +341,14 @@ class SparseFFN(DenseForm):
         check_ffn_input(self.site, self.training, x, self.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
-        """``model.to(dtype)`` converts the bundles; scales and biases of the predictor stay float32.
+        """``model.to(dtype)`` converts the neurons; scales and biases of the predictor stay float32.
 
-        Bundles in a store stay what they are, and so do the biases that go with them.
+        Neurons in a store stay what they are, and so do the biases that go with them.
         """
         names = [f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")]
         if self.weights != "float" or not self.in_memory:
             names += ["bias_gate", "bias_up", "bias_down"]
-            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.bundles.device)).dtype
+            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
         exact = {name: tensor for name in names if (tensor := self._buffers[name]) is not None}
         super()._apply(fn, recurse)
         for name, tensor in exact.items():

@@ -239,9 +239,9 @@ class Store:
 
     @checked
     def stats(self, *, reset: bool = False) -> dict[str, int]:
-        """Since the last reset: calls, bundles wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
+        """Since the last reset: calls, neurons wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
 
-        ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for bundles, and in layers at all.
+        ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for neurons, and in layers at all.
         ``resident``, ``slots``, ``fixed`` (never evicted) and ``arranging`` (see :meth:`arrange`) are slots of the
         file: mostly a neuron each.
         """
@@ -289,7 +289,7 @@ def unreadable(error: RuntimeError | MemoryError, where: str) -> ArtifactError |
         return None
     return ArtifactError(
         where,
-        expected="the bundles that were packed, and an open store",
+        expected="the neurons that were packed, and an open store",
         found=reading or "a store that has been closed",
         fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
     )
@@ -330,23 +330,23 @@ class InStore:
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``model.to(...)``: the bundles, which are not here, stay on ``meta``."""
-        bundles = self._buffers["bundles"]
-        assert bundles is not None
-        self._buffers["bundles"] = torch.empty(0, dtype=bundles.dtype)
+        """``model.to(...)``: the neurons, which are not here, stay on ``meta``."""
+        neuron_rows = self._buffers["neuron_rows"]
+        assert neuron_rows is not None
+        self._buffers["neuron_rows"] = torch.empty(0, dtype=neuron_rows.dtype)
         try:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
-            self._buffers["bundles"] = bundles
+            self._buffers["neuron_rows"] = neuron_rows
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, in {self.store.path.name}"  # type: ignore[misc]
 
 
 class OffloadedFFN(InStore, SparseFFN):
-    """A ``SparseFFN`` whose bundles are in a :class:`Store`, not in memory: the same bits.
+    """A ``SparseFFN`` whose neurons are in a :class:`Store`, not in memory: the same bits.
 
-    ``bundles`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError. Reading that
+    ``neuron_rows`` is on ``meta``; ``state_dict`` and what else needs all the numbers raises ConfigError. Reading that
     fails raises ArtifactError; the next call may work. Under ``torch.compile`` that needs ``backend="torch_pi2"``: with
     Inductor alone no Python of ours is in between, and the operator's RuntimeError is what arrives.
     """

@@ -1,4 +1,4 @@
-"""Many tokens at once: the feed-forward layer as matrix products over slices of its bundles.
+"""Many tokens at once: the feed-forward layer as matrix products over slices of its neurons.
 
 A long prompt's tokens together want nearly every neuron, and a matrix product uses a weight for all tokens at once;
 the sparse operator, made for few tokens, reads it for each. What is skipped there is multiplied by zero here, so the
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.layers.bundles import bundle_rows
+from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.spec.site import FFNSite
@@ -45,7 +45,7 @@ class PromptLayer(Protocol):
     dense_from: int | None
     n_hot: int
     threshold: float
-    bundles: torch.Tensor
+    neuron_rows: torch.Tensor
     bias_gate: torch.Tensor | None
     bias_up: torch.Tensor | None
     bias_down: torch.Tensor | None
@@ -146,14 +146,14 @@ def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     y_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
     for start in range(0, site.intermediate, _SLICE):
         part = slice(start, min(start + _SLICE, site.intermediate))
-        bundles = layer.bundles[part]
+        neuron_rows = layer.neuron_rows[part]
 
         def project(row: int, bias: torch.Tensor | None) -> torch.Tensor:
-            w_SH = bundle_rows(bundles, row, kind, site.hidden, dtype)  # noqa: B023 (used within the round)
+            w_SH = row_of_each(neuron_rows, row, kind, site.hidden, dtype)  # noqa: B023 (used within the round)
             y_TS = F.linear(x_TH, w_SH).float()
             return y_TS if bias is None else y_TS + bias[part]  # noqa: B023
 
-        up_row = bundles.shape[1] - 2
+        up_row = neuron_rows.shape[1] - 2
         h_TS = act(project(0, layer.bias_gate if site.gated else layer.bias_up))
         gate_TS = h_TS
         if site.gated:
@@ -163,7 +163,7 @@ def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
             neuron_S = torch.arange(part.start, part.stop, dtype=torch.int64, device=x.device)
             dropped_TS = (gate_TS.abs() <= layer.threshold) & (neuron_S >= layer.n_hot)
             h_TS = torch.where(dropped_TS, torch.zeros_like(h_TS), h_TS)
-        y_TH += h_TS.to(dtype) @ bundle_rows(bundles, up_row + 1, kind, site.hidden, dtype)
+        y_TH += h_TS.to(dtype) @ row_of_each(neuron_rows, up_row + 1, kind, site.hidden, dtype)
     if layer.bias_down is not None:
         y_TH += layer.bias_down
     return y_TH.to(x.dtype).reshape(x.shape)

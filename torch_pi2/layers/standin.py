@@ -139,7 +139,7 @@ class StandIn(Holder):
         self._silent = ()
 
     def release(self, names: tuple[str, ...]) -> None:
-        """Give the memory of these parameters of the original back; their values live in the bundles."""
+        """Give the memory of these parameters of the original back; their values live in the neurons."""
         self._released = names
         for name in names:
             take(self.original.get_parameter(name), self._names[name], self._home[0].shape_of(self._names[name]))
@@ -183,7 +183,7 @@ class StandIn(Holder):
 
     @contextmanager
     def _dense(self) -> Iterator[None]:
-        """The original with its values, and back into the bundles whatever was changed meanwhile."""
+        """The original with its values, and back into the neurons whatever was changed meanwhile."""
         released = self._released
         self.refill()
         try:

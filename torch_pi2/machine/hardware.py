@@ -66,8 +66,8 @@ class Line:
     Attributes:
         tokens: of a call.
         call_us: of each call, whatever its size.
-        us_per_hot_mb: bytes read one after another. us_per_cold_mb: whole bundles, gathered one by one.
-        us_per_gate_mb: gate rows of all neurons under the exact gate, one of each bundle.
+        us_per_hot_mb: bytes read one after another. us_per_cold_mb: whole neurons, gathered one by one.
+        us_per_gate_mb: gate rows of all neurons under the exact gate, one of each neuron.
         us_per_million_macs: multiplications, a (token, row) pair having as many as the row is long.
         error: mean relative distance of the measured calls from the line; 0 where nothing was measured.
     """
@@ -238,7 +238,7 @@ class Hardware:
 
         Args:
             kernel: one of ``KERNELS``.
-            hot_bytes: whole bundles of neurons that are neighbours. cold_bytes: whole bundles of predicted ones, once
+            hot_bytes: of neurons that are neighbours. cold_bytes: of predicted ones, once
                 each however many tokens want it (exact gate: the rows after the gate of those that fire).
             macs: H for each row and token that wants it: gate and up of every token for which a neuron is hot or
                 predicted (exact gate: up where the gate fires), down where it fires.

@@ -158,7 +158,7 @@ class _Kernel:
     ) -> Ready:
         bias, weights, kind, int8 = self.bias(neurons, deviations), self.weights, self.kind, self.int8
         op, last = torch.ops.pi2.sparse_ffn, (bias, None, None, mask_TC, act, False, n_hot, 0.0, kind, int8)
-        return lambda: partial(op, x_TH, weights.bundles(neurons), *last)
+        return lambda: partial(op, x_TH, weights.neuron_rows(neurons), *last)
 
     def sparse(self, batches: Sequence[int]) -> Iterator[Case]:
         """Hot neurons, predicted ones of which every token wants its own, and the exact gate."""
@@ -206,10 +206,12 @@ class _Kernel:
             hidden=self.hidden, intermediate=neurons, activation=act, gated=True, activation_on_up=False
         )
         nothing = {"bias_gate": None, "bias_up": None, "bias_down": None, "threshold": 0.0, "n_hot": 0}
-        layer: Any = SimpleNamespace(site=site, weights=self.kind, bundles=None, **nothing)  # what is looked at of one
+        layer: Any = SimpleNamespace(
+            site=site, weights=self.kind, neuron_rows=None, **nothing
+        )  # what is looked at of one
 
         def ready() -> Callable[[], object]:
-            layer.bundles = self.weights.bundles(neurons)
+            layer.neuron_rows = self.weights.neuron_rows(neurons)
             return lambda: prompt_ffn(layer, x_TH)
 
         return ready

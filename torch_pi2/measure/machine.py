@@ -21,7 +21,7 @@ from torch_pi2.measure.weights import Weights
 from torch_pi2.observe.attention import calls_of_step, timed_apart
 from torch_pi2.observe.steps import timed_steps
 
-#: Rows that are gathered: a row of int4 for H = 2048 and 4096, a bundle of it, a bundle of bfloat16.
+#: Rows that are gathered: a row of int4 for H = 2048 and 4096, a neuron of it, a neuron of bfloat16.
 _ROWS = (1152, 2304, 6912, 24576)
 _SHARE = 0.1
 #: Of the decoders whose glue is measured.
@@ -59,7 +59,7 @@ def _gb_per_s(weights: Weights, row: int, seconds: float) -> float:
 
     def ready() -> Callable[[], object]:
         ids = torch.randperm(len(rows))[:count].sort().values if row else None
-        return lambda: torch.ops.pi2.read_bundles(rows, ids)
+        return lambda: torch.ops.pi2.plain_read(rows, ids)
 
     return count * width / median_us(ready, least=2, seconds=seconds) / 1e3
 

@@ -76,8 +76,8 @@ class Weights:
         some: torch.Tensor = self._rows[start : start + count]
         return some
 
-    def bundles(self, neurons: int) -> torch.Tensor:
-        """``neurons`` neighbouring bundles of three rows, beginning anywhere."""
+    def neuron_rows(self, neurons: int) -> torch.Tensor:
+        """``neurons`` neighbours of three rows, beginning anywhere."""
         some: torch.Tensor = self.rows(3 * neurons).unflatten(0, (-1, 3))
         return some
 

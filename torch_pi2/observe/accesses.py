@@ -277,7 +277,7 @@ def _about(store: Store, stats: dict[str, int]) -> tuple[tuple[StoredLayer, ...]
     unit = SECTOR if "direct" in store.describe() else 1
     with StoreReader(store.path) as reader:
         stored = tuple(
-            StoredLayer(key, e.neurons, e.cluster, -(-e.cluster * e.bundle_bytes // unit) * unit)
+            StoredLayer(key, e.neurons, e.cluster, -(-e.cluster * e.neuron_bytes // unit) * unit)
             for key, e in zip(reader.keys, reader.entries, strict=True)
         )
     place = max(-(-layer.read_bytes // 64) * 64 for layer in stored)

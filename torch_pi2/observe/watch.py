@@ -222,7 +222,7 @@ class _Group:
             with explained(str(first.store.path)):
                 number = torch.ops.pi2.firing_start_stored(first.store.number, numbers, self.cuts, self.sizes)
         else:
-            number = torch.ops.pi2.firing_start([layer.bundles for layer in self.layers], self.cuts, self.sizes)
+            number = torch.ops.pi2.firing_start([layer.neuron_rows for layer in self.layers], self.cuts, self.sizes)
         if not number:
             raise _already()
         self._number = number

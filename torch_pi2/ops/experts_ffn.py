@@ -16,7 +16,7 @@ def experts_ffn(
     x: torch.Tensor,
     index: torch.Tensor,
     routing: torch.Tensor,
-    bundles: torch.Tensor,
+    neuron_rows: torch.Tensor,
     predictor: list[torch.Tensor],
     kind: str,
     cuts: list[float],
@@ -37,7 +37,7 @@ def experts_ffn(
         index: int64 ``[T, k]``, the experts of each token, 0 to E - 1; E itself is no expert and adds nothing (what
             expert parallelism makes of experts that are elsewhere).
         routing: ``[T, k]``, what the router weighs them with, any of these dtypes.
-        bundles: ``[E, I, R, H]``, the bundles of every expert as in :func:`torch_pi2.ops.reference.sparse_ffn`; no
+        neuron_rows: ``[E, I, R, H]``, the neurons of every expert as in :func:`torch_pi2.ops.reference.sparse_ffn`; no
             biases, and no neurons that are always computed.
         predictor: tensors of :func:`torch_pi2.ops.reference.predicted_ffn`, each ``[E, ...]``; empty for ``kind``
             ``none``, where every neuron is looked at.
@@ -47,7 +47,7 @@ def experts_ffn(
     """
 
     def expert(e: int, x_H: torch.Tensor) -> torch.Tensor:
-        layer = (bundles[e], None, None, None)
+        layer = (neuron_rows[e], None, None, None)
         threshold = thresholds[e] if thresholds else 0.0
         settings: tuple[Any, ...] = (activation, activation_on_up, 0, threshold, weights, int8_activations)
         if kind == "none":
@@ -60,22 +60,22 @@ def experts_ffn(
     for t in range(x.shape[0]):
         for j in range(index.shape[1]):
             e = int(index[t, j])
-            if e < bundles.shape[0]:
+            if e < neuron_rows.shape[0]:
                 y_TH[t] += routing[t, j].float() * expert(e, x[t].float())
     return y_TH.to(x.dtype)
 
 
 def fake(*args: Any) -> torch.Tensor:
     call = arguments_of(experts_ffn, args)
-    if call.bundles.dim() != 4:
+    if call.neuron_rows.dim() != 4:
         raise ShapeError(
-            "bundles",
+            "neuron_rows",
             expected="[experts, neurons, 3 or 2, hidden]",
-            found=str(tuple(call.bundles.shape)),
-            fix="Stack the bundles of all experts.",
+            found=str(tuple(call.neuron_rows.shape)),
+            fix="Stack the neurons of all experts.",
         )
     check_routed(call.x, call.index, call.routing)
-    return ffn_output(call.x, call.bundles.flatten(0, 1), call.weights)
+    return ffn_output(call.x, call.neuron_rows.flatten(0, 1), call.weights)
 
 
 def check_routed(x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ Operators, all under ``torch.ops.pi2``:
   ``replay_check``, ``replay_distances``: what caches would have had of it, see :mod:`torch_pi2.observe.replay`.
 * ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
-* ``read_bundles(bundles, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
+* ``plain_read(neuron_rows, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
 * ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
 * ``give_back(tensor) -> int``: the whole pages inside a contiguous tensor go back to the system, and are zeros when
   they are next touched; bytes, 0 if the memory is shared or of a file. For what is not needed any more.

@@ -15,7 +15,7 @@ from torch_pi2.ops.sparse_ffn import ffn_output, sparse_ffn
 
 def predicted_ffn(
     x: torch.Tensor,
-    bundles: torch.Tensor,
+    neuron_rows: torch.Tensor,
     bias_gate: torch.Tensor | None,
     bias_up: torch.Tensor | None,
     bias_down: torch.Tensor | None,
@@ -51,9 +51,9 @@ def predicted_ffn(
             x, a, b, bias[0] if bias else None, predictor_weights, predictor_int8_activations, cut
         )
     layer = (active, activation, activation_on_up, n_hot, threshold, weights, int8_activations)
-    return sparse_ffn(x, bundles, bias_gate, bias_up, bias_down, *layer)
+    return sparse_ffn(x, neuron_rows, bias_gate, bias_up, bias_down, *layer)
 
 
 def fake(*args: Any) -> torch.Tensor:
     call = arguments_of(predicted_ffn, args)
-    return ffn_output(call.x, call.bundles, call.weights)
+    return ffn_output(call.x, call.neuron_rows, call.weights)

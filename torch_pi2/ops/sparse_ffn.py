@@ -15,7 +15,7 @@ from torch_pi2.ops.call import arguments_of, check_hidden
 
 def sparse_ffn(
     x: torch.Tensor,
-    bundles: torch.Tensor,
+    neuron_rows: torch.Tensor,
     bias_gate: torch.Tensor | None,
     bias_up: torch.Tensor | None,
     bias_down: torch.Tensor | None,
@@ -27,7 +27,7 @@ def sparse_ffn(
     weights: str = "float",
     int8_activations: bool = False,
 ) -> torch.Tensor:
-    """A feed-forward layer over neuron bundles, of which only some are computed.
+    """A feed-forward layer over neurons' rows, of which only some are computed.
 
     The first ``n_hot`` neurons are hot: always computed. A cold neuron i contributes to token t iff
     ``active`` is None or ``active[t, i - n_hot]``, *and* its gate fires: ``|act(gate)| > threshold`` (for a
@@ -36,26 +36,26 @@ def sparse_ffn(
 
     Args:
         x: ``[..., H]`` float32, bfloat16 or float16.
-        bundles: ``[I, R, H]``, R = 3 (gate row, up row, down column) or 2 (up row, down column); quantised uint8
+        neuron_rows: ``[I, R, H]``, R = 3 (gate row, up row, down column) or 2 (up row, down column); quantised uint8
             ``[I, R, row_bytes(H)]`` (:mod:`torch_pi2.ops.rows`).
-        bias_gate, bias_up: ``[I]`` or None; bias_down: ``[H]`` or None; dtype of ``bundles``, or float32 if quantised.
+        bias_gate, bias_up: ``[I]`` or None; bias_down: ``[H]`` or None; float32, or the dtype of float rows.
         active: ``[..., I - n_hot]`` bool, or None.
         activation: a name in ``ACTIVATIONS``; activation_on_up: also on up (dReLU).
         n_hot: number of hot neurons, 0..I.
         threshold: cut on the gate's magnitude (CATS, arXiv 2404.08763); 0 is lossless.
-        weights: how bundles are stored: ``float``, ``int4`` or ``int8``.
+        weights: how neurons are stored: ``float``, ``int4`` or ``int8``.
         int8_activations: with quantised weights, gate and up see ``x`` rounded to int8 per group of 32 (lossy).
 
     Returns:
         ``[..., H]`` in ``x``'s dtype; sums are taken in float32.
     """
     act = ACTIVATIONS[activation]
-    intermediate, rows, _ = bundles.shape
+    intermediate, rows, _ = neuron_rows.shape
     hidden = x.shape[-1]
     x_TH = x.reshape(-1, hidden).float()
     if int8_activations:
         x_TH = quantized.rounded_activations(x_TH)
-    w_IRH = bundles.float() if weights == "float" else quantized.values(bundles, weights, hidden)
+    w_IRH = neuron_rows.float() if weights == "float" else quantized.values(neuron_rows, weights, hidden)
 
     def project(row: int, bias: torch.Tensor | None) -> torch.Tensor:
         out_TI = x_TH @ w_IRH[:, row].T
@@ -80,27 +80,27 @@ def sparse_ffn(
 
 def fake(*args: Any) -> torch.Tensor:
     call = arguments_of(sparse_ffn, args)
-    return ffn_output(call.x, call.bundles, call.weights)
+    return ffn_output(call.x, call.neuron_rows, call.weights)
 
 
-def ffn_output(x: torch.Tensor, bundles: torch.Tensor, weights: str) -> torch.Tensor:
+def ffn_output(x: torch.Tensor, neuron_rows: torch.Tensor, weights: str) -> torch.Tensor:
     """What a feed-forward operator returns for ``x``, after the checks that need no data."""
-    if bundles.dim() != 3 or bundles.shape[1] not in (2, 3):
+    if neuron_rows.dim() != 3 or neuron_rows.shape[1] not in (2, 3):
         raise ShapeError(
-            "bundles",
+            "neuron_rows",
             expected="[neurons, 3 or 2, hidden]",
-            found=str(tuple(bundles.shape)),
+            found=str(tuple(neuron_rows.shape)),
             fix="Build them with torch_pi2.layers.ffn.",
         )
     if weights in QUANTIZED:
         wanted = row_bytes(weights, x.shape[-1])
-        if bundles.shape[2] != wanted:
+        if neuron_rows.shape[2] != wanted:
             raise ShapeError(
-                "bundles",
+                "neuron_rows",
                 expected=f"rows of {wanted} bytes (hidden size {x.shape[-1]} of x in {weights})",
-                found=str(bundles.shape[2]),
+                found=str(neuron_rows.shape[2]),
                 fix="Pass hidden states of this model and the weights it was quantised to.",
             )
     else:
-        check_hidden(x, bundles.shape[2])
+        check_hidden(x, neuron_rows.shape[2])
     return x.new_empty(x.shape)

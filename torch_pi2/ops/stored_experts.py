@@ -26,16 +26,16 @@ def stored_experts(
     thresholds: list[float],
     int8_activations: bool = False,
 ) -> torch.Tensor:
-    """:func:`experts_ffn` with the bundles of ``experts`` layers of a store, from ``first_layer`` on.
+    """:func:`experts_ffn` with the neurons of ``experts`` layers of a store, from ``first_layer`` on.
 
     Args:
         reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
         The others: see :func:`experts_ffn`.
     """
-    bundles = torch.stack([reader.as_computed(reader.read_layer(first_layer + e)) for e in range(experts)])
+    neuron_rows = torch.stack([reader.as_computed(reader.read_layer(first_layer + e)) for e in range(experts)])
     how: tuple[Any, ...] = (predictor, kind, cuts, predictor_weights, predictor_int8_activations)
     settings: tuple[Any, ...] = (activation, activation_on_up, thresholds, reader.weights, int8_activations)
-    return experts_ffn(x, index, routing, bundles, *how, *settings)
+    return experts_ffn(x, index, routing, neuron_rows, *how, *settings)
 
 
 def fake(x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, *_: object) -> torch.Tensor:

@@ -28,7 +28,7 @@ def stored_ffn(
     threshold: float,
     int8_activations: bool = False,
 ) -> torch.Tensor:
-    """The feed-forward layer whose bundles are those of ``layer`` in a store: ``x [..., H]`` -> ``[..., H]``.
+    """The feed-forward layer whose neurons are those of ``layer`` in a store: ``x [..., H]`` -> ``[..., H]``.
 
     Which of them are in memory changes nothing, so this is ``predicted_ffn`` (for ``kind`` ``none``: ``sparse_ffn``
     with every neuron) over what the reader gives.
@@ -37,13 +37,13 @@ def stored_ffn(
         reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
         The others: see :func:`torch_pi2.ops.predicted_ffn`.
     """
-    bundles = reader.as_computed(reader.read_layer(layer))
+    neuron_rows = reader.as_computed(reader.read_layer(layer))
     biases = (bias_gate, bias_up, bias_down)
     settings: tuple[Any, ...] = (activation, activation_on_up, n_hot, threshold, reader.weights, int8_activations)
     if kind == "none":
-        return sparse_ffn(x, bundles, *biases, None, *settings)
+        return sparse_ffn(x, neuron_rows, *biases, None, *settings)
     how: tuple[Any, ...] = (predictor, kind, cut, predictor_weights, predictor_int8_activations)
-    return predicted_ffn(x, bundles, *biases, *how, *settings)
+    return predicted_ffn(x, neuron_rows, *biases, *how, *settings)
 
 
 def fake(x: torch.Tensor, *_: object) -> torch.Tensor:

@@ -28,7 +28,7 @@ def caps(task: Task, space: Space, prices: Sequence[Price]) -> list[Counts | Non
     """
     if not task.accelerator_bytes:
         return [None]
-    sizes = [[int(a) * layer.bundle_bytes for a in f] for layer, f in zip(task.shape.layers, space.firsts, strict=True)]
+    sizes = [[int(a) * layer.neuron_bytes for a in f] for layer, f in zip(task.shape.layers, space.firsts, strict=True)]
     picks = [[0] * len(sizes)]
     for price in dict.fromkeys((prices[0], prices[-1])):
         costs = []

@@ -89,10 +89,10 @@ def _filled(task: Task, hot: Sequence[int]) -> tuple[int, ...]:
     left, counts = task.accelerator_bytes, []
     for layer, h in zip(task.shape.layers, hot, strict=True):
         may = layer.experts == 1 and layer.chosen == 1 and layer.method != Method.THRESHOLD
-        fits = min(h, left // layer.bundle_bytes) if may else 0
+        fits = min(h, left // layer.neuron_bytes) if may else 0
         count = fits if fits == layer.intermediate else fits // ACCELERATOR_CHUNK * ACCELERATOR_CHUNK
         counts.append(count)
-        left -= count * layer.bundle_bytes
+        left -= count * layer.neuron_bytes
     return tuple(counts)
 
 

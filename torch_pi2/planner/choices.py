@@ -21,7 +21,7 @@ from torch_pi2.spec.method import Method
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
 
-#: Hot neurons are a multiple of this (64 keeps runs of bundles whole pages), or ``base_hot``, or all.
+#: Hot neurons are a multiple of this (64 keeps runs of neurons whole pages), or ``base_hot``, or all.
 STEP = 64
 #: Counts whose time differs by less are as good as each other: the fewer hot.
 NEAR = 0.01

@@ -254,11 +254,11 @@ def _memory(
     config: OffloadConfig,
 ) -> dict[str, int]:
     """See :class:`Cost`."""
-    theirs = sum(n * layer.bundle_bytes for n, layer in zip(accelerator, shape.layers, strict=True))
+    theirs = sum(n * layer.neuron_bytes for n, layer in zip(accelerator, shape.layers, strict=True))
     budget = shape.budget(cache_bytes or 0, batch=batch, context=context, config=config)
     parts = {"fixed": budget.fixed, "predictors": budget.predictors, "kv": budget.kv}
     if cache_bytes is None:
-        every = sum(layer.intermediate * layer.bundle_bytes for layer in shape.layers)
+        every = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
         return parts | {"resident": every - theirs, "cold": 0, "staging": 0, "tables": 0, "accelerator": theirs}
     stays = min(budget.cache, resident_slots(shape, resident, accelerator) * budget.slot)
     return parts | {

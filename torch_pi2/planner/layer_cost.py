@@ -119,7 +119,7 @@ def layer_curve(
     * ``predictor``: ``hardware.predict_us`` of the rows of neurons from h on: the share ``(rank H + (I - h) rank) /
       (rank H + I rank)`` of a low-rank predictor's bytes, ``(I - h) / I`` of one of signs, and a multiply-add for each
       number and token. 0 without one, and with h = I.
-    * ``hot`` and ``cold`` on the CPU: one call ``hardware.layer_us``. In runs: the bundles of a to h. Gathered: bundles
+    * ``hot`` and ``cold`` on the CPU: one call ``hardware.layer_us``. In runs: the neurons of a to h. Gathered: neurons
       of the neurons from h on that the predictor lets through for any token; without a predictor the gate rows of all
       and the rest of those that fire. Multiply-adds: H for each (token, row) pair, of down rows those that fire. Its
       time is divided by bytes. With h = I and a = 0: ``hardware.dense_us``.
@@ -171,14 +171,14 @@ def layer_curve(
     merge_N = np.zeros(len(hot_N))
     if hardware.accelerator is not None and first_N.any():
         theirs = hardware.accelerator
-        bits = 8 * layer.bundle_bytes / (layer.rows * layer.hidden)
+        bits = 8 * layer.neuron_bytes / (layer.rows * layer.hidden)
 
         def their_us(neurons: int) -> float:
             return theirs.ffn_us(
                 batch=max(1, round(tokens)), neurons=neurons, hidden=layer.hidden, rows=layer.rows, weight_bits=bits
             )
 
-        bytes_N = ffn_bytes_N + work.predictor_bytes + first_N * float(layer.bundle_bytes)
+        bytes_N = ffn_bytes_N + work.predictor_bytes + first_N * float(layer.neuron_bytes)
         theirs_N = np.maximum(each(their_us, first_N), bytes_N / (theirs.shared_gb_per_s * 1e3))
         hot_us_N = hot_us_N + np.where(first_N > 0, np.maximum(theirs_N - predictor_N - cpu_N, 0), 0)
         merge_N = np.where(first_N > 0, theirs.merge_us * tokens, 0.0)
@@ -207,12 +207,12 @@ class _Work(NamedTuple):
     @staticmethod
     def of(layer: LayerShape, tokens: float, hot_N: np.ndarray, first_N: np.ndarray) -> _Work:
         """See :func:`layer_curve`."""
-        of_h, size, row = sums(layer, tokens), layer.intermediate, layer.bundle_bytes / layer.rows
+        of_h, size, row = sums(layer, tokens), layer.intermediate, layer.neuron_bytes / layer.rows
         ours_N, cold_N = hot_N - first_N, (size - hot_N).astype(float)
         firsts = layer.rows - 1  # gate and up; up of a plain layer
         pairs_N = tokens * ours_N * firsts + of_h.hot_pairs_used[first_N] - of_h.hot_pairs_used[hot_N]
         if layer.predictor is not None:
-            cold_bytes_N, gate_bytes_N = of_h.predicted[hot_N] * layer.bundle_bytes, np.zeros(len(hot_N))
+            cold_bytes_N, gate_bytes_N = of_h.predicted[hot_N] * layer.neuron_bytes, np.zeros(len(hot_N))
             pairs_N = pairs_N + firsts * of_h.pairs_predicted[hot_N] + of_h.pairs_used[hot_N]
         else:
             cold_bytes_N, gate_bytes_N = of_h.computed[hot_N] * firsts * row, cold_N * row
@@ -225,7 +225,7 @@ class _Work(NamedTuple):
             numbers_N = np.where(cold_N > 0, numbers_N, 0.0)
             share_N = numbers_N / (layer.rank * (layer.hidden + size) if layer.rank else layer.hidden * size)
         return _Work(
-            ours_N * float(layer.bundle_bytes),
+            ours_N * float(layer.neuron_bytes),
             cold_bytes_N,
             gate_bytes_N,
             pairs_N * layer.hidden,

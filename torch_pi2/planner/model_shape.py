@@ -46,7 +46,7 @@ class LayerShape:
 
     Attributes:
         key: of the site. hidden, intermediate, rows: H, I, and rows of H numbers a neuron (3 gated, 2 plain).
-        bundle_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
+        neuron_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
             is read for them. stored_bytes: from one slot to the next in the file (0: as ``pack`` aligns them).
         kernel: ``weights/activations``, such as ``int4/int8`` or ``bfloat16/float``.
         method: of ``spec.method.METHODS``. exact_zeros: what does not fire adds exactly zero, and its down
@@ -67,7 +67,7 @@ class LayerShape:
     hidden: int
     intermediate: int
     rows: int
-    bundle_bytes: int
+    neuron_bytes: int
     slot_bytes: int
     kernel: str
     method: str
@@ -104,7 +104,7 @@ class LayerShape:
     @property
     def file_slot_bytes(self) -> int:
         """From one slot to the next in a store's file."""
-        return self.stored_bytes or slot_bytes(self.cluster * self.bundle_bytes)
+        return self.stored_bytes or slot_bytes(self.cluster * self.neuron_bytes)
 
     def with_cluster(self, cluster: int) -> LayerShape:
         """The layer in a store of slots of ``cluster`` neurons, aligned as ``pack`` does."""
@@ -113,7 +113,7 @@ class LayerShape:
 
     def entry(self, layer: int) -> LayerEntry:
         """What a store's superblock says of it (offsets are 0)."""
-        row = self.bundle_bytes // self.rows
+        row = self.neuron_bytes // self.rows
         code = FORMATS[self.kernel.partition("/")[0]].code
         return LayerEntry(
             0, 0, self.intermediate, self.hidden, self.rows, code, self.file_slot_bytes, row, self.base_hot, layer,
@@ -166,7 +166,7 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Of everything that steps multiply by, neurons that seldom fire included."""
-        layers = sum(y.intermediate * y.bundle_bytes + y.predictor_bytes + y.attention_bytes for y in self.layers)
+        layers = sum(y.intermediate * y.neuron_bytes + y.predictor_bytes + y.attention_bytes for y in self.layers)
         return layers + self.head_bytes
 
     @property
@@ -307,7 +307,9 @@ class _Reading:
         seen: dict[int, int] = {}
         for module in self.model.modules():
             for name, tensor in {**module._parameters, **module._buffers}.items():
-                ours = id(module) in own and (name in ("bundles", "order", "inverse") or name.startswith("predictor_"))
+                ours = id(module) in own and (
+                    name in ("neuron_rows", "order", "inverse") or name.startswith("predictor_")
+                )
                 if tensor is not None and not ours and not tensor.is_meta:
                     seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return sum(seen.values())
@@ -316,7 +318,7 @@ class _Reading:
         site, part = layer.site, self.parts[layer.site.key]
         kind = format_name(part.weights, part.dtype)
         entry = self.entries.get(site.key)
-        bundle = entry.bundle_bytes if entry else part.bundles[0].nbytes if not part.bundles.is_meta else 0
+        neuron = entry.neuron_bytes if entry else part.neuron_rows[0].nbytes if not part.neuron_rows.is_meta else 0
         predicted = layer.method in PREDICTED and part.has_predictor
         card = self.cards.get(site.key)
         made = LayerShape(
@@ -324,7 +326,7 @@ class _Reading:
             hidden=site.hidden,
             intermediate=site.intermediate,
             rows=site.rows_per_neuron,
-            bundle_bytes=bundle,
+            neuron_bytes=neuron,
             slot_bytes=0,
             kernel=f"{kind}/{'int8' if part.int8_activations else 'float'}",
             method=layer.method,

@@ -27,7 +27,7 @@ def dense_ms(layer: LayerShape, hardware: Hardware, tokens: int, *, model_bytes:
     took = hardware.dense_us(
         layer.kernel,
         tokens=own,
-        nbytes=layer.intermediate * layer.bundle_bytes,
+        nbytes=layer.intermediate * layer.neuron_bytes,
         macs=(firsts + float(sums(layer, own).hot_pairs_used[0])) * layer.hidden,
         calls=1 / (layer.experts * use) if layer.chosen < 1 else 1,
         model_bytes=model_bytes,

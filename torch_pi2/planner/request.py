@@ -157,7 +157,7 @@ def _check_memory(task: Task) -> None:
             what += f" and accelerator memory of {task.accelerator_bytes} bytes, which is the same memory"
     else:
         budget = shape.budget(0, batch=task.batches[-1], context=task.context, config=OffloadConfig())
-        every = sum(layer.intermediate * layer.bundle_bytes for layer in shape.layers)
+        every = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
         ours = every if shares else max(0, every - task.accelerator_bytes)
         needed = budget.fixed + budget.predictors + budget.kv + ours
         what = f"everything in memory, for batches to {task.batches[-1]} of {task.context} tokens"

@@ -46,7 +46,7 @@ def _store(path: Path) -> tuple[str, dict[str, int], dict[str, int]]:
         for region, size in store.regions().items():
             part = _REGIONS.get(region, _REST)
             parts[part] = parts.get(part, 0) + size
-        neurons = {key: y.neurons * y.bundle_bytes for key, y in zip(store.keys, store.entries, strict=True)}
+        neurons = {key: y.neurons * y.neuron_bytes for key, y in zip(store.keys, store.entries, strict=True)}
         return store.kind, {name: parts[name] for name in (*dict.fromkeys(_REGIONS.values()), _REST)}, neurons
 
 

@@ -232,6 +232,6 @@ def _check_quantised(ffn: SparseFFN, x: torch.Tensor) -> None:
     some = slice(0, 64)
     biases = [None if b is None else b[some] for b in (ffn.bias_gate, ffn.bias_up)]
     settings = (None, ffn.site.activation, ffn.site.activation_on_up, 0, 0.0, ffn.weights, ffn.int8_activations)
-    args: Any = (x.float(), ffn.bundles[some].contiguous(), *biases, ffn.bias_down, *settings)
+    args: Any = (x.float(), ffn.neuron_rows[some].contiguous(), *biases, ffn.bias_down, *settings)
     if not same_tokens(torch.ops.pi2.sparse_ffn(*args), reference.sparse_ffn(*args)):
         raise no_way(ffn.site, ["the sparse operator does not reproduce the layer (a damaged build?)"])

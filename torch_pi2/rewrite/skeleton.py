@@ -178,8 +178,8 @@ def _without_value(model: nn.Module, name: str, where: str | Path) -> ArtifactEr
 
 
 def check_filled(model: nn.Module, where: str | Path) -> None:
-    """Raises ArtifactError, naming it, if a tensor of ``model`` has no value; bundles may be in a store."""
-    stored = {f"{name}.bundles" for name, m in model.named_modules() if not getattr(m, "in_memory", True)}
+    """Raises ArtifactError, naming it, if a tensor of ``model`` has no value; neurons may be in a store."""
+    stored = {f"{name}.neuron_rows" for name, m in model.named_modules() if not getattr(m, "in_memory", True)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and name not in stored:
             raise _without_value(model, name, where)

@@ -29,7 +29,7 @@ class OffloadConfig:
             each call reads what it wants). ``torch-pi2 replay`` compares them on what a model really wants.
         io_threads: of ``pread``; for ``io_uring`` reads that may be at the device together.
         direct: read past the page cache (``O_DIRECT``) where a trial read shows that this works.
-        verify: check the CRC32C of every bundle read (not with ``mmap``, where the system reads).
+        verify: check the CRC32C of every neuron read (not with ``mmap``, where the system reads).
         pipeline: compute chunks of a layer while others are read; else wait for all of a layer's reads.
         window: keep of a layer only what its last so many calls before this one used ("LLM in a flash": tokens; of
             a prompt, from 32 tokens on, or 12 where int8 prompts go by tiles, up to 512 are one call); 0: as the policy

@@ -4,7 +4,7 @@ Both finders (graph patterns and architecture adapters) yield it; eager ``optimi
 and export all rewrite from it. A site holds *names*, never tensors, so it can be written to ``plan.json``.
 
 Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I`` intermediate size (neurons),
-``R`` rows per bundle (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
+``R`` rows per neuron (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
 """
 
 from __future__ import annotations

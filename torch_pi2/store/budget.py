@@ -91,7 +91,7 @@ def place_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> int:
     As the core rounds it: what is read past the page cache goes straight to its place, in whole sectors.
     """
     unit = SECTOR if config.direct else 64
-    return max(-(-entry.cluster * entry.bundle_bytes // unit) * unit for entry in entries)
+    return max(-(-entry.cluster * entry.neuron_bytes // unit) * unit for entry in entries)
 
 
 def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[int, int, int]:

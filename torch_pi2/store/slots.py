@@ -1,4 +1,4 @@
-"""Neuron bundles as the slots of a store, with their checksums (docs/FORMATS.md)."""
+"""Neuron neurons as the slots of a store, with their checksums (docs/FORMATS.md)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch_pi2.store.superblock import MOST_CLUSTER, LayerEntry
 _CLUSTER_BYTES = 1 << 18
 
 
-def cluster_size(plan: Plan, bundle_bytes: int) -> int:
+def cluster_size(plan: Plan, neuron_bytes: int) -> int:
     """Neurons of a slot. One size for all layers: a place in the cache has to fit any slot."""
     if any(layer.method in PREDICTED for layer in plan.layers):
         return 1
-    most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // bundle_bytes))
+    most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // neuron_bytes))
     return 1 << (most.bit_length() - 1)
 
 
@@ -50,7 +50,7 @@ def write_slots(
     """Write ``KEY.bundles`` and ``KEY.checks``, as ``out`` declares them.
 
     Args:
-        read: first, last -> the bundles of neurons ``[first, last)`` in plan order, ``[n, R, row]`` of any dtype.
+        read: first, last -> the rows of neurons ``[first, last)`` in plan order, ``[n, R, row]`` of any dtype.
     """
     n_slots, per_slot = out.specs[f"{key}.bundles"].shape
     step = max(1, PIECE // per_slot)
@@ -58,13 +58,13 @@ def write_slots(
     for slot in range(0, n_slots, step):
         count = min(step, n_slots - slot)
         first, last = slot * cluster, min((slot + count) * cluster, neurons)
-        bundles = read(first, last).flatten(1).contiguous().view(torch.uint8)
-        checks.append(crc32c(bundles))
+        neuron_rows = read(first, last).flatten(1).contiguous().view(torch.uint8)
+        checks.append(crc32c(neuron_rows))
         slots = torch.zeros((count, per_slot), dtype=torch.uint8)
-        whole, size = (last - first) // cluster, bundles.shape[1]
-        slots[:whole, : cluster * size] = bundles[: whole * cluster].reshape(whole, cluster * size)
+        whole, size = (last - first) // cluster, neuron_rows.shape[1]
+        slots[:whole, : cluster * size] = neuron_rows[: whole * cluster].reshape(whole, cluster * size)
         if whole < count:  # the layer's last, of fewer neurons
-            rest = bundles[whole * cluster :].flatten()
+            rest = neuron_rows[whole * cluster :].flatten()
             slots[whole, : len(rest)] = rest
         out.write(f"{key}.bundles", slots, row=slot)
     out.write(f"{key}.checks", check_bytes(torch.cat(checks)))

@@ -1,6 +1,6 @@
 """``pi2/model.pi2``, the neuron store: the weights of a model with every neuron in a slot of its own.
 
-A safetensors file like ``weights.safetensors`` and in its place: the same metadata and tensors, but bundles lie in
+A safetensors file like ``weights.safetensors`` and in its place: the same metadata and tensors, but neurons lie in
 slots that a device reads whole, with a checksum each, and a superblock says where (docs/FORMATS.md). This is the
 reader in Python; the C++ core reads the superblock and slots by itself.
 """
@@ -82,7 +82,7 @@ def check_bytes(checksums: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
-    """The checksum of a tensor that is no bundle, 8 hexadecimal digits.
+    """The checksum of a tensor that is no neuron, 8 hexadecimal digits.
 
     CRC32C over the little-endian CRC32Cs of: its name, dtype and shape as text, then its pieces of ``BLOCK`` bytes.
     So parts can be checked side by side, and a header that calls a tensor something else is noticed.
@@ -106,7 +106,7 @@ class StoreReader(QuantizedWeights):
     """A neuron store, open. Everything that is read is compared with its checksum, the superblock on opening.
 
     Attributes:
-        keys: of the layers' sites, in plan order. entries: where their bundles are, in the same order.
+        keys: of the layers' sites, in plan order. entries: where their neurons are, in the same order.
 
     Raises:
         ArtifactError: missing, damaged, of another format or version, or its parts do not agree.
@@ -168,7 +168,7 @@ class StoreReader(QuantizedWeights):
             "neurons": entry.neurons >= 1 and entry.hidden >= 1,
             "weights": entry.weights == FORMATS[self.kind].code,
             "row_bytes": entry.row_bytes == row_bytes(self.kind, entry.hidden),
-            "slot_bytes": entry.slot_bytes >= entry.cluster * entry.bundle_bytes and entry.slot_bytes % SECTOR == 0,
+            "slot_bytes": entry.slot_bytes >= entry.cluster * entry.neuron_bytes and entry.slot_bytes % SECTOR == 0,
             "n_hot": entry.n_hot <= entry.neurons,
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,
             "checks": entry.checks == self.offset(f"{key}.checks"),
@@ -239,7 +239,7 @@ class StoreReader(QuantizedWeights):
             )
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """As in ``TensorReader``; compared with its checksum if it is read whole. Bundles come as slots."""
+        """As in ``TensorReader``; compared with its checksum if it is read whole. Neurons come as slots."""
         tensor = super().read(name, rows)
         if rows is None and name in self.checks:
             data = tensor.reshape(-1).view(torch.uint8)
@@ -252,7 +252,7 @@ class StoreReader(QuantizedWeights):
         if found != self.checks[name]:
             self._damaged(f"{name} has checksum {found}, not {self.checks[name]}")
 
-    def read_bundles(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    def read_neurons(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
         if site.key not in self.keys:
             self._refuse(f"a layer {site.key}", f"{len(self.keys)} others")
         index = self.keys.index(site.key)
@@ -275,12 +275,12 @@ class StoreReader(QuantizedWeights):
         entry = self.entries[index]
         start, stop = rows or (0, entry.neurons)
         out = new_tensor((stop - start, entry.rows, entry.row_bytes), torch.uint8)
-        for at, bundles in self._pieces(index, start, stop):
-            out[at - start : at - start + len(bundles)] = bundles.view(-1, entry.rows, entry.row_bytes)
+        for at, neuron_rows in self._pieces(index, start, stop):
+            out[at - start : at - start + len(neuron_rows)] = neuron_rows.view(-1, entry.rows, entry.row_bytes)
         return out
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Position of a neuron, and bundles ``[n, bundle_bytes]`` from there on, compared with their checksums."""
+        """Position of a neuron, and neurons ``[n, neuron_bytes]`` from there on, compared with their checksums."""
         entry, key = self.entries[index], self.keys[index]
         first, last = start // entry.cluster, -(-stop // entry.cluster)  # slots
         step = max(1, PIECE // entry.slot_bytes)
@@ -288,11 +288,11 @@ class StoreReader(QuantizedWeights):
         for slot in range(first, last, step):
             part = slots[: min(step, last - slot)]
             self.read_into(f"{key}.bundles", part, row=slot)
-            whole = part[:, : entry.cluster * entry.bundle_bytes].reshape(-1, entry.bundle_bytes)
+            whole = part[:, : entry.cluster * entry.neuron_bytes].reshape(-1, entry.neuron_bytes)
             at, end = max(start, slot * entry.cluster), min(stop, (slot + len(part)) * entry.cluster)
-            bundles = whole[at - slot * entry.cluster : end - slot * entry.cluster].contiguous()
+            neuron_rows = whole[at - slot * entry.cluster : end - slot * entry.cluster].contiguous()
             stored = self.read_bytes(f"{key}.checks", 4 * at, 4 * end).numpy().view("<u4")
-            found = crc32c(bundles).numpy()
+            found = crc32c(neuron_rows).numpy()
             wrong = np.flatnonzero(found != stored)
             if len(wrong):
                 first = int(wrong[0])
@@ -300,7 +300,7 @@ class StoreReader(QuantizedWeights):
                     f"neuron {at + first} of {key} has checksum {found[first]:08x}, not {stored[first]:08x}"
                     + (f", and {len(wrong) - 1} others" if len(wrong) > 1 else "")
                 )
-            yield at, bundles
+            yield at, neuron_rows
 
     def verify(self, progress: bool = False) -> int:
         """Compare everything in the file with its checksum; bytes compared.
@@ -314,9 +314,9 @@ class StoreReader(QuantizedWeights):
         show = progress and sys.stderr.isatty()
         with tqdm(total=self.file_bytes, desc="verify", unit="B", unit_scale=True, disable=not show, delay=2) as bar:
             for index, entry in enumerate(self.entries):
-                for _, bundles in self._pieces(index, 0, entry.neurons):
-                    done += bundles.nbytes
-                    bar.update(len(bundles) * entry.slot_bytes // entry.cluster)
+                for _, neuron_rows in self._pieces(index, 0, entry.neurons):
+                    done += neuron_rows.nbytes
+                    bar.update(len(neuron_rows) * entry.slot_bytes // entry.cluster)
             for name in self.checks:
                 size = self.specs[name].nbytes
                 blocks = []
@@ -335,7 +335,7 @@ class StoreReader(QuantizedWeights):
     def regions(self) -> dict[str, int]:
         """Bytes of the file by what they are for; together all of it."""
         found = {"header": self.offset(SUPERBLOCK), "superblock": self.specs[SUPERBLOCK].nbytes}
-        found["bundles"] = sum(entry.neurons * entry.bundle_bytes for entry in self.entries)
+        found["bundles"] = sum(entry.neurons * entry.neuron_bytes for entry in self.entries)
         found["slot_padding"] = sum(entry.slots_in_file * entry.slot_bytes for entry in self.entries) - found["bundles"]
         found["checks"] = sum(4 * entry.neurons for entry in self.entries)
         rows = {f"{name}.weight" for name in self.linears}

@@ -1,4 +1,4 @@
-"""The superblock of a neuron store: all that the C++ core reads to find bundles (docs/FORMATS.md has the offsets)."""
+"""The superblock of a neuron store: all that the C++ core reads to find neurons (docs/FORMATS.md has the offsets)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENTRY = struct.Struct("<QQIIIIIIIII")
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """Where one layer's bundles are, in the order of the fields in the file.
+    """Where one layer's neurons are, in the order of the fields in the file.
 
     Attributes:
         slots: file offset of the first slot. checks: file offset of the checksums, 4 bytes a neuron.
@@ -49,7 +49,7 @@ class LayerEntry:
     cluster: int = 1
 
     @property
-    def bundle_bytes(self) -> int:
+    def neuron_bytes(self) -> int:
         """Of a neuron. A slot has ``cluster`` of them; the rest is zeros."""
         return self.rows * self.row_bytes
 
@@ -115,13 +115,13 @@ def superblock_bytes(layers: int) -> int:
     return -(-_PART * (1 + layers) // PAGE) * PAGE
 
 
-def slot_bytes(bundle_bytes: int, align: int | None = None) -> int:
-    """Bytes from one slot to the next: ``bundle_bytes`` rounded up to ``align``.
+def slot_bytes(neuron_bytes: int, align: int | None = None) -> int:
+    """Bytes from one slot to the next: ``neuron_bytes`` rounded up to ``align``.
 
-    Default: to a page, or to a sector where a page would hold several bundles (small models).
+    Default: to a page, or to a sector where a page would hold several neurons (small models).
     """
-    align = align or (PAGE if bundle_bytes >= PAGE else SECTOR)
-    return -(-bundle_bytes // align) * align
+    align = align or (PAGE if neuron_bytes >= PAGE else SECTOR)
+    return -(-neuron_bytes // align) * align
 
 
 def hash_bytes(model_hash: str) -> bytes:

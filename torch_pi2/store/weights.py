@@ -1,8 +1,8 @@
 """``pi2/weights.safetensors``: the weights of a quantised model, in the form in which they are computed with.
 
-Names (docs/FORMATS.md): quantised linears under their usual ``NAME.weight`` as uint8 rows; the bundles of a
+Names (docs/FORMATS.md): quantised linears under their usual ``NAME.weight`` as uint8 rows; the neurons of a
 feed-forward layer as ``KEY.bundles`` in plan order; everything that stays float under its usual name. A float model on
-its way to a neuron store has bundles of floats here and nothing quantised.
+its way to a neuron store has neurons of floats here and nothing quantised.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mappi
     }
 
 
-def bundle_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
-    """Tensors of one feed-forward layer: bundles as bytes, and its biases, in float32 if the bundles are quantised."""
+def neuron_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
+    """Tensors of one feed-forward layer: neurons as bytes, and its biases, in float32 if the neurons are quantised."""
     shape = (site.intermediate, site.rows_per_neuron, row_bytes(kind, site.hidden))
     specs = {f"{site.key}.bundles": Spec(shape, torch.uint8)}
     for name, ref, size in (
@@ -138,22 +138,22 @@ class QuantizedWeights(TensorReader):
             )
 
     def check_plan(self, plan: Plan) -> None:
-        """Raises StaleArtifactError if the bundles are not in the order of ``plan``, as far as the file can tell."""
+        """Raises StaleArtifactError if the neurons are not in the order of ``plan``, as far as the file can tell."""
         self.check_hash(plan.model_hash)
 
-    def read_bundles(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    def read_neurons(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Bundles of a layer, or of its neurons ``[start, stop)`` in plan order: uint8 ``[I, R, row bytes of H]``.
 
         Raises:
             ArtifactError: the file has none, or of other sizes.
         """
         name = f"{site.key}.bundles"
-        self.check(name, bundle_specs(site, self.kind)[name])
+        self.check(name, neuron_specs(site, self.kind)[name])
         return self.read(name, rows)
 
-    def as_computed(self, bundles: torch.Tensor) -> torch.Tensor:
+    def as_computed(self, neuron_rows: torch.Tensor) -> torch.Tensor:
         """Bundles as read, uint8, as operators take them: floats ``[..., H]`` if that is what the bytes are."""
-        return bundles.view(DTYPES[self.kind]) if self.kind in FLOATS else bundles
+        return neuron_rows.view(DTYPES[self.kind]) if self.kind in FLOATS else neuron_rows
 
     def take(self, name: str, spec: Spec) -> torch.Tensor:
         """Tensor ``name``, which must be as in ``spec``. Raises ArtifactError."""

@@ -105,22 +105,22 @@ void guarded(KernelRuntimeContext& context, const char* op, const Body& body) {
 }
 
 // The layer but for x's and out's data and its mask.
-FfnArgs ffn_args(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
+FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, std::string_view activation, bool activation_on_up, std::int64_t n_hot,
                  double threshold, std::string_view weights, bool int8_activations) {
   FfnArgs args;
   args.hidden = hidden_of(x);
   args.x_dtype = float_dtype(x, "x");
-  args.w_dtype = weights == "float" ? float_dtype(bundles, "bundles") : quantized_dtype(weights);
+  args.w_dtype = weights == "float" ? float_dtype(neuron_rows, "neuron_rows") : quantized_dtype(weights);
   const bool quantized = is_quantized(args.w_dtype);
   const std::int64_t last = quantized ? row_bytes(args.w_dtype, args.hidden) : args.hidden;
-  expect(bundles.dim() == 3 && bundles.size(0) > 0 && (bundles.size(1) == 2 || bundles.size(1) == 3) &&
-             bundles.size(2) == last && (bundles.scalar_type() == ScalarType::Byte) == quantized,
-         "bundles", "[neurons, 2 or 3, " + std::to_string(last) + "]", shape_of(bundles));
-  args.neurons = bundles.size(0);
-  args.rows = bundles.size(1);
-  args.bundles = bundles.const_data_ptr();
-  const ScalarType like = quantized ? ScalarType::Float : bundles.scalar_type();
+  expect(neuron_rows.dim() == 3 && neuron_rows.size(0) > 0 && (neuron_rows.size(1) == 2 || neuron_rows.size(1) == 3) &&
+             neuron_rows.size(2) == last && (neuron_rows.scalar_type() == ScalarType::Byte) == quantized,
+         "neuron_rows", "[neurons, 2 or 3, " + std::to_string(last) + "]", shape_of(neuron_rows));
+  args.neurons = neuron_rows.size(0);
+  args.rows = neuron_rows.size(1);
+  args.neuron_rows = neuron_rows.const_data_ptr();
+  const ScalarType like = quantized ? ScalarType::Float : neuron_rows.scalar_type();
   args.bias_gate = bias_data(bias_gate, "bias_gate", args.neurons, like);
   args.bias_up = bias_data(bias_up, "bias_up", args.neurons, like);
   args.bias_down = bias_data(bias_down, "bias_down", args.hidden, like);
@@ -201,14 +201,14 @@ Tensor& linear_out(KernelRuntimeContext& context, const Tensor& x, const Tensor&
   return out;
 }
 
-Tensor& sparse_ffn_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& bundles,
+Tensor& sparse_ffn_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& neuron_rows,
                        const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down,
                        const MaybeTensor& active, std::string_view activation, bool activation_on_up,
                        std::int64_t n_hot, double threshold, std::string_view weights, bool int8_activations,
                        Tensor& out) {
   guarded(context, "pi2::sparse_ffn.out", [&] {
-    FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
-                            weights, int8_activations);
+    FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot,
+                            threshold, weights, int8_activations);
     if (active) {
       const std::int64_t cold = args.neurons - n_hot;
       expect(active->scalar_type() == ScalarType::Bool && active->numel() == args.tokens * cold &&
@@ -225,15 +225,15 @@ Tensor& sparse_ffn_out(KernelRuntimeContext& context, const Tensor& x, const Ten
   return out;
 }
 
-Tensor& predicted_ffn_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& bundles,
+Tensor& predicted_ffn_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& neuron_rows,
                           const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down,
                           ArrayRef<Tensor> predictor, std::string_view kind, double cut,
                           std::string_view predictor_weights, bool predictor_int8_activations,
                           std::string_view activation, bool activation_on_up, std::int64_t n_hot, double threshold,
                           std::string_view weights, bool int8_activations, Tensor& out) {
   guarded(context, "pi2::predicted_ffn.out", [&] {
-    FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
-                            weights, int8_activations);
+    FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot,
+                            threshold, weights, int8_activations);
     const Predictor any = any_predictor(args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
     resize(out, x, args.hidden);
     args.x = x.const_data_ptr();

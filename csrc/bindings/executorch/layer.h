@@ -11,7 +11,7 @@ namespace pi2::et {
 
 class Layer {
  public:
-  // Reads what the layer has beside its bundles.
+  // Reads what the layer has beside its neurons.
   static std::shared_ptr<Layer> load(std::shared_ptr<Store> store, const Blob& blob, Problem* problem);
   ~Layer();
   Layer(const Layer&) = delete;

@@ -25,7 +25,7 @@ std::string constants() {
       {"most_sizes", kMostSizes},
       {"most_traced", kMostTraced},
       {"stages", static_cast<int64_t>(Stage::kRead) + 1},
-      {"trace_counters", static_cast<int64_t>(TraceCounter::kColdBundles) + 1},
+      {"trace_counters", static_cast<int64_t>(TraceCounter::kColdNeurons) + 1},
   };
   std::string all;
   for (const auto& [name, value] : numbers) all += std::string(name) + "=" + std::to_string(value) + " ";

@@ -84,17 +84,18 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
   return stack;
 }
 
-Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, const Tensor& bundles,
+Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, const Tensor& neuron_rows,
                    std::vector<Tensor> predictor, std::string kind, std::vector<double> cuts,
                    std::string predictor_weights, bool predictor_int8_activations, std::string activation,
                    bool activation_on_up, std::vector<double> thresholds, std::string weights, bool int8_activations) {
-  check_plain(bundles, "bundles");
-  STD_TORCH_CHECK(bundles.dim() == 4 && bundles.is_contiguous() && bundles.numel() > 0,
-                  "pi2: bundles: expected contiguous [experts, neurons, 3 (gate, up, down) or 2 (up, down), hidden], "
-                  "none of them 0, found ",
-                  bundles.is_contiguous() ? "" : "strided ", shape_of(bundles), ". Stack the bundles of all experts.");
-  const Routed r = routed(x, index, routing, bundles.size(0));
-  const Tensor first = torch::stable::select(bundles, 0, 0);
+  check_plain(neuron_rows, "neuron_rows");
+  STD_TORCH_CHECK(
+      neuron_rows.dim() == 4 && neuron_rows.is_contiguous() && neuron_rows.numel() > 0,
+      "pi2: neuron_rows: expected contiguous [experts, neurons, 3 (gate, up, down) or 2 (up, down), hidden], "
+      "none of them 0, found ",
+      neuron_rows.is_contiguous() ? "" : "strided ", shape_of(neuron_rows), ". Stack the neurons of all experts.");
+  const Routed r = routed(x, index, routing, neuron_rows.size(0));
+  const Tensor first = torch::stable::select(neuron_rows, 0, 0);
   const FfnArgs layer = ffn_args(x, first, std::nullopt, std::nullopt, std::nullopt, activation, activation_on_up, 0, 0,
                                  weights, int8_activations);
   const ExpertStack stack = stack_of(x, layer, r.args.experts, predictor, kind, cuts, predictor_weights,
@@ -152,9 +153,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   const std::string predictor =
       "Tensor[] predictor, str kind, float[] cuts, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, float[] thresholds, ";
-  m.def(
-      ("experts_ffn(" + tokens + "Tensor bundles, " + predictor + "str weights, bool int8_activations=False) -> Tensor")
-          .c_str());
+  m.def(("experts_ffn(" + tokens + "Tensor neuron_rows, " + predictor +
+         "str weights, bool int8_activations=False) -> Tensor")
+            .c_str());
   m.def(("stored_experts(" + tokens + "int store, int first_layer, int experts, " + predictor +
          "bool int8_activations=False) -> Tensor")
             .c_str());

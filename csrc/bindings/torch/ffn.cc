@@ -1,4 +1,4 @@
-// torch.ops.pi2.sparse_ffn and what reads its bundles.
+// torch.ops.pi2.sparse_ffn and what reads its neurons.
 #include "bindings/torch/ffn.h"
 
 #include "bindings/activations.h"
@@ -17,28 +17,30 @@ Activation activation_of(const std::string& name) {
 
 }  // namespace
 
-FfnArgs ffn_args(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
+FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
                  double threshold, const std::string& weights, bool int8_activations) {
   check_plain(x, "x");
-  check_plain(bundles, "bundles");
-  STD_TORCH_CHECK(bundles.dim() == 3 && (bundles.size(1) == 2 || bundles.size(1) == 3) && bundles.is_contiguous(),
-                  "pi2: bundles: expected contiguous [neurons, 3 (gate, up, down) or 2 (up, down), hidden], found ",
-                  bundles.dim(), " dimensions. Build them with torch_pi2.layers.ffn.");
+  check_plain(neuron_rows, "neuron_rows");
+  STD_TORCH_CHECK(
+      neuron_rows.dim() == 3 && (neuron_rows.size(1) == 2 || neuron_rows.size(1) == 3) && neuron_rows.is_contiguous(),
+      "pi2: neuron_rows: expected contiguous [neurons, 3 (gate, up, down) or 2 (up, down), hidden], found ",
+      neuron_rows.dim(), " dimensions. Build them with torch_pi2.layers.ffn.");
   FfnArgs args;
-  args.w_dtype = weights_dtype(weights, bundles, "bundles");
+  args.w_dtype = weights_dtype(weights, neuron_rows, "neuron_rows");
   const bool quantized = is_quantized(args.w_dtype);
-  args.neurons = bundles.size(0);
-  args.rows = bundles.size(1);
-  STD_TORCH_CHECK(bundles.numel() > 0, "pi2: bundles: expected neurons, found an empty tensor. Check the layer.");
+  args.neurons = neuron_rows.size(0);
+  args.rows = neuron_rows.size(1);
+  STD_TORCH_CHECK(neuron_rows.numel() > 0,
+                  "pi2: neuron_rows: expected neurons, found an empty tensor. Check the layer.");
   if (quantized) {
     args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
-    STD_TORCH_CHECK(args.hidden > 0 && bundles.size(2) == row_bytes(args.w_dtype, args.hidden),
-                    "pi2: bundles: expected rows of ", row_bytes(args.w_dtype, args.hidden), " bytes (hidden size ",
-                    args.hidden, " of x in ", weights, "), found ", bundles.size(2),
+    STD_TORCH_CHECK(args.hidden > 0 && neuron_rows.size(2) == row_bytes(args.w_dtype, args.hidden),
+                    "pi2: neuron_rows: expected rows of ", row_bytes(args.w_dtype, args.hidden), " bytes (hidden size ",
+                    args.hidden, " of x in ", weights, "), found ", neuron_rows.size(2),
                     ". Pass hidden states of this model and the weights it was quantised to.");
   } else {
-    args.hidden = bundles.size(2);
+    args.hidden = neuron_rows.size(2);
     check_hidden(x, args.hidden);
     STD_TORCH_CHECK(!int8_activations,
                     "pi2: int8_activations: expected false with float weights, found true. Quantise the weights to "
@@ -46,9 +48,9 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias
   }
   STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
                   ". Check the plan.");
-  args.bundles = bundles.const_data_ptr();
+  args.neuron_rows = neuron_rows.const_data_ptr();
   args.n_hot = n_hot;
-  const ScalarType like = quantized ? ScalarType::Float : bundles.scalar_type();
+  const ScalarType like = quantized ? ScalarType::Float : neuron_rows.scalar_type();
   return with_settings(args, x, like, bias_gate, bias_up, bias_down, activation, activation_on_up, threshold,
                        int8_activations);
 }
@@ -58,7 +60,7 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
                       bool activation_on_up, double threshold, bool int8_activations) {
   STD_TORCH_CHECK(threshold >= 0, "pi2: threshold: expected 0 or more, found ", threshold, ". Check the plan.");
   args.x_dtype = float_dtype(x, "x");
-  const char* wanted = is_quantized(args.w_dtype) ? "float32 (the weights are quantised)" : "that of bundles";
+  const char* wanted = is_quantized(args.w_dtype) ? "float32 (the weights are quantised)" : "that of neuron_rows";
   args.bias_gate = bias_data(bias_gate, "bias_gate", args.neurons, like, wanted);
   args.bias_up = bias_data(bias_up, "bias_up", args.neurons, like, wanted);
   args.bias_down = bias_data(bias_down, "bias_down", args.hidden, like, wanted);
@@ -72,12 +74,12 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
 
 namespace {
 
-Tensor sparse_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
-                      const MaybeTensor& bias_down, const MaybeTensor& active, std::string activation,
-                      bool activation_on_up, int64_t n_hot, double threshold, std::string weights,
-                      bool int8_activations, Tensor out) {
+Tensor sparse_ffn_out(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate,
+                      const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& active,
+                      std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
+                      std::string weights, bool int8_activations, Tensor out) {
   check_plain(out, "out");
-  FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
+  FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
                           weights, int8_activations);
   STD_TORCH_CHECK(out.scalar_type() == x.scalar_type() && out.numel() == x.numel() && out.is_contiguous(),
                   "pi2: out: expected a contiguous tensor with x's dtype and ", x.numel(), " elements, found ",
@@ -95,32 +97,33 @@ Tensor sparse_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor&
   return out;
 }
 
-Tensor sparse_ffn(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
+Tensor sparse_ffn(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                   const MaybeTensor& bias_down, const MaybeTensor& active, std::string activation,
                   bool activation_on_up, int64_t n_hot, double threshold, std::string weights, bool int8_activations) {
   Tensor out = torch::stable::new_empty(x, x.sizes());
-  sparse_ffn_out(x, bundles, bias_gate, bias_up, bias_down, active, activation, activation_on_up, n_hot, threshold,
+  sparse_ffn_out(x, neuron_rows, bias_gate, bias_up, bias_down, active, activation, activation_on_up, n_hot, threshold,
                  weights, int8_activations, out);
   return out;
 }
 
-int64_t read_bundles(const Tensor& bundles, const MaybeTensor& index) {
-  check_plain(bundles, "bundles");
-  STD_TORCH_CHECK(bundles.is_contiguous() && bundles.dim() >= 1 && bundles.size(0) > 0,
-                  "pi2: bundles: expected a contiguous, non-empty tensor, found another. Call .contiguous().");
-  const int64_t element = bundles.element_size();
-  const int64_t bytes = bundles.numel() / bundles.size(0) * element;
+int64_t plain_read(const Tensor& neuron_rows, const MaybeTensor& index) {
+  check_plain(neuron_rows, "neuron_rows");
+  STD_TORCH_CHECK(neuron_rows.is_contiguous() && neuron_rows.dim() >= 1 && neuron_rows.size(0) > 0,
+                  "pi2: neuron_rows: expected a contiguous, non-empty tensor, found another. Call .contiguous().");
+  const int64_t element = neuron_rows.element_size();
+  const int64_t bytes = neuron_rows.numel() / neuron_rows.size(0) * element;
   if (!index)
     return static_cast<int64_t>(
-        pi2::read_bundles(bundles.const_data_ptr(), bytes, bundles.size(0), nullptr, torch_threads()));
+        pi2::plain_read(neuron_rows.const_data_ptr(), bytes, neuron_rows.size(0), nullptr, torch_threads()));
   check_plain(*index, "index");
   STD_TORCH_CHECK(index->scalar_type() == ScalarType::Long && index->dim() == 1 && index->is_contiguous(),
                   "pi2: index: expected a contiguous int64 vector, found another. Use torch.nonzero(...).flatten().");
   const auto* ids = static_cast<const int64_t*>(index->const_data_ptr());
   for (int64_t i = 0; i < index->size(0); ++i)
-    STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < bundles.size(0), "pi2: index: expected 0 to ", bundles.size(0) - 1,
+    STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < neuron_rows.size(0), "pi2: index: expected 0 to ", neuron_rows.size(0) - 1,
                     ", found ", ids[i], ". Check the neuron ids.");
-  return static_cast<int64_t>(pi2::read_bundles(bundles.const_data_ptr(), bytes, index->size(0), ids, torch_threads()));
+  return static_cast<int64_t>(
+      pi2::plain_read(neuron_rows.const_data_ptr(), bytes, index->size(0), ids, torch_threads()));
 }
 
 bool advise_huge_pages(const Tensor& tensor) {
@@ -139,11 +142,11 @@ int64_t give_back(const Tensor& tensor) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   const std::string ffn =
-      "Tensor x, Tensor bundles, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, Tensor? active, str activation, "
+      "Tensor x, Tensor neuron_rows, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, Tensor? active, str activation, "
       "bool activation_on_up, int n_hot, float threshold, str weights=\"float\", bool int8_activations=False";
   m.def(("sparse_ffn(" + ffn + ") -> Tensor").c_str());
   m.def(("sparse_ffn.out(" + ffn + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
-  m.def("read_bundles(Tensor bundles, Tensor? index) -> int");
+  m.def("plain_read(Tensor neuron_rows, Tensor? index) -> int");
   m.def("advise_huge_pages(Tensor tensor) -> bool");
   m.def("give_back(Tensor(a!) tensor) -> int");
 }
@@ -151,7 +154,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("sparse_ffn", TORCH_BOX(&pi2::binding::sparse_ffn));
   m.impl("sparse_ffn.out", TORCH_BOX(&pi2::binding::sparse_ffn_out));
-  m.impl("read_bundles", TORCH_BOX(&pi2::binding::read_bundles));
+  m.impl("plain_read", TORCH_BOX(&pi2::binding::plain_read));
   m.impl("advise_huge_pages", TORCH_BOX(&pi2::binding::advise_huge_pages));
   m.impl("give_back", TORCH_BOX(&pi2::binding::give_back));
 }

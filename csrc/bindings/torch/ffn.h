@@ -7,11 +7,11 @@
 namespace pi2::binding {
 
 // The arguments of sparse_ffn but for x's and out's data and `active`. The tensors must outlive what is returned.
-FfnArgs ffn_args(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
+FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
                  double threshold, const std::string& weights, bool int8_activations);
 
-// `args`, which has the layer's sizes, with what does not depend on where its bundles are; biases have type `like`.
+// `args`, which has the layer's sizes, with what does not depend on where its neurons are; biases have type `like`.
 FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const MaybeTensor& bias_gate,
                       const MaybeTensor& bias_up, const MaybeTensor& bias_down, const std::string& activation,
                       bool activation_on_up, double threshold, bool int8_activations);

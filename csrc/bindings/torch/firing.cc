@@ -13,7 +13,7 @@ namespace {
 // addresses.
 struct Watched {
   std::unique_ptr<FiringWatch> firing;
-  std::vector<Tensor> bundles;
+  std::vector<Tensor> neuron_rows;
   std::shared_ptr<Offload> store;
 };
 
@@ -53,18 +53,18 @@ void check_cuts(const std::vector<double>& cuts, size_t layers) {
     STD_TORCH_CHECK(cut >= 0, "pi2: cuts: expected 0 or more, found ", cut, ". Check the thresholds.");
 }
 
-int64_t firing_start(std::vector<Tensor> bundles, std::vector<double> cuts, std::vector<int64_t> sizes) {
-  check_cuts(cuts, bundles.size());
+int64_t firing_start(std::vector<Tensor> neuron_rows, std::vector<double> cuts, std::vector<int64_t> sizes) {
+  check_cuts(cuts, neuron_rows.size());
   std::vector<WatchedLayer> layers;
-  for (size_t i = 0; i < bundles.size(); ++i) {
-    check_plain(bundles[i], "bundles");
-    STD_TORCH_CHECK(bundles[i].dim() == 3 && bundles[i].numel() > 0 && bundles[i].is_contiguous(),
-                    "pi2: bundles: expected contiguous [neurons, rows, hidden], found ", shape_of(bundles[i]),
+  for (size_t i = 0; i < neuron_rows.size(); ++i) {
+    check_plain(neuron_rows[i], "neuron_rows");
+    STD_TORCH_CHECK(neuron_rows[i].dim() == 3 && neuron_rows[i].numel() > 0 && neuron_rows[i].is_contiguous(),
+                    "pi2: neuron_rows: expected contiguous [neurons, rows, hidden], found ", shape_of(neuron_rows[i]),
                     ". Pass those that the layer is called with.");
-    layers.push_back({bundles[i].const_data_ptr(), -1, bundles[i].size(0), static_cast<float>(cuts[i])});
+    layers.push_back({neuron_rows[i].const_data_ptr(), -1, neuron_rows[i].size(0), static_cast<float>(cuts[i])});
   }
   const auto watch = std::make_shared<Watched>();
-  watch->bundles = bundles;
+  watch->neuron_rows = neuron_rows;
   return begin(watch, layers, sizes);
 }
 
@@ -119,7 +119,7 @@ bool firing_stop(int64_t watch) {
 }  // namespace pi2::binding
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
-  m.def("firing_start(Tensor[] bundles, float[] cuts, int[] sizes) -> int");
+  m.def("firing_start(Tensor[] neuron_rows, float[] cuts, int[] sizes) -> int");
   m.def("firing_start_stored(int store, int[] layers, float[] cuts, int[] sizes) -> int");
   m.def("firing_read(int watch, int layer, bool reset) -> Tensor");
   m.def("firing_tokens(int watch) -> int");

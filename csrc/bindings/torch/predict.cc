@@ -151,12 +151,12 @@ Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<
 
 namespace {
 
-Tensor predicted_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate,
+Tensor predicted_ffn_out(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate,
                          const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                          std::string kind, double cut, std::string predictor_weights, bool predictor_int8_activations,
                          std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
                          std::string weights, bool int8_activations, const Tensor& out) {
-  FfnArgs args = ffn_args(x, bundles, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
+  FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
                           weights, int8_activations);
   const Predictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
   check_out(out, x, std::vector<int64_t>(x.sizes().begin(), x.sizes().end()));
@@ -167,13 +167,13 @@ Tensor predicted_ffn_out(const Tensor& x, const Tensor& bundles, const MaybeTens
   return out;
 }
 
-Tensor predicted_ffn(const Tensor& x, const Tensor& bundles, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
-                     const MaybeTensor& bias_down, std::vector<Tensor> predictor, std::string kind, double cut,
-                     std::string predictor_weights, bool predictor_int8_activations, std::string activation,
-                     bool activation_on_up, int64_t n_hot, double threshold, std::string weights,
-                     bool int8_activations) {
+Tensor predicted_ffn(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate,
+                     const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
+                     std::string kind, double cut, std::string predictor_weights, bool predictor_int8_activations,
+                     std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
+                     std::string weights, bool int8_activations) {
   Tensor out = torch::stable::new_empty(x, x.sizes());
-  return predicted_ffn_out(x, bundles, bias_gate, bias_up, bias_down, predictor, kind, cut, predictor_weights,
+  return predicted_ffn_out(x, neuron_rows, bias_gate, bias_up, bias_down, predictor, kind, cut, predictor_weights,
                            predictor_int8_activations, activation, activation_on_up, n_hot, threshold, weights,
                            int8_activations, out);
 }
@@ -190,7 +190,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
       "float threshold) -> Tensor");
   m.def("predict_signbit(Tensor x, Tensor signs, int columns, float margin) -> Tensor");
   const std::string ffn =
-      "Tensor x, Tensor bundles, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
+      "Tensor x, Tensor neuron_rows, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
       "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, int n_hot, float threshold, str weights=\"float\", "
       "bool int8_activations=False";

@@ -1,4 +1,4 @@
-// The sparse feed-forward layer over neuron bundles.
+// The sparse feed-forward layer over neurons' rows.
 #pragma once
 
 #include <cstdint>
@@ -31,27 +31,27 @@ constexpr std::int64_t kPromptTokens = 512;
 // Neurons of a prompt's chunk: whose h is held at a time, and their down rows in float.
 constexpr std::int64_t kPromptNeurons = 512;
 
-// Where bundles come from that are not all in memory: see pi2/offload.h. Of one call of sparse_ffn at a time: expect,
+// Where neurons come from that are not all in memory: see pi2/offload.h. Of one call of sparse_ffn at a time: expect,
 // then begin from one of its workers, and next and done from all of them until next has nothing left.
-class BundleSource {
+class NeuronSource {
  public:
-  virtual ~BundleSource() = default;
+  virtual ~NeuronSource() = default;
   // begin is going to be called for so many chunks; again within a call, for further tokens, when every chunk of the
   // time before is done. `stream`: next gives chunks in ascending order, and what is read for them is not kept: a
   // prompt wants nearly all of a layer, and would leave nothing in a cache of what is wanted often. `last`: the layer's
   // last tokens, after which another layer's are to be expected.
   virtual void expect(std::int64_t chunks, bool stream = false, bool last = true) = 0;
-  // Chunk c < `chunks` of the layer is going to read the bundles ids[c * chunk_size + k], k < counts[c], ascending.
+  // Chunk c < `chunks` of the layer is going to read the neurons ids[c * chunk_size + k], k < counts[c], ascending.
   // Other workers may be in next() already. `keep` [neurons], used until the last chunk is done: of a stream, the
   // neurons that are kept all the same, because the tokens after it are likely to want them.
   virtual void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size, std::int64_t chunks,
                      const std::uint8_t* keep = nullptr) = 0;
-  // A chunk whose bundles are there, each once, in the order in which they come (but see expect); waits for it. -1: all
+  // A chunk whose neurons are there, each once, in the order in which they come (but see expect); waits for it. -1: all
   // have been given out, or reading has failed.
   virtual std::int64_t next() = 0;
   virtual void done(std::int64_t chunk) = 0;
-  // Where the bundle of each neuron is; from expect on, of those that next has announced.
-  virtual const char* const* bundles() const = 0;
+  // Where the neuron of each neuron is; from expect on, of those that next has announced.
+  virtual const char* const* neuron_rows() const = 0;
   virtual bool failed() const = 0;
 };
 
@@ -66,10 +66,10 @@ struct FfnArgs {
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;
   // [neurons, rows] rows of hidden numbers (row_bytes), w_dtype; rows: 3 = gate, up, down; 2 = up, down
-  const void* bundles = nullptr;
-  BundleSource* source = nullptr;  // instead of bundles; if it fails, y means nothing
+  const void* neuron_rows = nullptr;
+  NeuronSource* source = nullptr;  // instead of neurons; if it fails, y means nothing
   std::int64_t layer = -1;         // its number in a store
-  const void* owner = nullptr;     // that store (pi2/firing.h); null: the bundles say which layer it is
+  const void* owner = nullptr;     // that store (pi2/firing.h); null: the neurons say which layer it is
   bool more = false;               // the same layer is going to be called for further tokens of the same prompt
   bool piece = false;              // there are other calls for tokens of the same prompt
   DType w_dtype = DType::kF32;
@@ -92,9 +92,9 @@ struct FfnArgs {
 
 void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel);
 
-// Reads the given bundles (index null: all of them, in order) and does nothing with them: the roofline.
-std::uint64_t read_bundles(const void* bundles, std::int64_t bundle_bytes, std::int64_t count,
-                           const std::int64_t* index, const ParallelFor& parallel);
+// Reads the given neurons (index null: all of them, in order) and does nothing with them: the roofline.
+std::uint64_t plain_read(const void* neuron_rows, std::int64_t neuron_bytes, std::int64_t count,
+                         const std::int64_t* index, const ParallelFor& parallel);
 
 // Work done since the last reset, in (token, neuron) pairs; what an honest sparsity figure is made from.
 struct Counters {

@@ -8,7 +8,7 @@
 
 namespace pi2 {
 
-// One layer: of bundles in memory these and -1; of a store its Offload and the layer's number there.
+// One layer: of neurons in memory these and -1; of a store its Offload and the layer's number there.
 struct WatchedLayer {
   const void* owner = nullptr;
   std::int64_t layer = -1;

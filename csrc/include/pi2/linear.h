@@ -48,7 +48,7 @@ struct QuantizeFault {
 QuantizeFault quantize(const void* w, DType from, std::int64_t count, std::int64_t columns, const float* importance,
                        DType to, void* rows, const ParallelFor& parallel);
 
-// out[i] = the values of row i; rows are `stride_bytes` apart (a bundle's rows are not next to each other).
+// out[i] = the values of row i; rows are `stride_bytes` apart (a neuron's rows are not next to each other).
 void dequantize(const void* rows, DType from, std::int64_t count, std::int64_t columns, std::int64_t stride_bytes,
                 void* out, DType to, const ParallelFor& parallel);
 

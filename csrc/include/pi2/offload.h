@@ -1,5 +1,5 @@
-// Feed-forward layers whose neurons are in a store on flash: a cache of bundles under a byte budget, and a pipeline in
-// which chunks of neurons are computed while the bundles of others are read (PowerInfer-2, sections 4.2 to 4.4).
+// Feed-forward layers whose neurons are in a store on flash: a cache of neurons under a byte budget, and a pipeline in
+// which chunks of neurons are computed while the neurons of others are read (PowerInfer-2, sections 4.2 to 4.4).
 #pragma once
 
 #include <cstdint>
@@ -34,15 +34,15 @@ struct OffloadOptions {
 
 struct OffloadStats {
   std::int64_t calls = 0;
-  std::int64_t wanted = 0, hits = 0;   // bundles; hits: in memory already, and not because of a guess
+  std::int64_t wanted = 0, hits = 0;   // neurons; hits: in memory already, and not because of a guess
   std::int64_t guessed = 0, used = 0;  // slots read because prefetch() asked; those of them that were wanted afterwards
   std::int64_t reads = 0, bytes_read = 0;
   std::int64_t evictions = 0;
   std::int64_t uncached = 0;             // slots read for one use: the cache was full of what the same call wants
-  std::int64_t wait_ns = 0;              // of all workers, waiting for bundles
+  std::int64_t wait_ns = 0;              // of all workers, waiting for neurons
   std::int64_t busy_ns = 0;              // of all workers, from a call's beginning to its end
   std::int64_t io_ns = 0;                // with at least one read under way
-  std::int64_t resident = 0, slots = 0;  // slots of the file in the cache now, and room for: mostly a bundle each
+  std::int64_t resident = 0, slots = 0;  // slots of the file in the cache now, and room for: mostly a neuron each
   std::int64_t cache_bytes = 0, staging_bytes = 0;  // what cannot be cached passes through staging
   std::int64_t late = 0;                            // of a simulated device: reads that took longer here than there
   // Slots of the file that nothing evicts, those on their way among them; and those that arrange() has still to look

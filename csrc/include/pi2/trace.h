@@ -26,7 +26,7 @@ enum class Stage : std::int32_t {
 };
 
 // What has a value. In the order of torch_pi2.observe.trace.COUNTERS.
-enum class TraceCounter : std::int32_t { kReading, kBytesRead, kHotBundles, kColdBundles };
+enum class TraceCounter : std::int32_t { kReading, kBytesRead, kHotNeurons, kColdNeurons };
 
 enum class TraceKind : std::int32_t { kSpan, kAsync, kCounter };
 

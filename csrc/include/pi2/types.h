@@ -19,7 +19,7 @@ constexpr int64_t groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
 // a weight is its stored integer times its group's scale.
 //   kQ4  16 bytes a group: byte k holds weight k in its low and weight k + 16 in its high half, each plus 8 (0..15)
 //   kQ8  32 bytes a group: weight k in byte k, signed
-// Row-local: a neuron's gate row, up row and down column are contiguous in a bundle, scales included.
+// Row-local: a neuron's gate row, up row and down column are contiguous in a neuron, scales included.
 constexpr int64_t row_bytes(DType dtype, int64_t n) {
   switch (dtype) {
     case DType::kF32: return 4 * n;

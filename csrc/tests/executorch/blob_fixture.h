@@ -1,4 +1,4 @@
-// Blobs byte by byte as docs/FORMATS.md says, of layers of a StoreFixture, and tensors behind its bundles.
+// Blobs byte by byte as docs/FORMATS.md says, of layers of a StoreFixture, and tensors behind its neurons.
 #pragma once
 
 #include <vector>

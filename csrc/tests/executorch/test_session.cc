@@ -126,7 +126,7 @@ struct Bundle {
     args.hidden = blob.hidden;
     args.neurons = blob.neurons;
     args.w_dtype = blob.w_dtype;
-    args.bundles = store.bundles[l].data();
+    args.neuron_rows = store.neuron_rows[l].data();
     args.bias_up = bias_up.data();
     args.bias_down = bias_down.data();
     args.n_hot = kHot;

@@ -150,7 +150,7 @@ long check(std::mt19937& rng) {
     args.hidden = kHidden;
     args.neurons = kNeurons;
     args.w_dtype = DType::kQ4;
-    args.bundles = store.bundles[0].data();
+    args.neuron_rows = store.neuron_rows[0].data();
     pi2::sparse_ffn(args, pi2::serial());
     PI2_CHECK(std::memcmp(wanted.data(), y.data.data(), wanted.size()) == 0, "bits of dtype %d",
               static_cast<int>(type));

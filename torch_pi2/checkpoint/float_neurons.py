@@ -1,4 +1,4 @@
-"""A float checkpoint becomes a folder with bundles of floats: what the neuron store of a float model is made of."""
+"""A float checkpoint becomes a folder with neurons of floats: what the neuron store of a float model is made of."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.names import ExpertMatrix
 from torch_pi2.store.source import Checkpoint
 
-#: Bytes of bundles made at a time: a whole layer of a model of 7 billion parameters in 16 bits. Matrices are read once
+#: Bytes of neurons made at a time: a whole layer of a model of 7 billion parameters in 16 bits. Matrices are read once
 #: for each such group of neurons.
 _GROUP = 384 << 20
 #: Bytes of a matrix read at a time.
 _STRIP = 16 << 20
 
 
-def bundle(
+def float_neurons(
     source: Path,
     folder: Path,
     weights: str | None = None,
@@ -33,7 +33,7 @@ def bundle(
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
-    """Write ``folder`` as :func:`torch_pi2.quantize` does, with nothing quantised: neurons as float bundles.
+    """Write ``folder`` as :func:`torch_pi2.quantize` does, with nothing quantised: neurons in floats.
 
     Args:
         weights: of the neurons, a name in ``FLOATS`` (rounding to it if they are something else); None or
@@ -48,12 +48,12 @@ def bundle(
         if kind is None:  # what transformers loads: as the configuration says, or as it is stored
             said = model_config(source, trust_remote_code=trust_remote_code).dtype
             kind = dtype_name(said) if said in DTYPES.values() else None
-        return _Bundler(model, checkpoint, plan, kind)
+        return _FloatQuantizer(model, checkpoint, plan, kind)
 
     return convert(source, folder, make, with_linears=False, trust_remote_code=trust_remote_code, progress=progress)
 
 
-class _Bundler(Quantizer):
+class _FloatQuantizer(Quantizer):
     """As its base, with ``kind`` a name in ``FLOATS`` (None: as in the checkpoint) and no linears."""
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, plan: Plan, kind: str | None) -> None:
@@ -69,16 +69,16 @@ class _Bundler(Quantizer):
         group = max(1, _GROUP // (len(refs) * row_bytes(self._kind, site.hidden)))
         for first in range(0, site.intermediate, group):
             neurons = order[first : first + group]
-            bundles = self._scratch(Spec((len(neurons), len(refs), site.hidden), dtype))
+            neuron_rows = self._scratch(Spec((len(neurons), len(refs), site.hidden), dtype))
             for row, (role, ref) in enumerate(refs):
                 for start, strip in self._strips(site, ref, role, None if first else digest):
                     if role == "down":
                         part = converted(strip[:, neurons], dtype, ref.weight)
-                        bundles[:, row, start : start + len(strip)] = part.T
+                        neuron_rows[:, row, start : start + len(strip)] = part.T
                     else:
                         here = ((neurons >= start) & (neurons < start + len(strip))).nonzero().flatten()
-                        bundles[here, row] = converted(strip[neurons[here] - start], dtype, ref.weight)
-            out.write(f"{site.key}.bundles", bundles.view(torch.uint8), row=first)
+                        neuron_rows[here, row] = converted(strip[neurons[here] - start], dtype, ref.weight)
+            out.write(f"{site.key}.bundles", neuron_rows.view(torch.uint8), row=first)
         self._write_biases(layer, out, digest)
         return 0.0
 

@@ -1,4 +1,4 @@
-"""Making neuron bundles from a layer's matrices, float and quantised, and taking them apart again."""
+"""Making neurons' rows from a layer's matrices, float and quantised, and taking them apart again."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch_pi2.spec.site import FFNSite, FFNWeights
 _CHUNK_BYTES = 32 << 20
 
 
-def make_bundles(weights: FFNWeights, order: torch.Tensor) -> torch.Tensor:
+def make_rows(weights: FFNWeights, order: torch.Tensor) -> torch.Tensor:
     """``[I, R, H]`` contiguous: gate row, up row and down column of each neuron, in ``order`` (``[I]`` int64)."""
     rows = [w for w in (weights.gate, weights.up, weights.down.T) if w is not None]
-    bundles_IRH = torch.empty((len(order), len(rows), weights.up.shape[1]), dtype=weights.up.dtype)
+    rows_IRH = torch.empty((len(order), len(rows), weights.up.shape[1]), dtype=weights.up.dtype)
     load()
-    torch.ops.pi2.advise_huge_pages(bundles_IRH)
+    torch.ops.pi2.advise_huge_pages(rows_IRH)
     for r, row_IH in enumerate(rows):  # one matrix at a time keeps the peak at one copy
-        bundles_IRH[:, r] = row_IH.detach()[order]
-    return bundles_IRH
+        rows_IRH[:, r] = row_IH.detach()[order]
+    return rows_IRH
 
 
-def make_quantized_bundles(
+def make_quantized_rows(
     site: FFNSite, weights: FFNWeights, order: torch.Tensor, kind: str, importance: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, float]:
-    """As :func:`make_bundles`, quantised: uint8 ``[I, R, row_bytes(H)]``, and the relative error of all its weights.
+    """As :func:`make_rows`, quantised: uint8 ``[I, R, row_bytes(H)]``, and the relative error of all its weights.
 
     Args:
         kind: ``int4`` or ``int8``.
@@ -40,9 +40,9 @@ def make_quantized_bundles(
     refs = [("gate", weights.gate, site.gate), ("up", weights.up, site.up), ("down", weights.down.T, site.down)]
     rows = [(role, w, ref) for role, w, ref in refs if w is not None and ref is not None]
     hidden = weights.up.shape[1]
-    bundles = torch.empty((len(order), len(rows), row_bytes(kind, hidden)), dtype=torch.uint8)
+    neuron_rows = torch.empty((len(order), len(rows), row_bytes(kind, hidden)), dtype=torch.uint8)
     load()
-    torch.ops.pi2.advise_huge_pages(bundles)
+    torch.ops.pi2.advise_huge_pages(neuron_rows)
     step = max(1, _CHUNK_BYTES // (4 * hidden))
     wrong = total = 0.0
     for r, (role, w_IH, ref) in enumerate(rows):
@@ -50,18 +50,18 @@ def make_quantized_bundles(
             part = w_IH.detach()[order[start : start + step]].contiguous()
             weight = None if role == "down" else importance
             quantised = quantize(f"{ref.weight} of {site.key}", part, kind, weight)
-            bundles[start : start + step, r] = quantised
+            neuron_rows[start : start + step, r] = quantised
             off = torch.ops.pi2.dequantize(quantised, kind, hidden, torch.float32).sub_(part)
             wrong += float(off.square_().sum(dtype=torch.float64))
             total += float(part.float().square_().sum(dtype=torch.float64))
-    return bundles, (wrong / total) ** 0.5 if total else 0.0
+    return neuron_rows, (wrong / total) ** 0.5 if total else 0.0
 
 
-def bundle_rows(bundles: torch.Tensor, row: int, kind: str, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Row ``row`` of every bundle as ``[I, H]`` in ``dtype``: a view if they are stored so, else a copy."""
+def row_of_each(neuron_rows: torch.Tensor, row: int, kind: str, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Row ``row`` of every neuron as ``[I, H]`` in ``dtype``: a view if they are stored so, else a copy."""
     if kind == "float":
-        return bundles[:, row].to(dtype)
-    w_IH: torch.Tensor = torch.ops.pi2.dequantize(bundles[:, row], kind, hidden, dtype)
+        return neuron_rows[:, row].to(dtype)
+    w_IH: torch.Tensor = torch.ops.pi2.dequantize(neuron_rows[:, row], kind, hidden, dtype)
     return w_IH
 
 
