@@ -271,7 +271,10 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
             r"neuron_rows: expected contiguous \[neurons, 3 \(gate, up, down\)",
         ),
         ({"neuron_rows": torch.zeros(4, 85, 3, 111)}, "dtype of neuron_rows: expected uint8 with weights 'int4'"),
-        ({"weights": "float"}, "dtype of neuron_rows: expected float32, bfloat16 or float16 with weights 'float', found"),
+        (
+            {"weights": "float"},
+            "dtype of neuron_rows: expected float32, bfloat16 or float16 with weights 'float', found",
+        ),
         ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
         ({"activation": "tanh"}, "activation: expected relu, .* found 'tanh'"),
         (
