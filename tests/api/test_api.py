@@ -12,11 +12,19 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2 import errors
+from torch_pi2.fitting import search
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import counters
 from torch_pi2.profiling import text
 
 QUICK = {"calibration_tokens": 2000, "seq_len": 32}
+
+
+@pytest.fixture(autouse=True)
+def briefly_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eighth of the steps: how good predictors become is in the tests of fitting."""
+    train = search.train_lowrank
+    monkeypatch.setattr(search, "train_lowrank", lambda *args, steps, **how: train(*args, steps=steps // 8, **how))
 
 
 def ids(rows: int = 64, length: int = 32, vocab: int = 64) -> torch.Tensor:

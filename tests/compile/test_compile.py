@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from rewriting import close, count_op_calls, make_plan, predictor
 from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, GatedBlock, plain, tiny
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import torch_pi2.compile as compile_module
 from torch_pi2.base import warn
@@ -24,6 +25,12 @@ X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 def _fresh():
     torch._dynamo.reset()
     warn._said.clear()
+
+
+@pytest.fixture
+def captured_alone(monkeypatch):
+    """Graphs run as they are: for what is not about Inductor's code."""
+    monkeypatch.setattr(compile_module, "_inductor", lambda gm, inputs, mode: aot_eager(gm, inputs))
 
 
 def compiled(model, **options):
@@ -47,6 +54,7 @@ def test_backend_is_found_by_name_and_equals_dense():
     assert count_op_calls(lambda: fast(X_BTH)) == 2
 
 
+@pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
 def test_as_many_compilations_as_torch_itself_and_bundles_are_shared(monkeypatch):
     counts = {"eager": 0, "ours": 0, "neuron_rows": 0}
@@ -91,6 +99,7 @@ def test_changed_weights_are_seen():
         assert close(fast(X_BTH), model(X_BTH))
 
 
+@pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
 def test_bundles_go_with_the_model():
     import gc
@@ -114,6 +123,7 @@ def test_language_model_of_relu_family():
     assert count_op_calls(lambda: fast(input_ids=ids_BT)) == 2
 
 
+@pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
 def test_other_activations_need_a_plan():
     model = plain(GatedBlock())
@@ -124,6 +134,7 @@ def test_other_activations_need_a_plan():
     assert count_op_calls(lambda: fast(X_BTH)) == 0
 
 
+@pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
 def test_plan_and_predictors(tmp_path):
     model = plain(GatedBlock(), nn.LayerNorm(HIDDEN), FunctionalBlock())
@@ -141,6 +152,7 @@ def test_plan_and_predictors(tmp_path):
     assert close(compiled(model, plan=str(tmp_path))(X_BTH), rewrite(copy.deepcopy(model), plan)(X_BTH))
 
 
+@pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
 def test_wrong_options_and_stale_plans_are_errors():
     model = relu_model()
@@ -225,6 +237,7 @@ def test_options_are_checked(options: dict[str, object], message: str) -> None:
         compiled(plain(nn.Linear(HIDDEN, HIDDEN)), **options)(X_BTH)
 
 
+@pytest.mark.usefixtures("captured_alone")
 def test_plan_folder_brings_its_predictors(tmp_path) -> None:
     """options={"plan": "my-sparse-model/pi2"} uses the predictors that lie beside the plan."""
     import torch_pi2
@@ -242,6 +255,7 @@ def test_plan_folder_brings_its_predictors(tmp_path) -> None:
         assert float((found - model(ids[:2, :9]).logits).abs().max()) > 1e-4 * float(wanted.abs().max())
 
 
+@pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
 def test_an_ffn_fed_by_another_one():
     def pair():
@@ -273,6 +287,7 @@ def test_an_input_changed_through_a_view_stays_right():
     assert close(compiled(model)(X_BTH), model(X_BTH))
 
 
+@pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
 def test_a_parameter_with_the_id_of_another_one_is_not_taken_for_it():
     import weakref

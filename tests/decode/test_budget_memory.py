@@ -107,11 +107,11 @@ def _run(stores: dict[str, Path], name: str, activations: str, way: str, group: 
     [
         ("int4", "float", "decode"),
         ("int4", "int8", "prompt"),
-        ("int4", "float", "prompt"),
-        ("int4", "int8", "generate"),
-        ("int4", "float", "sequences"),
-        ("float", "float", "prompt"),
-        ("experts", "int8", "prompt"),
+        pytest.param("int4", "float", "prompt", marks=pytest.mark.slow),
+        pytest.param("int4", "int8", "generate", marks=pytest.mark.slow),
+        pytest.param("int4", "float", "sequences", marks=pytest.mark.slow),
+        pytest.param("float", "float", "prompt", marks=pytest.mark.slow),
+        pytest.param("experts", "int8", "prompt", marks=pytest.mark.slow),
     ],
 )
 def test_the_smallest_budget_holds(stores: dict[str, Path], name: str, activations: str, way: str) -> None:

@@ -17,7 +17,7 @@ from torch_pi2.graph.capture import CapturedGraph
 Capture = Callable[..., list[CapturedGraph]]
 
 #: Where the code of a model may be that is remembered: nobody changes it.
-_KNOWN = ("torch.nn.modules.", "transformers.", "modeling_drelu_llama")
+_KNOWN = ("torch.nn.modules.", "transformers.", "modeling_drelu_llama", "torch_pi2.graph.experts")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -393,6 +393,7 @@ def test_synthetic_experts_have_the_same_bits_over_a_store(
     assert statistics["budget"].token / statistics["budget"].neurons == pytest.approx(share / 2, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_decoder_says_what_generate_says(folders: dict[str, Path]) -> None:
     stored = torch_pi2.load(folders["mixtral"] / "store", budget="12MiB", context=24)
     answer = torch_pi2.load(folders["mixtral"] / "plain").generate(IDS, max_new_tokens=6, do_sample=False)[:, 12:]
