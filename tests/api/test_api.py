@@ -356,7 +356,7 @@ def test_save_after_the_weights_changed(drelu, tmp_path: Path) -> None:
     drelu.bfloat16()
     torch_pi2.save(drelu, tmp_path / "m")  # an exact plan is right for any weights
     again = torch_pi2.load(tmp_path / "m", trust_remote_code=True)
-    assert torch.equal(again.model.layers[0].mlp.bundles, drelu.model.layers[0].mlp.bundles)
+    assert torch.equal(again.model.layers[0].mlp.neuron_rows, drelu.model.layers[0].mlp.neuron_rows)
     fresh = tiny_models.tiny("drelu")
     torch_pi2.optimize(fresh, ids(), torch_pi2.Config(method="lowrank", **QUICK))
     fresh.bfloat16()

@@ -56,7 +56,7 @@ def test_backend_is_found_by_name_and_equals_dense():
 
 @pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
-def test_as_many_compilations_as_torch_itself_and_bundles_are_shared(monkeypatch):
+def test_as_many_compilations_as_torch_itself_and_neurons_are_shared(monkeypatch):
     counts = {"eager": 0, "ours": 0, "neuron_rows": 0}
 
     def eager(gm, inputs):
@@ -101,7 +101,7 @@ def test_changed_weights_are_seen():
 
 @pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
-def test_bundles_go_with_the_model():
+def test_neurons_go_with_the_model():
     import gc
 
     before = len(compile_module._packed)

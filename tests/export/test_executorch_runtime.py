@@ -347,7 +347,7 @@ class _InProgram(nn.Module):
         found = [getattr(self, f"{name}_{i}", None) for name in ("bias_gate", "bias_up", "bias_down")]
         names = [name for name in one.parts() if not name.startswith("bias_")]
         predictor = tuple(getattr(self, f"{name}_{i}") for name in names)
-        return replace(one, neuron_rows=getattr(self, f"bundles_{i}"), biases=tuple(found), predictor=predictor)
+        return replace(one, neuron_rows=getattr(self, f"neuron_rows_{i}"), biases=tuple(found), predictor=predictor)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mask = (x @ x.T)[:, :1].expand(-1, 100) > 0

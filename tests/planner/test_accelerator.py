@@ -31,7 +31,7 @@ def test_the_choice_is_the_best_of_all(seed: int, layers: int, room: float) -> N
     assert sum(c[n] for c, n in zip(costs, picked, strict=True)) <= best * (1 + 1e-4) + 1e-9
 
 
-@pytest.mark.parametrize("bundle", [1, 432, 6912, 48_384])
+@pytest.mark.parametrize("neuron", [1, 432, 6912, 48_384])
 @pytest.mark.parametrize("chunks", [1, 5, 31])
 def test_a_capacity_is_hard_to_the_byte(neuron: int, chunks: int) -> None:
     sizes = [[512 * n * neuron for n in range(17)]] * 2

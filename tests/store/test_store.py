@@ -420,8 +420,8 @@ def test_another_source_is_begun_anew(
     assert store_of(tmp_path / "out").read_bytes() == store_of(tmp_path / "wanted").read_bytes()
 
 
-@pytest.mark.parametrize(("weights", "maker"), [("int4", "quantize"), ("float", "bundle")])
-def test_bundles_of_float_checkpoints_are_not_made_twice(
+@pytest.mark.parametrize(("weights", "maker"), [("int4", "quantize"), ("float", "float_neurons")])
+def test_neurons_of_float_checkpoints_are_not_made_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None, weights: str, maker: str
 ) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")
@@ -440,7 +440,7 @@ def test_bundles_of_float_checkpoints_are_not_made_twice(
     assert sorted(os.listdir(tmp_path)) == ["float", "out"]
 
 
-def test_bundles_are_made_anew_for_another_plan(
+def test_neurons_are_made_anew_for_another_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None
 ) -> None:
     source = torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "float")
