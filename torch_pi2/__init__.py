@@ -94,18 +94,21 @@ __all__ = [
     "watch",
 ]
 
-# A package is bound to its name when it is first imported: now, so that ``torch_pi2.export`` stays the function.
+# A package is bound to its name when it is first imported: now, so that ``torch_pi2.export`` stays the function. What
+# is in the package is imported by ``from torch_pi2.export... import ...``.
 importlib.import_module("torch_pi2.export")
 globals().pop("export", None)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # who would take every name that is not there for one of any type
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -9,6 +9,6 @@ namespace pi2::binding {
 
 // torch_pi2.ops.ACTIVATIONS.
 constexpr const char* kActivations[] = {"relu", "relu2", "silu", "gelu", "gelu_tanh", "identity"};
-static_assert(std::size(kActivations) == static_cast<std::size_t>(Activation::kIdentity) + 1);
+static_assert(std::size(kActivations) == kActivationCount);
 
 }  // namespace pi2::binding

@@ -358,6 +358,8 @@ long on_traces(CachePolicy policy, std::int64_t slots, unsigned seed) {
   Traffic traffic{std::mt19937(seed), kKeys};
   NeuronCache cache(kKeys, slots, policy);
   const std::unique_ptr<Model> model = model_of(policy, kKeys);
+  PI2_CHECK(model != nullptr, "no model of policy %s: model_of makes them", name_of(policy).c_str());
+  if (model == nullptr) return 1;
   slots = cache.slots();
   std::map<std::int64_t, std::int64_t> where;
   std::set<std::int64_t> fixed, held;

@@ -25,7 +25,7 @@ def layers(picture: int = 0) -> list[set[str]]:
 
 
 def room_of(module: str) -> str:
-    """``torch_pi2.store.pack`` -> ``store``; the package itself is ``__init__``."""
+    """``torch_pi2.checkpoint.pack`` -> ``checkpoint``; the package itself is ``__init__``."""
     return [*module.split("."), "__init__"][1]
 
 

@@ -104,7 +104,10 @@ def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
 
 def test_names_for_type_checkers_are_those_of_the_package() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    typed, untyped = (node for node in tree.body if isinstance(node, ast.If))
+    # or type checkers take every misspelt name
+    assert [node.name for node in ast.walk(untyped) if isinstance(node, ast.FunctionDef)] == ["__getattr__"]
+    assert ast.unparse(untyped.test) == "not TYPE_CHECKING"
     found = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert found == torch_pi2._MODULE_OF
     assert {*found, "Pi2Error", "__version__"} == set(torch_pi2.__all__)

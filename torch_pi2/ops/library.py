@@ -126,7 +126,15 @@ def load() -> None:
                 fix="Build it again: 'make clean install' in a checkout.",
             ) from error
         _check_instruction_set()
-        _fragment = _register_python_parts()
+        try:
+            _fragment = _register_python_parts()
+        except AttributeError as error:  # an operator that was added since
+            raise LibraryMissingError(
+                f"loading {path}",
+                expected="a library of this version of the code",
+                found=str(error),
+                fix="Build it again: 'make install' in a checkout.",
+            ) from error
 
 
 def _check_instruction_set() -> None:

@@ -103,7 +103,7 @@ def collect_samples(
     """A uniform sample of at most ``n_tokens`` real tokens per site, the same tokens for all sites.
 
     Args:
-        model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profile.profile`.
+        model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`.
         n_tokens: of an expert, which has few of all tokens, accordingly fewer (:func:`routed_tokens`).
         thresholds: a neuron fires iff its score exceeds this (0: exact).
         max_bytes: bound on the memory of the result.

@@ -95,7 +95,7 @@ class Parts:
         return plan
 
     def predictors(self, model_hash: str | None = None) -> FittedPredictors:
-        """All of them; none if there are none. Raises as :func:`torch_pi2.predict.load_predictors`."""
+        """All of them; none if there are none. Raises as :func:`torch_pi2.predict.file.load_predictors`."""
         if not self.has("predictors"):
             return FittedPredictors()
         if self._store is None:

@@ -105,8 +105,8 @@ Problem parse_layer(const Reader& in, Blob* b) {
   if (w_dtype >= static_cast<std::uint32_t>(kDTypes) || static_cast<DType>(w_dtype) == DType::kI8)
     return damaged("weights", "a kind that stores have", text(w_dtype));
   const std::uint32_t activation = in.u32(88), flags = in.u32(92);
-  if (activation > static_cast<std::uint32_t>(Activation::kIdentity))
-    return damaged("activation", "0 to 5", text(activation));
+  if (activation >= kActivationCount)
+    return damaged("activation", "0 to " + text(kActivationCount - 1), text(activation));
   b->hidden = hidden;
   b->neurons = neurons;
   b->rows = rows;

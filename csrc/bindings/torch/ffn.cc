@@ -10,8 +10,10 @@ namespace {
 Activation activation_of(const std::string& name) {
   for (std::size_t i = 0; i < std::size(kActivations); ++i)
     if (name == kActivations[i]) return static_cast<Activation>(i);
-  STD_TORCH_CHECK(false, "pi2: activation: expected relu, relu2, silu, gelu, gelu_tanh or identity, found '", name,
-                  "'. See torch_pi2.ops.ACTIVATIONS.");
+  std::string names;
+  for (std::size_t i = 0; i < kActivationCount; ++i)
+    names += (i == 0 ? "" : i + 1 == kActivationCount ? " or " : ", ") + std::string(kActivations[i]);
+  STD_TORCH_CHECK(false, "pi2: activation: expected ", names, ", found '", name, "'. See torch_pi2.ops.ACTIVATIONS.");
   return Activation::kRelu;
 }
 

@@ -39,7 +39,7 @@ struct QuantizeFault {
 };
 
 // rows[i] = quantised w[i]: round to nearest with the scale, out of a few, that has the smallest error, where column
-// k's squared error counts importance[k] times (null: 1). torch_pi2/ops/reference_quant.py is the reference, bit for
+// k's squared error counts importance[k] times (null: 1). torch_pi2/ops/quantize.py is the reference, bit for
 // bit.
 // No integer stands for NaN or infinity, and a broken weight must not become a sound one: every weight must be finite
 // and at most largest_weight(to) in magnitude, every importance finite and not negative (also where `to` does not use

@@ -34,6 +34,7 @@ constexpr int64_t row_bytes(DType dtype, int64_t n) {
 
 // Order of torch_pi2.ops.ACTIVATIONS.
 enum class Activation : int32_t { kRelu = 0, kRelu2, kSilu, kGelu, kGeluTanh, kIdentity };
+inline constexpr std::uint32_t kActivationCount = static_cast<std::uint32_t>(Activation::kIdentity) + 1;
 
 // Runs body(i) for every i in [0, n), on whatever threads the host framework owns; returns when all are done.
 // The core never creates compute threads of its own inside PyTorch (design D9).
