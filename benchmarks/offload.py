@@ -1,7 +1,7 @@
 """A model larger than memory, step by step as the paper's ablation has it, beside llama.cpp under the same memory cap.
 
 Each mode is a setting of how neurons come from flash, in a process of its own (memory is then that mode's), one after
-another. The steps are those of PowerInfer-2 (arXiv 2406.06282): mmap, neurons, cache, pipeline; and a window over the
+another. The steps are those of PowerInfer-2 (arXiv 2406.06282): mmap, bundle, cache, pipeline; and a window over the
 last tokens without a pipeline, as "LLM in a flash" (arXiv 2312.11514) has it.
 """
 

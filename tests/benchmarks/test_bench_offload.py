@@ -63,17 +63,17 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
         if name != "mmap":
             assert mode["prompt_bytes_read"] > 0
             assert mode["bytes_read_per_token"] > mode["reads_per_token"] > 0
-    neuron, pipeline = r["modes"]["bundle"], r["modes"]["pipeline"]
+    bundle, pipeline = r["modes"]["bundle"], r["modes"]["pipeline"]
     traced = json.loads((tmp_path / "out.trace").read_text())
     assert {name: bool(mode["trace"]) for name, mode in r["modes"].items() if mode["trace"]} == {"pipeline": True}
     assert pipeline["trace"]["events"] == traced["otherData"]["events"]
     assert sum(event["name"] == "ffn" for event in traced["traceEvents"]) == 3 * 2  # tokens of a round, layers
-    assert neuron["hit_rate"] == 0
+    assert bundle["hit_rate"] == 0
     assert 0 < pipeline["hit_rate"] < 1
-    assert pipeline["bytes_read_per_token"] < neuron["bytes_read_per_token"]
-    assert r["against"]["bundle"] == pytest.approx(pipeline["tokens_per_s"] / neuron["tokens_per_s"], abs=0.01)
+    assert pipeline["bytes_read_per_token"] < bundle["bytes_read_per_token"]
+    assert r["against"]["bundle"] == pytest.approx(pipeline["tokens_per_s"] / bundle["tokens_per_s"], abs=0.01)
     assert set(r["against"]) == set(offload.MODES) - {"pipeline"}
-    assert pipeline["budget_bytes"] == r["budget_bytes"] > neuron["budget_bytes"]
+    assert pipeline["budget_bytes"] == r["budget_bytes"] > bundle["budget_bytes"]
     assert list(r["peers"]) == (["llama.cpp"] if peer else [])
     if peer:
         theirs = r["peers"]["llama.cpp"]

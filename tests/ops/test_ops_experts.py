@@ -259,11 +259,11 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
         ({"routing": LONG}, "dtype of routing: expected float32, bfloat16 or float16, found another"),
         (
             {"neuron_rows": torch.zeros(85, 3, 72).byte()},
-            r"expected contiguous \[experts, .*found \[85, 3, 72\]",
+            r"neuron_rows: expected contiguous \[experts, .*found \[85, 3, 72\]",
         ),
         (
             {"neuron_rows": torch.zeros(0, 85, 3, 72).byte()},
-            r"none of them 0, found \[0, 85, 3, 72\]. Stack the",
+            r"none of them 0, found \[0, 85, 3, 72\]. Stack the neurons",
         ),
         ({"neuron_rows": torch.zeros(85, 4, 3, 72).byte().transpose(0, 1)}, r"found strided \[4, 85, 3, 72\]"),
         (
@@ -366,7 +366,9 @@ def test_fakes_check_shapes() -> None:
         ):
             with pytest.raises(ShapeError, match=message):
                 torch.ops.pi2.stored_experts(*(good | change).values(), 1, 0, 4, *rest)
-        with pytest.raises(ShapeError, match=r"neuron_rows: expected \[experts, neurons, 3 or 2, hidden\], found \(85"):
+        message = r"neuron_rows: expected \[experts, neurons, 3 or 2, hidden\], found \(85, 3"
+        with pytest.raises(ShapeError, match=message):
             torch.ops.pi2.experts_ffn(*good.values(), neuron_rows[0], *rest, "int4")
-        with pytest.raises(ShapeError, match=r"neuron_rows: expected rows of 136 bytes \(hidden size 111 of x in int"):
+        message = r"neuron_rows: expected rows of 136 bytes \(hidden size 111 of x in int8\)"
+        with pytest.raises(ShapeError, match=message):
             torch.ops.pi2.experts_ffn(*good.values(), neuron_rows, *rest, "int8")

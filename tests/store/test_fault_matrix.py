@@ -88,14 +88,14 @@ def test_every_call_that_fails(shim: Path, tmp_path: Path, operation: str, capsy
     assert not findings
 
 
-def runner_swept(shim: Path, neuron: Path, kind: str, few: bool) -> tuple[dict[str, int], list[str]]:
+def runner_swept(shim: Path, bundle: Path, kind: str, few: bool) -> tuple[dict[str, int], list[str]]:
     """The C++ runner, started once for every k: its answer, or a last line of its own and exit code 2."""
     seen = shim.with_name(f"seen-{os.getpid()}")
 
     def run(k: int, count: int) -> subprocess.CompletedProcess[str]:
-        fault = f"{kind} {k} {count} {ERRORS[kind][count > 1]} {neuron} program"
+        fault = f"{kind} {k} {count} {ERRORS[kind][count > 1]} {bundle} program"
         return subprocess.run(
-            [RUNNER, neuron, "--ids", "5,6,7", "--max-new-tokens", "3"],
+            [RUNNER, bundle, "--ids", "5,6,7", "--max-new-tokens", "3"],
             capture_output=True, text=True, timeout=60,
             env={"LD_PRELOAD": str(shim), "PI2_FAULT": fault, "PI2_FAULT_SEEN": str(seen)},
         )  # fmt: skip

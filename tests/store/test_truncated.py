@@ -79,8 +79,8 @@ def test_bundles_cut_off_at_every_page(tmp_path_factory: pytest.TempPathFactory,
     folder = Path(shutil.copytree(shared_bundle(tmp_path_factory), tmp_path / "cut"))
 
     def run() -> list[list[int]]:
-        with Bundle(folder) as neuron:
-            return [answer.ids for answer in neuron.generate([5, 6, 7], max_new_tokens=2).sequences]
+        with Bundle(folder) as bundle:
+            return [answer.ids for answer in bundle.generate([5, 6, 7], max_new_tokens=2).sequences]
 
     wanted = run()
     refused, unnoticed = refused_or_same(folder, run, lambda found: found == wanted)

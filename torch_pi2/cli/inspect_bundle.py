@@ -1,4 +1,4 @@
-"""What `inspect` says of a neuron: methods with delegates and operators, bytes by part, hot chunks, hashes."""
+"""What `inspect` says of a bundle: methods with delegates and operators, bytes by part, hot chunks, hashes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def describe_bundle(folder: Path, verify: bool) -> dict[str, Any]:
         ``verified_bytes`` (None without ``verify``).
 
     Raises:
-        ArtifactError: the manifest or a file is missing, damaged, or does not belong to the neuron.
+        ArtifactError: the manifest or a file is missing, damaged, or does not belong to the bundle.
     """
     from torch_pi2.errors import LibraryMissingError
     from torch_pi2.export.contents import describe_program
@@ -80,7 +80,7 @@ def _store_parts(path: Path) -> dict[str, int]:
             parts = store.regions()
             predictors = sum(spec.nbytes for name, spec in store.specs.items() if ".predictor." in name)
             parts |= {"floats": parts["floats"] - predictors, "predictors": parts["predictors"] + predictors}
-            names = {"floats": "biases"}  # there is nothing else in the store of a neuron
+            names = {"floats": "biases"}  # there is nothing else in the store of a bundle
             return {f"store: {names.get(name, name).replace('_', ' ')}": size for name, size in parts.items() if size}
     except Pi2Error:  # its size is as the manifest says; what is wrong with it is for --verify and for running it
         return {"store: unreadable": path.stat().st_size}

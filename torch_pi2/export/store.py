@@ -1,4 +1,4 @@
-"""The neuron store of a neuron: ``model.pi2`` with feed-forward layers alone, and what their delegate blobs say of it.
+"""The neuron store of a bundle: ``model.pi2`` with feed-forward layers alone, and what their delegate blobs say of it.
 
 A store as ``torch-pi2 pack`` writes it (docs/FORMATS.md), without the rest of the model, which is in ``model.pte``.
 Besides plan and biases it has each layer's predictor as it is computed with, ``KEY.predictor.*``: rows of cold neurons
@@ -108,7 +108,7 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
         _header_crc(path),
         block.model_hash,
         places,
-        sum(ffn.site.intermediate * layout.neuron_rows[ffn.site.key] for ffn in layers),
+        sum(ffn.site.intermediate * layout.neuron_bytes[ffn.site.key] for ffn in layers),
         tuple(layout.slots[ffn.site.key] // layout.cluster for ffn in layers),
         sum(tensor.nbytes for tensors in small for tensor in tensors.values()),
     )

@@ -34,7 +34,7 @@ class DenseForm(StandIn):
         return self.neuron_rows.dtype if self.weights == "float" else self._dtype
 
     def parts(self) -> list[tuple[LinearRef, str]]:
-        """The site's matmuls with their place in the neurons, gate before up."""
+        """The site's matmuls with their place among a neuron's rows, gate before up."""
         gate = [] if self.site.gate is None else [(self.site.gate, "gate")]
         return [*gate, (self.site.up, "up"), (self.site.down, "down")]
 

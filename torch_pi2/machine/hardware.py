@@ -66,7 +66,7 @@ class Line:
     Attributes:
         tokens: of a call.
         call_us: of each call, whatever its size.
-        us_per_hot_mb: bytes read one after another. us_per_cold_mb: whole neurons, gathered one by one.
+        us_per_hot_mb: bytes read one after another. us_per_cold_mb: all rows of neurons, gathered one by one.
         us_per_gate_mb: gate rows of all neurons under the exact gate, one of each neuron.
         us_per_million_macs: multiplications, a (token, row) pair having as many as the row is long.
         error: mean relative distance of the measured calls from the line; 0 where nothing was measured.

@@ -21,7 +21,7 @@ from torch_pi2.measure.weights import Weights
 from torch_pi2.observe.attention import calls_of_step, timed_apart
 from torch_pi2.observe.steps import timed_steps
 
-#: Rows that are gathered: a row of int4 for H = 2048 and 4096, a neuron of it, a neuron of bfloat16.
+#: Rows that are gathered: a row of int4 for H = 2048 and 4096, a neuron's rows of it, and of bfloat16.
 _ROWS = (1152, 2304, 6912, 24576)
 _SHARE = 0.1
 #: Of the decoders whose glue is measured.

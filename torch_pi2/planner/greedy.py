@@ -116,8 +116,8 @@ def plan_layer(
 
 def predicted_bytes(layer: LayerPlan, weight_bytes: int) -> int:
     """What a token reads of a layer with a predictor, on average: hot neurons and predicted ones."""
-    neuron = layer.site.rows_per_neuron * layer.site.hidden * weight_bytes
-    return layer.n_hot * neuron + int(layer.expected_active * layer.n_cold * neuron)
+    neuron_bytes = layer.site.rows_per_neuron * layer.site.hidden * weight_bytes
+    return layer.n_hot * neuron_bytes + int(layer.expected_active * layer.n_cold * neuron_bytes)
 
 
 def gated_bytes(site: FFNSite, active: float, weight_bytes: int) -> float:

@@ -318,7 +318,9 @@ class _Reading:
         site, part = layer.site, self.parts[layer.site.key]
         kind = format_name(part.weights, part.dtype)
         entry = self.entries.get(site.key)
-        neuron = entry.neuron_bytes if entry else part.neuron_rows[0].nbytes if not part.neuron_rows.is_meta else 0
+        neuron_bytes = (
+            entry.neuron_bytes if entry else part.neuron_rows[0].nbytes if not part.neuron_rows.is_meta else 0
+        )
         predicted = layer.method in PREDICTED and part.has_predictor
         card = self.cards.get(site.key)
         made = LayerShape(
@@ -326,7 +328,7 @@ class _Reading:
             hidden=site.hidden,
             intermediate=site.intermediate,
             rows=site.rows_per_neuron,
-            neuron_bytes=neuron,
+            neuron_bytes=neuron_bytes,
             slot_bytes=0,
             kernel=f"{kind}/{'int8' if part.int8_activations else 'float'}",
             method=layer.method,

@@ -29,7 +29,7 @@ class Layout:
 
     Attributes:
         specs: all tensors. others: the names of those in ``groups``. slots: by layer, bytes from one to the next.
-        neurons: by layer, bytes of a neuron.
+        neuron_bytes: by layer.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Layout:
     ) -> None:
         self._plan, self._layers, self._kind = plan, layers, kind
         sites = [site for site, _ in layers]
-        self.neuron_rows = {site.key: site.rows_per_neuron * row_bytes(kind, site.hidden) for site in sites}
-        self.cluster = cluster or cluster_size(plan, max(self.neuron_rows.values()))
-        self.slots = {key: slot_bytes(self.cluster * size, align) for key, size in self.neuron_rows.items()}
+        self.neuron_bytes = {site.key: site.rows_per_neuron * row_bytes(kind, site.hidden) for site in sites}
+        self.cluster = cluster or cluster_size(plan, max(self.neuron_bytes.values()))
+        self.slots = {key: slot_bytes(self.cluster * size, align) for key, size in self.neuron_bytes.items()}
         self.specs: dict[str, Spec] = {}
         self.others: list[str] = []
         self._paddings: list[str] = []

@@ -1,4 +1,4 @@
-"""Neuron neurons as the slots of a store, with their checksums (docs/FORMATS.md)."""
+"""Neurons as the slots of a store, with their checksums (docs/FORMATS.md)."""
 
 from __future__ import annotations
 

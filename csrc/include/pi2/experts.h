@@ -65,7 +65,7 @@ std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const Par
 
 // Experts of equal sizes and settings without biases: expert 0, behind whose tensors those of the others lie.
 struct ExpertStack {
-  FfnArgs layer;                       // but for x, y and tokens; over a store without neurons
+  FfnArgs layer;                       // but for x, y and tokens; over a store without neuron_rows
   Predictor predictor;                 // but for its cut
   const double* cuts = nullptr;        // [experts]: the predictors' thresholds, or margins; not for kind kNone
   const double* thresholds = nullptr;  // [experts]: the layers'; null: `layer` has that of all

@@ -50,7 +50,7 @@ class NeuronSource {
   // have been given out, or reading has failed.
   virtual std::int64_t next() = 0;
   virtual void done(std::int64_t chunk) = 0;
-  // Where the neuron of each neuron is; from expect on, of those that next has announced.
+  // Where each neuron's rows are; from expect on, of those that next has announced.
   virtual const char* const* neuron_rows() const = 0;
   virtual bool failed() const = 0;
 };
