@@ -113,6 +113,7 @@ def takes(hint: str, kind: str) -> bool:
     }.get(kind, False)
 
 
+@pytest.mark.slow
 def test_every_odd_argument_is_named(root: Path) -> None:
     wrong, count = [], 0
     for what, function, arguments in odd_calls(root):

@@ -153,6 +153,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.slow
 def test_a_result_that_nobody_gets_is_no_success(tmp_path: Path) -> None:
     import json
 

@@ -63,6 +63,7 @@ def test_folder_is_complete_and_small() -> None:
     assert rows[-1]["heldout_bits_per_byte"] < rows[0].get("heldout_bits_per_byte", 8)
 
 
+@pytest.mark.slow
 def test_sparsity_comes_from_training(dense, tokenizer, heldout) -> None:
     """Exact zeros on held-out text agree with the training log, and are far above those of random weights."""
     logged = json.loads((FOLDER / "train_log.jsonl").read_text().splitlines()[-1])["sparsity_per_layer"]
@@ -101,6 +102,7 @@ def test_generated_text_is_the_same(dense, tokenizer) -> None:
         assert torch.equal(*texts)
 
 
+@pytest.mark.slow
 def test_lowrank_predictor_keeps_the_loss(dense, sparse, tokenizer, heldout, tmp_path) -> None:
     """Held-out loss within 1 % of dense while at least 70 % of cold neurons are skipped (issue's acceptance)."""
     plan = sparse.torch_pi2.plan
@@ -125,6 +127,7 @@ def test_lowrank_predictor_keeps_the_loss(dense, sparse, tokenizer, heldout, tmp
         assert torch.equal(again(ids_BT).logits, sparse(ids_BT).logits)
 
 
+@pytest.mark.slow
 def test_what_quantisation_costs(sparse, tokenizer, calibration, heldout, monkeypatch) -> None:
     """Bits per byte of every format, dense and behind a predictor; sparsity may add 1 % to its format.
 

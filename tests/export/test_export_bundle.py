@@ -186,6 +186,7 @@ def test_quantised_linears_stay_ours(whole: tuple[nn.Module, Path]) -> None:
     assert manifest.lossy == ("neurons in int4", "linear layers in int4", "inputs of layers in int8")
 
 
+@pytest.mark.slow
 def test_int4_linears_of_a_float_model_reach_xnnpack(tmp_path: Path) -> None:
     model = optimized()
     torch_pi2.export(model, tmp_path / "b", max_tokens=ROOM, batches=(1,), linears="int4")

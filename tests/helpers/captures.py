@@ -17,7 +17,16 @@ from torch_pi2.graph.capture import CapturedGraph
 Capture = Callable[..., list[CapturedGraph]]
 
 #: Where the code of a model may be that is remembered: nobody changes it.
-_KNOWN = ("torch.nn.modules.", "transformers.", "modeling_drelu_llama", "torch_pi2.graph.experts")
+_KNOWN = (
+    "torch.nn.modules.",
+    "transformers.",
+    "transformers_modules.",
+    "modeling_drelu_llama",
+    "torch_pi2.graph.experts",
+)
+#: What tells where a model came from, and not how it computes.
+_ORIGIN = frozenset(("_is_hf_initialized", "name_or_path", "training"))
+_ORIGIN_OF_CONFIG = frozenset(("_name_or_path", "architectures", "dtype", "transformers_version"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -57,7 +66,8 @@ def _key(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], on_meta:
     plain = [(name, type(module).forward, repr(sorted(_plain(module).items()))) for name, module in modules]
     leaves, spec = tree_flatten((tuple(args), kwargs))
     given = [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
-    return (tuple(tensors), tuple(plain), repr(model.config), tuple(given), repr(spec), on_meta)
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _ORIGIN_OF_CONFIG}
+    return (tuple(tensors), tuple(plain), repr(config), tuple(given), repr(spec), on_meta)
 
 
 def _is_changed(module: nn.Module) -> bool:
@@ -66,4 +76,4 @@ def _is_changed(module: nn.Module) -> bool:
 
 
 def _plain(module: nn.Module) -> dict[str, object]:
-    return {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None) and k != "training"}
+    return {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None) and k not in _ORIGIN}

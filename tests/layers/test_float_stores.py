@@ -321,6 +321,7 @@ print(read("VmHWM") - before, report.file_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_memory_is_bounded_by_a_layer(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM

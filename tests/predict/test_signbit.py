@@ -155,6 +155,7 @@ def test_trained_model_end_to_end(trained: nn.Module, tokenizer, tmp_path: Path)
         assert mean_loss(model) == dense_loss
 
 
+@pytest.mark.slow
 def test_plans_need_the_right_predictor(trained: nn.Module, tokenizer) -> None:
     text = stdlib_text("train", max_bytes=8000)
     config = torch_pi2.Config(method="signbit", calibration_tokens=1024)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: ``greedy``: hot is what fires for a large share of tokens, whatever the batch and the machine (the first plan,
 #: :mod:`torch_pi2.planner.greedy`). ``all-hot``, ``all-cold``: as far as layers allow. ``random``: as many as
-#: chance says.
+#: chance says. Not so residents: which of equally wanted neurons stay only shifts reads between layers.
 KINDS = ("greedy", "all-hot", "all-cold", "random")
 #: Of the cache, what never leaves it: as a store does without a plan.
 _RESIDENT_SHARE = 0.25
@@ -54,7 +54,7 @@ def fixed_plan(
     choice = simple_choice(task, kind, seed)
     buckets = []
     for batch in task.batches:
-        resident = _resident(task, batch, choice, seed if kind == "random" else None)
+        resident = _resident(task, batch, choice)
         ms = task.cost(batch, choice, resident).ms
         buckets.append(Bucket(batch, choice.hot, choice.accelerator, resident, task.cache_bytes(batch), ms))
     made = assemble(task, buckets, kind)
@@ -96,17 +96,14 @@ def _filled(task: Task, hot: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _resident(task: Task, batch: int, choice: Choice, seed: int | None) -> tuple[int, ...]:
-    """A quarter of the cache, the same share of every layer; with a ``seed``, random shares."""
+def _resident(task: Task, batch: int, choice: Choice) -> tuple[int, ...]:
+    """A quarter of the cache, the same share of every layer."""
     layers = task.shape.layers
     if not task.stored:
         return (0,) * len(layers)
-    slots = int(_RESIDENT_SHARE * task.slots(batch))
-    share_L = np.array([float(layer.slots) for layer in layers])
-    if seed is not None:
-        share_L *= np.random.default_rng(seed).random(len(layers))
+    slots, total = int(_RESIDENT_SHARE * task.slots(batch)), sum(layer.slots for layer in layers)
     counts = []
-    for layer, share, first in zip(layers, share_L / share_L.sum(), choice.accelerator, strict=True):
-        whole = int(slots * share) * layer.cluster
+    for layer, first in zip(layers, choice.accelerator, strict=True):
+        whole = slots * layer.slots // total * layer.cluster
         counts.append(min(whole, (layer.intermediate - first) // layer.cluster * layer.cluster))
     return tuple(counts)
