@@ -51,11 +51,12 @@ struct Pass {
     for (std::int64_t r = begin; r < end; r += kDotRows) {
       const std::int64_t count = std::min(kDotRows, end - r);
       const char* row = m.rows + r * m.row_bytes;
-      const void* pair[kDotRows] = {row, row + (count - 1) * m.row_bytes};
+      const void* some[kDotRows];
+      for (std::int64_t k = 0; k < count; ++k) some[k] = row + k * m.row_bytes;
       const std::int64_t ahead = r * m.row_bytes + std::max(count * m.row_bytes, kAheadBytes);
       // Beyond this item, too: whoever takes the next one finds its start in the shared cache.
       const std::int64_t left = std::min(m.count * m.row_bytes - ahead, count * m.row_bytes);
-      dot(pair, count, v_T, tokens, m.n, out_RT, left > 0 ? m.rows + ahead : nullptr, std::max<std::int64_t>(0, left));
+      dot(some, count, v_T, tokens, m.n, out_RT, left > 0 ? m.rows + ahead : nullptr, std::max<std::int64_t>(0, left));
       for (std::int64_t k = 0; k < count; ++k) {
         const float scale = m.scale == nullptr ? 1.0f : m.scale[r + k];
         const float bias = m.bias == nullptr ? 0.0f : m.bias[r + k];

@@ -94,7 +94,7 @@ struct Pass {
            const char* next, std::int64_t next_bytes) const {
     if (firing != nullptr && first == 0) firing->expect(neuron);
     const char* row = rows_of(neuron) + first * row_bytes();
-    const void* rows[kDotRows] = {row, row + row_bytes()};
+    const void* rows[] = {row, row + row_bytes()};
     const DotFn* dots = args.int8_activations ? table.dot_a8 : table.dot;
     dots[static_cast<int>(args.w_dtype)](rows, count, who.x, who.n, args.hidden, out_RT, next, next_bytes);
   }
@@ -234,7 +234,7 @@ void whole_neurons(const Pass& pass, const std::int64_t* ids, std::int64_t n, st
                    Counters* done) {
   const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
   const std::int64_t ahead = pass.ahead(fetched_bytes), neuron_bytes = fetched_bytes + pass.row_bytes();
-  float out_NRT[kBlock][kDotRows * kPassTokens];
+  float out_NRT[kBlock][2 * kPassTokens];
   Tokens who_N[kBlock], fired;
   for (std::int64_t j = 0; j < n; ++j) {
     const bool more = j + ahead < n + following;

@@ -1,4 +1,4 @@
-// Walks a batch in tiles of tokens.
+// Walks the rows of a call in tiles of rows, and its batch in tiles of tokens.
 #pragma once
 
 #include <cstddef>
@@ -22,6 +22,22 @@ inline void over_tokens(PI2_DOT_ARGS, std::int64_t steps) {
   if constexpr (!std::is_same_v<decltype(kPairOf), std::nullptr_t>)
     for (; t + 2 <= tokens; t += 2, lines = 0) kPairOf(rows, x_T + t, n, out_RT + t, tokens, hint, lines);
   for (; t < tokens; ++t, lines = 0) kSingle(rows, x_T + t, n, out_RT + t, tokens, hint, lines);
+}
+
+// kFour (if there is one) for every four rows of fewer than four tokens, then kPair, then kSingle: functions like
+// over_tokens, each given its share of the prefetch hint, in order, so that what is asked for first is wanted first.
+template <auto kSingle, auto kPair, auto kFour = nullptr>
+inline void over_rows(PI2_DOT_ARGS, std::int64_t steps) {
+  const char* hint = static_cast<const char*>(next);
+  for (std::int64_t r = 0, take = 0; r < count; r += take) {
+    auto* tile = kSingle;
+    take = 1;
+    if (count - r >= 2) tile = kPair, take = 2;
+    if constexpr (!std::is_same_v<decltype(kFour), std::nullptr_t>)
+      if (count - r >= 4 && tokens < 4) tile = kFour, take = 4;
+    const std::int64_t begin = next_bytes * r / count, end = next_bytes * (r + take) / count;
+    tile(rows + r, take, x_T, tokens, n, out_RT + r * tokens, hint + begin, end - begin, steps);
+  }
 }
 
 }  // namespace pi2

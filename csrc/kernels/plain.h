@@ -56,11 +56,9 @@ inline void dot_tile(const void* const* rows, const void* const* x_T, std::int64
 template <class Format, int kTile1, int kTile2>
 inline void dot_plain(PI2_DOT_ARGS) {
   const std::int64_t steps = n / (4 * Format::kLanes);
-  if (count == 1)
-    return over_tokens<kTile1, dot_tile<Format, 1, kTile1>, dot_tile<Format, 1, 1>>(rows, count, x_T, tokens, n, out_RT,
-                                                                                    next, next_bytes, steps);
-  return over_tokens<kTile2, dot_tile<Format, 2, kTile2>, dot_tile<Format, 2, 1>>(rows, count, x_T, tokens, n, out_RT,
-                                                                                  next, next_bytes, steps);
+  return over_rows<over_tokens<kTile1, dot_tile<Format, 1, kTile1>, dot_tile<Format, 1, 1>>,
+                   over_tokens<kTile2, dot_tile<Format, 2, kTile2>, dot_tile<Format, 2, 1>>>(
+      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
 }
 
 template <class Format, int kRows>

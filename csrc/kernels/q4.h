@@ -102,10 +102,9 @@ struct Q4 {
 
   static void dot(PI2_DOT_ARGS) {
     const std::int64_t steps = (n + kStep - 1) / kStep;
-    if (count == 1)
-      return over_tokens<4, dot_tile<1, 4>, dot_tile<1, 1>>(rows, count, x_T, tokens, n, out_RT, next, next_bytes,
-                                                            steps);
-    return over_tokens<2, dot_tile<2, 2>, dot_tile<2, 1>>(rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
+    return over_rows<over_tokens<4, dot_tile<1, 4>, dot_tile<1, 1>>, over_tokens<2, dot_tile<2, 2>, dot_tile<2, 1>>,
+                     over_tokens<2, dot_tile<4, 2>, dot_tile<4, 1>>>(rows, count, x_T, tokens, n, out_RT, next,
+                                                                     next_bytes, steps);
   }
 
   template <int kRows>

@@ -67,11 +67,8 @@ struct Q8 {
   }
 
   static void dot(PI2_DOT_ARGS) {
-    if (count == 1)
-      return over_tokens<4, dot_tile<1, 4>, dot_tile<1, 1>>(rows, count, x_T, tokens, n, out_RT, next, next_bytes,
-                                                            groups(n));
-    return over_tokens<2, dot_tile<2, 2>, dot_tile<2, 1>>(rows, count, x_T, tokens, n, out_RT, next, next_bytes,
-                                                          groups(n));
+    return over_rows<over_tokens<4, dot_tile<1, 4>, dot_tile<1, 1>>, over_tokens<2, dot_tile<2, 2>, dot_tile<2, 1>>>(
+        rows, count, x_T, tokens, n, out_RT, next, next_bytes, groups(n));
   }
 
   template <int kRows>

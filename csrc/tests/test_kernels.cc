@@ -25,12 +25,14 @@ long check_dot(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
   if (dot == nullptr) return 0;
   for (const std::int64_t n : kSizes) {
     for (const std::int64_t tokens : {1, 2, 3, 4, 5, 9}) {
-      for (const std::int64_t count : {1, 2}) {
+      for (std::int64_t count = 1; count <= pi2::kDotRows; ++count) {
         const std::int64_t ldx = n + 3, bytes = pi2::row_bytes(dtype, 1);
-        const std::vector<char> weights = stored(rng, dtype, 2 * n);
+        const std::vector<char> weights = stored(rng, dtype, pi2::kDotRows * n);
         const Guarded first(weights.data(), n * bytes), second(weights.data() + n * bytes, n * bytes);
+        const Guarded third(weights.data() + 2 * n * bytes, n * bytes), last(weights.data() + 3 * n * bytes, n * bytes);
         const std::vector<float> x = floats(rng, tokens * ldx);
-        const void* rows[2] = {first.data(), second.data()};  // aligned to nothing unless n is
+        // aligned to nothing unless n is
+        const void* rows[pi2::kDotRows] = {first.data(), second.data(), third.data(), last.data()};
         std::vector<const void*> x_T;
         for (std::int64_t t = 0; t < tokens; ++t) x_T.push_back(x.data() + t * ldx);
         std::vector<float> out(static_cast<std::size_t>(count * tokens), NAN);

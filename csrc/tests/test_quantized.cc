@@ -80,9 +80,9 @@ long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
   long cases = 0;
   std::vector<std::vector<double>> weights, x;
   std::vector<Guarded> rows_R, x_T;
-  const void* rows[2];
+  const void* rows[kDotRows];
   const void* inputs_T[kTokens];
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < kDotRows; ++r) {
     const std::vector<char> row = quantized_row(rng, kernels.dtype, n);
     weights.push_back(weights_of(row, kernels.dtype, n));
     rows_R.emplace_back(row.data(), static_cast<std::int64_t>(row.size()));
@@ -94,8 +94,8 @@ long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
     x_T.push_back(kernels.prepared(values));
     inputs_T[t] = x_T.back().data();
   }
-  float alone[2][kTokens];
-  for (int r = 0; r < 2; ++r) {
+  float alone[kDotRows][kTokens];
+  for (int r = 0; r < kDotRows; ++r) {
     for (std::int64_t t = 0; t < kTokens; ++t) {
       kernels.dot(&rows[r], 1, &inputs_T[t], 1, n, &alone[r][t], nullptr, 0);
       double sum = 0, magnitude = 0;
@@ -111,7 +111,7 @@ long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
     }
   }
   for (const std::int64_t tokens : {1, 2, 3, 4, 5, 9}) {
-    for (const std::int64_t count : {1, 2}) {
+    for (std::int64_t count = 1; count <= kDotRows; ++count) {
       const Guarded out(count * tokens * 4);
       kernels.dot(rows, count, inputs_T, tokens, n, out.as<float>(), rows[0], rows_R[0].size());
       for (std::int64_t r = 0; r < count; ++r)

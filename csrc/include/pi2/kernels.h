@@ -52,7 +52,7 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 // out[r] = number of bits in which row r differs from x, for `count` rows of `words` 64-bit words, one after another.
 #define PI2_SIGNS_ARGS const void *rows, std::int64_t count, const void *x, std::int64_t words, std::int32_t *out
 
-constexpr std::int64_t kDotRows = 2;
+constexpr std::int64_t kDotRows = 4;  // at most in a call
 constexpr std::int64_t kAxpyRows = 4;
 constexpr std::int64_t kPanelRows = 16;
 constexpr std::int64_t kGemmPanels = 2;

@@ -112,11 +112,9 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
 
 inline void dot_a8_q4(PI2_DOT_ARGS) {
   const std::int64_t steps = (groups(n) + 1) / 2;
-  if (count == 1)
-    return over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 1>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                      next_bytes, steps);
-  return over_tokens<2, dot_a8_q4_tile<2, 2>, dot_a8_q4_tile<2, 1>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                    next_bytes, steps);
+  return over_rows<over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 1>>,
+                   over_tokens<2, dot_a8_q4_tile<2, 2>, dot_a8_q4_tile<2, 1>>>(rows, count, x_T, tokens, n, out_RT,
+                                                                               next, next_bytes, steps);
 }
 
 inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
@@ -155,11 +153,9 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
 }
 
 inline void dot_a8_q8(PI2_DOT_ARGS) {
-  if (count == 1)
-    return over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 1>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                      next_bytes, groups(n));
-  return over_tokens<2, dot_a8_q8_tile<2, 2>, dot_a8_q8_tile<2, 1>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                    next_bytes, groups(n));
+  return over_rows<over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 1>>,
+                   over_tokens<2, dot_a8_q8_tile<2, 2>, dot_a8_q8_tile<2, 1>>>(rows, count, x_T, tokens, n, out_RT,
+                                                                               next, next_bytes, groups(n));
 }
 
 }  // namespace pi2::avx2

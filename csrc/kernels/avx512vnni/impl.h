@@ -121,11 +121,10 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
 
 inline void dot_a8_q4(PI2_DOT_ARGS) {
   const std::int64_t steps = (n + kStep - 1) / kStep;
-  if (count == 1)
-    return over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 1>, dot_a8_q4_tile<1, 2>>(
-        rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
-  return over_tokens<4, dot_a8_q4_tile<2, 4>, dot_a8_q4_tile<2, 1>, dot_a8_q4_tile<2, 2>>(
-      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
+  return over_rows<over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 1>, dot_a8_q4_tile<1, 2>>,
+                   over_tokens<4, dot_a8_q4_tile<2, 4>, dot_a8_q4_tile<2, 1>, dot_a8_q4_tile<2, 2>>,
+                   over_tokens<2, dot_a8_q4_tile<4, 2>, dot_a8_q4_tile<4, 1>>>(rows, count, x_T, tokens, n, out_RT,
+                                                                               next, next_bytes, steps);
 }
 
 inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
@@ -185,11 +184,10 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
 
 inline void dot_a8_q8(PI2_DOT_ARGS) {
   const std::int64_t steps = (n + 63) / 64;
-  if (count == 1)
-    return over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 1>, dot_a8_q8_tile<1, 2>>(
-        rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
-  return over_tokens<4, dot_a8_q8_tile<2, 4>, dot_a8_q8_tile<2, 1>, dot_a8_q8_tile<2, 2>>(
-      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
+  return over_rows<over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 1>, dot_a8_q8_tile<1, 2>>,
+                   over_tokens<4, dot_a8_q8_tile<2, 4>, dot_a8_q8_tile<2, 1>, dot_a8_q8_tile<2, 2>>,
+                   over_tokens<2, dot_a8_q8_tile<4, 2>, dot_a8_q8_tile<4, 1>>>(rows, count, x_T, tokens, n, out_RT,
+                                                                               next, next_bytes, steps);
 }
 
 }  // namespace

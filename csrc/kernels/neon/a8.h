@@ -172,10 +172,8 @@ inline void dot_a8_tile(const void* const* rows, const void* const* x_T, std::in
 template <class Format, class Products>
 inline void dot_a8(PI2_DOT_ARGS) {
   const std::int64_t steps = (groups(n) + kStepGroups - 1) / kStepGroups;
-  if (count == 1)
-    return over_tokens<4, dot_a8_tile<Format, Products, 1, 4>, dot_a8_tile<Format, Products, 1, 1>>(
-        rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
-  return over_tokens<2, dot_a8_tile<Format, Products, 2, 2>, dot_a8_tile<Format, Products, 2, 1>>(
+  return over_rows<over_tokens<4, dot_a8_tile<Format, Products, 1, 4>, dot_a8_tile<Format, Products, 1, 1>>,
+                   over_tokens<2, dot_a8_tile<Format, Products, 2, 2>, dot_a8_tile<Format, Products, 2, 1>>>(
       rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
 }
 

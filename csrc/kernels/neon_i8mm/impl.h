@@ -49,11 +49,10 @@ inline void dot_a8_square(const void* const* rows, const void* const* x_T, std::
 
 template <class Format>
 inline void dot_a8_matrix(PI2_DOT_ARGS) {
-  if (count == 1 || tokens == 1)
-    return dot_a8<Format, DotProducts>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
   const std::int64_t steps = (groups(n) + kStepGroups - 1) / kStepGroups;
-  return over_tokens<2, dot_a8_square<Format>, dot_a8_tile<Format, DotProducts, 2, 1>>(rows, count, x_T, tokens, n,
-                                                                                       out_RT, next, next_bytes, steps);
+  return over_rows<over_tokens<4, dot_a8_tile<Format, DotProducts, 1, 4>, dot_a8_tile<Format, DotProducts, 1, 1>>,
+                   over_tokens<2, dot_a8_square<Format>, dot_a8_tile<Format, DotProducts, 2, 1>>>(
+      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
 }
 
 }  // namespace
