@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -22,7 +23,10 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, QUANTIZED, row_bytes
 from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
+from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import DTYPES
+from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
+from torch_pi2.ops.linear_blocks import fits as blocks_fit
 
 _FLOATS = {"bf16": "bfloat16", "fp32": "float32"}
 WEIGHTS = (*QUANTIZED, *_FLOATS)
@@ -119,12 +123,16 @@ def run(
             next(neuron_rows), chosen[s][i]
         )
     linear_rows = max(1, min(_LINEAR_BYTES, memory_size // 2) // row_bytes("int8", hidden))
+    linear_rows -= linear_rows % BLOCK_ROWS
     if quantised:
         linears = _several(kind, linear_rows, hidden, memory_size)
         rows = cycle(linears)
         rank = rank or max(1, hidden // 8)
         a, b = _random("int4", rank, hidden), _random("int4", intermediate, rank)
-        cases["linear"] = lambda _: torch.ops.pi2.linear(x_TH, next(rows), None, weights, int8)
+        call: Callable[..., object] = partial(torch.ops.pi2.linear, int8_activations=int8)
+        if int8 and constants().blocks and blocks_fit(linear_rows, hidden):  # as in a model
+            call = torch.ops.pi2.linear_blocks  # whatever the bytes then mean
+        cases["linear"] = lambda _: call(x_TH, next(rows), None, weights)
         # also drives the predictor out of the cache
         cases["linear read"] = lambda _: torch.ops.pi2.plain_read(next(rows), None)
         cases["predictor"] = lambda _: torch.ops.pi2.predict_lowrank_q(x_TH, a, b, None, "int4", int8, 0.0)

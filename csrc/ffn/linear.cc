@@ -17,6 +17,7 @@ namespace {
 constexpr std::int64_t kTokenTile = 64;
 constexpr std::int64_t kAheadBytes = 12288;  // how far ahead rows are asked for: memory answers after some 200 ns
 constexpr std::int64_t kTinyWeights = 1 << 18;
+constexpr std::int64_t kMostOfBlocks = 48;  // tokens; from more on, unpacking a panel for all of them is faster
 // Of prepared inputs that are used together (with more, several passes over rows that the second-level cache keeps are
 // faster than reading the inputs from there for each pair of rows), and of the rows of such passes.
 constexpr std::int64_t kInputBytes = 32768, kPassBytes = 131072;
@@ -64,12 +65,63 @@ struct Pass {
   }
 };
 
+// A pass over blocks of kPanelRows rows, which are read once for all tokens of it.
+void linear_blocks(const LinearArgs& args, const KernelTable& table, const ParallelFor& parallel) {
+  const int w = static_cast<int>(args.w_dtype);
+  struct Work {
+    const LinearArgs& args;
+    DotBlocksFn dot;
+    std::int64_t block_bytes, blocks, item_blocks, y_bytes;
+    const void* x_T[kMostOfBlocks];
+
+    void item(std::int64_t index) const {
+      const TraceSpan span(Stage::kLinearRows, index);
+      float out_TR[kMostOfBlocks * kPanelRows];
+      for (std::int64_t b = index * item_blocks; b < std::min(blocks, (index + 1) * item_blocks); ++b) {
+        const std::int64_t first = b * kPanelRows;
+        dot(static_cast<const char*>(args.weights) + b * block_bytes, x_T, args.tokens, args.columns, out_TR,
+            kPanelRows);
+        for (std::int64_t t = 0; t < args.tokens; ++t) {
+          float* out = out_TR + t * kPanelRows;
+          for (std::int64_t r = 0; args.bias != nullptr && r < kPanelRows; ++r) out[r] += args.bias[first + r];
+          narrow(out, static_cast<char*>(args.y) + (t * args.rows + first) * y_bytes, args.x_dtype, kPanelRows);
+        }
+      }
+    }
+  };
+  const std::int64_t width = gemm_input_bytes(args.columns) / 4;  // floats of an input
+  const std::int64_t blocks = args.rows / kPanelRows, share = blocks / (4 * std::max(1, parallel.threads));
+  Work work{args,
+            table.dot_blocks[w],
+            kPanelRows * row_bytes(args.w_dtype, args.columns),
+            blocks,
+            std::max<std::int64_t>(2, std::min<std::int64_t>(32, share)),
+            row_bytes(args.x_dtype, 1),
+            {}};
+  float* x_TW = scratch(Scratch::kInput, args.tokens * width + args.columns);
+  float* plain = x_TW + args.tokens * width;
+  for (std::int64_t t = 0; t < args.tokens; ++t) {
+    float* x = x_TW + t * width;
+    widen(static_cast<const char*>(args.x) + t * row_bytes(args.x_dtype, args.columns), args.x_dtype, plain,
+          args.columns);
+    table.prepare_gemm[w](plain, args.columns, x);
+    work.x_T[t] = x;
+  }
+  const bool tiny = args.tokens * args.rows * args.columns < kTinyWeights;
+  Dynamic::run(
+      tiny ? serial() : parallel, (blocks + work.item_blocks - 1) / work.item_blocks,
+      [](void* p, std::int64_t index) { static_cast<const Work*>(p)->item(index); }, &work);
+}
+
 }  // namespace
+
+bool takes_blocks() { return kernels().panel_blocks[static_cast<int>(DType::kQ4)] != nullptr; }
 
 void linear(const LinearArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kLinear, args.rows, args.columns);
   const TraceSpan span(Stage::kLinear, args.rows, args.columns);
   const KernelTable& table = kernels();
+  if (args.blocks && args.tokens <= kMostOfBlocks) return linear_blocks(args, table, parallel);
   if (takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
     return linear_prompt(args, table, parallel);
   const int w = static_cast<int>(args.w_dtype);

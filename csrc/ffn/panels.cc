@@ -24,9 +24,6 @@ constexpr std::int64_t kDownColumns = 128;  // of one work item of a dense down 
 constexpr std::int64_t kDenseOneIn = 4;
 constexpr std::int64_t kPair = kGemmPanels * kPanelRows;
 
-// Bytes of an input prepared for gemm: values, and eight bytes per group.
-std::int64_t input_bytes(std::int64_t n) { return (padded(n) + 8 * (padded(n) / kGroup) + 63) / 64 * 64; }
-
 // What one thread needs for itself.
 struct Bench {
   char* panels[kGemmPanels];
@@ -41,7 +38,7 @@ class Workshop {
       : parallel_(parallel), workers_(std::max(1, parallel.threads)), columns_(columns) {
     const std::int64_t panel_floats = panel_bytes(columns) / 4,
                        bench_floats = kGemmPanels * panel_floats + tile * kPair;
-    const std::int64_t inputs_floats = tokens * input_bytes(columns) / 4;
+    const std::int64_t inputs_floats = tokens * gemm_input_bytes(columns) / 4;
     float* at = scratch(Scratch::kInput, inputs_floats + workers_ * (bench_floats + padded(columns)));
     inputs_ = reinterpret_cast<char*>(at);
     at += inputs_floats;
@@ -76,9 +73,9 @@ class Workshop {
   void prepare(const char* x, DType x_dtype, std::int64_t tokens, PrepareFn prepare) {
     each(tokens, [&](std::int64_t worker, std::int64_t t) {
       widen(x + t * row_bytes(x_dtype, columns_), x_dtype, plain_[worker], columns_);
-      prepare(plain_[worker], columns_, inputs_ + t * input_bytes(columns_));
+      prepare(plain_[worker], columns_, inputs_ + t * gemm_input_bytes(columns_));
     });
-    for (std::int64_t t = 0; t < tokens; ++t) x_T_[t] = inputs_ + t * input_bytes(columns_);
+    for (std::int64_t t = 0; t < tokens; ++t) x_T_[t] = inputs_ + t * gemm_input_bytes(columns_);
   }
 
   const void* const* x_T() const { return x_T_; }
@@ -123,6 +120,10 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
       const std::int64_t panels = (count + kPanelRows - 1) / kPanelRows;
       for (std::int64_t p = 0; p < panels; ++p) {
         const char* weights = static_cast<const char*>(args.weights) + (first + p * kPanelRows) * w_bytes;
+        if (args.blocks) {
+          table.panel_blocks[w](weights, args.columns, bench.panels[p]);
+          continue;
+        }
         unpack(
             table.panel[w], [&](std::int64_t r) { return weights + r * w_bytes; },
             std::min(kPanelRows, count - p * kPanelRows), args.columns, bench.panels[p]);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch_pi2.formats import row_bytes
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.ops.constants import constants
 from torch_pi2.profiling.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
 from torch_pi2.rewrite.linears import Storage, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import rewrite
@@ -57,6 +59,48 @@ def linear(rows: int = 70, columns: int = 48, bias: bool = True) -> nn.Linear:
 
 
 # --- one linear layer ---
+
+
+@pytest.mark.skipif(not constants().blocks, reason="this CPU has no kernels for blocks")
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_linears_of_int8_activations_keep_their_rows_in_blocks_and_show_it_to_nobody(kind: str, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=72, num_hidden_layers=2, hidden_act="relu", **sizes)).eval()
+    model = torch_pi2.optimize(dense, config=torch_pi2.Config(method="exact", weights=kind, activations="int8"))
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    in_blocks = [name for name, m in linears.items() if m.blocks]
+    assert len(in_blocks) == 8
+    assert sorted(set(linears) - set(in_blocks)) == ["lm_head"]  # 72 rows are no whole number of blocks
+    rowwise = copy.deepcopy(model)
+    for module in rowwise.modules():
+        if isinstance(module, QuantLinear):
+            module.leave_blocks()
+    wanted = logits(model)
+    assert near(logits(rowwise), wanted)  # sums in another order
+    for a, b in zip(model.state_dict().items(), rowwise.state_dict().items(), strict=True):
+        assert a[0] == b[0]
+        assert torch.equal(a[1], b[1])
+    assert f"-> 128, {kind}, int8 activations" in str(linears[in_blocks[0]])
+    for name, saved in (("blocks", model), ("rows", rowwise)):
+        torch_pi2.save(saved, tmp_path / name)
+    files = [(tmp_path / name / "pi2" / "weights.safetensors").read_bytes() for name in ("blocks", "rows")]
+    assert files[0] == files[1]
+    loaded = torch_pi2.load(tmp_path / "rows", activations="int8")
+    assert torch.equal(logits(loaded), wanted)
+    with torch.no_grad():
+        key = loaded.get_submodule("model.layers.0.self_attn.k_proj")
+        x = torch.randn(9, 128)
+        assert torch.equal(torch.cat([key(x[t : t + 1]) for t in range(9)]), key(x))
+    compiled = torch_pi2.Decoder(loaded, max_tokens=24)
+    eager = torch_pi2.Decoder(model, max_tokens=24, compiled=False)
+    for decoder in (compiled, eager):
+        decoder.prompt(IDS[:1])
+    for token in IDS[1:, :6].flatten():
+        ids = token.reshape(1, 1)
+        assert torch.equal(compiled.step(ids), eager.step(ids))
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])

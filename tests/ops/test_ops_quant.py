@@ -10,6 +10,7 @@ import torch
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, NonFiniteError, ShapeError
 from torch_pi2.formats import FORMATS, QUANTIZED, row_bytes
 from torch_pi2.ops import load, reference
+from torch_pi2.ops.linear_blocks import from_blocks, to_blocks
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import values
 
@@ -107,6 +108,55 @@ def test_linear_equals_the_reference(isa: str, kind: str, int8_activations: bool
                     torch.testing.assert_close(
                         found.float(), wanted.float(), rtol=0, atol=rounding * (1 + float(wanted.abs().max()))
                     )
+
+
+def takes_blocks() -> bool:
+    """Whether the kernels that are chosen now do (``constants`` keeps what it read first)."""
+    return "blocks=1" in torch.ops.pi2.constants().split()
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_linear_blocks_equals_the_reference_and_a_token_alone(isa: str, kind: str) -> None:
+    generator, threads = torch.Generator().manual_seed(3), torch.get_num_threads()
+    for rows, columns in ((16, 64), (48, 192), (144, 1088)):
+        quantised = torch.ops.pi2.quantize(matrix(rows, columns, columns**-0.5), kind, None)
+        blocks, bias = to_blocks(quantised, kind, columns), torch.randn(rows, generator=generator)
+        assert torch.equal(from_blocks(blocks, kind, columns), quantised)
+        x_TK = torch.randn(71, columns, generator=generator)
+        if not takes_blocks():
+            with pytest.raises(RuntimeError, match=f"expected .* kernels that take blocks, found .* kernels for {isa}"):
+                torch.ops.pi2.linear_blocks(x_TK, blocks, bias, kind)
+            continue
+        for dtype in DTYPES:
+            for b in (None, bias):
+                alone = torch.cat([torch.ops.pi2.linear_blocks(x[None], blocks, b, kind) for x in x_TK.to(dtype)])
+                wanted = reference.linear_blocks(x_TK.to(dtype), blocks, b, kind)
+                rounding = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
+                torch.testing.assert_close(
+                    alone.float(), wanted.float(), rtol=0, atol=rounding * (1 + float(wanted.abs().max()))
+                )
+                for tokens in (2, 3, 7, 8, 12, 48, 49, 71):  # the prompt's panels, too
+                    found = torch.ops.pi2.linear_blocks(x_TK[:tokens].to(dtype), blocks, b, kind)
+                    assert found.dtype is dtype
+                    assert torch.equal(found, alone[:tokens])
+        torch.set_num_threads(1)
+        assert torch.equal(torch.ops.pi2.linear_blocks(x_TK.to(dtype), blocks, bias, kind), alone)
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not takes_blocks(), reason="this CPU has no kernels for blocks")
+def test_linear_blocks_refuses_what_is_not_whole() -> None:
+    for rows, columns in ((17, 64), (16, 96)):
+        quantised = torch.ops.pi2.quantize(matrix(rows, columns), "int4", None)
+        with pytest.raises(
+            RuntimeError, match=f"multiple of 16 rows and of 64 columns.* found {rows} rows, {columns} c"
+        ):
+            torch.ops.pi2.linear_blocks(matrix(1, columns), quantised, None, "int4")
+    blocks = torch.ops.pi2.quantize(matrix(16, 64), "int4", None)
+    torch.library.opcheck(torch.ops.pi2.linear_blocks.default, (matrix(3, 64), blocks, torch.ones(16), "int4"))
+    x = matrix(3, 64)
+    x[1, 5] = float("nan")
+    assert torch.ops.pi2.linear_blocks(x, blocks, None, "int4").isnan().all(1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("int8_activations", [False, True])

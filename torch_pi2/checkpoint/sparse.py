@@ -60,8 +60,9 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     kind, layers = weights_of(model), sparse_layers(model)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     tensors: dict[str, torch.Tensor] = {}
+    rows_of = {f"{name}.weight": linear for name, linear in linears.items()}
+    tensors |= {name: linear.rows for name, linear in rows_of.items()}
     for name, linear in linears.items():
-        tensors[f"{name}.weight"] = linear.rows
         if linear.bias is not None:
             tensors[f"{name}.bias"] = linear.bias
     for layer in layers:
@@ -74,7 +75,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
-            out.write(name, tensor)
+            out.write(name, rows_of[name].in_row_order() if name in rows_of else tensor)
 
 
 def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -172,6 +173,7 @@ def _put_linear(model: nn.Module, weights: QuantizedWeights, name: str, columns:
         bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
     made = QuantLinear(rows, bias, columns, weights.kind, int8_activations)
     made.dtype = linear.weight.dtype
+    made.use_blocks()
     setattr(model.get_submodule(parent), local, made.eval())
 
 

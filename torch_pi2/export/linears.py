@@ -54,6 +54,9 @@ def prepare_rest(model: nn.Module, linears: str) -> None:
     Raises:
         LibraryMissingError: torchao is not installed, and ``linears`` is not ``float32``.
     """
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.leave_blocks()  # the kernels of this CPU are not those of a phone
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if type(child) is nn.Embedding and child.weight.dtype in (torch.bfloat16, torch.float16):

@@ -13,7 +13,11 @@ from torch_pi2.errors import ConfigError, GradientError, ShapeError
 from torch_pi2.formats import row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.ops import load
+from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
+from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
+from torch_pi2.ops.linear_blocks import fits as blocks_fit
+from torch_pi2.ops.linear_blocks import from_blocks, to_blocks
 from torch_pi2.ops.quantized import check_kind, quantize
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
@@ -32,6 +36,8 @@ class QuantLinear(Holder):
         in_features, out_features: K and N. weights: ``int4`` or ``int8``.
         int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy, faster).
         dtype: of the float layer it stands for.
+
+        blocks: rows are in blocks (:meth:`use_blocks`).
 
     Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[N, row_bytes(K)]``; ``bias`` float32 ``[N]`` or None.
     """
@@ -62,7 +68,7 @@ class QuantLinear(Holder):
             )
         self.in_features, self.out_features = columns, len(rows)
         self.weights, self.int8_activations = weights, int8_activations
-        self._name = name
+        self._name, self.blocks = name, False
         self.dtype = torch.float32
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
@@ -142,7 +148,10 @@ class QuantLinear(Holder):
                 found="an input that requires grad" if input.requires_grad else "a model in training mode",
                 fix="Call it under torch.no_grad() after model.eval(); to train, load the float checkpoint.",
             )
-        y: torch.Tensor = torch.ops.pi2.linear(input, self.rows, self.bias, self.weights, self.int8_activations)
+        if self.blocks:
+            y: torch.Tensor = torch.ops.pi2.linear_blocks(input, self.rows, self.bias, self.weights)
+        else:
+            y = torch.ops.pi2.linear(input, self.rows, self.bias, self.weights, self.int8_activations)
         return y.to(result_dtype(input))
 
     @property
@@ -160,17 +169,36 @@ class QuantLinear(Holder):
 
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[N, K]``: the numbers that the rows stand for, in ``dtype`` (None: the float layer's)."""
-        w_NK: torch.Tensor = torch.ops.pi2.dequantize(self.rows, self.weights, self.in_features, dtype or self.dtype)
+        rows = self.in_row_order()
+        w_NK: torch.Tensor = torch.ops.pi2.dequantize(rows, self.weights, self.in_features, dtype or self.dtype)
         return w_NK
+
+    def use_blocks(self) -> None:
+        """Put the rows in blocks of 16, in place, where this CPU's kernels like that; lossless (but see ``linear``)."""
+        wanted = self.int8_activations and bool(constants().blocks)
+        if wanted and not self.blocks and not self.rows.is_meta and blocks_fit(self.out_features, self.in_features):
+            step = max(1, CHUNK_BYTES // (BLOCK_ROWS * self.rows.shape[1])) * BLOCK_ROWS
+            for part in self.rows.split(step):
+                part.copy_(to_blocks(part, self.weights, self.in_features))
+            self.blocks = True
+
+    def in_row_order(self) -> torch.Tensor:
+        """uint8 ``[N, row_bytes(K)]``: rows as they are in files; a copy if they are in blocks."""
+        return from_blocks(self.rows, self.weights, self.in_features) if self.blocks else self.rows
+
+    def leave_blocks(self) -> None:
+        """Rows in their own order from now on, in a tensor of their own: what a file or another machine wants."""
+        self.rows, self.blocks = self.in_row_order(), False
 
     def relative_error(self, w_NK: torch.Tensor) -> float:
         """``|W' - W| / |W|`` against the float weight (Frobenius norms; 0 for a zero weight)."""
         wrong = total = 0.0
         step = max(1, CHUNK_BYTES // (4 * self.in_features))
+        rows = self.in_row_order()
         for start in range(0, self.out_features, step):
             part = slice(start, start + step)
             w = w_NK[part].detach().float()
-            off: torch.Tensor = torch.ops.pi2.dequantize(self.rows[part], self.weights, self.in_features, torch.float32)
+            off: torch.Tensor = torch.ops.pi2.dequantize(rows[part], self.weights, self.in_features, torch.float32)
             wrong += float(off.sub_(w).square_().sum(dtype=torch.float64))
             total += float(w.square().sum(dtype=torch.float64))
         return (wrong / total) ** 0.5 if total else 0.0

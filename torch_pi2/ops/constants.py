@@ -14,7 +14,8 @@ class Constants(NamedTuple):
     """In the headers named, each has a comment of its own.
 
     Attributes:
-        chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``. gemm_tokens: ``pi2/linear.h``.
+        chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``. gemm_tokens, blocks:
+        ``pi2/linear.h``.
         mask_bytes: ``pi2/predict.h``. most_group, most_sizes: ``pi2/firing.h``. most_traced, stages, trace_counters:
         ``pi2/trace.h``. policies: of the cache, ``cache/policies/list.inc``.
     """
@@ -25,6 +26,7 @@ class Constants(NamedTuple):
     prompt_neurons: int
     stream_from: int
     gemm_tokens: int
+    blocks: int
     mask_bytes: int
     most_group: int
     most_sizes: int

@@ -3,8 +3,8 @@
 Operators, all under ``torch.ops.pi2``:
 
 * ``sparse_ffn`` and ``predicted_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q`` and
-  ``predict_signbit``; ``linear`` (functional and ``.out``), ``quantize`` and ``dequantize``; ``experts_ffn`` and
-  ``stored_experts``, mixtures of experts: each has a file here, with its reference and its fake.
+  ``predict_signbit``; ``linear`` (functional and ``.out``), ``linear_blocks``, ``quantize`` and ``dequantize``;
+  ``experts_ffn`` and ``stored_experts``, mixtures of experts: each has a file here, with its reference and its fake.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_resize``, ``store_arrange``: neuron stores by number, see
   :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
@@ -42,6 +42,7 @@ from torch_pi2.ops import (
     crc32c,
     experts_ffn,
     linear,
+    linear_blocks,
     predict_lowrank,
     predict_lowrank_q,
     predict_signbit,
@@ -78,6 +79,7 @@ _FAKES: dict[str, Callable[..., torch.Tensor]] = {
     "predicted_ffn.out": _out(predicted_ffn.fake),
     "linear": linear.fake,
     "linear.out": _out(linear.fake),
+    "linear_blocks": linear_blocks.fake,
     "quantize": quantize.fake_quantize,
     "dequantize": quantize.fake_dequantize,
     "stored_ffn": stored_ffn.fake,

@@ -2,6 +2,7 @@
 
 from torch_pi2.ops.experts_ffn import experts_ffn
 from torch_pi2.ops.linear import linear
+from torch_pi2.ops.linear_blocks import linear_blocks
 from torch_pi2.ops.predict_lowrank import predict_lowrank
 from torch_pi2.ops.predict_lowrank_q import predict_lowrank_q
 from torch_pi2.ops.predict_signbit import predict_signbit
@@ -15,6 +16,7 @@ __all__ = [
     "dequantize",
     "experts_ffn",
     "linear",
+    "linear_blocks",
     "predict_lowrank",
     "predict_lowrank_q",
     "predict_signbit",

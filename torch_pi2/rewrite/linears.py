@@ -186,6 +186,8 @@ def quantize_linears(
             if id(parameter) not in in_use:
                 take(parameter, f"{name}.{local}", parameter)
     linears.clear()
+    for layer in made.values():
+        layer.use_blocks()
     return errors
 
 

@@ -19,22 +19,24 @@ from torch_pi2.ops import load
 
 
 class _Linear(NamedTuple):
-    """The arguments of a ``pi2::linear`` node; ``bias`` is None or a node."""
+    """The arguments of a ``pi2::linear`` or ``pi2::linear_blocks`` node; ``bias`` is None or a node."""
 
     node: fx.Node
+    op: Any
     x: fx.Node
     rows: fx.Node
     bias: fx.Node | None
-    weights: str
-    int8_activations: bool
+    settings: tuple[Any, ...]  # weights, and whatever follows
 
 
 def _linear(node: fx.Node) -> _Linear | None:
-    if node.op != "call_function" or node.target not in (torch.ops.pi2.linear, torch.ops.pi2.linear.default):
-        return None
-    names = ("x", "rows", "bias", "weights", "int8_activations")
-    given: dict[str, Any] = {"bias": None, "int8_activations": False} | dict(zip(names, node.args)) | dict(node.kwargs)
-    return _Linear(node, *(given[name] for name in names))
+    for op in (torch.ops.pi2.linear, torch.ops.pi2.linear_blocks):
+        if node.op == "call_function" and node.target in (op, op.default):
+            names = [argument.name for argument in op.default._schema.arguments]
+            given: dict[str, Any] = {"int8_activations": False} | dict(zip(names, node.args)) | dict(node.kwargs)
+            x, rows, bias, *settings = (given[name] for name in names)
+            return _Linear(node, op.default, x, rows, bias, tuple(settings))
+    return None
 
 
 @fresh_settings()
@@ -54,7 +56,7 @@ def merge_linears(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -
             continue
         rows_used[found.rows] = rows_used.get(found.rows, 0) + 1
         width = tensors[found.rows].shape[1]
-        key = (found.x, found.weights, found.int8_activations, found.bias is None, width)
+        key = (found.op, found.x, found.settings, found.bias is None, width)
         groups.setdefault(key, []).append(found)
     extra: list[torch.Tensor] = []
     for group in groups.values():
@@ -87,9 +89,7 @@ def _merge(gm: fx.GraphModule, group: Sequence[_Linear], tensors: Mapping[fx.Nod
     bias = nodes[1] if biases else None
     sizes = [len(part) for part in parts]
     with gm.graph.inserting_before(first.node):
-        merged = gm.graph.call_function(
-            torch.ops.pi2.linear.default, (first.x, nodes[0], bias, first.weights, first.int8_activations)
-        )
+        merged = gm.graph.call_function(first.op, (first.x, nodes[0], bias, *first.settings))
         shape = (*first.node.meta["example_value"].shape[:-1], sum(sizes))
         merged.meta["example_value"] = first.node.meta["example_value"].new_empty(shape)
         pieces = gm.graph.call_function(torch.split, (merged, sizes, -1))

@@ -20,6 +20,7 @@ std::string constants() {
       {"prompt_neurons", kPromptNeurons},
       {"stream_from", kStreamFrom},
       {"gemm_tokens", kGemmTokens},
+      {"blocks", takes_blocks()},
       {"mask_bytes", kMaskBytes},
       {"most_group", kMostGroup},
       {"most_sizes", kMostSizes},

@@ -1,10 +1,11 @@
-// torch.ops.pi2.linear, quantize, dequantize.
+// torch.ops.pi2.linear, linear_blocks, quantize, dequantize.
 #include "pi2/linear.h"
 
 #include <cmath>
 #include <sstream>
 
 #include "bindings/torch/common.h"
+#include "pi2/kernels.h"
 
 namespace pi2::binding {
 namespace {
@@ -59,6 +60,23 @@ Tensor linear_out(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, 
   return out;
 }
 
+LinearArgs blocks_args(const Tensor& x, const Tensor& blocks, const MaybeTensor& bias, const std::string& weights) {
+  LinearArgs args = linear_args(x, blocks, bias, weights, true);
+  STD_TORCH_CHECK(in_blocks(args.rows, args.columns) && takes_blocks(),
+                  "pi2: blocks: expected a multiple of 16 rows and of 64 columns, and kernels that take blocks, found ",
+                  args.rows, " rows, ", args.columns, " columns and kernels for ", kernels().isa,
+                  ". Call torch.ops.pi2.linear with rows in their own order.");
+  args.blocks = true;
+  return args;
+}
+
+Tensor linear_blocks(const Tensor& x, const Tensor& blocks, const MaybeTensor& bias, std::string weights) {
+  const LinearArgs args = blocks_args(x, blocks, bias, weights);
+  Tensor y = torch::stable::new_empty(x, linear_shape(x, args));
+  run(args, x, y);
+  return y;
+}
+
 std::string text_of(float value) {
   if (std::isnan(value)) return "NaN";
   std::ostringstream text;
@@ -111,6 +129,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   const std::string linear = "Tensor x, Tensor rows, Tensor? bias, str weights, bool int8_activations=False";
   m.def(("linear(" + linear + ") -> Tensor").c_str());
   m.def(("linear.out(" + linear + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
+  m.def("linear_blocks(Tensor x, Tensor blocks, Tensor? bias, str weights) -> Tensor");
   m.def("quantize(Tensor w, str weights, Tensor? importance=None) -> Tensor");
   m.def("dequantize(Tensor rows, str weights, int columns, ScalarType dtype) -> Tensor");
 }
@@ -118,6 +137,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("linear.out", TORCH_BOX(&linear_out));
+  m.impl("linear_blocks", TORCH_BOX(&linear_blocks));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("dequantize", TORCH_BOX(&dequantize));
 }

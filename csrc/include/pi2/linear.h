@@ -23,7 +23,12 @@ struct LinearArgs {
   std::int64_t rows = 0;
   const float* bias = nullptr;  // [rows] or null
   bool int8_activations = false;
+  bool blocks = false;  // weights are in blocks (kernels.h); needs int8_activations, in_blocks() and takes_blocks()
 };
+
+// Whether the kernels of this CPU take rows in blocks, which they then prefer. A token's bits then do not depend on its
+// company at all, and are those of prompts.
+bool takes_blocks();
 
 void linear(const LinearArgs& args, const ParallelFor& parallel);
 

@@ -1,4 +1,4 @@
-#include "kernels/avx512vnni/gemm.h"
+#include "kernels/avx512vnni/blocks.h"
 #include "kernels/avx512vnni/impl.h"
 
 void pi2::dot_a8_q4__avx512vnni(PI2_DOT_ARGS) {
@@ -10,3 +10,11 @@ void pi2::prepare_a8_q4__avx512vnni(PI2_PREPARE_ARGS) { avx512vnni::prepare_a8_q
 void pi2::prepare_gemm_q4__avx512vnni(PI2_PREPARE_ARGS) { avx512vnni::prepare_gemm(x, n, out, 8); }
 
 void pi2::panel_q4__avx512vnni(PI2_PANEL_ARGS) { avx512vnni::panel_q4(rows, n, panel); }
+
+void pi2::dot_blocks_q4__avx512vnni(PI2_DOT_BLOCKS_ARGS) {
+  avx512vnni::dot_blocks<avx512vnni::BlockQ4>(block, x_T, tokens, n, out, ldo);
+}
+
+void pi2::panel_blocks_q4__avx512vnni(PI2_PANEL_BLOCKS_ARGS) {
+  avx512vnni::panel_blocks<avx512vnni::BlockQ4>(block, n, panel);
+}

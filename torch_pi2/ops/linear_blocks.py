@@ -1,0 +1,70 @@
+"""``linear_blocks``: a linear layer over quantised rows in blocks of 16, as vector kernels like to read them.
+
+Only in memory, never in a file. A block has the bytes of its rows in another order (``csrc/include/pi2/kernels.h``,
+dot_blocks): for every two groups of 32 columns, four bytes of each row at a time, then the groups' scales of all rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_pi2.formats import FORMATS, GROUP
+from torch_pi2.ops.call import arguments_of
+from torch_pi2.ops.linear import linear
+from torch_pi2.ops.quantize import check_format
+
+#: Rows in a block, and columns that are together in it.
+ROWS, COLUMNS = 16, 2 * GROUP
+
+
+def fits(rows: int, columns: int) -> bool:
+    """Whether ``rows`` rows of so many columns can be in blocks."""
+    return rows % ROWS == 0 and columns % COLUMNS == 0
+
+
+def to_blocks(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
+    """Rows uint8 ``[N, row_bytes(K)]`` in blocks: the same shape."""
+    values, scales = rows.split(_sizes(weights, columns), 1)
+    values = values.view(-1, ROWS, columns // COLUMNS, 2 * FORMATS[weights].group_bytes // 4, 4).permute(0, 2, 3, 1, 4)
+    scales = scales.view(-1, ROWS, columns // COLUMNS, 2, 2).permute(0, 2, 3, 1, 4)
+    if weights == "int8":
+        values = values ^ 128  # unsigned
+    return torch.cat((values.flatten(2), scales.flatten(2)), 2).view(rows.shape)
+
+
+def from_blocks(blocks: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
+    """Inverse of :func:`to_blocks`."""
+    pairs = columns // COLUMNS
+    sizes = [ROWS * n // pairs for n in _sizes(weights, columns)]
+    values, scales = blocks.view(-1, pairs, sum(sizes)).split(sizes, 2)
+    values = values.unflatten(2, (-1, ROWS, 4)).permute(0, 3, 1, 2, 4)
+    scales = scales.unflatten(2, (2, ROWS, 2)).permute(0, 3, 1, 2, 4)
+    if weights == "int8":
+        values = values ^ 128
+    return torch.cat((values.flatten(2), scales.flatten(2)), 2).view(blocks.shape)
+
+
+def _sizes(weights: str, columns: int) -> list[int]:
+    """Bytes of a row's values and of its scales."""
+    groups = columns // GROUP
+    return [groups * FORMATS[weights].group_bytes, 2 * groups]
+
+
+def linear_blocks(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None, weights: str) -> torch.Tensor:
+    """:func:`torch_pi2.ops.linear.linear` with int8 activations. A token's bits do not depend on how many there are.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16; K a multiple of 64.
+        blocks: uint8 ``[N, row_bytes(K)]``, of :func:`to_blocks`; N a multiple of 16.
+        bias: ``[N]`` float32 or None. weights: ``int4`` or ``int8``.
+    """
+    return linear(x, from_blocks(blocks, weights, x.shape[-1]), bias, weights, True)
+
+
+def fake(*args: Any) -> torch.Tensor:
+    call = arguments_of(linear_blocks, args)
+    check_format(call.blocks, call.weights, call.x.shape[-1])
+    out: torch.Tensor = call.x.new_empty((*call.x.shape[:-1], call.blocks.shape[0]))
+    return out
