@@ -1,5 +1,5 @@
-// Every kernel of every table (kernels/list.inc) at hidden sizes 2048 and 4096, from memory and from cache, and the
-// layer itself by share of active neurons. Counters: bytes_per_second counts weights read.
+// Every kernel of every table (kernels/list.inc) at hidden sizes 2048 and 4096 and a predictor's rank, from memory and
+// from cache, and the layer itself by share of active neurons. Counters: bytes_per_second counts weights read.
 //   make bench-kernels BENCH_ARGS=--benchmark_filter=avx512/dot
 #include <benchmark/benchmark.h>
 
@@ -146,6 +146,27 @@ void run_panel(benchmark::State& state, const KernelTable& table, int dtype, std
   });
 }
 
+// A block at a time, for one token.
+void run_dot_blocks(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n, std::int64_t total) {
+  float* plain = vector_of(2 * padded(n));
+  void* x = plain + padded(n);
+  table.prepare_gemm[dtype](plain, n, x);
+  float out[kPanelRows];
+  over_rows(state, total, row_bytes(static_cast<DType>(dtype), n), kPanelRows, [&](const char* block, const char*) {
+    table.dot_blocks[dtype](block, &x, 1, n, out, kPanelRows);
+    benchmark::DoNotOptimize(out);
+  });
+}
+
+void run_panel_blocks(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n,
+                      std::int64_t total) {
+  auto* panel = reinterpret_cast<char*>(vector_of(panel_bytes(n) / 4));
+  over_rows(state, total, row_bytes(static_cast<DType>(dtype), n), kPanelRows, [&](const char* block, const char*) {
+    table.panel_blocks[dtype](block, n, panel);
+    benchmark::ClobberMemory();
+  });
+}
+
 // 64 tokens through two panels; the counter is of multiply-adds.
 void run_gemm(benchmark::State& state, const KernelTable& table, int, std::int64_t n, std::int64_t) {
   constexpr std::int64_t kTokens = 64, kRows = kGemmPanels * kPanelRows;
@@ -204,7 +225,7 @@ void run_count_signs(benchmark::State& state, const KernelTable& table, int, std
 }
 
 void add(const KernelTable& table, const std::string& name, Run run, int dtype, bool from_memory) {
-  for (const std::int64_t n : {2048, 4096}) {
+  for (const std::int64_t n : {512, 2048, 4096}) {  // 512: rank of a predictor
     for (const bool memory : {false, true}) {
       if (memory && !from_memory) continue;
       const std::string full =
@@ -234,6 +255,8 @@ void add_kernels(const KernelTable& table) {
 #define PI2_RESTORE(isa_, dtype) PI2_ADD(isa_, restore, dtype, false)
 #define PI2_PREPARE_GEMM(isa_, dtype) PI2_ADD(isa_, prepare_gemm, dtype, false)
 #define PI2_PANEL(isa_, dtype) PI2_ADD(isa_, panel, dtype, true)
+#define PI2_DOT_BLOCKS(isa_, dtype) PI2_ADD(isa_, dot_blocks, dtype, true)
+#define PI2_PANEL_BLOCKS(isa_, dtype) PI2_ADD(isa_, panel_blocks, dtype, true)
 #define PI2_GEMM(isa_) PI2_ADD(isa_, gemm, q4, false)
 #define PI2_ADDMM(isa_) PI2_ADD(isa_, addmm, f32, false)
 #define PI2_READ(isa_) PI2_ADD(isa_, read, i8, true)

@@ -22,7 +22,7 @@ inline void dot_tile(const void* const* rows, const void* const* x_T, std::int64
   for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const float*>(x_T[t]);
   Float acc[kRows][kTokens][4];
   for (int r = 0; r < kRows; ++r) {
-    w[r] = static_cast<const char*>(rows[r]);
+    w[r] = row_at(rows, r);
     for (int t = 0; t < kTokens; ++t)
       for (int j = 0; j < 4; ++j) acc[r][t][j] = Format::zero();
   }
@@ -69,7 +69,7 @@ inline void axpy_rows(float* y, const void* const* rows, const float* h, std::in
   const char* w[kRows];
   for (int r = 0; r < kRows; ++r) {
     scale[r] = Format::set1(h[r]);
-    w[r] = static_cast<const char*>(rows[r]);
+    w[r] = row_at(rows, r);
   }
   constexpr std::int64_t kLine = 64 / Format::kBytes;  // numbers in a cache line
   std::int64_t k = 0;

@@ -78,7 +78,7 @@ struct Q4 {
     DotStep<kRows, kTokens> step;
     for (int t = 0; t < kTokens; ++t) step.x[t] = static_cast<const float*>(x_T[t]);
     for (int r = 0; r < kRows; ++r) {
-      w[r] = static_cast<const char*>(rows[r]);
+      w[r] = row_at(rows, r);
       for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
     }
     for (std::int64_t g = 0; g < n_groups; g += kStepGroups) {

@@ -47,7 +47,7 @@ struct Q8 {
     Float acc[kRows][kTokens];
     for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const float*>(x_T[t]);
     for (int r = 0; r < kRows; ++r) {
-      w[r] = static_cast<const char*>(rows[r]);
+      w[r] = row_at(rows, r);
       for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
     }
     for (std::int64_t g = 0; g < n_groups; ++g) {

@@ -86,7 +86,7 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
   const char* w[kRows];
   __m256 acc[kRows][kTokens];
   for (int r = 0; r < kRows; ++r) {
-    w[r] = static_cast<const char*>(rows[r]);
+    w[r] = row_at(rows, r);
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
   }
   for (std::int64_t g = 0; g < n_groups; g += 2) {
@@ -131,7 +131,7 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
   const char* w[kRows];
   __m256 acc[kRows][kTokens];
   for (int r = 0; r < kRows; ++r) {
-    w[r] = static_cast<const char*>(rows[r]);
+    w[r] = row_at(rows, r);
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
   }
   for (std::int64_t g = 0; g < n_groups; ++g) {

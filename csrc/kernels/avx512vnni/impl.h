@@ -89,7 +89,7 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
   const char* s[kRows];
   __m512 acc[kRows][kTokens];
   for (int r = 0; r < kRows; ++r) {
-    w[r] = static_cast<const char*>(rows[r]);
+    w[r] = row_at(rows, r);
     s[r] = w[r] + n_groups * (kGroup / 2);
     for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
   }
@@ -154,7 +154,7 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
   const char* w[kRows];
   __m512 acc[kRows][kTokens];
   for (int r = 0; r < kRows; ++r) {
-    w[r] = static_cast<const char*>(rows[r]);
+    w[r] = row_at(rows, r);
     for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
   }
   for (std::int64_t g = 0; g < n_groups; g += 2) {
