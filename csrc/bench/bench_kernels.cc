@@ -153,17 +153,8 @@ void run_dot_blocks(benchmark::State& state, const KernelTable& table, int dtype
   table.prepare_gemm[dtype](plain, n, x);
   float out[kPanelRows];
   over_rows(state, total, row_bytes(static_cast<DType>(dtype), n), kPanelRows, [&](const char* block, const char*) {
-    table.dot_blocks[dtype](block, &x, 1, n, out, kPanelRows);
+    table.dot_blocks[dtype](block, 1, &x, 1, n, out, kPanelRows);
     benchmark::DoNotOptimize(out);
-  });
-}
-
-void run_panel_blocks(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n,
-                      std::int64_t total) {
-  auto* panel = reinterpret_cast<char*>(vector_of(panel_bytes(n) / 4));
-  over_rows(state, total, row_bytes(static_cast<DType>(dtype), n), kPanelRows, [&](const char* block, const char*) {
-    table.panel_blocks[dtype](block, n, panel);
-    benchmark::ClobberMemory();
   });
 }
 
@@ -256,7 +247,6 @@ void add_kernels(const KernelTable& table) {
 #define PI2_PREPARE_GEMM(isa_, dtype) PI2_ADD(isa_, prepare_gemm, dtype, false)
 #define PI2_PANEL(isa_, dtype) PI2_ADD(isa_, panel, dtype, true)
 #define PI2_DOT_BLOCKS(isa_, dtype) PI2_ADD(isa_, dot_blocks, dtype, true)
-#define PI2_PANEL_BLOCKS(isa_, dtype) PI2_ADD(isa_, panel_blocks, dtype, true)
 #define PI2_GEMM(isa_) PI2_ADD(isa_, gemm, q4, false)
 #define PI2_ADDMM(isa_) PI2_ADD(isa_, addmm, f32, false)
 #define PI2_READ(isa_) PI2_ADD(isa_, read, i8, true)

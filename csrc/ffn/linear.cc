@@ -17,7 +17,8 @@ namespace {
 constexpr std::int64_t kTokenTile = 64;
 constexpr std::int64_t kAheadBytes = 12288;  // how far ahead rows are asked for: memory answers after some 200 ns
 constexpr std::int64_t kTinyWeights = 1 << 18;
-constexpr std::int64_t kMostOfBlocks = 48;  // tokens; from more on, unpacking a panel for all of them is faster
+constexpr std::int64_t kBlocksTokens = 128;  // whose inputs share the second-level cache
+constexpr std::int64_t kTwoBlocksFrom = 2;
 // Of prepared inputs that are used together (with more, several passes over rows that the second-level cache keeps are
 // faster than reading the inputs from there for each pair of rows), and of the rows of such passes.
 constexpr std::int64_t kInputBytes = 32768, kPassBytes = 131072;
@@ -65,63 +66,76 @@ struct Pass {
   }
 };
 
-// A pass over blocks of kPanelRows rows, which are read once for all tokens of it.
-void linear_blocks(const LinearArgs& args, const KernelTable& table, const ParallelFor& parallel) {
-  const int w = static_cast<int>(args.w_dtype);
-  struct Work {
-    const LinearArgs& args;
-    DotBlocksFn dot;
-    std::int64_t block_bytes, blocks, item_blocks, y_bytes;
-    const void* x_T[kMostOfBlocks];
+// Up to kBlocksTokens tokens and rows in blocks, which are read once for all of them.
+struct BlocksPass {
+  const LinearArgs& args;
+  PrepareFn prepare;
+  DotBlocksFn dot;
+  std::int64_t first_t, tokens, item_blocks;
+  float* plain_TW;
+  void* x_T[kBlocksTokens];  // prepared
 
-    void item(std::int64_t index) const {
-      const TraceSpan span(Stage::kLinearRows, index);
-      float out_TR[kMostOfBlocks * kPanelRows];
-      for (std::int64_t b = index * item_blocks; b < std::min(blocks, (index + 1) * item_blocks); ++b) {
-        const std::int64_t first = b * kPanelRows;
-        dot(static_cast<const char*>(args.weights) + b * block_bytes, x_T, args.tokens, args.columns, out_TR,
-            kPanelRows);
-        for (std::int64_t t = 0; t < args.tokens; ++t) {
-          float* out = out_TR + t * kPanelRows;
-          for (std::int64_t r = 0; args.bias != nullptr && r < kPanelRows; ++r) out[r] += args.bias[first + r];
-          narrow(out, static_cast<char*>(args.y) + (t * args.rows + first) * y_bytes, args.x_dtype, kPanelRows);
-        }
+  std::int64_t blocks() const { return args.rows / kPanelRows; }
+  std::int64_t items() const { return (blocks() + item_blocks - 1) / item_blocks; }
+
+  void input(std::int64_t t) const {
+    const char* x = static_cast<const char*>(args.x) + (first_t + t) * row_bytes(args.x_dtype, args.columns);
+    float* plain = plain_TW + t * padded(args.columns);
+    widen(x, args.x_dtype, plain, args.columns);
+    prepare(plain, args.columns, x_T[t]);
+  }
+
+  void rows(std::int64_t index) const {
+    const TraceSpan span(Stage::kLinearRows, index);
+    const std::int64_t end = std::min(blocks(), (index + 1) * item_blocks);
+    // Many tokens are bound by arithmetic, and two blocks share its inputs; few by memory, and one is one stream.
+    const std::int64_t most = tokens < kTwoBlocksFrom ? 1 : kGemmPanels;
+    for (std::int64_t b = index * item_blocks, count = 0; b < end; b += count) {
+      count = std::min(most, end - b);
+      float out_TR[kBlocksTokens * kGemmPanels * kPanelRows];
+      const std::int64_t first = b * kPanelRows, width = count * kPanelRows;
+      dot(static_cast<const char*>(args.weights) + first * row_bytes(args.w_dtype, args.columns), count, x_T, tokens,
+          args.columns, out_TR, width);
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        float* out = out_TR + t * width;
+        for (std::int64_t r = 0; args.bias != nullptr && r < width; ++r) out[r] += args.bias[first + r];
+        char* y = static_cast<char*>(args.y) + row_bytes(args.x_dtype, (first_t + t) * args.rows + first);
+        narrow(out, y, args.x_dtype, width);
       }
     }
-  };
-  const std::int64_t width = gemm_input_bytes(args.columns) / 4;  // floats of an input
-  const std::int64_t blocks = args.rows / kPanelRows, share = blocks / (4 * std::max(1, parallel.threads));
-  Work work{args,
-            table.dot_blocks[w],
-            kPanelRows * row_bytes(args.w_dtype, args.columns),
-            blocks,
-            std::max<std::int64_t>(2, std::min<std::int64_t>(32, share)),
-            row_bytes(args.x_dtype, 1),
-            {}};
-  float* x_TW = scratch(Scratch::kInput, args.tokens * width + args.columns);
-  float* plain = x_TW + args.tokens * width;
-  for (std::int64_t t = 0; t < args.tokens; ++t) {
-    float* x = x_TW + t * width;
-    widen(static_cast<const char*>(args.x) + t * row_bytes(args.x_dtype, args.columns), args.x_dtype, plain,
-          args.columns);
-    table.prepare_gemm[w](plain, args.columns, x);
-    work.x_T[t] = x;
   }
-  const bool tiny = args.tokens * args.rows * args.columns < kTinyWeights;
-  Dynamic::run(
-      tiny ? serial() : parallel, (blocks + work.item_blocks - 1) / work.item_blocks,
-      [](void* p, std::int64_t index) { static_cast<const Work*>(p)->item(index); }, &work);
+};
+
+void linear_blocks(const LinearArgs& args, const KernelTable& table, const ParallelFor& parallel) {
+  const int w = static_cast<int>(args.w_dtype);
+  const std::int64_t tile = std::min(kBlocksTokens, args.tokens), width = gemm_input_bytes(args.columns) / 4;
+  const std::int64_t share = args.rows / kPanelRows / (4 * std::max(1, parallel.threads));
+  const std::int64_t item_blocks = std::max<std::int64_t>(2, std::min<std::int64_t>(32, share / 2 * 2));
+  float* x_TW = scratch(Scratch::kInput, tile * (width + padded(args.columns)));
+  for (std::int64_t start = 0; start < args.tokens; start += tile) {
+    const std::int64_t tokens = std::min(tile, args.tokens - start);
+    BlocksPass pass{args,   table.prepare_gemm[w], table.dot_blocks[w], start,
+                    tokens, item_blocks,           x_TW + tile * width, {}};
+    for (std::int64_t t = 0; t < tokens; ++t) pass.x_T[t] = x_TW + t * width;
+    Dynamic::run(
+        tokens < kGemmTokens ? serial() : parallel, tokens,
+        [](void* p, std::int64_t t) { static_cast<const BlocksPass*>(p)->input(t); }, &pass);
+    const bool tiny = tokens * args.rows * args.columns < kTinyWeights;
+    Dynamic::run(
+        tiny ? serial() : parallel, pass.items(),
+        [](void* p, std::int64_t index) { static_cast<const BlocksPass*>(p)->rows(index); }, &pass);
+  }
 }
 
 }  // namespace
 
-bool takes_blocks() { return kernels().panel_blocks[static_cast<int>(DType::kQ4)] != nullptr; }
+bool takes_blocks() { return kernels().dot_blocks[static_cast<int>(DType::kQ4)] != nullptr; }
 
 void linear(const LinearArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kLinear, args.rows, args.columns);
   const TraceSpan span(Stage::kLinear, args.rows, args.columns);
   const KernelTable& table = kernels();
-  if (args.blocks && args.tokens <= kMostOfBlocks) return linear_blocks(args, table, parallel);
+  if (args.blocks) return linear_blocks(args, table, parallel);
   if (takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
     return linear_prompt(args, table, parallel);
   const int w = static_cast<int>(args.w_dtype);

@@ -120,10 +120,6 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
       const std::int64_t panels = (count + kPanelRows - 1) / kPanelRows;
       for (std::int64_t p = 0; p < panels; ++p) {
         const char* weights = static_cast<const char*>(args.weights) + (first + p * kPanelRows) * w_bytes;
-        if (args.blocks) {
-          table.panel_blocks[w](weights, args.columns, bench.panels[p]);
-          continue;
-        }
         unpack(
             table.panel[w], [&](std::int64_t r) { return weights + r * w_bytes; },
             std::min(kPanelRows, count - p * kPanelRows), args.columns, bench.panels[p]);

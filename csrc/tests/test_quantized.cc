@@ -161,25 +161,27 @@ std::vector<char> block_of(const void* const* rows, DType dtype, std::int64_t n)
   return block;
 }
 
-// What is made of a block is what is made of its rows, for any number of tokens.
-void check_blocks(const KernelTable& table, DType dtype, std::int64_t n, const void* const* rows, const void* panel,
+// What is made of blocks is what is made of their rows, for any number of tokens.
+void check_blocks(const KernelTable& table, DType dtype, std::int64_t n, const void* const* rows,
                   const void* const* x_T, std::int64_t most, const std::vector<float>& alone) {
+  constexpr std::int64_t kRows = kGemmPanels * kPanelRows;
   const int d = static_cast<int>(dtype);
-  const std::vector<char> made = block_of(rows, dtype, n);
-  const Guarded block(made.data(), static_cast<std::int64_t>(made.size())), again(panel_bytes(n));
-  PI2_CHECK(block.size() == kPanelRows * row_bytes(dtype, n), "a block has other bytes than its rows");
-  std::memcpy(again.data(), panel, static_cast<std::size_t>(panel_bytes(n)));
-  table.panel_blocks[d](block.data(), n, again.data());
-  PI2_CHECK(std::memcmp(again.data(), panel, static_cast<std::size_t>(panel_bytes(n))) == 0,
-            "%s dtype %d n %ld: the panel of a block is not that of its rows", table.isa, d, static_cast<long>(n));
-  for (std::int64_t tokens = 1; tokens <= most; ++tokens) {
-    const Guarded out(tokens * kPanelRows * 4);
-    table.dot_blocks[d](block.data(), x_T, tokens, n, out.as<float>(), kPanelRows);
-    for (std::int64_t t = 0; t < tokens; ++t)
-      PI2_CHECK(
-          std::memcmp(out.as<float>() + t * kPanelRows, &alone[t * kGemmPanels * kPanelRows], kPanelRows * 4) == 0,
-          "%s dtype %d n %ld, %ld tokens: dot_blocks has other bits than gemm", table.isa, d, static_cast<long>(n),
-          static_cast<long>(tokens));
+  std::vector<char> made = block_of(rows, dtype, n);
+  PI2_CHECK(static_cast<std::int64_t>(made.size()) == kPanelRows * row_bytes(dtype, n),
+            "a block has other bytes than its rows");
+  for (std::int64_t p = 1; p < kGemmPanels; ++p)
+    for (const char byte : block_of(rows + p * kPanelRows, dtype, n)) made.push_back(byte);
+  for (std::int64_t count = 1; count <= kGemmPanels; ++count) {
+    const std::int64_t width = count * kPanelRows, ldo = width + 3;
+    const Guarded blocks(made.data(), width * row_bytes(dtype, n));
+    for (std::int64_t tokens = 1; tokens <= most; ++tokens) {
+      const Guarded out(((tokens - 1) * ldo + width) * 4);
+      table.dot_blocks[d](blocks.data(), count, x_T, tokens, n, out.as<float>(), ldo);
+      for (std::int64_t t = 0; t < tokens; ++t)
+        PI2_CHECK(std::memcmp(out.as<float>() + t * ldo, &alone[t * kRows], static_cast<std::size_t>(width) * 4) == 0,
+                  "%s dtype %d n %ld, %ld blocks, %ld tokens: dot_blocks has other bits than gemm", table.isa, d,
+                  static_cast<long>(n), static_cast<long>(count), static_cast<long>(tokens));
+    }
   }
 }
 
@@ -188,8 +190,7 @@ long check_gemm(const KernelTable& table, DType dtype, std::int64_t n, std::mt19
   const int d = static_cast<int>(dtype);
   PI2_CHECK((table.panel[d] == nullptr) == (table.gemm == nullptr) &&
                 (table.prepare_gemm[d] == nullptr) == (table.gemm == nullptr) &&
-                (table.dot_blocks[d] == nullptr) == (table.gemm == nullptr) &&
-                (table.panel_blocks[d] == nullptr) == (table.gemm == nullptr),
+                (table.dot_blocks[d] == nullptr) == (table.gemm == nullptr),
             "%s has a part of gemm for dtype %d", table.isa, d);
   if (table.panel[d] == nullptr || table.prepare_gemm[d] == nullptr || table.gemm == nullptr) return 0;
   constexpr std::int64_t kRows = kGemmPanels * kPanelRows, kMost = 17, kBroken = 5;
@@ -237,7 +238,7 @@ long check_gemm(const KernelTable& table, DType dtype, std::int64_t n, std::mt19
                 static_cast<long>(r), static_cast<long>(t), found, sum, magnitude);
     }
   }
-  if (in_blocks(kPanelRows, n)) check_blocks(table, dtype, n, rows, panels[0], inputs_T, kMost, alone);
+  if (in_blocks(kPanelRows, n)) check_blocks(table, dtype, n, rows, inputs_T, kMost, alone);
   for (const std::int64_t tokens : {1, 2, 3, 6, 7, 8, 9, 17}) {
     for (std::int64_t count = 1; count <= kGemmPanels; ++count) {
       const std::int64_t width = count * kPanelRows, ldo = width + 3;

@@ -44,13 +44,14 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
       float *out, std::int64_t ldo
 // Rows in blocks, for linear layers that stay in memory: kPanelRows rows together (as many bytes), so that lanes are
 // rows and a block is read as one stream. For every two groups of columns 16 (q8) or 8 (q4) vectors of 64 bytes, then
-// their 32 scales: vector 4 i + d of q4 has byte 4 d..4 d + 3 of group i of every row, as the row stores it; vector 8 i
-// + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups. dot_blocks: out[t * ldo + r]
-// as gemm gives it, x_T as prepare_gemm wrote it, the same bits for any number of tokens.
-#define PI2_DOT_BLOCKS_ARGS \
-  const void *block, const void *const *x_T, std::int64_t tokens, std::int64_t n, float *out, std::int64_t ldo
-// The panel of a block.
-#define PI2_PANEL_BLOCKS_ARGS const void *block, std::int64_t n, void *panel
+// their 32 scales. Vector 4 i + d of q4 has byte 4 d..4 d + 3 of group i of every row, as the row stores it; vector
+// 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups.
+//
+// out[t * ldo + r] for the rows r of `count` (1 to kGemmPanels) blocks, one after the other, as gemm gives it, x_T as
+// prepare_gemm wrote it: the same bits for any number of tokens.
+#define PI2_DOT_BLOCKS_ARGS                                                                                        \
+  const void *blocks, std::int64_t count, const void *const *x_T, std::int64_t tokens, std::int64_t n, float *out, \
+      std::int64_t ldo
 // y_T[t][c] += h_T[t][0] * w[c], then h_T[t][1] * w[ldw + c], ... for `count` rows of w, in that order, for c in
 // [first, first + width), t in [0, tokens): many tokens that all use the same rows. No token's bits depend on others.
 #define PI2_ADDMM_ARGS                                                                               \
@@ -83,7 +84,6 @@ using RestoreFn = void (*)(PI2_RESTORE_ARGS);
 using PanelFn = void (*)(PI2_PANEL_ARGS);
 using GemmFn = void (*)(PI2_GEMM_ARGS);
 using DotBlocksFn = void (*)(PI2_DOT_BLOCKS_ARGS);
-using PanelBlocksFn = void (*)(PI2_PANEL_BLOCKS_ARGS);
 using AddmmFn = void (*)(PI2_ADDMM_ARGS);
 using ReadFn = std::uint64_t (*)(PI2_READ_ARGS);
 using SignsFn = void (*)(PI2_SIGNS_ARGS);
@@ -97,7 +97,6 @@ using SignsFn = void (*)(PI2_SIGNS_ARGS);
 #define PI2_PREPARE_GEMM(isa, dtype) void prepare_gemm_##dtype##__##isa(PI2_PREPARE_ARGS);
 #define PI2_PANEL(isa, dtype) void panel_##dtype##__##isa(PI2_PANEL_ARGS);
 #define PI2_DOT_BLOCKS(isa, dtype) void dot_blocks_##dtype##__##isa(PI2_DOT_BLOCKS_ARGS);
-#define PI2_PANEL_BLOCKS(isa, dtype) void panel_blocks_##dtype##__##isa(PI2_PANEL_BLOCKS_ARGS);
 #define PI2_GEMM(isa) void gemm__##isa(PI2_GEMM_ARGS);
 #define PI2_ADDMM(isa) void addmm__##isa(PI2_ADDMM_ARGS);
 #define PI2_READ(isa) std::uint64_t read__##isa(PI2_READ_ARGS);
@@ -117,10 +116,9 @@ struct KernelTable {
   PrepareFn prepare[kDTypes];
   PrepareFn prepare_a8[kDTypes];
   RestoreFn restore[kDTypes];
-  PrepareFn prepare_gemm[kDTypes];  // q4, q8 or null, with panel, gemm, dot_blocks and panel_blocks
+  PrepareFn prepare_gemm[kDTypes];  // q4, q8 or null, with panel, gemm and dot_blocks
   PanelFn panel[kDTypes];
   DotBlocksFn dot_blocks[kDTypes];
-  PanelBlocksFn panel_blocks[kDTypes];
   GemmFn gemm;
   AddmmFn addmm;
   ReadFn read;

@@ -121,8 +121,13 @@ inline std::int32_t four_values(const std::int8_t* p) {
   return four;
 }
 
+// Columns of panels that stay in the first-level cache while all tokens use them.
+constexpr std::int64_t kChunkColumns = 512;
+
+// The groups [begin, end) of all rows; sums go on from what is in `out` unless begin is 0.
 template <int kPanels, int kTokens>
-inline void gemm_tile(const void* const* panels, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo) {
+inline void gemm_tile(const void* const* panels, const void* const* x_T, std::int64_t n, std::int64_t begin,
+                      std::int64_t end, float* out, std::int64_t ldo) {
   const char* w[kPanels];
   const float* w_scale[kPanels];
   const std::int8_t* x[kTokens];
@@ -132,7 +137,8 @@ inline void gemm_tile(const void* const* panels, const void* const* x_T, std::in
   for (int p = 0; p < kPanels; ++p) {
     w[p] = static_cast<const char*>(panels[p]);
     w_scale[p] = reinterpret_cast<const float*>(w[p] + kPanelRows * padded(n));
-    for (int t = 0; t < kTokens; ++t) sum[p][t] = _mm512_setzero_ps();
+    for (int t = 0; t < kTokens; ++t)
+      sum[p][t] = begin == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + t * ldo + p * kPanelRows);
   }
   for (int t = 0; t < kTokens; ++t) {
     const GemmInput input(x_T[t], n);
@@ -140,7 +146,7 @@ inline void gemm_tile(const void* const* panels, const void* const* x_T, std::in
     x_scale[t] = input.scale;
     start[t] = input.start;
   }
-  for (std::int64_t g = 0; g < groups(n); ++g) {
+  for (std::int64_t g = begin; g < end; ++g) {
     __m512i acc[kPanels][kTokens];
     for (int t = 0; t < kTokens; ++t)
       for (int p = 0; p < kPanels; ++p) acc[p][t] = _mm512_set1_epi32(start[t][g]);
@@ -163,12 +169,22 @@ inline void gemm_tile(const void* const* panels, const void* const* x_T, std::in
     for (int t = 0; t < kTokens; ++t) _mm512_storeu_ps(out + t * ldo + p * kPanelRows, sum[p][t]);
 }
 
-template <int kPanels, int kTile>
+// All tokens in tiles of kTokens, those that are left in a smaller one.
+template <int kPanels, int kTokens>
+inline void gemm_chunk(const void* const* panels, const void* const* x_T, std::int64_t tokens, std::int64_t n,
+                       std::int64_t begin, std::int64_t end, float* out, std::int64_t ldo) {
+  for (; tokens >= kTokens; tokens -= kTokens, x_T += kTokens, out += kTokens * ldo)
+    gemm_tile<kPanels, kTokens>(panels, x_T, n, begin, end, out, ldo);
+  if constexpr (kTokens > 1)
+    if (tokens > 0) gemm_chunk<kPanels, kTokens - 1>(panels, x_T, tokens, n, begin, end, out, ldo);
+}
+
+template <int kPanels, int kTokens>
 inline void gemm_panels(PI2_GEMM_ARGS) {
   (void)panel_count;
-  std::int64_t t = 0;
-  for (; t + kTile <= tokens; t += kTile) gemm_tile<kPanels, kTile>(panels, x_T + t, n, out + t * ldo, ldo);
-  for (; t < tokens; ++t) gemm_tile<kPanels, 1>(panels, x_T + t, n, out + t * ldo, ldo);
+  constexpr std::int64_t kGroups = kChunkColumns / kGroup;
+  for (std::int64_t g = 0; g < groups(n); g += kGroups)
+    gemm_chunk<kPanels, kTokens>(panels, x_T, tokens, n, g, std::min(groups(n), g + kGroups), out, ldo);
 }
 
 inline void gemm(PI2_GEMM_ARGS) {
