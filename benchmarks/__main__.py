@@ -1,6 +1,7 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
-`ffn` and `layer` are one feed-forward layer; `decode`, `offload`, `best-of` and `plan` whole models.
+`ffn` and `layer` are one feed-forward layer, `attention` is attention alone; `decode`, `offload`, `best-of` and `plan`
+are whole models.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch_pi2.cli import common
 BENCHMARKS = {
     "ffn": "one gated layer with float weights, dense against sparse",
     "layer": "one gated layer over shares of active neurons, against the memory roofline",
+    "attention": "new tokens over a static cache: our operator, torch's SDPA and the memory roofline",
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "best-of": "several sequences of which one ends every few steps, under plans that follow or not",

@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from benchmarks.timed_steps import PROMPT
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.adapt import engine_of, follow
-from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
@@ -204,7 +202,6 @@ class _Timed:
         self, model: nn.Module, plan: HardwarePlan, sequences: int, every: int, tokens: int, compiled: bool
     ) -> None:
         self._model, self._plan, self._sequences, self._every = model, plan, sequences, every
-        self._compiled = compiled
         self._decoder = Decoder(model, max_tokens=tokens, batch=sequences, compiled=compiled)
 
     def round(self, ids_BT: torch.Tensor) -> _Round:
@@ -217,22 +214,21 @@ class _Timed:
         decoder.prompt(ids_BT[:1, :prompt])
         decoder.fork(self._sequences)
         at = prompt
-        with nullcontext() if self._compiled else packed_attention(self._model):  # a compiled step has it inside
-            begun = time.perf_counter()
-            for batch in range(self._sequences, 0, -1):
+        begun = time.perf_counter()
+        for batch in range(self._sequences, 0, -1):
+            started = time.perf_counter()
+            if batch < self._sequences:
+                decoder.keep(range(batch))
+                engine.batch(batch)
+            found.switch_s[batch] = time.perf_counter() - started
+            steps = []
+            for _ in range(self._every):
                 started = time.perf_counter()
-                if batch < self._sequences:
-                    decoder.keep(range(batch))
-                    engine.batch(batch)
-                found.switch_s[batch] = time.perf_counter() - started
-                steps = []
-                for _ in range(self._every):
-                    started = time.perf_counter()
-                    decoder.step(ids_BT[:batch, at : at + 1])
-                    steps.append(time.perf_counter() - started)
-                    at += 1
-                found.steps_s[batch] = steps
-            found.whole_s = time.perf_counter() - begun
+                decoder.step(ids_BT[:batch, at : at + 1])
+                steps.append(time.perf_counter() - started)
+                at += 1
+            found.steps_s[batch] = steps
+        found.whole_s = time.perf_counter() - begun
         return found
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.observe import timings
 from torch_pi2.observe.steps import timed_steps
@@ -46,7 +44,7 @@ class Steps:
     def __init__(
         self, model: nn.Module, batch: int, prompt_BT: torch.Tensor, tokens: int, *, compiled: bool = False
     ) -> None:
-        self.model, self.batch, self._compiled = model, batch, compiled
+        self.model, self.batch = model, batch
         self.context = prompt_BT.shape[1] + tokens
         self._decoder = Decoder(model, max_tokens=self.context, batch=batch, compiled=compiled)
         self._decoder.prompt(prompt_BT)
@@ -55,9 +53,7 @@ class Steps:
 
     def run(self, ids_BT: torch.Tensor, limit_s: float = math.inf) -> Round:
         """Feed ``ids_BT``, a token of each sequence a step; after ``limit_s`` and two steps it ends early."""
-        # a compiled step has it inside
-        with nullcontext() if self._compiled else packed_attention(self.model):
-            found = timed_steps(self._decoder, ids_BT, self._store, limit_s)
+        found = timed_steps(self._decoder, ids_BT, self._store, limit_s)
         by_kind = {part: found.ms(kind) / found.steps for part, kind in KINDS.items()}
         self._rewind()
         ms = {**by_kind, "rest": found.seconds * 1e3 / found.steps - sum(by_kind.values())}

@@ -16,6 +16,7 @@ enum class Scratch {
   kExpertIds,
   kExpertWorks,
   kGathered,
+  kScores,
   kCount
 };
 

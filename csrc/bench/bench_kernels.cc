@@ -215,6 +215,25 @@ void run_count_signs(benchmark::State& state, const KernelTable& table, int, std
   });
 }
 
+// Four query heads of one token over keys and values of n bytes a position together.
+void run_attend(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n, std::int64_t total) {
+  constexpr std::int64_t kGroup4 = 4;
+  const std::int64_t number = row_bytes(static_cast<DType>(dtype), 1), width = n / 2 / number / 8;
+  const std::uint64_t mask[1] = {~std::uint64_t{0}};
+  float* memory = vector_of(kGroup4 * (2 * width + kAttendWord + 2));
+  AttendArgs a{memory, 1, kGroup4, width, width, nullptr, nullptr, n / 16, n / 16, mask, 1, 0, 1, 1e-3f};
+  a.scores = memory + kGroup4 * width;
+  a.y = a.scores + kGroup4 * kAttendWord;
+  a.max = a.y + kGroup4 * width;
+  a.sum = a.max + kGroup4;
+  over_rows(state, total, n / 16, 2 * kAttendWord, [&](const char* row, const char*) {
+    a.key = row;
+    a.value = row + kAttendWord * a.key_stride;
+    table.attend[dtype](a);
+    benchmark::ClobberMemory();
+  });
+}
+
 void add(const KernelTable& table, const std::string& name, Run run, int dtype, bool from_memory) {
   for (const std::int64_t n : {512, 2048, 4096}) {  // 512: rank of a predictor
     for (const bool memory : {false, true}) {
@@ -251,6 +270,7 @@ void add_kernels(const KernelTable& table) {
 #define PI2_ADDMM(isa_) PI2_ADD(isa_, addmm, f32, false)
 #define PI2_READ(isa_) PI2_ADD(isa_, read, i8, true)
 #define PI2_SIGNS(isa_) PI2_ADD(isa_, count_signs, i8, true)
+#define PI2_ATTEND(isa_, dtype) PI2_ADD(isa_, attend, dtype, true)
 #include "kernels/list.inc"
 #include "kernels/list_end.inc"
 #undef PI2_ADD

@@ -42,6 +42,7 @@ KernelTable extended(KernelTable table, const char* isa) {
 #define PI2_ADDMM(name) PI2_ENTRY(name, addmm, addmm__##name)
 #define PI2_READ(name) PI2_ENTRY(name, read, read__##name)
 #define PI2_SIGNS(name) PI2_ENTRY(name, count_signs, count_signs__##name)
+#define PI2_ATTEND(name, dtype) PI2_ENTRY(name, attend[index_of(#dtype)], attend_##dtype##__##name)
 #include "kernels/list.inc"
 #include "kernels/list_end.inc"
 #undef PI2_ENTRY

@@ -1,5 +1,6 @@
 // Every kernel of every instruction set this CPU has, against sums in double; the table comes from kernels/list.inc, so
 // a new kernel is tested without touching this file. Also: the bits of a token do not depend on its company.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -12,6 +13,7 @@
 
 namespace {
 
+using pi2::AttendArgs;
 using pi2::DType;
 using namespace pi2_test;
 
@@ -187,6 +189,101 @@ long check_signs(const pi2::KernelTable& table, std::mt19937& rng) {
   return cases;
 }
 
+// The room of one call, and what is done in it.
+struct Attending {
+  AttendArgs a;
+  std::vector<float> q, scores, max, sum, y;
+  std::vector<std::uint64_t> mask;
+
+  Attending(const Guarded& key, const Guarded& value, DType dtype, std::int64_t tokens, std::int64_t group,
+            std::int64_t width, std::int64_t words) {
+    const std::int64_t rows = tokens * group, ld = (width + pi2::kAttendPad - 1) / pi2::kAttendPad * pi2::kAttendPad;
+    const std::int64_t stride = pi2::row_bytes(dtype, width);
+    q.resize(rows * ld);
+    scores.resize(rows * pi2::kAttendWord, NAN);
+    max.resize(rows, -INFINITY);
+    sum.resize(rows);
+    y.resize(rows * ld);
+    mask.resize(tokens * words);
+    a = {nullptr, tokens, group, width, ld, key.data(), value.data(), stride, stride, nullptr, words, 0, words, 0.3f};
+  }
+  void run(pi2::AttendFn attend) {
+    a.q = q.data();
+    a.mask = mask.data();
+    a.scores = scores.data();
+    a.max = max.data();
+    a.sum = sum.data();
+    a.y = y.data();
+    attend(a);
+  }
+  bool sees(std::int64_t t, std::int64_t i) const { return (mask[t * a.words + i / 64] >> (i % 64) & 1) != 0; }
+};
+
+void check_row(const Attending& all, const pi2::KernelTable& table, DType dtype, std::int64_t r, std::int64_t length) {
+  const AttendArgs& a = all.a;
+  std::vector<double> scores, wanted(a.width), magnitude(a.width);
+  double top = -INFINITY, total = 0;
+  for (std::int64_t i = 0; i < length; ++i) {
+    double score = 0;
+    for (std::int64_t k = 0; k < a.width; ++k)
+      score += static_cast<double>(all.q[r * a.ld + k]) * pi2::load_float(a.key, dtype, i * a.width + k);
+    scores.push_back(all.sees(r / a.group, i) ? score * a.scale : -INFINITY);
+    top = std::max(top, scores.back());
+  }
+  for (std::int64_t i = 0; i < length; ++i) {
+    if (!all.sees(r / a.group, i)) continue;
+    total += std::exp(scores[i] - top);
+    for (std::int64_t k = 0; k < a.width; ++k) {
+      const double add = std::exp(scores[i] - top) * pi2::load_float(a.value, dtype, i * a.width + k);
+      wanted[k] += add;
+      magnitude[k] += std::fabs(add);
+    }
+  }
+  PI2_CHECK(std::fabs(all.sum[r] - total) <= 4e-6 * total, "%s attend: sum %g, wanted %g", table.isa, all.sum[r],
+            total);
+  for (std::int64_t k = 0; k < a.width; ++k)
+    PI2_CHECK(std::fabs(all.y[r * a.ld + k] - wanted[k]) <= 4e-6 * magnitude[k] + 1e-30,
+              "%s attend dtype %d width %ld: %g, wanted %g", table.isa, static_cast<int>(dtype),
+              static_cast<long>(a.width), all.y[r * a.ld + k], wanted[k]);
+}
+
+// Keys and values end with the last position that is seen; each token sees some before it, with holes.
+long check_attend(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
+  long cases = 0;
+  const pi2::AttendFn attend = table.attend[static_cast<int>(dtype)];
+  PI2_CHECK(attend != nullptr, "%s has no attend for dtype %d", table.isa, static_cast<int>(dtype));
+  if (attend == nullptr) return 0;
+  for (const std::int64_t width : {1, 8, 13, 40, 64, 128}) {
+    for (const std::int64_t length : {1, 3, 64, 66, 150}) {
+      for (const std::int64_t group : {1, 3, 4, 7}) {
+        const std::int64_t tokens = std::min<std::int64_t>(3, length), bytes = length * pi2::row_bytes(dtype, width);
+        const Guarded key(stored(rng, dtype, length * width).data(), bytes),
+            value(stored(rng, dtype, length * width).data(), bytes);
+        Attending all(key, value, dtype, tokens, group, width, (length + 63) / 64);
+        for (std::int64_t t = 0; t < tokens; ++t)
+          for (std::int64_t i = 0; i <= length - tokens + t; ++i)
+            if (i % 11 != 5 || i + 1 == length) all.mask[t * all.a.words + i / 64] |= std::uint64_t{1} << (i % 64);
+        for (std::int64_t r = 0; r < tokens * group; ++r)
+          for (std::int64_t k = 0; k < width; ++k) all.q[r * all.a.ld + k] = normal(rng);
+        all.run(attend);
+        for (std::int64_t r = 0; r < tokens * group; ++r) check_row(all, table, dtype, r, length);
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          Attending alone(key, value, dtype, 1, group, width, all.a.words);
+          alone.q.assign(all.q.begin() + t * group * all.a.ld, all.q.begin() + (t + 1) * group * all.a.ld);
+          alone.mask.assign(all.mask.begin() + t * all.a.words, all.mask.begin() + (t + 1) * all.a.words);
+          alone.run(attend);
+          PI2_CHECK(std::equal(alone.y.begin(), alone.y.end(), all.y.begin() + t * group * all.a.ld) &&
+                        std::equal(alone.sum.begin(), alone.sum.end(), all.sum.begin() + t * group),
+                    "%s attend dtype %d width %ld length %ld: token %ld differs alone", table.isa,
+                    static_cast<int>(dtype), static_cast<long>(width), static_cast<long>(length), static_cast<long>(t));
+        }
+        ++cases;
+      }
+    }
+  }
+  return cases;
+}
+
 // PI2_TEST_ISAS names what this CPU must be found to have, in order: where the CPU is known, as in an emulator.
 void check_available(const pi2::KernelTable* const* tables, int count) {
   std::string found;
@@ -221,7 +318,7 @@ int main() {
   for (int i = 0; i < count; ++i) {
     for (const DType dtype : kTypes) {
       cases += check_dot(*tables[i], dtype, rng);
-      if (dtype != DType::kI8) cases += check_axpy(*tables[i], dtype, rng);
+      if (dtype != DType::kI8) cases += check_axpy(*tables[i], dtype, rng) + check_attend(*tables[i], dtype, rng);
     }
     cases += check_addmm(*tables[i], rng) + check_read(*tables[i], rng) + check_signs(*tables[i], rng);
     std::printf("tested %s\n", tables[i]->isa);

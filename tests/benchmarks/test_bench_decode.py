@@ -126,18 +126,19 @@ def test_calls_of_a_step_are_those_of_its_cache():
     model, decoder, next_B1 = stepping("llama")
     calls = attention.calls_of_step(model, decoder, next_B1)
     assert len(calls) == LAYERS
-    for (query, key, value), kwargs in calls:
-        assert query.shape == (2, 2, 2, 8)  # 4 heads share 2 keys: packed
+    for _, (query, key, value, mask, _), kwargs in calls:
+        assert query.shape == (2, 4, 1, 8)
         assert key.shape == value.shape == (2, 2, decoder.max_tokens, 8)
-        assert kwargs["attn_mask"].shape[1:] == (1, 1, decoder.max_tokens)
-        assert kwargs["attn_mask"][0].sum() == 7  # the prompt and this token
-    for (_, key, value), cached in zip([args for args, _ in calls], decoder.cache.layers, strict=True):
+        assert mask.shape == (2, 1, 1, decoder.max_tokens)
+        assert mask[0].sum() == 7  # the prompt and this token
+        assert not kwargs
+    for (_, key, value, *_), cached in zip([args for _, args, _ in calls], decoder.cache.layers, strict=True):
         assert key.data_ptr() == cached.keys.data_ptr()
         assert value.data_ptr() == cached.values.data_ptr()
 
 
 def test_attention_that_the_profiler_does_not_see_is_timed_apart(monkeypatch):
-    monkeypatch.setattr(attention, "_EVENTS", ("no such event",))
+    monkeypatch.setattr(attention, "_EVENTS", (("no such event",),))
     evicted = []
     ms, source = attention.milliseconds(*stepping("llama"), lambda: evicted.append(time.sleep(0.02)))
     assert source == "timed apart"

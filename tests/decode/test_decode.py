@@ -19,7 +19,10 @@ from torch_pi2.decode.kv import static_cache
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.observe.attention import Recorder
+from torch_pi2.ops import load
 
+load()
 PROMPT_BT = torch.randint(VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
 NEW = 6
 
@@ -134,6 +137,32 @@ def test_packed_attention_is_attention(tokens: int):
     assert weights is None
     assert got.shape == want.shape
     assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_attention_that_the_operator_has_not_is_torchs():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, n, t, 8, generator=generator) for n, t in ((6, 2), (2, 9), (2, 9)))
+    module, mask = nn.Module(), torch.ones(2, 1, 2, 9, dtype=torch.bool)
+    module.num_key_value_groups = 3
+    many = torch.randn(2, 6, 17, 8, generator=generator)
+    cases = [
+        (query, value, mask, {}, torch.ops.pi2.attention),
+        (query, value, mask.float(), {}, F.scaled_dot_product_attention),
+        (query, value, mask.expand(2, 6, 2, 9), {}, F.scaled_dot_product_attention),
+        (query, value, None, {"is_causal": False}, F.scaled_dot_product_attention),
+        (query, value, mask, {"position_bias": torch.zeros(2, 6, 2, 9)}, F.scaled_dot_product_attention),
+        (query, value[..., :4], mask, {}, F.scaled_dot_product_attention),
+        (many, value, mask[:, :, :1].expand(2, 1, 17, 9), {}, F.scaled_dot_product_attention),
+    ]
+    for q, v, m, settings, op in cases:
+        with Recorder() as recorder:
+            got = packed_sdpa(module, q, key, v, m, **settings)[0]
+        assert [call[0] for call in recorder.calls] == [op]
+        repeated = (t.repeat_interleave(3, 1) for t in (key, v))
+        want = F.scaled_dot_product_attention(q, *repeated).transpose(
+            1, 2
+        )  # all see all; adding 1 everywhere is nothing
+        assert torch.allclose(got, want, atol=1e-6)
 
 
 def test_a_model_with_another_attention_keeps_it():

@@ -1,7 +1,8 @@
-"""torch's SDPA for one new token without repeating keys and values for each group of query heads.
+"""Attention of a decoding step: our operator reads what is used of a static cache, and no more.
 
-transformers repeats them (``repeat_kv``) whenever it is compiled; of a 7B model with 8 of 32 heads that copies the
-whole cache four times over for each token. Here the query heads of a group become positions of one head instead.
+transformers repeats keys and values for each group of query heads (``repeat_kv``) whenever it is compiled: of a 7B
+model with 8 of 32 heads the whole cache four times over for each token. torch's SDPA reads all of the cache, whatever
+its mask says, and its sums depend on how many tokens there are.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from torch_pi2.ops import load
+from torch_pi2.ops.dtypes import DTYPES
 
 #: Under this name transformers finds it, in ``config._attn_implementation``.
 NAME = "pi2_sdpa"
+#: New tokens at most: a step has one, or a few that were guessed. Prompts are torch's, whose products of matrices
+#: are faster from some tens of tokens on.
+MOST_TOKENS = 16
+#: What transformers may ask for besides, and the operator has not.
+_NOT_OURS = ("position_bias", "softcap", "s_aux")
 
 
 def packed_sdpa(
@@ -27,20 +35,22 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]``.
 
-    More than one token, or as many key as query heads, or a mask per head: transformers' own ``sdpa``.
+    Steps with a boolean mask for all heads, which transformers makes over a static cache, go to
+    ``torch.ops.pi2.attention``; prompts, and what that operator has not (dropout, soft caps, biases, sinks, masks that
+    are added or of a head, values of another width than keys), to transformers' own ``sdpa``.
     """
-    heads_per_key, plain = query.shape[1] // key.shape[1], not kwargs.get("dropout")
-    plain = plain and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
-    shared_mask = attention_mask is None or attention_mask.shape[1] == 1
-    if query.shape[2] != 1 or heads_per_key == 1 or not (plain and shared_mask):
+    mask = attention_mask
+    plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
+    step = query.shape[2] <= MOST_TOKENS and mask is not None and mask.dtype == torch.bool and mask.shape[1] == 1
+    known = query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    if not (plain and step and known) or query.requires_grad:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return result
-    batch, heads, _, width = query.shape
-    packed = query.reshape(batch, key.shape[1], heads_per_key, width)
-    y = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
-    return y.reshape(batch, 1, heads, value.shape[-1]), None
+    scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return torch.ops.pi2.attention(query, key, value, mask, scale), None
 
 
 @contextmanager
@@ -53,6 +63,7 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     if config._attn_implementation != "sdpa":
         yield
         return
+    load()
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     config._attn_implementation = NAME

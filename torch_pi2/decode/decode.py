@@ -184,7 +184,7 @@ class Decoder:
         next_B1 = next_B1.to(torch.int64).contiguous()  # a compiled step has no guards that would see another layout
         self._tell(self.batch)
         try:
-            run = self._steps.get(self.batch) if self._compiled else self._forward
+            run = self._steps.get(self.batch) if self._compiled else self._eager_step
             result: torch.Tensor = self._first_step(next_B1) if run is None else run(next_B1)
             self.length += 1
         except BaseException:
@@ -261,6 +261,10 @@ class Decoder:
         engine = engine_of(self.model)
         if engine is not None:
             engine.batch(batch)
+
+    def _eager_step(self, next_B1: torch.Tensor) -> torch.Tensor:
+        with packed_attention(self.model):
+            return self._forward(next_B1)
 
     def _first_step(self, next_B1: torch.Tensor) -> torch.Tensor:
         import torch._inductor.config as inductor

@@ -302,9 +302,9 @@ class Hardware:
         dtype: str = "bfloat16",
         model_bytes: float | None = None,
     ) -> float:
-        """Microseconds of ``calls`` SDPAs of one new token for each of ``batch`` sequences, 4 query heads a key head.
+        """Microseconds of ``calls`` attentions of a new token of each of ``batch`` sequences, 4 query heads a key head.
 
-        kv_bytes: keys and values of all sequences, in all calls, as long as the cache is (a static one: its room).
+        kv_bytes: keys and values of all sequences, in all calls, of the positions that are used.
         """
         return self._line("attention", dtype, "", batch, model_bytes).us(hot=kv_bytes, calls=calls)
 

@@ -298,7 +298,7 @@ def _predictor(weights: Weights, rows: str, int8: bool, hidden: int, intermediat
 def _attention_cases(
     weights: Weights, names: Sequence[str], lengths: Sequence[int], batches: Sequence[int]
 ) -> Iterator[list[Case]]:
-    """By dtype. As :func:`torch_pi2.decode.attention.packed_sdpa` over a static cache: one new token, a mask added."""
+    """By dtype. As :func:`torch_pi2.decode.attention.packed_sdpa` over a static cache: one new token that sees all."""
     for name in names:
         dtype = DTYPES[name]
         weights.fill(name, 1024)
@@ -309,19 +309,19 @@ def _attention_cases(
                     numbers = batch * _HEADS * length * width
                     if 4 * numbers * dtype.itemsize <= weights.raw.nbytes and batch * length <= _MOST_TOKENS:
                         size = Size(hot=2 * numbers * dtype.itemsize)
-                        cases.append(Case(name, batch, size, _sdpa(weights, dtype, batch, width, length)))
+                        cases.append(Case(name, batch, size, _attention(weights, dtype, batch, width, length)))
         yield cases
 
 
-def _sdpa(weights: Weights, dtype: torch.dtype, batch: int, width: int, length: int) -> Ready:
-    query = torch.randn((batch, _HEADS, _QUERIES, width), generator=torch.Generator().manual_seed(0)).to(dtype)
-    mask = torch.zeros((batch, 1, 1, length), dtype=dtype)
+def _attention(weights: Weights, dtype: torch.dtype, batch: int, width: int, length: int) -> Ready:
+    query = torch.randn((batch, _HEADS * _QUERIES, 1, width), generator=torch.Generator().manual_seed(0)).to(dtype)
+    mask = torch.ones((batch, 1, 1, length), dtype=torch.bool)
     shape = (2, batch, _HEADS, length, width)
     numbers = 2 * batch * _HEADS * length * width
 
     def ready() -> Callable[[], object]:
         key, value = weights.numbers(numbers).view(shape)
-        return partial(F.scaled_dot_product_attention, query, key, value, attn_mask=mask)
+        return partial(torch.ops.pi2.attention, query, key, value, mask, width**-0.5)
 
     return ready
 

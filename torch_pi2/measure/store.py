@@ -15,7 +15,6 @@ import torch
 from torch_pi2.checkpoint.pack import pack
 from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
-from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.budget import stats
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.machine.hardware import StoreCosts
@@ -85,9 +84,8 @@ def _step(model: Any, batch: int) -> tuple[float, float, float]:
     decoder = Decoder(model, max_tokens=steps + 2, batch=batch, compiled=False)
     decoder.prompt(ids_BT[:, :1])
     store = store_of(model)
-    with packed_attention(model):
-        timed_steps(decoder, ids_BT[:, 1 : 1 + _WARM_UP])
-        found = [timed_steps(decoder, ids_B1, store) for ids_B1 in ids_BT[:, 1 + _WARM_UP :].split(1, dim=1)]
+    timed_steps(decoder, ids_BT[:, 1 : 1 + _WARM_UP])
+    found = [timed_steps(decoder, ids_B1, store) for ids_B1 in ids_BT[:, 1 + _WARM_UP :].split(1, dim=1)]
     wanted = sum(step.stats["wanted"] for step in found if step.stats)
     took = statistics.median(step.ms(timings.FFN) for step in found) * 1e3
     return took, wanted / _STEPS, sum(step.misses for step in found) / _STEPS

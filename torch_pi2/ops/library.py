@@ -4,7 +4,8 @@ Operators, all under ``torch.ops.pi2``:
 
 * ``sparse_ffn`` and ``predicted_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q`` and
   ``predict_signbit``; ``linear`` (functional and ``.out``), ``linear_blocks``, ``quantize`` and ``dequantize``;
-  ``experts_ffn`` and ``stored_experts``, mixtures of experts: each has a file here, with its reference and its fake.
+  ``experts_ffn`` and ``stored_experts``, mixtures of experts; ``attention``: each has a file here, with its reference
+  and its fake.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_resize``, ``store_arrange``: neuron stores by number, see
   :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
@@ -39,6 +40,7 @@ import torch
 
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
 from torch_pi2.ops import (
+    attention,
     crc32c,
     experts_ffn,
     linear,
@@ -86,6 +88,7 @@ _FAKES: dict[str, Callable[..., torch.Tensor]] = {
     "crc32c": crc32c.fake,
     "experts_ffn": experts_ffn.fake,
     "stored_experts": stored_experts.fake,
+    "attention": attention.fake,
 }
 
 

@@ -1,5 +1,6 @@
 """What each operator computes, in lines that anyone can read. Kernels are tested against these."""
 
+from torch_pi2.ops.attention import attention
 from torch_pi2.ops.experts_ffn import experts_ffn
 from torch_pi2.ops.linear import linear
 from torch_pi2.ops.linear_blocks import linear_blocks
@@ -13,6 +14,7 @@ from torch_pi2.ops.stored_experts import stored_experts
 from torch_pi2.ops.stored_ffn import stored_ffn
 
 __all__ = [
+    "attention",
     "dequantize",
     "experts_ffn",
     "linear",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import SparseExperts
@@ -252,10 +250,9 @@ class _Run:
         """Milliseconds of a step by part of ``MEASURED`` (None: not seen apart), and what the store missed."""
         prompt_BT, rest_BT = ids_BT[:, :_PROMPT], ids_BT[:, _PROMPT:]
         self.decoder.prompt(prompt_BT)
-        with nullcontext() if self.compiled else packed_attention(self.model):  # a compiled step has it inside
-            timed_steps(self.decoder, rest_BT[:, :warm_up])
-            found = [self._timed(rest_BT[:, warm_up + r * tokens : warm_up + (r + 1) * tokens]) for r in range(rounds)]
-            sdpa = self._sdpa(ids_BT[:, -1:])
+        timed_steps(self.decoder, rest_BT[:, :warm_up])
+        found = [self._timed(rest_BT[:, warm_up + r * tokens : warm_up + (r + 1) * tokens]) for r in range(rounds)]
+        sdpa = self._sdpa(ids_BT[:, -1:])
         median = {name: statistics.median(r[name] for r in found) for name in found[0]}
         ms: dict[str, float | None] = {
             # float layers are torch's own: the core's clock does not see them

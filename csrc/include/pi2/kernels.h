@@ -62,6 +62,31 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 // out[r] = number of bits in which row r differs from x, for `count` rows of `words` 64-bit words, one after another.
 #define PI2_SIGNS_ARGS const void *rows, std::int64_t count, const void *x, std::int64_t words, std::int32_t *out
 
+// Queries against keys and values of one key head, from word a.begin to a.end of kAttendWord positions each: softmax of
+// the scores, as far as these positions go, times the values. Within a row positions are taken in order: scores of a
+// word, its maximum, the weights under the largest so far, the values one by one. Its bits depend on no other row, and
+// nothing of a position that its token does not see comes into it; of those that no token of a word sees before the
+// first or after the last that one does, nothing is read.
+constexpr std::int64_t kAttendWord = 64;
+constexpr std::int64_t kAttendPad = 16;
+struct AttendArgs {
+  const float* q = nullptr;  // [tokens * group, ld], token by token; what is beyond width zero
+  std::int64_t tokens = 0, group = 0, width = 0;
+  std::int64_t ld = 0;        // of q and y: width, padded to kAttendPad
+  const char* key = nullptr;  // of position 0
+  const char* value = nullptr;
+  std::int64_t key_stride = 0, value_stride = 0;  // bytes from one position to the next
+  const std::uint64_t* mask = nullptr;            // [tokens, words]: bit i of word w: the token sees position 64 w + i
+  std::int64_t words = 0, begin = 0, end = 0;
+  float scale = 1;
+  float* scores = nullptr;  // room for [tokens * group, kAttendWord]
+  // Of each row: the largest score so far (-inf at first), the sum of the weights under it (0), and y [., ld] (0).
+  float* max = nullptr;
+  float* sum = nullptr;
+  float* y = nullptr;
+};
+#define PI2_ATTEND_ARGS const AttendArgs& a
+
 constexpr std::int64_t kDotRows = 4;  // at most in a call
 constexpr std::int64_t kAxpyRows = 4;
 constexpr std::int64_t kPanelRows = 16;
@@ -87,6 +112,7 @@ using DotBlocksFn = void (*)(PI2_DOT_BLOCKS_ARGS);
 using AddmmFn = void (*)(PI2_ADDMM_ARGS);
 using ReadFn = std::uint64_t (*)(PI2_READ_ARGS);
 using SignsFn = void (*)(PI2_SIGNS_ARGS);
+using AttendFn = void (*)(PI2_ATTEND_ARGS);
 
 #define PI2_DOT(isa, dtype) void dot_##dtype##__##isa(PI2_DOT_ARGS);
 #define PI2_DOT_A8(isa, dtype) void dot_a8_##dtype##__##isa(PI2_DOT_ARGS);
@@ -101,12 +127,14 @@ using SignsFn = void (*)(PI2_SIGNS_ARGS);
 #define PI2_ADDMM(isa) void addmm__##isa(PI2_ADDMM_ARGS);
 #define PI2_READ(isa) std::uint64_t read__##isa(PI2_READ_ARGS);
 #define PI2_SIGNS(isa) void count_signs__##isa(PI2_SIGNS_ARGS);
+#define PI2_ATTEND(isa, dtype) void attend_##dtype##__##isa(PI2_ATTEND_ARGS);
 #include "kernels/list.inc"
 #include "kernels/list_end.inc"
 
 // Every entry that a dtype has is filled; the others are null:
 //   dot        all dtypes                  axpy       all but i8
 //   prepare    q4, q8 (float activations)  restore    q4, q8
+//   attend     f32, bf16, f16
 //   dot_a8, prepare_a8                     q4, q8 (activations as int8 with a float scale per group of 32)
 struct KernelTable {
   const char* isa;  // as in kernels/list.inc
@@ -123,6 +151,7 @@ struct KernelTable {
   AddmmFn addmm;
   ReadFn read;
   SignsFn count_signs;
+  AttendFn attend[kDTypes];
 };
 
 // The best table this CPU can run, or the one named by PI2_CPU_CAPABILITY (for tests).

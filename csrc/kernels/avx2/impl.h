@@ -26,6 +26,23 @@ struct Simd {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
   }
+  static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
+  static float reduce_max(Float v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+  }
+  static void reduce4(Float a, Float b, Float c, Float d, float* out) {
+    const Float all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+  }
+  static Float shift_exponent(Float p, Float t) {
+    const Int n = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n));
+  }
+  static Float zero_below(Float x, Float least, Float v) {
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, least, _CMP_LT_OQ), v);
+  }
 
   static Float load_floats(const float* p) { return _mm256_loadu_ps(p); }
   static Float load_floats(const float* p, std::int64_t left) {

@@ -1,3 +1,4 @@
+#include "kernels/attend.h"
 #include "kernels/avx512/impl.h"
 
 void pi2::dot_f16__avx512(PI2_DOT_ARGS) {
@@ -5,3 +6,5 @@ void pi2::dot_f16__avx512(PI2_DOT_ARGS) {
 }
 
 void pi2::axpy_f16__avx512(PI2_AXPY_ARGS) { avx512::axpy<avx512::F16>(y, rows, h, count, n, next); }
+
+void pi2::attend_f16__avx512(PI2_ATTEND_ARGS) { attend<avx512::F16, 4>(a); }

@@ -16,8 +16,25 @@ struct Simd {
   static Float zero() { return _mm512_setzero_ps(); }
   static Float set1(float v) { return _mm512_set1_ps(v); }
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
+  static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
+  static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static float reduce(Float v) { return _mm512_reduce_add_ps(v); }
+  static float reduce_max(Float v) { return _mm512_reduce_max_ps(v); }
+  static void reduce4(Float a, Float b, Float c, Float d, float* out) {
+    const Float ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const Float cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const Float all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  }
+  static Float shift_exponent(Float p, Float t) {
+    const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), n));
+  }
+  static Float zero_below(Float x, Float least, Float v) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), v);
+  }
   static Float load_floats(const float* p) { return _mm512_loadu_ps(p); }
   static Float load_floats(const float* p, std::int64_t left) { return _mm512_maskz_loadu_ps(first(left), p); }
   static void store_floats(float* p, Float v) { _mm512_storeu_ps(p, v); }

@@ -1,3 +1,4 @@
+#include "kernels/attend.h"
 #include "kernels/neon/impl.h"
 
 void pi2::dot_bf16__neon(PI2_DOT_ARGS) {
@@ -5,3 +6,5 @@ void pi2::dot_bf16__neon(PI2_DOT_ARGS) {
 }
 
 void pi2::axpy_bf16__neon(PI2_AXPY_ARGS) { axpy_plain<neon::BF16>(y, rows, h, count, n, next); }
+
+void pi2::attend_bf16__neon(PI2_ATTEND_ARGS) { attend<neon::BF16, 4>(a); }

@@ -1,3 +1,4 @@
+#include "kernels/attend.h"
 #include "kernels/neon/impl.h"
 
 void pi2::dot_f32__neon(PI2_DOT_ARGS) {
@@ -5,3 +6,5 @@ void pi2::dot_f32__neon(PI2_DOT_ARGS) {
 }
 
 void pi2::axpy_f32__neon(PI2_AXPY_ARGS) { axpy_plain<neon::F32>(y, rows, h, count, n, next); }
+
+void pi2::attend_f32__neon(PI2_ATTEND_ARGS) { attend<neon::F32, 4>(a); }

@@ -21,7 +21,19 @@ struct Simd {
   static Float add(Float a, Float b) { return vaddq_f32(a, b); }
   static Float mul(Float a, Float b) { return vmulq_f32(a, b); }
   static Float fma(Float a, Float b, Float c) { return vfmaq_f32(c, a, b); }
+  static Float max(Float a, Float b) { return vmaxq_f32(a, b); }
   static float reduce(Float v) { return vaddvq_f32(v); }
+  static float reduce_max(Float v) { return vmaxvq_f32(v); }
+  static void reduce4(Float a, Float b, Float c, Float d, float* out) {
+    vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+  }
+  static Float shift_exponent(Float p, Float t) {
+    const Int n = vshlq_n_s32(vreinterpretq_s32_f32(t), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), n));
+  }
+  static Float zero_below(Float x, Float least, Float v) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), vcltq_f32(x, least)));
+  }
 
   static Float load_floats(const float* p) { return vld1q_f32(p); }
   static Float load_floats(const float* p, std::int64_t left) {

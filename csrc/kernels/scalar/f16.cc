@@ -1,5 +1,9 @@
+#include "kernels/attend.h"
 #include "kernels/scalar/impl.h"
+#include "kernels/scalar/vectors.h"
 
 void pi2::dot_f16__scalar(PI2_DOT_ARGS) { scalar::dot<F16>(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
 
 void pi2::axpy_f16__scalar(PI2_AXPY_ARGS) { scalar::axpy<F16>(y, rows, h, count, n, next); }
+
+void pi2::attend_f16__scalar(PI2_ATTEND_ARGS) { attend<scalar::Vectors<F16>, 2>(a); }

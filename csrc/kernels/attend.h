@@ -1,0 +1,203 @@
+// attend, once for all instruction sets. `Format` as in kernels/plain.h; of its instruction set this needs besides:
+// mul, max, reduce_max, reduce4 (four vectors to four sums beside each other, each in the same order), shift_exponent
+// (p * 2^n, n in the lowest bits of t) and zero_below.
+//
+// Everything that a row of scores becomes depends on its own query and mask alone: rows share loads, never sums.
+#pragma once
+
+#include <limits>
+
+#include "pi2/kernels.h"
+
+namespace pi2 {
+
+constexpr std::int64_t kAttendTile = 4;           // positions whose scores are taken together: one store of them
+constexpr std::int64_t kAttendAheadBytes = 4096;  // how far ahead rows are asked for, of keys and of values
+
+// e^x for x <= 0, to 1 ulp or so; 0 below -86, where it is next to nothing beside the largest, 1; NaN stays NaN.
+// x = n ln 2 + r, |r| <= ln 2 / 2, and e^r by its series to r^7.
+template <class Simd>
+inline typename Simd::Float exp_of(typename Simd::Float x) {
+  using Float = typename Simd::Float;
+  const Float t = Simd::fma(x, Simd::set1(1.44269504f), Simd::set1(12582912.0f));  // adding 1.5 * 2^23 rounds to n
+  const Float n = Simd::add(t, Simd::set1(-12582912.0f));
+  Float r = Simd::fma(n, Simd::set1(-0.693359375f), x);
+  r = Simd::fma(n, Simd::set1(2.12194440e-4f), r);
+  constexpr float kFactors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  Float p = Simd::set1(1.0f / 5040);
+  for (const float factor : kFactors) p = Simd::fma(p, r, Simd::set1(factor));
+  p = Simd::fma(x, Simd::zero(), Simd::shift_exponent(p, t));  // shifted, the bits of a NaN may be those of a number
+  return Simd::zero_below(x, Simd::set1(-86.0f), p);
+}
+
+// out[r * kAttendWord + i] = query r . key i
+template <class Format, int kRows>
+inline void score_tile(const AttendArgs& a, const float* q, const char* const* key, float* out) {
+  using Float = typename Format::Float;
+  constexpr std::int64_t kLanes = Format::kLanes;
+  Float sum[kRows][kAttendTile];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < kAttendTile; ++i) sum[r][i] = Format::zero();
+  std::int64_t k = 0;
+  for (; k + kLanes <= a.width; k += kLanes) {
+    Float w[kAttendTile];
+#pragma GCC unroll 8
+    for (int i = 0; i < kAttendTile; ++i) w[i] = Format::load(key[i] + k * Format::kBytes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Float x = Format::load_floats(q + r * a.ld + k);
+#pragma GCC unroll 8
+      for (int i = 0; i < kAttendTile; ++i) sum[r][i] = Format::fma(w[i], x, sum[r][i]);
+    }
+  }
+  if (k < a.width) {
+    Float w[kAttendTile];
+#pragma GCC unroll 8
+    for (int i = 0; i < kAttendTile; ++i) w[i] = Format::load(key[i] + k * Format::kBytes, a.width - k);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Float x = Format::load_floats(q + r * a.ld + k);
+#pragma GCC unroll 8
+      for (int i = 0; i < kAttendTile; ++i) sum[r][i] = Format::fma(w[i], x, sum[r][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) Format::reduce4(sum[r][0], sum[r][1], sum[r][2], sum[r][3], out + r * kAttendWord);
+}
+
+template <class Format>
+inline void prefetch_row(const char* row, std::int64_t bytes) {
+  for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
+
+// Scores of positions [first, end) of a word, whose keys begin at `key`.
+template <class Format, int kRows>
+inline void score_word(const AttendArgs& a, const char* key, std::int64_t first, std::int64_t end) {
+  const std::int64_t bytes = a.width * Format::kBytes, ahead = (kAttendAheadBytes / bytes + 1) * a.key_stride;
+  const std::int64_t rows = a.tokens * a.group;
+  for (std::int64_t p = first; p < end; p += kAttendTile) {
+    const char* keys[kAttendTile];
+    for (std::int64_t i = 0; i < kAttendTile; ++i) {
+      keys[i] = key + (p + i < end ? p + i : end - 1) * a.key_stride;  // beyond is perhaps no memory
+      prefetch_row<Format>(keys[i] + ahead, bytes);
+    }
+    std::int64_t r = 0;
+    for (; r + kRows <= rows; r += kRows)
+      score_tile<Format, kRows>(a, a.q + r * a.ld, keys, a.scores + r * kAttendWord + p);
+    for (; r < rows; ++r) score_tile<Format, 1>(a, a.q + r * a.ld, keys, a.scores + r * kAttendWord + p);
+  }
+}
+
+// The scores of row r in a word become weights, and what the row has so far is scaled to the new maximum.
+template <class Format>
+inline void soften(const AttendArgs& a, std::int64_t r, std::uint64_t mask) {
+  using Float = typename Format::Float;
+  constexpr std::int64_t kLanes = Format::kLanes;
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  float* s = a.scores + r * kAttendWord;
+  for (std::int64_t i = 0; i < kAttendWord; i += kLanes)
+    Format::store_floats(s + i, Format::mul(Format::load_floats(s + i), Format::set1(a.scale)));
+  if (~mask != 0)  // also of positions whose scores were not computed
+    for (std::int64_t i = 0; i < kAttendWord; ++i) s[i] = (mask >> i & 1) != 0 ? s[i] : kNone;
+  Float top = Format::set1(a.max[r]);
+  for (std::int64_t i = 0; i < kAttendWord; i += kLanes) top = Format::max(top, Format::load_floats(s + i));
+  const float highest = Format::reduce_max(top), base = highest == kNone ? 0.0f : highest;
+  Float total = Format::zero();
+  for (std::int64_t i = 0; i < kAttendWord; i += kLanes) {
+    const Float e = exp_of<Format>(Format::add(Format::load_floats(s + i), Format::set1(-base)));
+    Format::store_floats(s + i, e);
+    total = Format::add(total, e);
+  }
+  float before;
+  Format::store_floats(&before, exp_of<Format>(Format::set1(a.max[r] - base)), 1);
+  a.max[r] = highest;
+  a.sum[r] = a.sum[r] * before + Format::reduce(total);
+  if (before == 1.0f) return;
+  for (std::int64_t k = 0; k < a.ld; k += kLanes)
+    Format::store_floats(a.y + r * a.ld + k,
+                         Format::mul(Format::load_floats(a.y + r * a.ld + k), Format::set1(before)));
+}
+
+// y[r] += weight of position i * its value, i in order, for kVectors vectors of columns from k on.
+template <class Format, int kRows, int kVectors, class Load>
+inline void weigh_tile(const AttendArgs& a, std::int64_t row, std::int64_t k, const char* value, std::int64_t first,
+                       std::int64_t end, std::int64_t ahead, Load load) {
+  using Float = typename Format::Float;
+  constexpr std::int64_t kLanes = Format::kLanes;
+  Float sum[kRows][kVectors];
+  const float* weight = a.scores + row * kAttendWord;
+  float* y = a.y + row * a.ld + k;
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = Format::load_floats(y + r * a.ld + v * kLanes);
+  for (std::int64_t i = first; i < end; ++i) {
+    const char* row_V = value + i * a.value_stride;
+    if (ahead > 0) prefetch_row<Format>(row_V + ahead, a.width * Format::kBytes);
+    Float w[kVectors];
+    for (int v = 0; v < kVectors; ++v) w[v] = load(row_V + (k + v * kLanes) * Format::kBytes);
+    for (int r = 0; r < kRows; ++r) {
+      const Float factor = Format::set1(weight[r * kAttendWord + i]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Format::fma(factor, w[v], sum[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) Format::store_floats(y + r * a.ld + v * kLanes, sum[r][v]);
+}
+
+template <class Format, int kRows>
+inline void weigh_rows(const AttendArgs& a, std::int64_t row, const char* value, std::int64_t first, std::int64_t end,
+                       std::int64_t ahead) {
+  constexpr std::int64_t kLanes = Format::kLanes;
+  const auto whole = [](const char* p) { return Format::load(p); };
+  std::int64_t k = 0;
+  for (; k + 4 * kLanes <= a.width; k += 4 * kLanes, ahead = 0)
+    weigh_tile<Format, kRows, 4>(a, row, k, value, first, end, ahead, whole);
+  for (; k + kLanes <= a.width; k += kLanes, ahead = 0)
+    weigh_tile<Format, kRows, 1>(a, row, k, value, first, end, ahead, whole);
+  if (k < a.width)
+    weigh_tile<Format, kRows, 1>(a, row, k, value, first, end, ahead,
+                                 [left = a.width - k](const char* p) { return Format::load(p, left); });
+}
+
+// Values of a word into the rows whose tokens see them. A value that a token does not see, which may be a later one's
+// or no number at all, is not even multiplied by zero for it.
+template <class Format, int kRows>
+inline void weigh_word(const AttendArgs& a, const char* value, std::int64_t word, std::int64_t first,
+                       std::int64_t end) {
+  const std::int64_t ahead = (kAttendAheadBytes / (a.width * Format::kBytes) + 1) * a.value_stride;
+  const auto sees = [&](std::int64_t t, std::int64_t i) { return (a.mask[t * a.words + word] >> i & 1) != 0; };
+  std::uint64_t changes = 0;  // where a token sees a position and not the one before, or the other way
+  for (std::int64_t t = 0; t < a.tokens; ++t) changes |= a.mask[t * a.words + word] ^ (a.mask[t * a.words + word] << 1);
+  for (std::int64_t i = first, next; i < end; i = next) {
+    for (next = i + 1; next < end && (changes >> next & 1) == 0;) ++next;
+    for (std::int64_t t = 0, stop; t < a.tokens; t = stop) {
+      for (stop = t + 1; stop < a.tokens && sees(stop, i) == sees(t, i);) ++stop;
+      if (!sees(t, i)) continue;
+      std::int64_t r = t * a.group;
+      const std::int64_t last = stop * a.group;
+      for (std::int64_t hint = ahead; r + kRows <= last; r += kRows, hint = 0)
+        weigh_rows<Format, kRows>(a, r, value, i, next, hint);
+      for (; r < last; ++r) weigh_rows<Format, 1>(a, r, value, i, next, r == t * a.group ? ahead : 0);
+    }
+  }
+}
+
+// kRows: rows whose sums the registers hold, with four positions or four vectors of columns.
+template <class Format, int kRows>
+inline void attend(const AttendArgs& a) {
+  for (std::int64_t word = a.begin; word < a.end; ++word) {
+    std::uint64_t any = 0;
+    for (std::int64_t t = 0; t < a.tokens; ++t) any |= a.mask[t * a.words + word];
+    if (any == 0) continue;
+    const std::int64_t first = __builtin_ctzll(any), end = kAttendWord - __builtin_clzll(any);
+    score_word<Format, kRows>(a, a.key + word * kAttendWord * a.key_stride, first / kAttendTile * kAttendTile, end);
+    for (std::int64_t r = 0; r < a.tokens * a.group; ++r) {
+      const std::uint64_t mask = a.mask[r / a.group * a.words + word];
+      if (mask != 0) soften<Format>(a, r, mask);
+    }
+    weigh_word<Format, kRows>(a, a.value + word * kAttendWord * a.value_stride, word, first, end);
+  }
+}
+
+}  // namespace pi2

@@ -1,0 +1,207 @@
+"""``attention``: against the reference and torch's SDPA, the same bits in any company, what is not seen, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_pi2.errors import GradientError, ShapeError
+from torch_pi2.ops import load, reference
+
+load()
+ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+#: batch, key heads, group, tokens, length, width
+SIZES = [
+    (1, 1, 1, 1, 1, 8),
+    (2, 3, 1, 2, 63, 32),
+    (1, 2, 4, 1, 65, 128),
+    (3, 2, 8, 3, 130, 40),
+    (2, 1, 7, 16, 517, 80),
+    (1, 2, 3, 5, 1030, 256),
+    (1, 1, 5, 4, 100, 13),
+]
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = torch.ops.pi2.kernel_tables().partition(":")[2]
+    assert torch.ops.pi2.select_kernels(request.param)
+    yield request.param
+    torch.ops.pi2.select_kernels(best)
+
+
+def tensors(
+    batch: int, key_heads: int, group: int, tokens: int, length: int, width: int, dtype: torch.dtype = torch.float32
+) -> Tensors:
+    generator = torch.Generator().manual_seed(length + width)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, width, generator=generator).to(dtype)
+
+    keys, values = some(batch, key_heads, length), some(batch, key_heads, length)
+    return some(batch, key_heads * group, tokens), keys, values
+
+
+def causal(tokens: int, length: int, used: int) -> torch.Tensor:
+    """``[1, 1, T, L]``: ``used`` positions with the new tokens at their end."""
+    return torch.arange(length) <= torch.arange(used - tokens, used)[None, None, :, None]
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.pi2.attention(query, key, value, mask, query.shape[-1] ** -0.5)
+    return result
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_equals_the_reference(isa: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
+    query, key, value = tensors(*size, dtype=dtype)
+    batch, _, _, tokens, length, width = size
+    scattered = torch.rand(batch, 1, tokens, length, generator=torch.Generator().manual_seed(0)) < 0.4
+    padded = causal(tokens, length, length).expand(batch, -1, -1, -1).clone()
+    padded[-1, ..., : length // 3] = False
+    for mask in (None, causal(tokens, length, max(tokens, length - 2)), scattered, padded):
+        for scale in (width**-0.5, -1.0):
+            found = torch.ops.pi2.attention(query, key, value, mask, scale)
+            wanted = reference.attention(query, key, value, mask, scale)
+            assert found.dtype is dtype
+            assert found.shape == (batch, tokens, query.shape[1], width)
+            rounding = 1e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
+            torch.testing.assert_close(found, wanted, rtol=0, atol=rounding * (1 + float(wanted.abs().max())))
+
+
+def test_attention_is_torchs(isa: str) -> None:
+    query, key, value = tensors(2, 2, 4, 3, 700, 64)
+    mask = causal(3, 700, 600)
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(attend(query, key, value, mask), wanted, rtol=0, atol=2e-6)
+
+
+def test_scores_far_apart(isa: str) -> None:
+    """Weights from 1 to nothing; the largest score comes last, first or in between."""
+    _, key, value = tensors(1, 1, 1, 1, 300, 16)
+    scores = torch.linspace(-300, 300, 300)
+    for order in (scores, scores.flip(0), scores.roll(77)):
+        key.zero_()
+        key[0, 0, :, 0] = order
+        query = torch.zeros(1, 1, 1, 16)
+        query[..., 0] = 1
+        found = torch.ops.pi2.attention(query, key, value, None, 1.0)
+        weights = order.double().softmax(0)
+        torch.testing.assert_close(found[0, 0, 0].double(), weights @ value[0, 0].double(), rtol=0, atol=2e-6)
+
+
+def test_the_exponential_is_accurate(isa: str) -> None:
+    """One position scores 0, another x: its weight is e^x / (1 + e^x)."""
+    for x in torch.linspace(-85, 0, 400).tolist():
+        key, value = torch.tensor([0.0, x]).view(1, 1, 2, 1), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+        found = torch.ops.pi2.attention(torch.ones(1, 1, 1, 1), key, value, None, 1.0)
+        score = torch.tensor(x).double()  # as it was rounded
+        torch.testing.assert_close(found.double().flatten()[0], score.exp() / (1 + score.exp()), rtol=4e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_a_token_has_the_bits_of_a_step(isa: str, group: int, dtype: torch.dtype) -> None:
+    """Over several boundaries of blocks and splits, in a batch and alone, and in a longer cache."""
+    query, key, value = tensors(2, 2, group, 16, 640, 40, dtype)
+    for used in (16, 70, 520, 640):
+        mask = causal(16, 640, used)
+        together = attend(query, key, value, mask)
+        for first, tokens in ((0, 4), (5, 1), (8, 8), (15, 1)):
+            part = slice(first, first + tokens)
+            assert torch.equal(attend(query[:, :, part], key, value, mask[:, :, part]), together[:, part])
+        for row in range(2):
+            alone = attend(*(t[row : row + 1] for t in (query, key, value)), mask)
+            assert torch.equal(alone[0], together[row])
+        exact = (query, key[:, :, :used].contiguous(), value[:, :, :used].contiguous(), mask[..., :used])
+        assert torch.equal(attend(*exact), together)
+
+
+def test_threads_do_not_change_bits(isa: str) -> None:
+    query, key, value = tensors(2, 3, 4, 3, 2100, 64)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(attend(query, key, value, causal(3, 2100, 2050)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_what_a_token_does_not_see_is_not_there(isa: str) -> None:
+    """NaN in the empty end, before a padded sequence, and in the tokens that follow."""
+    query, key, value = tensors(2, 2, 4, 4, 200, 24)
+    mask = causal(4, 200, 150).expand(2, -1, -1, -1).clone()
+    mask[1, ..., :37] = False
+    wanted = attend(query, key, value, mask)
+    for t in (key, value):
+        t[:, :, 150:] = torch.nan
+        t[1, :, :37] = torch.inf
+    assert torch.equal(attend(query, key, value, mask), wanted)
+    for t in (key, value):
+        t[:, :, 148:] = torch.nan
+    found = attend(query, key, value, mask)
+    assert torch.equal(found[:, :2], wanted[:, :2])
+    assert found[:, 2:].isnan().all()
+
+
+def test_who_sees_nothing_gets_zeros(isa: str) -> None:
+    query, key, value = tensors(2, 1, 2, 2, 70, 16)
+    mask = torch.ones(2, 1, 2, 70, dtype=torch.bool)
+    mask[1, :, 0] = False
+    found = attend(query, key, value, mask)
+    assert not found[1, 0].any()
+    assert torch.equal(found[0], attend(query, key, value, None)[0])
+    assert not attend(query, key, value, torch.zeros_like(mask)).any()
+    assert attend(query, key[:, :, :0], value[:, :, :0], None).shape == (2, 2, 2, 16)
+
+
+def test_layouts_are_read_as_they_are() -> None:
+    query, key, value = tensors(2, 2, 2, 3, 80, 16)
+    mask = causal(3, 80, 75)
+    wanted = attend(query, key, value, mask)
+    other = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value)]
+    assert torch.equal(attend(*other, mask), wanted)
+    columns = [t.mT.contiguous().mT for t in (query, key, value)]
+    assert torch.equal(attend(*columns, mask.mT.contiguous().mT), wanted)
+    assert torch.equal(attend(query, key, value, mask.expand(2, -1, -1, -1)), wanted)
+
+
+def test_opcheck() -> None:
+    for dtype in DTYPES:
+        args = tensors(2, 2, 3, 2, 70, 24, dtype)
+        torch.library.opcheck(torch.ops.pi2.attention.default, (*args, causal(2, 70, 66), 0.2))
+        torch.library.opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2))
+
+
+def test_refusals() -> None:
+    query, key, value = tensors(1, 2, 2, 1, 9, 8)
+    mask = causal(1, 9, 9)
+    cases = [
+        ((query[0], key, value, mask), r"query: expected \[batch, heads, tokens, width\], found \[4, 1, 8\]"),
+        ((query.double(), key, value, mask), "dtype of query: expected float32, bfloat16 or float16"),
+        ((query, key.half(), value, mask), "dtype of key: expected query's, found another"),
+        ((query, key, value.half(), mask), "dtype of value: expected query's, found another"),
+        ((query, key[..., :4], value, mask), r"key: expected \[1, key heads, length, 8\] for query .*\[1, 2, 9, 4\]"),
+        ((query, key, value[:, :, :8], mask), r"value: expected \[1, 2, 9, 8\], as key is, found \[1, 2, 8, 8\]"),
+        ((query[:, :3], key, value, mask), "key: expected heads of which query's 3 are a multiple, found 2"),
+        ((query, key, value, mask.float()), "dtype of mask: expected bool, found another"),
+        ((query, key, value, mask[..., :8]), r"mask: expected \[1 or 1, 1, 1, 9\], found \[1, 1, 1, 8\]"),
+        ((query, key, value, mask.expand(1, 4, 1, 9)), r"mask: expected .*All heads of a token see the same"),
+    ]
+    for args, message in cases:
+        with pytest.raises(RuntimeError, match=f"pi2: {message}"):
+            torch.ops.pi2.attention(*args, 1.0)
+    with pytest.raises(ShapeError, match=r"query: expected \[batch, heads, tokens, width\], found \[4, 1, 8\]"):
+        torch.ops.pi2.attention(query[0].to("meta"), key.to("meta"), value.to("meta"), None, 1.0)
+    with pytest.raises(GradientError, match=r"pi2\.attention"):
+        torch.ops.pi2.attention(query.requires_grad_(), key, value, mask, 1.0)

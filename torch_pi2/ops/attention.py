@@ -1,0 +1,55 @@
+"""``attention``: a few new tokens over a cache of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import ShapeError
+from torch_pi2.ops.call import arguments_of
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention of T tokens over the positions that each of them sees; N query heads share K key heads in equal groups.
+
+    A token's bits depend on its own query and on what it sees: neither on the tokens and sequences beside it, nor on
+    positions that it does not see (which may be anything, NaN too), nor on the threads. What no token sees at the end
+    of the cache is not read. Softmax is taken block by block, as it comes (arXiv 1805.02867), the length is split
+    between threads (arXiv 2311.01282).
+
+    Args:
+        query: ``[B, N, T, D]`` float32, bfloat16 or float16; key, value: ``[B, K, L, D]`` of its dtype, N a multiple of
+            K. Strided ones are read as they are if D is dense.
+        mask: bool ``[B or 1, 1, T, L]``, True where a token sees; None: all see everything.
+        scale: what scores are multiplied by.
+
+    Returns:
+        ``[B, T, N, D]`` in the dtype of query; sums are taken in float32. Zeros for a token that sees nothing.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key_BNLD, value_BNLD = (t.float().repeat_interleave(groups, 1) for t in (key, value))
+    scores_BNTL = scale * query.float() @ key_BNLD.mT
+    if mask is not None:
+        scores_BNTL = scores_BNTL.masked_fill(~mask, -torch.inf)
+        value_BNLD = value_BNLD.where(mask.any(2).unsqueeze(-1), 0)  # NaN times a weight of zero is NaN
+    weights_BNTL = scores_BNTL.softmax(-1)
+    if mask is not None:
+        weights_BNTL = weights_BNTL.where(mask.any(-1, keepdim=True), 0)
+    return (weights_BNTL @ value_BNLD).transpose(1, 2).contiguous().to(query.dtype)
+
+
+def fake(*args: Any) -> torch.Tensor:
+    call = arguments_of(attention, args)
+    if call.query.dim() != 4:
+        raise ShapeError(
+            "query",
+            expected="[batch, heads, tokens, width]",
+            found=str(list(call.query.shape)),
+            fix="Pass it as attention has it.",
+        )
+    batch, heads, tokens, width = call.query.shape
+    out: torch.Tensor = call.query.new_empty((batch, tokens, heads, width))
+    return out
