@@ -6,13 +6,14 @@
 #pragma once
 
 #include <limits>
+#include <type_traits>
 
 #include "pi2/kernels.h"
 
 namespace pi2 {
 
 constexpr std::int64_t kAttendTile = 4;           // positions whose scores are taken together: one store of them
-constexpr std::int64_t kAttendAheadBytes = 4096;  // how far ahead rows are asked for, of keys and of values
+constexpr std::int64_t kAttendAheadBytes = 8192;  // how far ahead rows are asked for, of keys and of values
 
 // e^x for x <= 0, to 1 ulp or so; 0 below -86, where it is next to nothing beside the largest, 1; NaN stays NaN.
 // x = n ln 2 + r, |r| <= ln 2 / 2, and e^r by its series to r^7.
@@ -30,63 +31,74 @@ inline typename Simd::Float exp_of(typename Simd::Float x) {
   return Simd::zero_below(x, Simd::set1(-86.0f), p);
 }
 
-// out[r * kAttendWord + i] = query r . key i
+// use(kRows, r) for that many rows from r on, as often as they fit into [r, last), then for half as many, down to one.
+template <int kRows, class Use>
+inline void by_rows(std::int64_t r, std::int64_t last, Use use) {
+  for (; r + kRows <= last; r += kRows) use(std::integral_constant<int, kRows>{}, r);
+  if constexpr (kRows > 1) by_rows<kRows / 2>(r, last, use);
+}
+
+// Asks for rows to come in their order, at the pace at which others are read: a burst would stall.
+template <class Format>
+struct Ahead {
+  std::int64_t bytes, stride;
+  const char* row;
+  std::int64_t at = 0;
+
+  Ahead(const AttendArgs& a, const char* now, std::int64_t stride)
+      : bytes(a.width * Format::kBytes), stride(stride), row(now + (kAttendAheadBytes / bytes + 1) * stride) {}
+  void next(std::int64_t count) {
+    for (std::int64_t i = 0; i < count; i += 64) __builtin_prefetch(row + at + i);
+    at += count;
+    if (at < bytes) return;
+    at = 0;
+    row += stride;
+  }
+};
+
+// out[r * kAttendWord + i] = query r . key i. `fetches`: whether this is the first pass over these keys.
 template <class Format, int kRows>
-inline void score_tile(const AttendArgs& a, const float* q, const char* const* key, float* out) {
+inline void score_tile(const AttendArgs& a, const float* q, const char* const* key, bool fetches, float* out) {
   using Float = typename Format::Float;
   constexpr std::int64_t kLanes = Format::kLanes;
   Float sum[kRows][kAttendTile];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int i = 0; i < kAttendTile; ++i) sum[r][i] = Format::zero();
+  const auto step = [&](std::int64_t k, auto load) {
+    Float w[kAttendTile];
+#pragma GCC unroll 4  // or GCC 12 keeps the sums in memory
+    for (int i = 0; i < kAttendTile; ++i) w[i] = load(key[i] + k * Format::kBytes);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Float x = Format::load_floats(q + r * a.ld + k);
+#pragma GCC unroll 4
+      for (int i = 0; i < kAttendTile; ++i) sum[r][i] = Format::fma(w[i], x, sum[r][i]);
+    }
+  };
+#pragma GCC unroll 4
+  for (auto& row : sum)
+#pragma GCC unroll 4
+    for (Float& s : row) s = Format::zero();
+  Ahead<Format> ahead(a, key[0], a.key_stride);
+  const std::int64_t asked = fetches ? kAttendTile * kLanes * Format::kBytes : 0;
   std::int64_t k = 0;
   for (; k + kLanes <= a.width; k += kLanes) {
-    Float w[kAttendTile];
-#pragma GCC unroll 8
-    for (int i = 0; i < kAttendTile; ++i) w[i] = Format::load(key[i] + k * Format::kBytes);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Float x = Format::load_floats(q + r * a.ld + k);
-#pragma GCC unroll 8
-      for (int i = 0; i < kAttendTile; ++i) sum[r][i] = Format::fma(w[i], x, sum[r][i]);
-    }
+    ahead.next(asked);
+    step(k, [](const char* p) { return Format::load(p); });
   }
-  if (k < a.width) {
-    Float w[kAttendTile];
-#pragma GCC unroll 8
-    for (int i = 0; i < kAttendTile; ++i) w[i] = Format::load(key[i] + k * Format::kBytes, a.width - k);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Float x = Format::load_floats(q + r * a.ld + k);
-#pragma GCC unroll 8
-      for (int i = 0; i < kAttendTile; ++i) sum[r][i] = Format::fma(w[i], x, sum[r][i]);
-    }
-  }
-#pragma GCC unroll 8
+  if (k < a.width) step(k, [left = a.width - k](const char* p) { return Format::load(p, left); });
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) Format::reduce4(sum[r][0], sum[r][1], sum[r][2], sum[r][3], out + r * kAttendWord);
-}
-
-template <class Format>
-inline void prefetch_row(const char* row, std::int64_t bytes) {
-  for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
 }
 
 // Scores of positions [first, end) of a word, whose keys begin at `key`.
 template <class Format, int kRows>
 inline void score_word(const AttendArgs& a, const char* key, std::int64_t first, std::int64_t end) {
-  const std::int64_t bytes = a.width * Format::kBytes, ahead = (kAttendAheadBytes / bytes + 1) * a.key_stride;
-  const std::int64_t rows = a.tokens * a.group;
   for (std::int64_t p = first; p < end; p += kAttendTile) {
     const char* keys[kAttendTile];
-    for (std::int64_t i = 0; i < kAttendTile; ++i) {
+    for (std::int64_t i = 0; i < kAttendTile; ++i)
       keys[i] = key + (p + i < end ? p + i : end - 1) * a.key_stride;  // beyond is perhaps no memory
-      prefetch_row<Format>(keys[i] + ahead, bytes);
-    }
-    std::int64_t r = 0;
-    for (; r + kRows <= rows; r += kRows)
-      score_tile<Format, kRows>(a, a.q + r * a.ld, keys, a.scores + r * kAttendWord + p);
-    for (; r < rows; ++r) score_tile<Format, 1>(a, a.q + r * a.ld, keys, a.scores + r * kAttendWord + p);
+    by_rows<kRows>(0, a.tokens * a.group, [&](auto count, std::int64_t r) {
+      score_tile<Format, count>(a, a.q + r * a.ld, keys, r == 0, a.scores + r * kAttendWord + p);
+    });
   }
 }
 
@@ -120,10 +132,11 @@ inline void soften(const AttendArgs& a, std::int64_t r, std::uint64_t mask) {
                          Format::mul(Format::load_floats(a.y + r * a.ld + k), Format::set1(before)));
 }
 
-// y[r] += weight of position i * its value, i in order, for kVectors vectors of columns from k on.
+// y[r] += weight of position i * its value, i in order, for kVectors vectors of columns from k on. `fetches`: whether
+// these are the first rows that these values go into.
 template <class Format, int kRows, int kVectors, class Load>
 inline void weigh_tile(const AttendArgs& a, std::int64_t row, std::int64_t k, const char* value, std::int64_t first,
-                       std::int64_t end, std::int64_t ahead, Load load) {
+                       std::int64_t end, bool fetches, Load load) {
   using Float = typename Format::Float;
   constexpr std::int64_t kLanes = Format::kLanes;
   Float sum[kRows][kVectors];
@@ -131,9 +144,11 @@ inline void weigh_tile(const AttendArgs& a, std::int64_t row, std::int64_t k, co
   float* y = a.y + row * a.ld + k;
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Format::load_floats(y + r * a.ld + v * kLanes);
+  Ahead<Format> ahead(a, value + first * a.value_stride, a.value_stride);
+  const std::int64_t step = fetches && k == 0 ? ahead.bytes : 0;
   for (std::int64_t i = first; i < end; ++i) {
     const char* row_V = value + i * a.value_stride;
-    if (ahead > 0) prefetch_row<Format>(row_V + ahead, a.width * Format::kBytes);
+    ahead.next(step);
     Float w[kVectors];
     for (int v = 0; v < kVectors; ++v) w[v] = load(row_V + (k + v * kLanes) * Format::kBytes);
     for (int r = 0; r < kRows; ++r) {
@@ -147,16 +162,15 @@ inline void weigh_tile(const AttendArgs& a, std::int64_t row, std::int64_t k, co
 
 template <class Format, int kRows>
 inline void weigh_rows(const AttendArgs& a, std::int64_t row, const char* value, std::int64_t first, std::int64_t end,
-                       std::int64_t ahead) {
+                       bool fetches) {
   constexpr std::int64_t kLanes = Format::kLanes;
   const auto whole = [](const char* p) { return Format::load(p); };
   std::int64_t k = 0;
-  for (; k + 4 * kLanes <= a.width; k += 4 * kLanes, ahead = 0)
-    weigh_tile<Format, kRows, 4>(a, row, k, value, first, end, ahead, whole);
-  for (; k + kLanes <= a.width; k += kLanes, ahead = 0)
-    weigh_tile<Format, kRows, 1>(a, row, k, value, first, end, ahead, whole);
+  for (; k + 4 * kLanes <= a.width; k += 4 * kLanes)
+    weigh_tile<Format, kRows, 4>(a, row, k, value, first, end, fetches, whole);
+  for (; k + kLanes <= a.width; k += kLanes) weigh_tile<Format, kRows, 1>(a, row, k, value, first, end, fetches, whole);
   if (k < a.width)
-    weigh_tile<Format, kRows, 1>(a, row, k, value, first, end, ahead,
+    weigh_tile<Format, kRows, 1>(a, row, k, value, first, end, fetches,
                                  [left = a.width - k](const char* p) { return Format::load(p, left); });
 }
 
@@ -165,7 +179,6 @@ inline void weigh_rows(const AttendArgs& a, std::int64_t row, const char* value,
 template <class Format, int kRows>
 inline void weigh_word(const AttendArgs& a, const char* value, std::int64_t word, std::int64_t first,
                        std::int64_t end) {
-  const std::int64_t ahead = (kAttendAheadBytes / (a.width * Format::kBytes) + 1) * a.value_stride;
   const auto sees = [&](std::int64_t t, std::int64_t i) { return (a.mask[t * a.words + word] >> i & 1) != 0; };
   std::uint64_t changes = 0;  // where a token sees a position and not the one before, or the other way
   for (std::int64_t t = 0; t < a.tokens; ++t) changes |= a.mask[t * a.words + word] ^ (a.mask[t * a.words + word] << 1);
@@ -174,11 +187,9 @@ inline void weigh_word(const AttendArgs& a, const char* value, std::int64_t word
     for (std::int64_t t = 0, stop; t < a.tokens; t = stop) {
       for (stop = t + 1; stop < a.tokens && sees(stop, i) == sees(t, i);) ++stop;
       if (!sees(t, i)) continue;
-      std::int64_t r = t * a.group;
-      const std::int64_t last = stop * a.group;
-      for (std::int64_t hint = ahead; r + kRows <= last; r += kRows, hint = 0)
-        weigh_rows<Format, kRows>(a, r, value, i, next, hint);
-      for (; r < last; ++r) weigh_rows<Format, 1>(a, r, value, i, next, r == t * a.group ? ahead : 0);
+      by_rows<kRows>(t * a.group, stop * a.group, [&](auto count, std::int64_t r) {
+        weigh_rows<Format, count>(a, r, value, i, next, r == t * a.group);
+      });
     }
   }
 }
