@@ -7,7 +7,8 @@ runs without guards: this class owns everything that guards would look at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.kv import KeyValues
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
-from torch_pi2.layers.prompt import piece_of
+from torch_pi2.layers.prompt import piece_of, steps_of_one
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import Handle, store_of
+
+#: Tokens of a :meth:`Decoder.verify`, at most: linears with int8 activations have other last bits from 12 on.
+VERIFIED = 8
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
 #: which do not gain from a second thread either. freezing would copy the weights. Code is kept on disk for any count of
@@ -89,6 +93,7 @@ class Decoder:
 
     Attributes:
         batch: sequences that are decoded now. length: of each, in tokens. cache: theirs, a ``StaticCache``.
+        compiled: whether steps are.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be static (state-space layers), or has a sliding window shorter
@@ -125,13 +130,18 @@ class Decoder:
         self._kv = KeyValues(model, max_tokens, batch)
         self.cache = self._kv.cache(batch)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
-        self._backend, self._compiled = backend, compiled
-        self._steps: dict[int, Any] = {}  # by number of sequences, each after its first call
+        self._backend, self.compiled = backend, compiled
+        #: By sequences, tokens and whether all their logits are wanted: what is compiled, each after its first call.
+        self._runs: dict[tuple[int, int, bool], Any] = {}
 
     def _forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         output = self.model(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         logits_BV: torch.Tensor = output.logits[:, -1]
         return logits_BV if self.logits else logits_BV.argmax(-1, keepdim=True)
+
+    def _forward_each(self, ids_1T: torch.Tensor) -> torch.Tensor:
+        logits_1TV: torch.Tensor = self.model(input_ids=ids_1T, past_key_values=self.cache, use_cache=True).logits
+        return logits_1TV[0]
 
     @torch.inference_mode()
     def prompt(self, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -181,17 +191,58 @@ class Decoder:
                 found=f"{list(next_B1.shape)} after {self.length} tokens",
                 fix="Make a Decoder with more max_tokens, or for this batch.",
             )
-        next_B1 = next_B1.to(torch.int64).contiguous()  # a compiled step has no guards that would see another layout
-        self._tell(self.batch)
-        try:
-            run = self._steps.get(self.batch) if self._compiled else self._eager_step
-            result: torch.Tensor = self._first_step(next_B1) if run is None else run(next_B1)
-            self.length += 1
-        except BaseException:
-            # Layers before the one that failed have the token already: repeated, it would be there twice.
-            self._kv.set_length(self.length)
-            raise
-        return result
+        return self._fed(next_B1, self._forward)
+
+    @torch.inference_mode()
+    def verify(self, ids_1T: torch.Tensor) -> torch.Tensor:
+        """Feed some tokens of the one sequence at once, int64 ``[1, T]``, T at most 8; returns logits ``[T, V]``.
+
+        Row t is what comes after the first t + 1 of them: the weights are read once for all, and those of a sparse
+        layer once that some of them want. What turns out to be wrong is taken back (:meth:`take_back`).
+
+        Row t has the bits that :meth:`step` gives (with ``logits``, both compiled or both not) where linears, head and
+        feed-forward layers are ours (``weights="int4"`` or ``"int8"``) and attention is (:mod:`torch_pi2.decode.attention`:
+        of models that use transformers' ``sdpa`` without soft caps and the like). PyTorch's float products of several
+        tokens have other last bits than those of one, as has other attention. Compiled, each number of tokens is a
+        graph of its own; that Inductor rounds in both alike is tested, not promised by it.
+
+        Raises:
+            ShapeError: no prompt has been read, several sequences, too many tokens, or no room for them.
+        """
+        self._check_read("verify")
+        _check_ids(ids_1T, "verify")
+        tokens = ids_1T.shape[1]
+        if self.batch != 1 or len(ids_1T) != 1 or not 1 <= tokens <= min(VERIFIED, self.max_tokens - self.length):
+            raise ShapeError(
+                "verify",
+                expected=f"[1, 1 to {VERIFIED}] for one sequence, and at most {self.max_tokens} tokens in all",
+                found=f"{list(ids_1T.shape)} for {self.batch} after {self.length} tokens",
+                fix="Verify fewer tokens, or make a Decoder with more max_tokens.",
+            )
+        return self._fed(ids_1T, self._forward_each)
+
+    def compile_passes(self, tokens: int) -> None:
+        """Compile :meth:`verify` for so many tokens now, if it is to be and has not been: after a prompt."""
+        if self.compiled and (1, tokens, True) not in self._runs and self.length + tokens <= self.max_tokens:
+            self.verify(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
+            self.take_back(tokens)
+
+    @torch.inference_mode()
+    def take_back(self, tokens: int) -> None:
+        """Forget the last ``tokens`` of each sequence: the next one takes their place.
+
+        Raises:
+            ShapeError: none would be left.
+        """
+        if not 0 <= tokens < max(1, self.length):
+            raise ShapeError(
+                "take_back",
+                expected=f"0 to {max(0, self.length - 1)} tokens, of {self.length} that were read",
+                found=str(tokens),
+                fix="Read another prompt instead.",
+            )
+        self.length -= tokens
+        self._kv.set_length(self.length)
 
     @torch.inference_mode()
     def fork(self, sequences: int) -> None:
@@ -241,6 +292,33 @@ class Decoder:
         self._use(len(kept))
         return came_from
 
+    def _fed(self, ids_BT: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What ``forward`` says of tokens that come next. If it fails, it is as if they had not been fed."""
+        ids_BT = ids_BT.to(torch.int64).contiguous()  # compiled code has no guards that would see another layout
+        of_each = forward == self._forward_each
+        self._tell(self.batch)
+        try:
+            run = self._runs.get((self.batch, ids_BT.shape[1], of_each))
+            if run is not None:
+                result: torch.Tensor = run(ids_BT)
+            elif self.compiled:
+                result = self._first_run(ids_BT, forward, of_each)
+            else:
+                with self._attending(of_each):
+                    result = forward(ids_BT)
+            self.length += ids_BT.shape[1]
+        except BaseException:
+            # Layers before the one that failed have the tokens already: repeated, they would be there twice.
+            self._kv.set_length(self.length)
+            raise
+        return result
+
+    @contextmanager
+    def _attending(self, of_each: bool) -> Iterator[None]:
+        """Within it a forward is a step; ``of_each``: its tokens are steps of one sequence, with the bits of each alone."""
+        with packed_attention(self.model), steps_of_one() if of_each else nullcontext():
+            yield
+
     def _check_read(self, what: str) -> None:
         if self.length == 0:
             raise ShapeError(
@@ -262,24 +340,22 @@ class Decoder:
         if engine is not None:
             engine.batch(batch)
 
-    def _eager_step(self, next_B1: torch.Tensor) -> torch.Tensor:
-        with packed_attention(self.model):
-            return self._forward(next_B1)
-
-    def _first_step(self, next_B1: torch.Tensor) -> torch.Tensor:
+    def _first_run(
+        self, ids_BT: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor], of_each: bool
+    ) -> torch.Tensor:
         import torch._inductor.config as inductor
 
         # every decoder's own, and every batch size's: with the guards gone, another one's code would fit too
         compile_step: Any = torch.compile
-        step = compile_step(
-            self._forward,
+        run = compile_step(
+            forward,
             fullgraph=True,
             dynamic=False,
             backend=self._backend,
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
             isolate_recompiles=True,
         )
-        with packed_attention(self.model), inductor.patch(self._settings), room_for_compiling(self.model):
-            result: torch.Tensor = step(next_B1)
-        self._steps[self.batch] = step
+        with self._attending(of_each), inductor.patch(self._settings), room_for_compiling(self.model):
+            result: torch.Tensor = run(ids_BT)
+        self._runs[self.batch, ids_BT.shape[1], of_each] = run
         return result

@@ -13,7 +13,7 @@ from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, ref
 from torch_pi2.layers.cold import BY_NEURON, PREDICTOR_TENSORS, cold_part
 from torch_pi2.layers.dense import DenseForm
 from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
-from torch_pi2.layers.prompt import has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
+from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.quantized import check_kind
@@ -196,7 +196,7 @@ class SparseFFN(DenseForm):
         if takes_prompt_path(self, x):
             y = prompt_ffn(self, x)
         else:
-            n_hot = self.hot_for(x.numel() // self.site.hidden)
+            n_hot = self.hot_for(decoded_together(x, self.site.hidden))
             if not self.has_predictor or n_hot == self.site.intermediate or skips_predictor(self, x):
                 y = self._compute(x, None, n_hot, self.threshold)
             else:

@@ -84,6 +84,26 @@ def sparse_only() -> Iterator[None]:
         _off.on = before
 
 
+@contextmanager
+def steps_of_one() -> Iterator[None]:
+    """Within it the tokens of a call (of this thread) are steps of one sequence taken together: the bits of each alone.
+
+    Layers work as :func:`sparse_only` has it, with the hot neurons of one token (with predictors others miss others).
+    """
+    before = getattr(_off, "one", False)
+    _off.one = True
+    try:
+        with sparse_only():
+            yield
+    finally:
+        _off.one = before
+
+
+def decoded_together(x: torch.Tensor, hidden: int) -> int:
+    """Sequences, at most, that the tokens of ``x [..., hidden]`` are of: 1 within :func:`steps_of_one`."""
+    return 1 if getattr(_off, "one", False) else x.numel() // hidden
+
+
 def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
     if _stays(layer, x) or x.dtype not in DTYPES.values() or not layer.in_memory:

@@ -1,0 +1,414 @@
+"""Speculative decoding: bits and text as step by step, whatever is guessed; guessing that does not pay rests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.decode import generate as generate_module
+from torch_pi2.decode.adapt import follow
+from torch_pi2.decode.attention import packed_sdpa, sdpa_of_each
+from torch_pi2.decode.decode import VERIFIED, Decoder
+from torch_pi2.decode.generate import Generated, generate
+from torch_pi2.decode.speculate import MOST_DRAFTED, Pace, PromptLookup
+from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+
+IDS = torch.randint(1, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
+FED = torch.randint(1, VOCAB, (1, VERIFIED), generator=torch.Generator().manual_seed(1))
+NEW = 24
+
+
+def ours(name: str, weights: str = "int4", int8: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A tiny model all of whose linears, small as they are, and feed-forward layers are quantised."""
+    settings: dict[str, Any] = {"weights": weights, "activations": "int8" if int8 else "float"}
+    model = torch_pi2.optimize(tiny(name).to(dtype), config=torch_pi2.Config(method="dense", **settings))
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, QuantLinear.from_linear(module, weights, int8))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return ours("llama")
+
+
+class Knowing:
+    """Guesses what ``answer`` says, each token with probability ``share``, and something wrong otherwise."""
+
+    def __init__(self, prompt: int, answer: Sequence[int], share: float) -> None:
+        self._prompt, self._answer, self._share, self._random = prompt, answer, share, random.Random(0)
+
+    def read(self, prompt_1T: torch.Tensor) -> None:
+        assert prompt_1T.shape[1] == self._prompt
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        at = len(tokens) - self._prompt
+        said = [*self._answer[at : at + count], *([0] * count)][:count]
+        return [t if self._random.random() < self._share else (t + 1) % VOCAB for t in said]
+
+
+class Always(Pace):
+    """Guesses whatever it takes: as many as there is room for."""
+
+    off = False
+
+    def count(self, most: int) -> int:
+        return max((n for n in self._counts if n <= most), default=0)
+
+    def passed(self, ms: float, guesses: int, right: int) -> None:
+        assert ms > 0
+        assert 0 <= right <= guesses
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_module, "Pace", Always)
+
+
+def guessed(monkeypatch: pytest.MonkeyPatch, model: nn.Module, share: float, **settings: Any) -> tuple[Any, Any]:
+    """Plain and speculative generation with guesses of which ``share`` are right."""
+    how = {"max_new_tokens": NEW, "eos_token_id": []} | settings
+    plain = generate(model, IDS, **how)
+    free = generate(model, IDS, max_new_tokens=2 * NEW, eos_token_id=[]).sequences[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(generate_module, "Pace", Always)
+        patched.setattr(generate_module, "PromptLookup", lambda: Knowing(IDS.shape[1], free, share))
+        return plain, generate(model, IDS, **how, prompt_lookup=5)
+
+
+# --- a pass has the bits of steps ---
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "drelu", "qwen3", "gemma", "phi3", "opt", "nemotron"])
+@pytest.mark.parametrize(
+    ("weights", "int8", "dtype"),
+    [("int4", False, torch.float32), ("int8", True, torch.float32), ("int4", True, torch.bfloat16)],
+)
+def test_a_pass_has_the_bits_of_steps(name: str, weights: str, int8: bool, dtype: torch.dtype) -> None:
+    decoder = Decoder(ours(name, weights, int8, dtype), max_tokens=24, compiled=False, logits=True)
+    for tokens in (1, 2, 3, 5, VERIFIED):
+        decoder.prompt(IDS)
+        steps_TV = torch.cat([decoder.step(id_11) for id_11 in FED[:, :tokens].split(1, 1)])
+        decoder.take_back(tokens)
+        assert torch.equal(decoder.verify(FED[:, :tokens]), steps_TV)
+        assert decoder.length == IDS.shape[1] + tokens
+        decoder.take_back(tokens)  # what was rejected is as if it had never been
+        assert torch.equal(decoder.step(FED[:, :1]), steps_TV[:1])
+
+
+def test_a_compiled_pass_has_the_bits_of_compiled_steps(model: nn.Module) -> None:
+    decoder = Decoder(model, max_tokens=24, logits=True)
+    for tokens in (2, 5):
+        for _ in range(2):
+            decoder.prompt(IDS)
+            steps_TV = torch.cat([decoder.step(id_11) for id_11 in FED[:, :tokens].split(1, 1)])
+            decoder.take_back(tokens)
+            assert torch.equal(decoder.verify(FED[:, :tokens]), steps_TV)
+    assert sorted(decoder._runs) == [(1, 1, False), (1, 2, True), (1, 5, True)]
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_each_query_is_that_of_it_alone(heads: int, dtype: torch.dtype) -> None:
+    generator, tokens, length, width = torch.Generator().manual_seed(0), 5, 700, 40
+    query = torch.randn(1, tokens, heads, width, generator=generator).to(dtype).transpose(1, 2)
+    key, value = (torch.randn(1, 2, length, width, generator=generator).to(dtype) for _ in range(2))
+    mask = torch.arange(length).expand(1, 1, tokens, length) <= torch.arange(600, 600 + tokens)[:, None]
+    module = nn.Module()
+    module.num_key_value_groups = heads // 2
+    got, _ = sdpa_of_each(module, query, key, value, mask, scaling=0.2)
+    for t, alone in enumerate(query.split(1, 2)):
+        want, _ = packed_sdpa(module, alone, key, value, mask[:, :, t : t + 1], scaling=0.2)
+        assert torch.equal(got[:, t : t + 1], want)
+    bias = {"position_bias": torch.zeros(1, heads, tokens, length, dtype=dtype)}  # not taken apart
+    whole, _ = sdpa_of_each(module, query, key, value, mask, scaling=0.2, **bias)
+    assert torch.allclose(whole, got, atol=0.05)
+
+
+def test_a_pass_has_the_hot_neurons_of_one_token() -> None:
+    """With a predictor others are lossy otherwise; and a plan's prompts begin where passes still are."""
+    text = torch.randint(1, VOCAB, (4, 32), generator=torch.Generator().manual_seed(2))
+    config = torch_pi2.Config(method="signbit", weights="int4")
+    model = torch_pi2.optimize(tiny("llama-relu"), config=config, calibration=[{"input_ids": text}])
+    layer = sparse_layers(model)[0]
+    assert layer.has_predictor
+    most = layer.site.intermediate
+    hot = [tuple(max(n, layer.least_hot) for layer in sparse_layers(model)) for n in (0, most)]
+    buckets = tuple(Bucket(b, n, (0, 0), (0, 0)) for b, n in zip((1, 4), hot, strict=True))
+    x = torch.randn(1, 6, layer.site.hidden, generator=torch.Generator().manual_seed(3))
+    with follow(model, HardwarePlan({}, None, 0, 64, buckets, PromptPlan((5, 5)))), torch.no_grad():
+        alone = torch.cat([layer(row) for row in x.split(1, 1)], 1)
+        assert not torch.equal(layer(x), alone)
+        from torch_pi2.layers.prompt import steps_of_one
+
+        with steps_of_one():
+            assert torch.equal(layer(x), alone)
+
+
+def test_passes_that_cannot_be(model: nn.Module) -> None:
+    decoder = Decoder(model, max_tokens=12, batch=2, compiled=False, logits=True)
+    with pytest.raises(ShapeError, match="verify: expected a prompt before it"):
+        decoder.verify(FED[:, :2])
+    decoder.prompt(IDS)
+    for ids, found in ((FED[:, :6], r"\[1, 6\] for 1 after 7"), (FED[:, :2].repeat(2, 1), r"\[2, 2\] for 1 after 7")):
+        with pytest.raises(ShapeError, match=rf"verify: expected \[1, 1 to 8\] .* at most 12 tokens .* found {found}"):
+            decoder.verify(ids)
+    for tokens in (7, -1):
+        with pytest.raises(ShapeError, match=rf"take_back: expected 0 to 6 tokens, of 7 .* found {tokens}\."):
+            decoder.take_back(tokens)
+    decoder.fork(2)
+    with pytest.raises(ShapeError, match=r"found \[1, 2\] for 2 after 7 tokens"):
+        decoder.verify(FED[:, :2])
+
+
+def test_a_pass_that_fails_can_be_repeated(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(model, max_tokens=24, compiled=False, logits=True)
+    decoder.prompt(IDS)
+    want = decoder.verify(FED)
+    decoder.prompt(IDS)
+    with monkeypatch.context() as patched:
+        patched.setattr(model.get_submodule("model.layers.1"), "forward", None)
+        with pytest.raises(TypeError):
+            decoder.verify(FED)
+    assert torch.equal(decoder.verify(FED), want)
+
+
+# --- the text is that of steps ---
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_text_is_that_of_steps(monkeypatch: pytest.MonkeyPatch, model: nn.Module, share: float) -> None:
+    heard: list[tuple[int, int]] = []
+    plain, got = guessed(monkeypatch, model, share, streamer=lambda i, token: heard.append((i, token)))
+    assert got.sequences == plain.sequences
+    assert [token for _, token in heard[NEW:]] == got.sequences[0]  # after those of plain decoding, in order
+    assert got.drafts.drafted >= got.drafts.accepted == NEW - 1 - got.steps
+    assert got.drafts.passes <= got.steps == len(got.step_ms)
+    if share == 1:
+        assert got.drafts.accepted == got.drafts.drafted
+        assert got.steps == -(-(NEW - 1) // 6)
+    if share == 0:
+        assert got.drafts.accepted == 0
+
+
+def test_text_is_that_of_steps_where_products_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, got = guessed(monkeypatch, torch_pi2.optimize(tiny("llama-relu")), 0.6)
+    assert got.sequences == plain.sequences  # no near tie among these few tokens
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 6, 7])
+def test_no_more_tokens_than_asked_for(monkeypatch: pytest.MonkeyPatch, model: nn.Module, new: int) -> None:
+    room = Decoder(model, max_tokens=IDS.shape[1] + max(1, new - 1), compiled=False, logits=True)
+    for _ in range(2):
+        plain, got = guessed(monkeypatch, model, 1.0, max_new_tokens=new, decoder=room)
+        assert got.sequences == plain.sequences
+        assert len(got.sequences[0]) == new
+
+
+def test_an_end_inside_of_guesses(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    free = generate(model, IDS, max_new_tokens=NEW, eos_token_id=[]).sequences[0]
+    for end in range(1, 9):
+        for share in (1.0, 0.5):
+            plain, got = guessed(monkeypatch, model, share, eos_token_id=free[end])
+            assert got.sequences == plain.sequences == [free[: free.index(free[end]) + 1]]
+
+
+def test_looking_up_what_was_there() -> None:
+    lookup = PromptLookup()
+    lookup.read(torch.tensor([[5, 1, 2, 3, 9, 8, 2, 3]]))
+    assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3], 3) == [9, 8, 2]
+    assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3, 7], 3) == []
+    assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3, 7, 2, 3], 2) == [7, 2]  # the latest
+    assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3, 7, 2, 3, 9, 1, 2, 3], 1) == [9]  # the longest
+    again = PromptLookup()
+    assert again.propose([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]  # goes on repeating
+    assert again.propose([4], 2) == []
+
+
+@pytest.mark.usefixtures("always")
+def test_prompt_lookup(model: nn.Module) -> None:
+    prompt = torch.tensor([[3, 4, 5, 6, 7, 3, 4, 5]])
+    plain = generate(model, prompt, max_new_tokens=40, eos_token_id=[])
+    got = generate(model, prompt, max_new_tokens=40, eos_token_id=[], prompt_lookup=3)
+    assert plain.drafts is None
+    assert got.sequences == plain.sequences
+    assert got.drafts is not None
+    assert got.drafts.passes > 0
+
+
+@pytest.mark.usefixtures("always")
+def test_an_assistant(model: nn.Module) -> None:
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": []}
+    plain = generate(model, IDS, **how).sequences
+    itself = generate(model, IDS, **how, assistant_model=model)
+    assert itself.sequences == plain
+    assert itself.drafts is not None
+    assert itself.drafts.accepted == itself.drafts.drafted > 0  # with its own bits it agrees with itself
+    for other, count in ((tiny("llama-relu", seed=5), None), (tiny("opt"), MOST_DRAFTED), (ours("qwen2"), 1)):
+        got = generate(model, IDS, **how, assistant_model=other, draft_tokens=count)
+        assert got.sequences == plain
+        assert got.drafts is not None
+        assert got.drafts.passes > 0
+
+
+def test_an_assistant_that_rested_reads_what_was_said_meanwhile(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Resting(Always):
+        calls = 0
+
+        def count(self, most: int) -> int:
+            self.calls += 1
+            return super().count(most) if self.calls % 12 == 0 else 0
+
+    monkeypatch.setattr(generate_module, "Pace", Resting)
+    got = generate(model, IDS, max_new_tokens=40, eos_token_id=[], assistant_model=model)
+    assert got.drafts is not None
+    assert got.drafts.accepted == got.drafts.drafted > 0
+    assert got.sequences == generate(model, IDS, max_new_tokens=40, eos_token_id=[]).sequences
+
+
+@pytest.mark.usefixtures("always")
+def test_compiled_text_is_that_of_compiled_steps(model: nn.Module) -> None:
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": [], "compiled": True}
+    decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, logits=True)
+    plain = generate(model, IDS, **how, decoder=decoder)
+    got = generate(model, IDS, **how, decoder=decoder, assistant_model=model, draft_tokens=2)
+    assert got.sequences == plain.sequences
+    assert got.drafts is not None
+    assert got.drafts.accepted == got.drafts.drafted > 0
+    assert sorted(decoder._runs) == [(1, 1, False), (1, 3, True)]
+
+
+def test_transformers_own_speculation_goes_on_to_work(model: nn.Module) -> None:
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": NEW, "do_sample": False}
+    want = model.generate(IDS, **how)
+    assert torch.equal(model.generate(IDS, **how, prompt_lookup_num_tokens=3), want)
+    assert torch.equal(model.generate(IDS, **how, assistant_model=torch_pi2.optimize(tiny("llama-relu"))), want)
+
+
+# --- whether it pays ---
+
+
+def simulated(cost: float, share: float, tokens: int, counts: Sequence[int] = range(1, 6)) -> tuple[float, Pace]:
+    """Steps' time, as a share of that of plain ones, of so many tokens; a guess costs ``cost`` steps."""
+    pace, chance, done, spent = Pace(counts), random.Random(0), 0, 0.0
+    while done < tokens:
+        n = pace.count(tokens - done - 1)
+        noise = 1 + 0.1 * (chance.random() - 0.5)
+        if n == 0:
+            pace.plain(8.0 * noise)
+            done, spent = done + 1, spent + 1
+            continue
+        right = next((i for i in range(n) if chance.random() >= share), n)
+        pace.passed(8.0 * (1 + n * cost) * noise, n, right)
+        done, spent = done + right + 1, spent + 1 + n * cost
+    return spent / done, pace
+
+
+@pytest.mark.parametrize("cost", [0.15, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("counts", [range(1, 8), [4]])
+@pytest.mark.parametrize("tokens", [128, 200, 1000])
+def test_guesses_that_are_wrong_cost_little(cost: float, share: float, counts: Sequence[int], tokens: int) -> None:
+    time, _ = simulated(cost, share, tokens, counts)
+    assert time <= 1 / 0.97
+
+
+def test_guesses_that_are_right_are_taken() -> None:
+    for counts in (range(1, 6), [4]):
+        time, pace = simulated(0.27, 0.9, 256, counts)
+        assert time < 1 / 1.5
+        assert not pace.off
+    assert simulated(0.27, 0.7, 1000)[0] < 1 / 1.15
+
+
+def test_guessing_that_does_not_pay_rests_longer_each_time() -> None:
+    _, pace = simulated(0.2, 0.0, 1000)
+    assert pace._rest >= 8 * Pace.REST
+    for _ in range(200):
+        pace.plain(8.0)
+    while pace.count(9) == 0:  # but it has another try
+        pace.plain(8.0)
+
+
+def test_a_step_is_measured_now_and_then() -> None:
+    pace = Pace([3])
+    for _ in range(Pace.LEAST_STEPS):
+        pace.plain(8.0)
+    assert pace.count(9) == 0  # the first step is not counted
+    pace.plain(8.0)
+    for _ in range(Pace.EVERY):
+        assert pace.count(9) == 3
+        pace.passed(12.0, 3, 3)
+    assert pace.count(9) == 0
+    pace.plain(8.0)
+    assert pace.count(9) == 3
+    assert pace.count(2) == 0
+
+
+def test_generation_that_gains_nothing_switches_itself_off(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    class Slow(Pace):
+        def passed(self, ms: float, guesses: int, right: int) -> None:
+            super().passed(1e4 * ms, guesses, right)
+
+    monkeypatch.setattr(generate_module, "Pace", Slow)
+    prompt = torch.tensor([[3, 4, 5, 6, 7, 3, 4, 5]])
+    how: dict[str, Any] = {"max_new_tokens": 50, "eos_token_id": []}
+    got = generate(model, prompt, **how, assistant_model=tiny("opt"))
+    assert got.drafts is not None
+    assert got.drafts.switched_off
+    assert 0 < got.drafts.passes < 12
+    assert got.sequences == generate(model, prompt, **how).sequences
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_lookup": 8}, r"prompt_lookup: expected 1 to 7, found 8\. More are not verified in one pass"),
+        ({"prompt_lookup": -1}, r"prompt_lookup: expected 1 to 7, found -1\."),
+        ({"assistant": True, "draft_tokens": 0}, r"draft_tokens: expected 1 to 7, found 0\."),
+        ({"draft_tokens": 3}, r"draft_tokens: expected .*, found draft_tokens without a model\."),
+        ({"prompt_lookup": 3, "assistant": True}, r"found prompt_lookup and assistant_model\. Choose where guesses"),
+        ({"prompt_lookup": 3, "do_sample": True}, r"prompt_lookup: expected one greedy sequence, found do_sample=True"),
+        (
+            {"assistant": True, "num_return_sequences": 2},
+            r"assistant_model: expected one greedy sequence, found num_return_sequences=2\.",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense(model: nn.Module, settings: dict[str, Any], message: str) -> None:
+    if settings.pop("assistant", False):
+        settings = settings | {"assistant_model": model}
+    with pytest.raises(ConfigError, match=message):
+        generate(model, IDS, **settings)
+
+
+def test_an_assistant_of_another_vocabulary(model: nn.Module) -> None:
+    other = tiny("llama")
+    other.resize_token_embeddings(VOCAB + 3)  # type: ignore[operator]
+    with pytest.raises(
+        ConfigError, match=rf"assistant_model: expected .* helps, {VOCAB} tokens, found a vocabulary of {VOCAB + 3}\."
+    ):
+        generate(model, IDS, assistant_model=other)
+
+
+def test_what_was_asked_for_is_said(model: nn.Module) -> None:
+    got: Generated = generate(model, IDS, max_new_tokens=3, eos_token_id=[], prompt_lookup=2)
+    assert got.drafts is not None
+    assert (got.drafts.passes, got.drafts.switched_off) == (0, False)

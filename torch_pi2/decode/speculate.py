@@ -1,0 +1,270 @@
+"""Speculative decoding: next tokens are guessed cheaply, and one pass over the weights says which of them are right.
+
+Guesses change no text: what is taken is what the model itself says after each token (Leviathan et al., arXiv
+2211.17192, for greedy decoding). Where they come from: text that is there already (prompt lookup, as transformers and
+vLLM have it) or a smaller model. When they are worth it is measured while decoding (:class:`Pace`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from torch_pi2.decode.decode import VERIFIED, Decoder
+from torch_pi2.decode.growing import Growing
+from torch_pi2.errors import ConfigError
+
+#: Tokens that can be drafted at a time: with the one before them they are verified together.
+MOST_DRAFTED = VERIFIED - 1
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What became of guesses.
+
+    Attributes:
+        drafted: tokens guessed and verified. accepted: of these, tokens of the answer.
+        passes: forwards that verified some; the others were plain steps.
+        switched_off: whether at the end, by what was measured, guessing did not pay (:class:`Pace`).
+    """
+
+    drafted: int
+    accepted: int
+    passes: int
+    switched_off: bool
+
+
+class Source(Protocol):
+    """Guesses what comes next."""
+
+    def read(self, prompt_1T: torch.Tensor) -> None:
+        """Get to know the prompt, int64 ``[1, T]``: before the first guess, which is timed."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """``count`` tokens after ``tokens`` (prompt and answer so far, which only grow); or none: no idea."""
+
+
+class PromptLookup:
+    """What followed the last few tokens when they came before; text that ends too soon is thought to go on repeating.
+
+    Two tokens at least must be the same (one matches too often by chance), four at most are compared.
+    """
+
+    _LENGTHS = (4, 3, 2)
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}  # some tokens -> where what followed them last begins
+        self._known = 0  # tokens that end such a run
+
+    def read(self, prompt_1T: torch.Tensor) -> None:
+        """Remember what stands where."""
+        self._know(prompt_1T[0].tolist())
+
+    def _know(self, tokens: Sequence[int]) -> None:
+        for end in range(self._known + 1, len(tokens)):  # without the end of all, which nothing follows
+            for n in self._LENGTHS:
+                if n <= end:
+                    self._after[tuple(tokens[end - n : end])] = end
+        self._known = max(self._known, len(tokens) - 1)
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """``count`` tokens, or none."""
+        self._know(tokens)
+        for n in self._LENGTHS:
+            start = self._after.get(tuple(tokens[-n:])) if n < len(tokens) else None
+            if start is not None:
+                return [tokens[start + i % (len(tokens) - start)] for i in range(count)]
+        return []
+
+
+class Assistant:
+    """What a smaller causal language model of the same vocabulary would say.
+
+    Args:
+        model: see :class:`~torch_pi2.decode.decode.Decoder`. of: that it is to help.
+        max_tokens: prompt and answer together.
+
+    Raises:
+        ConfigError: another vocabulary. UnsupportedModelError: no decoder can be made of it.
+    """
+
+    def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:
+        sizes = [m.get_input_embeddings().num_embeddings for m in (of, model)]  # type: ignore[operator]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                "assistant_model",
+                expected=f"a model with the vocabulary of the one that it helps, {sizes[0]} tokens",
+                found=f"a vocabulary of {sizes[1]}",
+                fix="Pass a smaller model of the same family, or use prompt_lookup, which takes none.",
+            )
+        self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True)
+        self._read: list[int] = []  # what its decoder has
+
+    def read(self, prompt_1T: torch.Tensor) -> None:
+        """Read the prompt."""
+        self._decoder.prompt(prompt_1T)
+        self._read = prompt_1T[0].tolist()
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """``count`` tokens: its own greedy continuation."""
+        agreed = min(len(self._read), len(tokens) - 1)
+        while self._read[:agreed] != tokens[:agreed]:
+            agreed -= 1
+        self._decoder.take_back(len(self._read) - agreed)
+        self._read, guessed = list(tokens), list[int]()
+        piece = 1 if self._decoder.compiled else VERIFIED  # not a graph for each number of tokens
+        for start in range(agreed, len(tokens), piece):
+            logits_V = self._fed(tokens[start : start + piece])
+        while True:
+            guessed.append(int(logits_V.argmax()))
+            if len(guessed) == count:
+                return guessed
+            logits_V = self._fed(guessed[-1:])
+            self._read.append(guessed[-1])
+
+    def _fed(self, tokens: Sequence[int]) -> torch.Tensor:
+        ids_1T = torch.tensor([list(tokens)], dtype=torch.int64, device="cpu")
+        return (self._decoder.step if len(tokens) == 1 else self._decoder.verify)(ids_1T)[-1]
+
+
+class Pace:
+    """How many tokens to guess, by what steps and passes really take: as many as pay, or none.
+
+    A pass with n guesses takes ``1 + n x`` plain steps (x is measured, guessing included) and gives
+    ``1 + a + ... + a^n`` tokens, where a is how many of the latest guesses were right. The n with the most tokens per
+    time is taken, if that is at least ``GAIN`` times as many as plain steps give. If not, guessing rests: for
+    ``REST`` tokens at first, each time twice as long, and then has another try.
+
+    Whatever that says: what guesses have cost so far beyond what they brought, and what the next ones would if all were
+    wrong, must be less than ``LOSS`` of the time of plain steps and ``LOST`` steps. So an answer of 128 tokens or more
+    takes at most 1.03 times what it would. Times are medians of the latest few; the first step, in which code may be
+    compiled, is not counted.
+
+    Args:
+        counts: that may be chosen from, ascending.
+    """
+
+    GAIN, LOSS, LOST, REST = 1.03, 0.015, 1.5, 32
+    #: A plain step is measured once in so many forwards, guesses before so many are measured there are none.
+    EVERY, LEAST_STEPS = 32, 3
+    #: What is believed before anything is known: of ``_BELIEVED`` guesses 3 in 4 were right, each costs 0.3 of a step.
+    _BELIEVED, _RIGHT, _COST = 2.0, 1.5, 0.3
+    #: How much of what is known of earlier guesses each new one leaves; the credit in steps, at most, for good ones.
+    _FADES, _MOST_SAVED = 0.95, 4.0
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._counts = counts
+        self._plain_ms: deque[float] = deque(maxlen=8)
+        self._cost: deque[float] = deque(maxlen=8)  # x of the latest passes
+        self._steps = self._tokens = self._since_plain = 0
+        self._saved = 0.0  # plain steps' time, net; negative: lost
+        self._believe()
+        self._rest_until, self._rest = 0, self.REST
+
+    def _believe(self) -> None:
+        self._tried, self._right = self._BELIEVED, self._RIGHT
+
+    @property
+    def off(self) -> bool:
+        """Whether guesses rest, or are to be paid for with plain steps first."""
+        return self._tokens < self._rest_until or not self._payable(self._counts[0])
+
+    def _payable(self, n: int) -> bool:
+        return self._saved - n * self._each >= -(self.LOST + self.LOSS * self._tokens)
+
+    @property
+    def _each(self) -> float:
+        return statistics.median(self._cost) if self._cost else self._COST
+
+    def count(self, most: int) -> int:
+        """How many tokens to guess now, no more than ``most``; 0: a plain step."""
+        counts = [n for n in self._counts if n <= most and self._payable(n)]
+        measured = len(self._plain_ms) >= self.LEAST_STEPS and self._since_plain < self.EVERY
+        if not counts or not measured or self.off:
+            return 0
+        best = max(counts, key=self._gain)
+        if self._gain(best) >= self.GAIN:
+            return best
+        if most >= self._counts[-1]:  # else it is the end of the answer that leaves no room
+            self._rest_until, self._rest = self._tokens + self._rest, 2 * self._rest
+            self._believe()  # for the next try
+        return 0
+
+    def _gain(self, n: int) -> float:
+        """Tokens per time of passes with n guesses, over that of plain steps."""
+        right = self._right / self._tried
+        return sum(right**i for i in range(n + 1)) / (1 + n * self._each)
+
+    def plain(self, ms: float) -> None:
+        """A plain step took so many milliseconds."""
+        self._steps += 1
+        self._tokens += 1
+        self._since_plain = 0
+        if self._steps > 1:
+            self._plain_ms.append(ms)
+
+    def passed(self, ms: float, guesses: int, right: int) -> None:
+        """A pass with so many ``guesses``, of which so many were ``right``, took so many milliseconds with guessing."""
+        self._tokens += right + 1
+        self._since_plain += 1
+        for was_right in [True] * right + [False] * (right < guesses):
+            self._tried = self._FADES * self._tried + 1
+            self._right = self._FADES * self._right + was_right
+        took = ms / statistics.median(self._plain_ms)
+        self._cost.append(max(0.0, took - 1) / guesses)
+        self._saved = min(self._MOST_SAVED, self._saved + right + 1 - took)
+        if self._saved > 0:
+            self._rest = self.REST
+
+
+def speculate(
+    decoder: Decoder,
+    sequence: Growing,
+    prompt: Sequence[int],
+    logits_V: torch.Tensor,
+    choose: Callable[[torch.Tensor], int],
+    source: Source,
+    pace: Pace,
+    limit: int,
+) -> tuple[Drafts, list[float]]:
+    """Let ``sequence`` grow until it ends; returns what became of guesses, and milliseconds of each forward.
+
+    Args:
+        decoder: that has read ``prompt``, after which ``logits_V`` come. choose: the token of logits ``[V]``.
+        limit: of new tokens.
+    """
+    tokens, forward_ms, drafted, accepted, passes = list(prompt), list[float](), 0, 0, 0
+
+    def take(logits_V: torch.Tensor) -> int:
+        tokens.append(choose(logits_V))
+        sequence.take(tokens[-1])
+        return tokens[-1]
+
+    take(logits_V)
+    while sequence.ended is None:
+        started = time.perf_counter()
+        count = pace.count(limit - len(sequence.tokens) - 1)
+        guesses = source.propose(tokens, count) if count else []
+        ids_1T = torch.tensor([[tokens[-1], *guesses]], dtype=torch.int64, device="cpu")
+        logits_TV = decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)
+        forward_ms.append((time.perf_counter() - started) * 1e3)
+        before = len(tokens)
+        for logits_V, guess in zip(logits_TV, [*guesses, None], strict=True):
+            if take(logits_V) != guess or sequence.ended is not None:
+                break
+        # the last one taken is no guess that was verified, unless it ended the answer
+        right = sum(a == b for a, b in zip(tokens[before:], guesses, strict=False))
+        decoder.take_back(decoder.length - (len(tokens) - 1))
+        if guesses:
+            drafted, accepted, passes = drafted + len(guesses), accepted + right, passes + 1
+            pace.passed(forward_ms[-1], len(guesses), right)
+        else:
+            pace.plain(forward_ms[-1])
+    return Drafts(drafted, accepted, passes, pace.off), forward_ms
