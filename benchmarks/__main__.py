@@ -1,7 +1,7 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
-`ffn` and `layer` are one feed-forward layer, `attention` is attention alone; `decode`, `offload`, `best-of` and `plan`
-are whole models.
+`ffn` and `layer` are one feed-forward layer, `attention` is attention alone; `decode`, `offload`, `best-of`,
+`speculate` and `plan` are whole models.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ BENCHMARKS = {
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "best-of": "several sequences of which one ends every few steps, under plans that follow or not",
+    "speculate": "guessed next tokens, verified together, against plain decoding",
     "plan": "the solved plan against greedy, all-hot, all-cold and random ones, by batch and memory",
 }
 

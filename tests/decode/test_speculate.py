@@ -12,6 +12,7 @@ from tiny_models import VOCAB, tiny
 from torch import nn
 
 import torch_pi2
+from benchmarks.speculate import Knowing
 from torch_pi2.decode import generate as generate_module
 from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.attention import packed_sdpa, sdpa_of_each
@@ -44,21 +45,6 @@ def model() -> nn.Module:
     return ours("llama")
 
 
-class Knowing:
-    """Guesses what ``answer`` says, each token with probability ``share``, and something wrong otherwise."""
-
-    def __init__(self, prompt: int, answer: Sequence[int], share: float) -> None:
-        self._prompt, self._answer, self._share, self._random = prompt, answer, share, random.Random(0)
-
-    def read(self, prompt_1T: torch.Tensor) -> None:
-        assert prompt_1T.shape[1] == self._prompt
-
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        at = len(tokens) - self._prompt
-        said = [*self._answer[at : at + count], *([0] * count)][:count]
-        return [t if self._random.random() < self._share else (t + 1) % VOCAB for t in said]
-
-
 class Always(Pace):
     """Guesses whatever it takes: as many as there is room for."""
 
@@ -84,7 +70,7 @@ def guessed(monkeypatch: pytest.MonkeyPatch, model: nn.Module, share: float, **s
     free = generate(model, IDS, max_new_tokens=2 * NEW, eos_token_id=[]).sequences[0]
     with monkeypatch.context() as patched:
         patched.setattr(generate_module, "Pace", Always)
-        patched.setattr(generate_module, "PromptLookup", lambda: Knowing(IDS.shape[1], free, share))
+        patched.setattr(generate_module, "PromptLookup", lambda: Knowing([*IDS[0].tolist(), *free], share, VOCAB))
         return plain, generate(model, IDS, **how, prompt_lookup=5)
 
 
@@ -357,6 +343,18 @@ def test_a_step_is_measured_now_and_then() -> None:
     pace.plain(8.0)
     assert pace.count(9) == 3
     assert pace.count(2) == 0
+
+
+def test_a_pass_that_was_disturbed_does_not_end_it() -> None:
+    pace = Pace([2])
+    for _ in range(1 + Pace.LEAST_STEPS):
+        pace.plain(8.0)
+    pace.passed(8000.0, pace.count(9), 2)
+    waited = 0
+    while pace.count(9) == 0:
+        pace.plain(8.0)
+        waited += 1
+    assert waited < 3 * Pace.REST
 
 
 def test_generation_that_gains_nothing_switches_itself_off(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:

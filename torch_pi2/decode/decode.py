@@ -25,7 +25,7 @@ from torch_pi2.layers.prompt import piece_of, steps_of_one
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import Handle, store_of
 
-#: Tokens of a :meth:`Decoder.verify`, at most: linears with int8 activations have other last bits from 12 on.
+#: Tokens of a :meth:`Decoder.verify`, at most: layers with int8 activations may have other last bits from 12 on.
 VERIFIED = 8
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
@@ -315,7 +315,7 @@ class Decoder:
 
     @contextmanager
     def _attending(self, of_each: bool) -> Iterator[None]:
-        """Within it a forward is a step; ``of_each``: its tokens are steps of one sequence, with the bits of each alone."""
+        """Within it a forward is a step; ``of_each``: its tokens are steps of one sequence, each as if alone."""
         with packed_attention(self.model), steps_of_one() if of_each else nullcontext():
             yield
 

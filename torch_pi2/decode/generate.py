@@ -119,7 +119,8 @@ def generate(
             all), and of these the fewest that have a share of ``top_p`` together.
         eos_token_id: ends a sequence (default: the model's; an empty list: nothing does).
         compiled: run steps through ``torch.compile``, one graph for each number of sequences: worth it for long
-            answers, or with ``decoder``.
+            answers, or with ``decoder``. Guesses: one graph more, for passes of as many as asked for (not
+            compiled: of as many as pay).
         streamer: called with (sequence, token) for each new token.
         engine: to be told how many sequences there are (default: that of :func:`torch_pi2.follow`, if any).
         decoder: to be used (and used again, with what it has compiled): one of this model, with ``logits``, room for
@@ -127,7 +128,6 @@ def generate(
         prompt_lookup: guess up to so many tokens, 1 to 7, from what followed the last few where they stood before.
         assistant_model: a smaller causal language model of the same vocabulary, which guesses ``draft_tokens``, 1 to 7
             (default: 4). It has keys and values of its own.
-            With ``compiled`` passes have that many tokens, or it is a step: one graph more. Else as many as pay.
 
     Raises:
         ConfigError: a setting makes no sense. ShapeError: not one prompt.

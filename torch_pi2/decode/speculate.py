@@ -155,14 +155,14 @@ class Pace:
     #: A plain step is measured once in so many forwards, guesses before so many are measured there are none.
     EVERY, LEAST_STEPS = 32, 3
     #: What is believed before anything is known: of ``_BELIEVED`` guesses 3 in 4 were right, each costs 0.3 of a step.
-    _BELIEVED, _RIGHT, _COST = 2.0, 1.5, 0.3
+    _BELIEVED, _RIGHT, _COST, _LEAST_COSTS = 2.0, 1.5, 0.3, 3
     #: How much of what is known of earlier guesses each new one leaves; the credit in steps, at most, for good ones.
     _FADES, _MOST_SAVED = 0.95, 4.0
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._counts = counts
         self._plain_ms: deque[float] = deque(maxlen=8)
-        self._cost: deque[float] = deque(maxlen=8)  # x of the latest passes
+        self._costs: deque[float] = deque(maxlen=8)  # x of the latest passes
         self._steps = self._tokens = self._since_plain = 0
         self._saved = 0.0  # plain steps' time, net; negative: lost
         self._believe()
@@ -170,6 +170,8 @@ class Pace:
 
     def _believe(self) -> None:
         self._tried, self._right = self._BELIEVED, self._RIGHT
+        self._costs.clear()
+        self._cost = self._COST  # x: the median of the latest
 
     @property
     def off(self) -> bool:
@@ -177,17 +179,14 @@ class Pace:
         return self._tokens < self._rest_until or not self._payable(self._counts[0])
 
     def _payable(self, n: int) -> bool:
-        return self._saved - n * self._each >= -(self.LOST + self.LOSS * self._tokens)
-
-    @property
-    def _each(self) -> float:
-        return statistics.median(self._cost) if self._cost else self._COST
+        return self._saved - n * self._cost >= -(self.LOST + self.LOSS * self._tokens)
 
     def count(self, most: int) -> int:
         """How many tokens to guess now, no more than ``most``; 0: a plain step."""
+        if len(self._plain_ms) < self.LEAST_STEPS or self._since_plain >= self.EVERY or self.off:
+            return 0
         counts = [n for n in self._counts if n <= most and self._payable(n)]
-        measured = len(self._plain_ms) >= self.LEAST_STEPS and self._since_plain < self.EVERY
-        if not counts or not measured or self.off:
+        if not counts:
             return 0
         best = max(counts, key=self._gain)
         if self._gain(best) >= self.GAIN:
@@ -200,7 +199,7 @@ class Pace:
     def _gain(self, n: int) -> float:
         """Tokens per time of passes with n guesses, over that of plain steps."""
         right = self._right / self._tried
-        return sum(right**i for i in range(n + 1)) / (1 + n * self._each)
+        return sum(right**i for i in range(n + 1)) / (1 + n * self._cost)
 
     def plain(self, ms: float) -> None:
         """A plain step took so many milliseconds."""
@@ -217,8 +216,11 @@ class Pace:
         for was_right in [True] * right + [False] * (right < guesses):
             self._tried = self._FADES * self._tried + 1
             self._right = self._FADES * self._right + was_right
-        took = ms / statistics.median(self._plain_ms)
-        self._cost.append(max(0.0, took - 1) / guesses)
+        # what takes longer than this was disturbed, and is no reason to rest for long
+        took = min(ms / statistics.median(self._plain_ms), 1 + 2 * guesses)
+        self._costs.append(max(0.0, took - 1) / guesses)
+        if len(self._costs) >= self._LEAST_COSTS:  # one that was disturbed is no reason to stop
+            self._cost = statistics.median(self._costs)
         self._saved = min(self._MOST_SAVED, self._saved + right + 1 - took)
         if self._saved > 0:
             self._rest = self.REST
@@ -255,6 +257,10 @@ def speculate(
         ids_1T = torch.tensor([[tokens[-1], *guesses]], dtype=torch.int64, device="cpu")
         logits_TV = decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)
         forward_ms.append((time.perf_counter() - started) * 1e3)
+        if not guesses:
+            pace.plain(forward_ms[-1])
+            take(logits_TV[0])
+            continue
         before = len(tokens)
         for logits_V, guess in zip(logits_TV, [*guesses, None], strict=True):
             if take(logits_V) != guess or sequence.ended is not None:
@@ -262,9 +268,6 @@ def speculate(
         # the last one taken is no guess that was verified, unless it ended the answer
         right = sum(a == b for a, b in zip(tokens[before:], guesses, strict=False))
         decoder.take_back(decoder.length - (len(tokens) - 1))
-        if guesses:
-            drafted, accepted, passes = drafted + len(guesses), accepted + right, passes + 1
-            pace.passed(forward_ms[-1], len(guesses), right)
-        else:
-            pace.plain(forward_ms[-1])
+        drafted, accepted, passes = drafted + len(guesses), accepted + right, passes + 1
+        pace.passed(forward_ms[-1], len(guesses), right)
     return Drafts(drafted, accepted, passes, pace.off), forward_ms

@@ -1,0 +1,71 @@
+"""``python -m benchmarks speculate``: figures that hang together, of guesses that are right as often as stated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import speculate
+from benchmarks.__main__ import main, render
+from torch_pi2.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("speculate")
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, work: Path, **settings: Any) -> dict[str, Any]:
+    monkeypatch.chdir(work)
+    return speculate.run(**{"prompt": 20, "tokens": 40, "rounds": 2, "compiled": False} | settings)
+
+
+def test_guesses_that_are_right_as_often_as_stated(monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
+    result = measured(monkeypatch, work, shape="tiny", right=[1.0, 0.0])
+    assert result["synthetic"]
+    known, wrong = result["cases"]
+    assert known["accepted"] == known["drafted"] > 0
+    assert wrong["accepted"] == 0 < wrong["drafted"]
+    for case in result["cases"]:
+        least, most = case["ratio_spread"]
+        assert least <= case["ratio"] <= most
+        assert case["passes"] <= case["drafted"] <= 4 * case["passes"]
+        assert case["same_text"] is None
+    page = render(result)
+    assert "100.0% right, given text" in page or "100% right, given text" in page
+    assert result["machine"]["cpu"] in page
+
+
+def test_the_trained_model_says_the_same(monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
+    result = measured(monkeypatch, work, prompt=64)
+    assert (result["synthetic"], result["weights"]) == (False, "int4")
+    given, own = result["cases"]
+    assert given["same_text"] is None
+    assert own["same_text"] is True
+    assert own["passes"] > 0
+    assert "standard library" in render(result)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"right": [1.5]}, r"right: expected 0 to 1, found 1\.5\."),
+        ({"guesses": 8}, r"guesses: expected 1 to 7, found 8\."),
+        ({"tokens": 1}, r"tokens: expected 2 or more, found 1\."),
+        ({"folder": "x", "shape": "tiny"}, r"expected one of them, found both"),
+    ],
+)
+def test_settings_that_make_no_sense(
+    monkeypatch: pytest.MonkeyPatch, work: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        measured(monkeypatch, work, **settings)
+
+
+def test_from_the_shell(monkeypatch: pytest.MonkeyPatch, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(work)
+    sizes = ["--prompt", "8", "--tokens", "12", "--rounds", "1", "--eager"]
+    assert main(["speculate", "--shape", "tiny", "--right", "0.5", *sizes]) == 0
+    assert "50% right, given text" in capsys.readouterr().out
