@@ -15,7 +15,6 @@ import torch_pi2
 from benchmarks.speculate import Knowing
 from torch_pi2.decode import generate as generate_module
 from torch_pi2.decode.adapt import follow
-from torch_pi2.decode.attention import packed_sdpa, sdpa_of_each
 from torch_pi2.decode.decode import VERIFIED, Decoder
 from torch_pi2.decode.generate import Generated, generate
 from torch_pi2.decode.speculate import MOST_DRAFTED, Pace, PromptLookup
@@ -103,24 +102,6 @@ def test_a_compiled_pass_has_the_bits_of_compiled_steps(model: nn.Module) -> Non
             decoder.take_back(tokens)
             assert torch.equal(decoder.verify(FED[:, :tokens]), steps_TV)
     assert sorted(decoder._runs) == [(1, 1, False), (1, 2, True), (1, 5, True)]
-
-
-@pytest.mark.parametrize("heads", [2, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_of_each_query_is_that_of_it_alone(heads: int, dtype: torch.dtype) -> None:
-    generator, tokens, length, width = torch.Generator().manual_seed(0), 5, 700, 40
-    query = torch.randn(1, tokens, heads, width, generator=generator).to(dtype).transpose(1, 2)
-    key, value = (torch.randn(1, 2, length, width, generator=generator).to(dtype) for _ in range(2))
-    mask = torch.arange(length).expand(1, 1, tokens, length) <= torch.arange(600, 600 + tokens)[:, None]
-    module = nn.Module()
-    module.num_key_value_groups = heads // 2
-    got, _ = sdpa_of_each(module, query, key, value, mask, scaling=0.2)
-    for t, alone in enumerate(query.split(1, 2)):
-        want, _ = packed_sdpa(module, alone, key, value, mask[:, :, t : t + 1], scaling=0.2)
-        assert torch.equal(got[:, t : t + 1], want)
-    bias = {"position_bias": torch.zeros(1, heads, tokens, length, dtype=dtype)}  # not taken apart
-    whole, _ = sdpa_of_each(module, query, key, value, mask, scaling=0.2, **bias)
-    assert torch.allclose(whole, got, atol=0.05)
 
 
 def test_a_pass_has_the_hot_neurons_of_one_token() -> None:
