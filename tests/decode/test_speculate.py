@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +258,20 @@ def test_compiled_text_is_that_of_compiled_steps(model: nn.Module) -> None:
     assert got.drafts is not None
     assert got.drafts.accepted == got.drafts.drafted > 0
     assert sorted(decoder._runs) == [(1, 1, False), (1, 3, True)]
+
+
+@pytest.mark.usefixtures("always")
+def test_text_over_a_store_is_that_of_steps(tmp_path: Path) -> None:
+    torch_pi2.synthetic(tmp_path / "m", "tiny", layers=2, rank=16, weights="int4")
+    torch_pi2.pack(tmp_path / "m", tmp_path / "s")
+    whole, stored = torch_pi2.load(tmp_path / "m"), torch_pi2.load(tmp_path / "s", budget="1GiB")
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": []}
+    plain = generate(whole, IDS, **how).sequences
+    for model in (whole, stored):
+        got = generate(model, IDS, **how, assistant_model=whole)
+        assert got.sequences == plain
+        assert got.drafts is not None
+        assert got.drafts.accepted == got.drafts.drafted > 0
 
 
 def test_transformers_own_speculation_goes_on_to_work(model: nn.Module) -> None:
