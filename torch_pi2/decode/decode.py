@@ -201,10 +201,10 @@ class Decoder:
         layer once that some of them want. What turns out to be wrong is taken back (:meth:`take_back`).
 
         Row t has the bits that :meth:`step` gives (with ``logits``, both compiled or both not) where linears, head and
-        feed-forward layers are ours (``weights="int4"`` or ``"int8"``) and so is attention, as it is where transformers'
-        ``sdpa`` is asked for no soft caps and the like (:mod:`torch_pi2.decode.attention`). PyTorch's float products of
-        several tokens have other last bits than those of one, as has other attention. Compiled, each number of tokens is a
-        graph of its own; that Inductor rounds in both alike is tested, not promised by it.
+        feed-forward layers are ours (``weights="int4"`` or ``"int8"``) and so is attention, as it is where ``sdpa`` of
+        transformers is asked for no soft caps and the like (:mod:`torch_pi2.decode.attention`). PyTorch's float
+        products of several tokens have other last bits than those of one, as has other attention. Compiled, each
+        number of tokens is a graph of its own; that Inductor rounds in both alike is tested, not promised by it.
 
         Raises:
             ShapeError: no prompt has been read, several sequences, too many tokens, or no room for them.
