@@ -217,6 +217,19 @@ def test_several_sequences_in_one_batch(command, made) -> None:
     assert "sequences that would all be the most likely one" in _error(command(*argv, "--json", ok=False))["found"]
 
 
+def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
+    prompt = "def f1(a, b):\n    return a\n\ndef f1(a, b):\n    return a\n\ndef f1("
+    argv = ["generate", made["exact"], "--prompt", prompt, "--max-new-tokens", "24", "--trust-remote-code"]
+    plain, guessed = command(*argv, "--json").json, command(*argv, "--prompt-lookup", "4", "--json").json
+    assert guessed["text"] == plain["text"]
+    assert "drafts" not in plain
+    assert 0 < guessed["drafts"]["accepted"] <= guessed["drafts"]["drafted"]
+    assert guessed["drafts"]["passes"] <= len(guessed["sequences_by_step"])
+    assert " guessed tokens right]" in command(*argv, "--prompt-lookup", "4").out
+    for option, found in ((["--prompt-lookup", "8"], "8"), (["--temperature", "1"], "do_sample=True")):
+        assert _error(command(*argv, "--prompt-lookup", "4", *option, "--json", ok=False))["found"] == found
+
+
 def test_generate_for_people_starts_with_the_prompt(command, made) -> None:
     argv = ["generate", made["lowrank"], "--prompt", "def f1(", "--max-new-tokens", "3", "--trust-remote-code"]
     assert command(*argv).out.startswith("def f1(")

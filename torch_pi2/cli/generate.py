@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue the prompt so many times in one batch, each with a seed of its own",
     )
     parser.add_argument("--seed", type=common.seed, default=0)
+    parser.add_argument(
+        "--prompt-lookup",
+        type=common.positive,
+        default=0,
+        metavar="K",
+        help="greedy: guess up to K tokens (1 to 7) from what followed the last ones before, and verify them together",
+    )
     parser.add_argument("--dense", action="store_true", help="run the dense model instead (DIR may be any checkpoint)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     common.add_loading(parser)
@@ -67,15 +75,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
     check_vocabulary(model, inputs["input_ids"])
-    several, prompt = args.num_return_sequences > 1, inputs["input_ids"].shape[1]
+    ours, prompt = args.num_return_sequences > 1 or args.prompt_lookup > 0, inputs["input_ids"].shape[1]
     sampling = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens}
     if args.temperature > 0:
         sampling |= {"temperature": args.temperature, "top_p": args.top_p}
     torch.manual_seed(args.seed)
     started, more = time.perf_counter(), {}
     with recorded or nullcontext(), torch.no_grad():
-        if several:
-            how = common.given(args, "num_return_sequences", "seed")
+        if ours:
+            how = common.given(args, "num_return_sequences", "seed", "prompt_lookup")
             made = generate(model, inputs["input_ids"], **how, **sampling)
             found = made.sequences
         else:
@@ -83,8 +91,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found = [model.generate(**inputs, pad_token_id=_pad_token(tokenizer), **sampling)[0, prompt:]]
         elapsed = time.perf_counter() - started
     texts, count = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found], sum(map(len, found))
-    if several:
-        more = {"texts": texts, "sequences_by_step": made.batches}
+    if ours:
+        more = {"texts": texts, "sequences_by_step": made.batches, "drafts": made.drafts and asdict(made.drafts)}
     return {
         "prompt": args.prompt,
         "text": texts[0],
@@ -107,6 +115,8 @@ def render(result: dict[str, Any]) -> str:
     speed = f"{result['new_tokens']} tokens, {result['ms_per_token']:.1f} ms each with the prompt, {kind}"
     if result["trace"]:
         speed += f", while recording {result['trace']['events']} events into {result['trace']['path']}"
+    if result.get("drafts"):
+        speed += ", {accepted} of {drafted} guessed tokens right".format_map(result["drafts"])
     texts = result.get("texts", [result["text"]])
     heads = [f"--- {i + 1} of {len(texts)}\n" if len(texts) > 1 else "" for i in range(len(texts))]
     said = "\n".join(f"{head}{result['prompt']}{text}" for head, text in zip(heads, texts, strict=True))
