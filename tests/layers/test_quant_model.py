@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from rewriting import make_plan, predictor
-from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, tiny
+from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, randomise, tiny
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
 from torch_pi2.base.absent import AbsentParameter
@@ -25,6 +28,7 @@ from torch_pi2.errors import (
     UnsupportedModelError,
 )
 from torch_pi2.formats import row_bytes
+from torch_pi2.layers import linear as linear_module
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
@@ -531,6 +535,32 @@ def test_an_interruption_between_ffns_and_linears_leaves_a_running_model(monkeyp
     assert not sparse_layers(model)
     assert not hasattr(model, "torch_pi2")
     assert near(logits(model), wanted, 0.05)
+
+
+def test_an_interruption_while_rows_are_put_in_blocks_leaves_no_half_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    to_blocks = linear_module.to_blocks
+
+    def interrupt(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return to_blocks(*args)
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=64
+    )
+    model = randomise(LlamaForCausalLM(config).eval(), 0.1)
+    wanted = logits(model)
+    monkeypatch.setattr(linear_module, "CHUNK_BYTES", 1)  # 16 rows at a time
+    monkeypatch.setattr(linear_module, "constants", lambda: SimpleNamespace(blocks=True))
+    monkeypatch.setattr(linear_module, "to_blocks", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8", activations="int8"))
+    assert calls == 3
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
+    assert near(logits(model), wanted, 0.05)  # of feed-forward layers: dequantised
 
 
 def test_settings_are_checked() -> None:

@@ -176,6 +176,7 @@ def quantize_linears(
         errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))
         _log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
         share_hooks(linear, made[name])
+        made[name].use_blocks()  # in place, before it is anyone's: interrupted, its rows would mean other numbers
     with ExitStack() as undo:
         _replace(model, [(linears[name], made[name]) for name in linears], undo)
         undo.pop_all()  # nothing below can fail
@@ -186,8 +187,6 @@ def quantize_linears(
             if id(parameter) not in in_use:
                 take(parameter, f"{name}.{local}", parameter)
     linears.clear()
-    for layer in made.values():
-        layer.use_blocks()
     return errors
 
 
