@@ -172,6 +172,25 @@ def test_a_model_with_another_attention_keeps_it():
         assert model.config._attn_implementation == "eager"
 
 
+def test_parts_with_another_attention_keep_it():
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    seen = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**text, num_attention_heads=2),
+        vision_config=transformers.CLIPVisionConfig(**seen, num_attention_heads=2),
+    )
+    asked = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=asked)
+
+    def used() -> list[str]:
+        return [c._attn_implementation for c in (model.config, model.config.text_config, model.config.vision_config)]
+
+    assert used() == ["sdpa", "sdpa", "eager"]
+    with packed_attention(model):
+        assert used() == ["pi2_sdpa", "pi2_sdpa", "eager"]
+    assert used() == ["sdpa", "sdpa", "eager"]
+
+
 def test_window_that_is_never_filled_is_no_window():
     model = tiny("mistral")
     model.config.sliding_window = 16
@@ -204,6 +223,8 @@ def test_models_whose_cache_cannot_be_static() -> None:
     for model, found in ((nn.Linear(2, 2), "a model without a configuration"), (encoder, "an encoder-decoder")):
         with pytest.raises(UnsupportedModelError, match=f"expected a causal language model .* found {found}"):
             Decoder(model, max_tokens=16)
+    with pytest.raises(UnsupportedModelError, match=r"found attention with linear biases \(ALiBi\)"):
+        Decoder(tiny("falcon-bias"), max_tokens=16)
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small, state_size=4))
     with pytest.raises(
         UnsupportedModelError, match="layer 0: expected keys and values of plain attention, found Linear"

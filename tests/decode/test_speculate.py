@@ -133,9 +133,8 @@ def test_passes_that_cannot_be(model: nn.Module) -> None:
     for ids, found in ((FED[:, :6], r"\[1, 6\] for 1 after 7"), (FED[:, :2].repeat(2, 1), r"\[2, 2\] for 1 after 7")):
         with pytest.raises(ShapeError, match=rf"verify: expected \[1, 1 to 8\] .* at most 12 tokens .* found {found}"):
             decoder.verify(ids)
-    for tokens in (7, -1):
-        with pytest.raises(ShapeError, match=rf"take_back: expected 0 to 6 tokens, of 7 .* found {tokens}\."):
-            decoder.take_back(tokens)
+    with pytest.raises(ShapeError, match=r"take_back: expected 0 to 6 tokens, of 7 .* found 7\."):
+        decoder.take_back(7)
     decoder.fork(2)
     with pytest.raises(ShapeError, match=r"found \[1, 2\] for 2 after 7 tokens"):
         decoder.verify(FED[:, :2])
@@ -391,6 +390,74 @@ def test_settings_that_make_no_sense(model: nn.Module, settings: dict[str, Any],
         settings = settings | {"assistant_model": model}
     with pytest.raises(ConfigError, match=message):
         generate(model, IDS, **settings)
+
+
+def test_assistants_that_are_none(model: nn.Module) -> None:
+    with torch.device("meta"):
+        nothing = type(model)(model.config)
+    for other, found in (
+        (nn.Linear(3, 3), "found a Linear, which says nothing about next tokens"),
+        (model.model, "found a LlamaModel, which says nothing about next tokens"),
+        (nothing, r"found one without weights \(on meta\)"),
+    ):
+        with pytest.raises(ConfigError, match=f"assistant_model: expected a causal language model .* {found}"):
+            generate(model, IDS, assistant_model=other)
+
+
+def test_an_assistant_guesses_as_far_as_it_has_positions(model: nn.Module) -> None:
+    short = tiny("opt")
+    short.config.max_position_embeddings = 16  # as if its table ended there
+    how: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": []}
+    want = generate(model, IDS, **how).sequences
+    got = generate(model, IDS, **how, assistant_model=short, draft_tokens=3)
+    assert got.sequences == want
+    assert got.drafts is not None
+    assert 0 < got.drafts.drafted <= 16 - IDS.shape[1]
+    long = generate(model, IDS.repeat(1, 3), **how, assistant_model=short)  # not even the prompt
+    assert long.drafts is not None
+    assert (long.drafts.drafted, long.sequences) == (0, generate(model, IDS.repeat(1, 3), **how).sequences)
+
+
+def test_a_streamer_that_raises_leaves_a_decoder_that_goes_on(model: nn.Module) -> None:
+    decoder = Decoder(model, max_tokens=64, compiled=False, logits=True)
+    said: list[int] = []
+
+    def streamer(_: int, token: int) -> None:
+        said.append(token)
+        if len(said) == 6:
+            raise KeyboardInterrupt
+
+    how: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": []}
+    want = generate(model, IDS, **how).sequences[0]
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, IDS, **how, decoder=decoder, assistant_model=model, streamer=streamer)
+    assert said == want[:6]
+    assert decoder.length == IDS.shape[1] + 5
+    for t in range(6, 12):
+        said.append(int(decoder.step(torch.tensor([[said[-1]]])).argmax()))
+        assert said[t] == want[t]
+
+
+def test_what_is_fed_and_taken_back_is_checked(model: nn.Module) -> None:
+    decoder = Decoder(model, max_tokens=64, compiled=False, logits=True)
+    decoder.prompt(IDS)
+    for wrong in (0.5, True, "a", -1):
+        with pytest.raises(ConfigError, match=r"take_back\(tokens\): expected a whole number.*, found"):
+            decoder.take_back(wrong)  # type: ignore[arg-type]
+    for feed, ids in ((decoder.verify, [[3, VOCAB]]), (decoder.step, [[VOCAB]])):
+        with pytest.raises(
+            ConfigError, match=rf"token: expected tokens of 0 to {VOCAB - 1}, .* found the token {VOCAB}"
+        ):
+            feed(torch.tensor(ids))
+    assert decoder.length == IDS.shape[1]
+
+
+def test_nothing_is_compiled_for_passes_that_have_no_room(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Decoder, "compile_passes", lambda _, tokens: asked.append(tokens))
+    for limit in (1, 4, 5, 6):
+        generate(model, IDS, max_new_tokens=limit, eos_token_id=[], prompt_lookup=4)
+    assert asked == [5]
 
 
 def test_an_assistant_of_another_vocabulary(model: nn.Module) -> None:

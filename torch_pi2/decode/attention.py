@@ -55,19 +55,30 @@ def packed_sdpa(
 
 @contextmanager
 def packed_attention(model: torch.nn.Module) -> Iterator[None]:
-    """While this is entered, a Hugging Face ``model`` that uses ``sdpa`` uses :func:`packed_sdpa`."""
+    """While this is entered, a Hugging Face ``model`` that uses ``sdpa`` uses :func:`packed_sdpa`.
+
+    Parts of it with configurations of their own that use something else go on to do so.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    config: Any = model.config
-    if config._attn_implementation != "sdpa":
-        yield
-        return
+    changed = [config for config in _configs(model.config) if config._attn_implementation == "sdpa"]
     load()
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    config._attn_implementation = NAME
     try:
+        for config in changed:
+            config._attn_implementation = {"": NAME}  # its own alone
         yield
     finally:
-        config._attn_implementation = "sdpa"
+        for config in changed:
+            config._attn_implementation = {"": "sdpa"}
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """``config`` and those of parts of the model."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _configs(part)

@@ -232,9 +232,10 @@ class Decoder:
         """Forget the last ``tokens`` of each sequence: the next one takes their place.
 
         Raises:
-            ShapeError: none would be left.
+            ShapeError: none would be left. ConfigError: no whole number of 0 or more.
         """
-        if not 0 <= tokens < max(1, self.length):
+        tokens = argument(tokens, "take_back(tokens)").whole()
+        if tokens >= max(1, self.length):
             raise ShapeError(
                 "take_back",
                 expected=f"0 to {max(0, self.length - 1)} tokens, of {self.length} that were read",
@@ -310,6 +311,7 @@ class Decoder:
         except BaseException:
             # Layers before the one that failed have the tokens already: repeated, they would be there twice.
             self._kv.set_length(self.length)
+            check_vocabulary(self.model, ids_BT, "token")  # what may have been wrong, and is said by no name
             raise
         return result
 

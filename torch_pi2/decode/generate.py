@@ -206,7 +206,8 @@ def _speculated(
     logits_V = decoder.prompt(input_ids)[0]
     source.read(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
-    decoder.compile_passes(guesses + 1)
+    if guesses < limit - 1:  # else the answer has no room for a pass
+        decoder.compile_passes(guesses + 1)
     drafts, step_ms = speculate(
         decoder, sequence, input_ids[0].tolist(), logits_V, lambda row_V: pick(row_V, None), source, Pace(counts), limit
     )

@@ -103,6 +103,13 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
     config: Any = getattr(model, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False):
         raise no_causal_model(model, "a model without a configuration" if config is None else "an encoder-decoder")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            type(model).__name__,
+            expected="positions in rotary embeddings or tables",
+            found="attention with linear biases (ALiBi), which it makes for as many tokens as there are",
+            fix="Use model.generate.",
+        )
     cache = StaticCache(config=config, max_cache_len=max_tokens)
     for i, layer in enumerate(cache.layers):
         if type(layer) is not StaticLayer and isinstance(layer, StaticLayer) and layer.is_sliding:

@@ -91,29 +91,41 @@ class Assistant:
         model: see :class:`~torch_pi2.decode.decode.Decoder`. of: that it is to help.
         max_tokens: prompt and answer together.
 
+    Beyond the positions that it was made for (``max_position_embeddings``) it has no idea.
+
     Raises:
-        ConfigError: another vocabulary. UnsupportedModelError: no decoder can be made of it.
+        ConfigError: another vocabulary, no head for it, or no weights. UnsupportedModelError: no decoder can be made of
+            it.
     """
 
     def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:
-        sizes = [m.get_input_embeddings().num_embeddings for m in (of, model)]  # type: ignore[operator]
-        if sizes[0] != sizes[1]:
+        vocab, found = _vocabulary(of), _vocabulary(model)
+        if found != vocab or any(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError(
                 "assistant_model",
-                expected=f"a model with the vocabulary of the one that it helps, {sizes[0]} tokens",
-                found=f"a vocabulary of {sizes[1]}",
+                expected=f"a causal language model with the vocabulary of the one that it helps, {vocab} tokens",
+                found="one without weights (on meta)"
+                if found == vocab
+                else f"a {type(model).__name__}, which says nothing about next tokens"
+                if found is None
+                else f"a vocabulary of {found}",
                 fix="Pass a smaller model of the same family, or use prompt_lookup, which takes none.",
             )
+        places = getattr(model.config, "max_position_embeddings", None)
+        self._most = min(max_tokens, max_tokens if places is None else places)
         self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True)
         self._read: list[int] = []  # what its decoder has
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        """Read the prompt."""
-        self._decoder.prompt(prompt_1T)
-        self._read = prompt_1T[0].tolist()
+        """Read the prompt, if there is room for it."""
+        if prompt_1T.shape[1] < self._most:
+            self._decoder.prompt(prompt_1T)
+            self._read = prompt_1T[0].tolist()
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """``count`` tokens: its own greedy continuation."""
+        """``count`` tokens: its own greedy continuation; none where there is no room for it."""
+        if len(tokens) + count > self._most:
+            return []
         agreed = min(len(self._read), len(tokens) - 1)
         while self._read[:agreed] != tokens[:agreed]:
             agreed -= 1
@@ -132,6 +144,15 @@ class Assistant:
     def _fed(self, tokens: Sequence[int]) -> torch.Tensor:
         ids_1T = torch.tensor([list(tokens)], dtype=torch.int64, device="cpu")
         return (self._decoder.step if len(tokens) == 1 else self._decoder.verify)(ids_1T)[-1]
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Tokens that ``model`` knows and has logits for; None: it has none."""
+    inputs, head = (getattr(model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output"))
+    if inputs is None or head is None:
+        return None
+    known: int = inputs.num_embeddings
+    return known if getattr(head, "out_features", known) == known else None
 
 
 class Pace:
@@ -264,12 +285,14 @@ def speculate(
             take(logits_TV[0])
             continue
         before = len(tokens)
-        for logits_V, guess in zip(logits_TV, [*guesses, None], strict=True):
-            if take(logits_V) != guess or sequence.ended is not None:
-                break
+        try:
+            for logits_V, guess in zip(logits_TV, [*guesses, None], strict=True):
+                if take(logits_V) != guess or sequence.ended is not None:
+                    break
+        finally:  # whoever is told of tokens may raise
+            decoder.take_back(decoder.length - (len(tokens) - 1))
         # the last one taken is no guess that was verified, unless it ended the answer
         right = sum(a == b for a, b in zip(tokens[before:], guesses, strict=False))
-        decoder.take_back(decoder.length - (len(tokens) - 1))
         drafted, accepted, passes = drafted + len(guesses), accepted + right, passes + 1
         pace.passed(forward_ms[-1], len(guesses), right)
     return Drafts(drafted, accepted, passes, pace.off), forward_ms
