@@ -21,12 +21,11 @@ from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, QUANTIZED, row_bytes
+from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
-from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
-from torch_pi2.ops.linear_blocks import fits as blocks_fit
 
 _FLOATS = {"bf16": "bfloat16", "fp32": "float32"}
 WEIGHTS = (*QUANTIZED, *_FLOATS)
@@ -130,7 +129,7 @@ def run(
         rank = rank or max(1, hidden // 8)
         a, b = _random("int4", rank, hidden), _random("int4", intermediate, rank)
         call: Callable[..., object] = partial(torch.ops.pi2.linear, int8_activations=int8)
-        if int8 and constants().blocks and blocks_fit(linear_rows, hidden):  # as in a model
+        if wants_blocks(linear_rows, hidden, int8):  # as in a model
             call = torch.ops.pi2.linear_blocks  # whatever the bytes then mean
         cases["linear"] = lambda _: call(x_TH, next(rows), None, weights)
         # also drives the predictor out of the cache

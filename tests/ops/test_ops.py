@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,16 +14,7 @@ from torch_pi2.observe import counters
 from torch_pi2.ops import ACTIVATIONS, library, load, reference
 
 load()
-ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
 SIZES = [(1, 3, 1, 1), (7, 2, 17, 3), (300, 3, 111, 5), (989, 3, 128, 19), (513, 2, 64, 70)]  # I, R, H, T
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = torch.ops.pi2.kernel_tables().partition(":")[2]
-    assert torch.ops.pi2.select_kernels(request.param)
-    yield request.param
-    torch.ops.pi2.select_kernels(best)
 
 
 def make(intermediate: int, rows: int, hidden: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple:

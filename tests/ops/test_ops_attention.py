@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,6 @@ from torch_pi2.errors import GradientError, ShapeError
 from torch_pi2.ops import load, reference
 
 load()
-ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: batch, key heads, group, tokens, length, width
 SIZES = [
@@ -26,14 +23,6 @@ SIZES = [
 ]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = torch.ops.pi2.kernel_tables().partition(":")[2]
-    assert torch.ops.pi2.select_kernels(request.param)
-    yield request.param
-    torch.ops.pi2.select_kernels(best)
 
 
 def tensors(

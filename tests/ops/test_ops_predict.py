@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,16 +12,7 @@ from torch_pi2.ops import load, reference, rows
 from torch_pi2.predict.signbit import pack_signs
 
 load()
-ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
 FORMATS = [("int4", False), ("int4", True), ("int8", False), ("int8", True)]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = torch.ops.pi2.kernel_tables().partition(":")[2]
-    assert torch.ops.pi2.select_kernels(request.param)
-    yield request.param
-    torch.ops.pi2.select_kernels(best)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,17 +13,8 @@ from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import values
 
 load()
-ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (3, 5), (7, 32), (70, 33), (33, 100), (65, 320)]  # N, K
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = torch.ops.pi2.kernel_tables().partition(":")[2]
-    assert torch.ops.pi2.select_kernels(request.param)
-    yield request.param
-    torch.ops.pi2.select_kernels(best)
 
 
 def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:

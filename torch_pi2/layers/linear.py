@@ -16,12 +16,16 @@ from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
-from torch_pi2.ops.linear_blocks import fits as blocks_fit
-from torch_pi2.ops.linear_blocks import from_blocks, to_blocks
+from torch_pi2.ops.linear_blocks import fits, from_blocks, to_blocks
 from torch_pi2.ops.quantized import check_kind, quantize
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
+
+
+def wants_blocks(rows: int, columns: int, int8_activations: bool) -> bool:
+    """Whether such a layer has its rows in blocks here (:mod:`torch_pi2.ops.linear_blocks`)."""
+    return int8_activations and bool(constants().blocks) and fits(rows, columns)
 
 
 class QuantLinear(Holder):
@@ -175,8 +179,8 @@ class QuantLinear(Holder):
 
     def use_blocks(self) -> None:
         """Put the rows in blocks of 16, in place, where this CPU's kernels like that; lossless (but see ``linear``)."""
-        wanted = self.int8_activations and bool(constants().blocks)
-        if wanted and not self.blocks and not self.rows.is_meta and blocks_fit(self.out_features, self.in_features):
+        wanted = wants_blocks(self.out_features, self.in_features, self.int8_activations)
+        if wanted and not self.blocks and not self.rows.is_meta:
             step = max(1, CHUNK_BYTES // (BLOCK_ROWS * self.rows.shape[1])) * BLOCK_ROWS
             for part in self.rows.split(step):
                 part.copy_(to_blocks(part, self.weights, self.in_features))

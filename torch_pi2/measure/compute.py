@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.formats import FLOATS, FORMATS
+from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.layers.prompt import PROMPT_TOKENS, has_tiles, prompt_ffn
 from torch_pi2.machine.hardware import ATTENTION, KERNELS, PREDICTORS, Kernel, Rates
 from torch_pi2.measure.fit import Case, Ready, Samples, Size, time_into
@@ -22,7 +23,6 @@ from torch_pi2.measure.weights import Weights
 from torch_pi2.observe import counters
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import DTYPES
-from torch_pi2.ops.linear_blocks import fits as blocks_fit
 
 #: A token's share of the cold neurons (None: the exact gate), the share of hot ones, the activation, and how many
 #: standard deviations a gate needs to fire. silu: every neuron asked for is added; relu: a half, or with 1.28 a tenth.
@@ -231,7 +231,7 @@ class _Kernel:
         weights, kind, int8 = self.weights, self.kind, self.int8
         if kind == "float":
             return lambda: partial(F.linear, x_TK, weights.rows(count))
-        if int8 and constants().blocks and blocks_fit(count, self.hidden):  # whatever the bytes then mean
+        if wants_blocks(count, self.hidden, int8):  # whatever the bytes then mean
             return lambda: partial(torch.ops.pi2.linear_blocks, x_TK, weights.rows(count), None, kind)
         return lambda: partial(torch.ops.pi2.linear, x_TK, weights.rows(count), None, kind, int8)
 
