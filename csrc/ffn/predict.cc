@@ -24,17 +24,19 @@ struct Matrix {
   std::int64_t count, n, row_bytes;
   const float* scale;
   const float* bias;
+  std::int64_t skipped = 0;  // in blocks: of the first block's rows, which are not of `count`
 
   std::int64_t rows_per_item() const {
     return std::max<std::int64_t>(16, kItemBytes / std::max<std::int64_t>(1, row_bytes) / 16 * 16);
   }
-  std::int64_t items() const { return (count + rows_per_item() - 1) / rows_per_item(); }
+  std::int64_t items() const { return (skipped + count + rows_per_item() - 1) / rows_per_item(); }
 };
 
 struct Pass {
   const LowrankArgs& args;
   DotFn dot;
-  PrepareFn prepare;  // null where the dot takes plain floats
+  DotBlocksFn dot_blocks;  // null: rows are not in blocks
+  PrepareFn prepare;       // null where the dot takes plain floats
   Matrix a, b;
   std::int64_t tokens, width;  // of z, in floats per token
   const void* x_T[kPassTokens];
@@ -65,8 +67,33 @@ struct Pass {
     }
   }
 
+  // The same of rows in blocks, whose items begin with a block.
+  template <class Use>
+  void blocks_item(const Matrix& m, std::int64_t index, const void* const* v_T, Use use) const {
+    const std::int64_t all = m.skipped + m.count, begin = index * m.rows_per_item();
+    const std::int64_t end = std::min(all, begin + m.rows_per_item());
+    const std::int64_t step = tokens == 1 ? kPanelRows : kGemmPanels * kPanelRows;  // of one token: one stream
+    float out_TR[kPassTokens * kGemmPanels * kPanelRows];
+    for (std::int64_t r = begin; r < end; r += step) {
+      const std::int64_t blocks = std::min(step, end - r + kPanelRows - 1) / kPanelRows, width = blocks * kPanelRows;
+      dot_blocks(m.rows + r * m.row_bytes, blocks, v_T, tokens, m.n, out_TR, width);
+      const std::int64_t first = std::max(r, m.skipped), last = std::min(end, r + width);
+      for (std::int64_t t = 0; t < tokens; ++t)
+        for (std::int64_t k = first; k < last; ++k) {
+          const float bias = m.bias == nullptr ? 0.0f : m.bias[k - m.skipped];
+          use(k - m.skipped, t, out_TR[t * width + k - r] + bias);
+        }
+    }
+  }
+
+  template <class Use>
+  void some_rows(const Matrix& m, std::int64_t index, const void* const* v_T, Use use) const {
+    if (dot_blocks != nullptr) return blocks_item(m, index, v_T, use);
+    item(m, index, v_T, use);
+  }
+
   void project(std::int64_t index) const {
-    item(a, index, x_T, [this](std::int64_t r, std::int64_t t, float value) {
+    some_rows(a, index, x_T, [this](std::int64_t r, std::int64_t t, float value) {
       z_Tr[t * args.rank + r] = activate(Activation::kRelu, value);
     });
   }
@@ -77,7 +104,7 @@ struct Pass {
   }
 
   void score(std::int64_t index) const {
-    item(b, index, z_T, [this](std::int64_t c, std::int64_t t, float value) {
+    some_rows(b, index, z_T, [this](std::int64_t c, std::int64_t t, float value) {
       active[t * args.cold + c] = !(value < args.threshold);
     });
   }
@@ -114,11 +141,15 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
   const KernelTable& table = kernels();
   const int w = static_cast<int>(args.dtype);
   const bool quantized = is_quantized(args.dtype);
-  const PrepareFn prepare = args.int8_activations ? table.prepare_a8[w] : table.prepare[w];
+  const PrepareFn prepare = args.blocks             ? table.prepare_gemm[w]
+                            : args.int8_activations ? table.prepare_a8[w]
+                                                    : table.prepare[w];
   const DotFn dot = args.int8_activations ? table.dot_a8[w] : table.dot[w];
   const std::int64_t tile = std::min(kPassTokens, args.tokens);
-  const std::int64_t x_width = quantized ? padded(args.hidden) : args.hidden;
-  const std::int64_t z_width = quantized ? padded(args.rank) : args.rank;
+  const auto width = [&](std::int64_t n) {
+    return args.blocks ? gemm_input_bytes(n) / 4 : quantized ? padded(n) : n;  // floats of an input
+  };
+  const std::int64_t x_width = width(args.hidden), z_width = width(args.rank);
   // Prepared vectors first: they must be aligned.
   float* x_TW = scratch(Scratch::kInput, tile * (x_width + z_width + args.rank) + args.hidden);
   float* z_TW = x_TW + tile * x_width;
@@ -130,11 +161,14 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
                             const float* bias) {
       return Matrix{static_cast<const char*>(rows), count, n, row_bytes(args.dtype, n), scale, bias};
     };
+    const std::int64_t skipped = args.skipped % kPanelRows, b_bytes = row_bytes(args.dtype, args.rank);
+    const char* b = static_cast<const char*>(args.b) + (args.skipped - skipped) * b_bytes;
     Pass pass{args,
               dot,
+              args.blocks ? table.dot_blocks[w] : nullptr,
               prepare,
               matrix(args.a, args.rank, args.hidden, args.a_scale, nullptr),
-              matrix(args.b, args.cold, args.rank, args.b_scale, args.b_bias),
+              matrix(b, args.cold, args.rank, args.b_scale, args.b_bias),
               std::min(tile, args.tokens - start),
               z_width,
               {},
@@ -142,6 +176,7 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
               z_TW,
               {},
               args.active + start * args.cold};
+    pass.b.skipped = skipped;
     for (std::int64_t t = 0; t < pass.tokens; ++t) {
       const char* x = static_cast<const char*>(args.x) + (start + t) * x_bytes;
       widen(x, args.x_dtype, quantized ? plain_H : x_TW + t * x_width, args.hidden);

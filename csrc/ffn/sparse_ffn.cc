@@ -29,9 +29,11 @@ namespace pi2 {
 namespace {
 
 constexpr std::int64_t kTinyMacs = 1 << 20;
-constexpr std::int64_t kLastTokens = 8;      // of a stream from a source: like those that come after it
-constexpr std::int64_t kScan = 1024;         // neurons whose masks are combined at a time
-constexpr std::int64_t kBlock = 16;          // neurons per block
+constexpr std::int64_t kLastTokens = 8;  // of a stream from a source: like those that come after it
+constexpr std::int64_t kScan = 1024;     // neurons whose masks are combined at a time
+constexpr std::int64_t kBlock = 16;      // neurons per block
+// Neurons whose down rows wait for each other: with many, a token's sum is fetched once for several of them.
+constexpr std::int64_t kTogether = 256, kFewTogether = 64, kFewTokens = 12;
 constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
 constexpr std::int64_t kAheadBytes = 20480;  // how far ahead reads are asked for: memory answers after 200 ns and more
 
@@ -58,7 +60,8 @@ struct Pass {
   float* partials;     // [chunks, tokens, width], in the order of the axpy kernel
   std::uint8_t* used;  // [chunks]
   float* y_TW;
-  std::int64_t* ids;  // [neurons]; a chunk lists its neurons in its own part
+  std::int64_t* ids;      // [neurons]; a chunk lists its neurons in its own part
+  std::uint64_t* wanted;  // and for each a bit for every token that wants it; null: one token, or more than have bits
   std::int64_t base, chunk_size, chunks;
   std::int64_t* counts = nullptr;      // [chunks]; with a source: of ids, which are listed before any chunk is computed
   const char* const* where = nullptr;  // of a source
@@ -75,13 +78,11 @@ struct Pass {
     return static_cast<const char*>(args.neuron_rows) + neuron * args.rows * row_bytes();
   }
 
-  // The tokens that want this neuron: all of them if it is hot or nothing was predicted.
-  void asking(std::int64_t neuron, Tokens* tokens_out) const {
+  // The tokens that want neuron ids[i].
+  void asking(std::int64_t i, Tokens* tokens_out) const {
     tokens_out->n = 0;
-    const std::int64_t cold = args.neurons - args.n_hot;
-    const bool all = neuron < args.n_hot || active == nullptr;
-    for (std::int64_t t = 0; t < tokens; ++t)
-      if (all || active[t * cold + neuron - args.n_hot]) tokens_out->add(t, x_TW, width);
+    for (std::uint64_t left = wanted == nullptr ? 1 : wanted[i]; left != 0; left &= left - 1)
+      tokens_out->add(__builtin_ctzll(left), x_TW, width);
   }
 
   float bias(const void* values, std::int64_t neuron) const {
@@ -129,20 +130,27 @@ struct Chunks {
         count(size == 0 ? 0 : (args.neurons - base + size - 1) / size) {}
 };
 
+// Of the neurons [begin, begin + width), a bit for each of at most 8 tokens that want it.
+void eight_tokens(const std::uint8_t* flags, std::int64_t cold, std::int64_t tokens, std::int64_t width,
+                  std::uint8_t* bits) {
+  std::memset(bits, 0, static_cast<std::size_t>(width));
+  for (std::int64_t t = 0; t < tokens; ++t, flags += cold)
+    for (std::int64_t i = 0; i < width; ++i) bits[i] |= static_cast<std::uint8_t>((flags[i] != 0 ? 1 : 0) << (t % 8));
+}
+
 // Ids of the chunk's neurons that some token wants, ascending, into its part of `ids`; returns how many.
-std::int64_t gather(const Pass& pass, std::int64_t chunk, std::int64_t* ids) {
+std::int64_t gather(const Pass& pass, std::int64_t chunk) {
   std::int64_t n = 0;
   const std::int64_t n_hot = pass.args.n_hot, cold = pass.args.neurons - n_hot;
   const std::int64_t start_of_chunk = pass.base + chunk * pass.chunk_size;
   const std::int64_t begin = std::max(start_of_chunk, pass.args.first);
   const std::int64_t end = std::min(start_of_chunk + pass.chunk_size, pass.args.neurons);
-  ids += chunk * pass.chunk_size;
-  for (std::int64_t i = begin; i < std::min(end, n_hot); ++i) ids[n++] = i;
-  const std::int64_t first = std::max(begin, n_hot);
-  if (pass.active == nullptr) {
-    for (std::int64_t i = first; i < end; ++i) ids[n++] = i;
-    return n;
-  }
+  std::int64_t* ids = pass.ids + chunk * pass.chunk_size;
+  std::uint64_t* wanted = pass.wanted == nullptr ? nullptr : pass.wanted + chunk * pass.chunk_size;
+  const std::int64_t by_all = pass.active == nullptr ? end : std::min(end, n_hot);
+  for (std::int64_t i = begin; i < by_all; ++i) ids[n++] = i;
+  if (wanted != nullptr) std::fill_n(wanted, n, ~std::uint64_t{0} >> (64 - pass.tokens));
+  const std::int64_t first = std::max(begin, by_all);
   if (pass.tokens == 1) {  // decode: skip eight unwanted neurons at a time
     const std::uint8_t* flags = pass.active - n_hot;
     std::int64_t i = first;
@@ -157,81 +165,97 @@ std::int64_t gather(const Pass& pass, std::int64_t chunk, std::int64_t* ids) {
       if (flags[i]) ids[n++] = i;
     return n;
   }
-  // Token by token over the whole range: neuron by neuron would jump through the mask.
-  std::uint8_t any[kScan];
+  // Token by token over a range of neurons: neuron by neuron would jump through the mask.
   for (std::int64_t start = first; start < end; start += kScan) {
     const std::int64_t width = std::min(kScan, end - start);
-    std::memset(any, 0, static_cast<std::size_t>(width));
-    for (std::int64_t t = 0; t < pass.tokens; ++t) {
-      const std::uint8_t* flags = pass.active + t * cold + start - n_hot;
-      for (std::int64_t i = 0; i < width; ++i) any[i] |= flags[i];
+    std::uint64_t by_neuron[kScan] = {};
+    for (std::int64_t t = 0; t < pass.tokens; t += 8) {
+      std::uint8_t bits[kScan];
+      const std::int64_t some = std::min<std::int64_t>(8, pass.tokens - t);
+      eight_tokens(pass.active + t * cold + start - n_hot, cold, some, width, bits);
+      for (std::int64_t i = 0; i < width; ++i) by_neuron[i] |= std::uint64_t{bits[i]} << t % 64;
     }
-    for (std::int64_t i = 0; i < width; ++i)
-      if (any[i]) ids[n++] = start + i;
+    for (std::int64_t i = 0; i < width; ++i) {
+      if (by_neuron[i] == 0) continue;
+      if (wanted != nullptr) wanted[n] = by_neuron[i];
+      ids[n++] = start + i;
+    }
   }
   return n;
 }
 
-// What each token multiplies a neuron's down row with; 0 where it does not contribute.
-using Values = float[kBlock][kPassTokens];
+// What the neurons of a block add to the tokens' sums: for each token their numbers in the block, ascending, and what
+// their down rows are multiplied by.
+struct Contributions {
+  std::int32_t count_T[kPassTokens] = {};
+  std::uint8_t row_TN[kPassTokens][kTogether];
+  float h_TN[kPassTokens][kTogether];
 
-// act(gate + bias) where the neuron fires for a token of `who`, 0 elsewhere; `fired` receives the tokens it fires for.
-// `gate` is in the order of `who`, h_T in that of the pass.
-void gate_values(const Pass& pass, std::int64_t neuron, const Tokens& who, const float* gate, float* h_T, Tokens* fired,
-                 Counters* done) {
+  void add(std::int64_t token, std::int64_t row, float h) {
+    const std::int32_t i = count_T[token]++;
+    row_TN[token][i] = static_cast<std::uint8_t>(row);
+    h_TN[token][i] = h;
+  }
+};
+
+// act(gate + bias) of neuron `neuron` for each token of `who`, in whose order `gate` is: in place, and 0 where it does
+// not fire. `fired` receives the tokens it fires for.
+void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate, Tokens* fired, Counters* done) {
   const FfnArgs& args = pass.args;
   const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, neuron);
   // Hot neurons know no threshold, but an exact zero contributes nothing wherever it is.
   const float threshold = neuron < args.n_hot ? 0.0f : args.threshold;
-  std::memset(h_T, 0, static_cast<std::size_t>(pass.tokens) * sizeof(float));
-  fired->n = 0;
   done->gate_rows += who.n;
   const bool counted = pass.firing != nullptr && !pass.scores_h();
   std::uint64_t bits = 0;
+  fired->n = 0;
   for (std::int64_t i = 0; i < who.n; ++i) {
     const float value = activate(args.activation, gate[i] + bias);
-    if (std::fabs(value) <= threshold) continue;  // written so that NaN fires
-    h_T[who.id[i]] = value;
+    gate[i] = std::fabs(value) <= threshold ? 0.0f : value;  // written so that NaN fires
+    if (gate[i] == 0.0f) continue;
     fired->add(who.id[i], pass.x_TW, pass.width);
     if (counted) bits |= pass.bit(who.id[i], value);
   }
   if (counted) pass.fires(neuron, bits);
 }
 
-// h *= up, for the tokens of `who`, in whose order `up` is.
-void multiply_up(const Pass& pass, std::int64_t neuron, const Tokens& who, const float* up, float* h_T,
-                 Counters* done) {
+// What neuron `row` of the block contributes to the tokens of `who`, in whose order its activations `gate` (0: it does
+// not fire) and its `up` (null: it has none) are.
+void contribute(const Pass& pass, std::int64_t neuron, std::int64_t row, const Tokens& who, const float* gate,
+                const float* up, Contributions* out, Counters* done) {
   const FfnArgs& args = pass.args;
-  const float bias = pass.bias(args.bias_up, neuron);
-  const bool counted = pass.firing != nullptr && pass.scores_h();
+  const float bias = up == nullptr ? 0.0f : pass.bias(args.bias_up, neuron);
+  const bool counted = up != nullptr && pass.firing != nullptr && pass.scores_h();
   std::uint64_t bits = 0;
   for (std::int64_t i = 0; i < who.n; ++i) {
-    float* h = h_T + who.id[i];
-    if (*h == 0.0f) continue;  // read ahead with its gate, and not needed
-    ++done->up_rows;
-    *h *= args.activation_on_up ? activate(args.activation, up[i] + bias) : up[i] + bias;
-    if (counted) bits |= pass.bit(who.id[i], *h);
+    float h = gate[i];
+    if (h == 0.0f) continue;
+    if (up != nullptr) {
+      ++done->up_rows;
+      h *= args.activation_on_up ? activate(args.activation, up[i] + bias) : up[i] + bias;
+      if (counted) bits |= pass.bit(who.id[i], h);
+      if (h == 0.0f) continue;
+    }
+    ++done->down_rows;
+    out->add(who.id[i], row, h);
   }
   if (counted) pass.fires(neuron, bits);
 }
 
-// Adds the block's contributions to y_TW, neurons in ascending order for every token.
-void add_down(const Pass& pass, const std::int64_t* ids, std::int64_t n, const Values& h_NT, float* y_TW,
-              DownQueue* queue_T, Counters* done) {
+// Adds the contributions to y_TW, neurons in ascending order for every token.
+void add_down(const Pass& pass, const std::int64_t* ids, const Contributions& some, float* y_TW, DownQueue* queue_T) {
   const FfnArgs& args = pass.args;
-  for (std::int64_t t = 0; t < pass.tokens; ++t) {
-    for (std::int64_t j = 0; j < n; ++j) {
-      if (h_NT[j][t] == 0.0f) continue;
-      ++done->down_rows;
-      const char* row = pass.rows_of(ids[j]) + (args.rows - 1) * pass.row_bytes();
-      queue_T[t].add(pass.axpy(), args.hidden, row, h_NT[j][t], y_TW + t * pass.width);
-    }
-  }
+  const std::int64_t down = (args.rows - 1) * pass.row_bytes();
+  for (std::int64_t t = 0; t < pass.tokens; ++t)
+    for (std::int32_t i = 0; i < some.count_T[t]; ++i)
+      queue_T[t].add(pass.axpy(), args.hidden, pass.rows_of(ids[some.row_TN[t][i]]) + down, some.h_TN[t][i],
+                     y_TW + t * pass.width);
 }
 
 // Neurons that are hot or predicted: most of what is read is used, so gate and up rows are fetched ahead.
-void whole_neurons(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
-                   Counters* done) {
+void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::int64_t following, std::int64_t row,
+                   Contributions* out, Counters* done) {
+  const std::int64_t* ids = pass.ids + first;
   const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
   const std::int64_t ahead = pass.ahead(fetched_bytes), neuron_bytes = fetched_bytes + pass.row_bytes();
   float out_NRT[kBlock][2 * kPassTokens];
@@ -240,7 +264,7 @@ void whole_neurons(const Pass& pass, const std::int64_t* ids, std::int64_t n, st
     const bool more = j + ahead < n + following;
     // In a run of neurons memory streams best if the down rows are asked for in their place, too.
     const bool run = more && ids[j + ahead] == ids[j] + ahead;
-    pass.asking(ids[j], &who_N[j]);
+    pass.asking(first + j, &who_N[j]);
     pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], more ? pass.rows_of(ids[j + ahead]) : nullptr,
              run    ? neuron_bytes
              : more ? fetched_bytes
@@ -248,53 +272,64 @@ void whole_neurons(const Pass& pass, const std::int64_t* ids, std::int64_t n, st
   }
   for (std::int64_t j = 0; j < n; ++j) {
     const Tokens& who = who_N[j];
-    gate_values(pass, ids[j], who, out_NRT[j], h_NT[j], &fired, done);
-    if (first_rows == 2) multiply_up(pass, ids[j], who, out_NRT[j] + who.n, h_NT[j], done);
+    fire(pass, ids[j], who, out_NRT[j], &fired, done);
+    contribute(pass, ids[j], row + j, who, out_NRT[j], first_rows == 2 ? out_NRT[j] + who.n : nullptr, out, done);
   }
 }
 
 // The exact gate: gate rows of all, the rest of a neuron only where the gate fired.
-void gate_first(const Pass& pass, const std::int64_t* ids, std::int64_t n, std::int64_t following, Values& h_NT,
-                Counters* done) {
+void gate_first(const Pass& pass, std::int64_t first, std::int64_t n, std::int64_t following, std::int64_t row,
+                Contributions* out, Counters* done) {
+  const std::int64_t* ids = pass.ids + first;
   const std::int64_t row_bytes = pass.row_bytes(), ahead = pass.ahead(row_bytes);
-  float out_NT[kBlock][kPassTokens];
+  float gate_NT[kBlock][kPassTokens], up_T[kPassTokens];
   Tokens everyone, fired_N[kBlock];
-  pass.asking(ids[0], &everyone);
+  pass.asking(first, &everyone);
   for (std::int64_t j = 0; j < n; ++j) {
     const bool more = j + ahead < n + following;
-    pass.dot(ids[j], 0, 1, everyone, out_NT[j], more ? pass.rows_of(ids[j + ahead]) : nullptr, more ? row_bytes : 0);
+    pass.dot(ids[j], 0, 1, everyone, gate_NT[j], more ? pass.rows_of(ids[j + ahead]) : nullptr, more ? row_bytes : 0);
   }
-  std::int64_t fired[kBlock], count = 0;
+  std::int64_t firing[kBlock], count = 0;
   for (std::int64_t j = 0; j < n; ++j) {
-    gate_values(pass, ids[j], everyone, out_NT[j], h_NT[j], &fired_N[j], done);
-    if (fired_N[j].n > 0) fired[count++] = j;
+    fire(pass, ids[j], everyone, gate_NT[j], &fired_N[j], done);
+    if (fired_N[j].n > 0) firing[count++] = j;
   }
-  if (pass.args.rows == 2) return;
   for (std::int64_t f = 0; f < count; ++f) {
-    const char* next = f + 1 < count ? pass.rows_of(ids[fired[f + 1]]) + row_bytes : nullptr;
-    pass.dot(ids[fired[f]], 1, 1, fired_N[fired[f]], out_NT[f], next, next ? row_bytes : 0);
+    const std::int64_t j = firing[f];
+    const Tokens& who = fired_N[j];
+    float* gate_T = gate_NT[j];
+    for (std::int64_t i = 0, k = 0; k < who.n; ++i)
+      if (gate_T[i] != 0.0f) gate_T[k++] = gate_T[i];
+    if (pass.args.rows == 3) {
+      const char* next = f + 1 < count ? pass.rows_of(ids[firing[f + 1]]) + row_bytes : nullptr;
+      pass.dot(ids[j], 1, 1, who, up_T, next, next ? row_bytes : 0);
+    }
+    contribute(pass, ids[j], row + j, who, gate_T, pass.args.rows == 3 ? up_T : nullptr, out, done);
   }
-  for (std::int64_t f = 0; f < count; ++f)
-    multiply_up(pass, ids[fired[f]], fired_N[fired[f]], out_NT[f], h_NT[fired[f]], done);
 }
 
 // The chunk's partial sum [tokens, width] into y_TW. False: nothing is wanted of it, and nothing was written.
 bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
   const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
   const FfnArgs& args = pass.args;
-  const std::int64_t* ids = pass.ids + chunk * pass.chunk_size;
-  const std::int64_t n = pass.counts != nullptr ? pass.counts[chunk] : gather(pass, chunk, pass.ids);
+  const std::int64_t first = chunk * pass.chunk_size;
+  const std::int64_t n = pass.counts != nullptr ? pass.counts[chunk] : gather(pass, chunk);
   if (n == 0) return false;
   std::memset(y_TW, 0, static_cast<std::size_t>(pass.tokens * pass.width) * sizeof(float));
   Counters done;
   DownQueue queue_T[kPassTokens];
-  const std::int64_t most = pass.tokens == 1 ? kBlockOfOne : kBlock;
-  for (std::int64_t start = 0; start < n; start += most) {
-    const std::int64_t block = std::min(most, n - start);
-    Values h_NT;
-    const bool predicted = pass.active != nullptr || ids[start + block - 1] < args.n_hot;
-    (predicted ? whole_neurons : gate_first)(pass, ids + start, block, n - start - block, h_NT, &done);
-    add_down(pass, ids + start, block, h_NT, y_TW, queue_T, &done);
+  const std::int64_t block = pass.tokens == 1 ? kBlockOfOne : kBlock;
+  const std::int64_t together = pass.tokens == 1 ? kBlockOfOne : pass.tokens < kFewTokens ? kFewTogether : kTogether;
+  Contributions some;
+  for (std::int64_t start = 0; start < n; start += together) {
+    const std::int64_t end = std::min(n, start + together);
+    std::fill_n(some.count_T, pass.tokens, 0);
+    for (std::int64_t i = start; i < end; i += block) {
+      const std::int64_t count = std::min(block, end - i);
+      const bool predicted = pass.active != nullptr || pass.ids[first + i + count - 1] < args.n_hot;
+      (predicted ? whole_neurons : gate_first)(pass, first + i, count, n - i - count, i - start, &some, &done);
+    }
+    add_down(pass, pass.ids + first + start, some, y_TW, queue_T);
   }
   for (std::int64_t t = 0; t < pass.tokens; ++t) queue_T[t].flush(pass.axpy(), args.hidden, y_TW + t * pass.width);
   count(done);
@@ -434,10 +469,10 @@ class Stream {
     partials_ = scratch(Scratch::kPartials, most * width_);
     const std::int64_t keep_floats = (args.neurons + 3) / 4;
     ids_ = reinterpret_cast<std::int64_t*>(
-        scratch(Scratch::kIds, 2 * ((tiles + 1) * args.neurons + chunks_) + keep_floats));
+        scratch(Scratch::kIds, 2 * ((2 * tiles + 1) * args.neurons + chunks_) + keep_floats));
     counts_ = ids_ + args.neurons;
     tile_ids_ = counts_ + chunks_;
-    keep_ = reinterpret_cast<std::uint8_t*>(tile_ids_ + tiles * args.neurons);
+    keep_ = reinterpret_cast<std::uint8_t*>(tile_ids_ + 2 * tiles * args.neurons);
   }
 
   void run() {
@@ -470,7 +505,7 @@ class Stream {
   std::int64_t cold() const { return args_.neurons - args_.n_hot; }
 
   // Of the tokens [first, first + count).
-  Pass pass(std::int64_t first, std::int64_t count, std::int64_t* ids) const {
+  Pass pass(std::int64_t first, std::int64_t count, std::int64_t* ids, std::uint64_t* wanted) const {
     Pass made{args_,
               table_,
               width_,
@@ -481,6 +516,7 @@ class Stream {
               nullptr,
               nullptr,
               ids,
+              wanted,
               cut_.base,
               cut_.size,
               chunks_};
@@ -490,8 +526,8 @@ class Stream {
 
   void begin(bool last) {
     args_.source->expect(chunks_, true, last);
-    const Pass all = pass(0, tokens_, ids_);
-    for (std::int64_t c = 0; c < chunks_; ++c) counts_[c] = gather(all, c, ids_);
+    const Pass all = pass(0, tokens_, ids_, nullptr);
+    for (std::int64_t c = 0; c < chunks_; ++c) counts_[c] = gather(all, c);
     if (active_ != nullptr) {
       const std::int64_t last = std::max<std::int64_t>(0, tokens_ - kLastTokens);
       std::memset(keep_, 1, static_cast<std::size_t>(args_.n_hot));
@@ -508,7 +544,8 @@ class Stream {
     for (std::int64_t i = next_tile_.fetch_add(1); i * tile_ < tokens_; i = next_tile_.fetch_add(1)) {
       const std::int64_t first = i * tile_, count = std::min(tile_, tokens_ - first);
       float* part_TW = partials_ + first * width_;
-      Pass tile = pass(first, count, tile_ids_ + i * args_.neurons);
+      std::int64_t* ids = tile_ids_ + 2 * i * args_.neurons;
+      Pass tile = pass(first, count, ids, count == 1 ? nullptr : reinterpret_cast<std::uint64_t*>(ids + args_.neurons));
       tile.firing = firing_;
       if (firing_ != nullptr) tile.fired = fired_.data() + i * cut_.size;
       if (!run_chunk(tile, chunk_, part_TW)) continue;
@@ -576,18 +613,21 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   auto* used = reinterpret_cast<std::uint8_t*>(partials + chunks * tile * width);
   // All memory is taken here, on the calling thread: a worker that failed to get some would leave others waiting.
   static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
-  auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (args.neurons + chunks)));
+  auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (2 * args.neurons + chunks)));
+  auto* wanted = reinterpret_cast<std::uint64_t*>(ids + args.neurons + chunks);
 
   FiringCall call(args);
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
     const std::int64_t tokens = std::min(tile, args.tokens - start);
     for (std::int64_t t = 0; t < tokens; ++t) tokenwise.in(start + t, x_TW + t * width);
     const std::uint8_t* active = args.active == nullptr ? nullptr : args.active + start * (args.neurons - args.n_hot);
-    Pass pass{args, table, width, x_TW, active, tokens, partials, used, y_TW, ids, cut.base, cut.size, chunks};
+    Pass pass{
+        args,     table,    width, x_TW, active, tokens, partials, used, y_TW, ids, tokens == 1 ? nullptr : wanted,
+        cut.base, cut.size, chunks};
     pass.firing = call.next(tokens);
     if (args.source != nullptr) {
       pass.counts = ids + args.neurons;
-      for (std::int64_t c = 0; c < chunks; ++c) pass.counts[c] = gather(pass, c, ids);
+      for (std::int64_t c = 0; c < chunks; ++c) pass.counts[c] = gather(pass, c);
       args.source->expect(chunks);
       pass.where = args.source->neuron_rows();
     }

@@ -20,7 +20,6 @@ import torch_pi2
 from torch_pi2.decode.adapt import Engine, engine_of, follow
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
-from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import skips_predictor, sparse_only, takes_prompt_path
@@ -173,20 +172,12 @@ def test_compiled_steps_have_the_hot_neurons_of_their_batch(folders: dict[str, P
     assert rows[eager][1] == 2 * neurons * len(sparse_layers(model)) > 2 * rows[eager][0]
 
 
-def test_rows_follow_the_tensors_that_they_are_of(folders: dict[str, Path]) -> None:
+def test_moved_models_follow(folders: dict[str, Path]) -> None:
     model = torch_pi2.load(folders["lowrank, float weights"])
     follow(model, plan_of(model, {1: 10, 2: 200}))
     for moved in (model.to(torch.bfloat16), copy.deepcopy(model)):
-        for layer in sparse_layers(moved):
-            for n_hot in (10, 200):
-                for name, tensor in zip(("a", "b", "bias"), layer.predictor(n_hot)):
-                    whole = getattr(layer, f"predictor_{name}")
-                    if whole is None:
-                        continue
-                    assert tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-                    assert len(tensor) == len(whole) - (0 if name == "a" else n_hot)
-    with torch.no_grad():
-        assert torch.isfinite(logits(model, 2)).all()
+        with torch.no_grad():
+            assert torch.isfinite(logits(moved, 2)).all()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +222,7 @@ def test_an_exact_layer_may_have_fewer_hot_neurons_than_planned_first(folders: d
     follow(model, plan_of(model, {1: 0, 2: 7, 4: 300}))
     for layer in sparse_layers(model):
         assert (layer.n_hot, layer.least_hot, layer.hot_for(1), layer.hot_for(2)) == (100, 0, 0, 7)
-        assert set(layer.predictor(0)) | set(layer.predictor(7)) == {None}
+        assert set(layer.predictor()) == {None}
     decoders = [Decoder(model, max_tokens=16, compiled=c, backend="eager", logits=True) for c in (False, True)]
     for turn in range(2):
         for batch, bits in wanted.items():
@@ -431,25 +422,6 @@ def test_restored_models_follow_nothing() -> None:
     assert (engine_of(model), seen_by(model)) == (None, [])
     assert all(layer.by_batch == () for layer in sparse_layers(model))
     assert torch.equal(logits(model, 2), wanted)
-
-
-def test_rows_are_there_before_a_call_can_want_them(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = sparse_layers(torch_pi2.load(folders["lowrank int4"]))[0]
-    plain = nn.Module.__setattr__
-    steps = []
-
-    def checked(module: nn.Module, name: str, value: Any) -> None:
-        plain(module, name, value)
-        if module is layer and name in ("_by_batch", "_left"):
-            steps.append(name)
-            assert {layer.hot_for(tokens) for tokens in (1, 2)} - {layer.n_hot} <= set(layer._left)
-
-    monkeypatch.setattr(SparseFFN, "__setattr__", checked)
-    for entries in (((1, 5), (2, 70)), ((1, 90),), ()):
-        layer.by_batch = entries
-        assert set(layer._left) == {hot for _, hot in entries}
-    assert {"_by_batch", "_left"} == set(steps)
-    assert torch.equal(layer.predictor(30)[1], layer.predictor()[1][30:])  # what another thread has just replaced
 
 
 def test_decoders_say_how_many_sequences_there_are() -> None:

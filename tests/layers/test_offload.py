@@ -305,8 +305,9 @@ def test_lookahead_refuses_what_does_not_fit(folders: tuple[Path, Path]) -> None
             announce(store.number, layer, [signs], *how, 0)
     with pytest.raises(RuntimeError, match="n_hot: expected 0 to 1024, found 1025"):
         announce(store.number, 1, [signs], *how, 1025)
-    with pytest.raises(RuntimeError, match="expected 1000 cold neurons"):
-        announce(store.number, 1, [signs], *how, 24)
+    assert announce(store.number, 1, [signs], *how, 24)  # the first 24 rows are of neurons that are hot
+    with pytest.raises(RuntimeError, match="expected at least 1024 cold neurons"):
+        announce(store.number, 1, [signs[24:]], *how, 0)
     store.close()
     with pytest.raises(RuntimeError, match="expected an open one"):
         announce(store.number, 1, [signs], *how, 0)
@@ -318,7 +319,7 @@ def test_the_operator_follows_its_reference_with_a_predictor(folders: tuple[Path
     assert layer.has_predictor
     x = torch.randn(3, layer.site.hidden)
     predictor = [t for t in layer.predictor() if t is not None]
-    how = (layer.predictor_kind, layer.predictor_threshold, layer.predictor_weights)
+    how = (layer.predictor_kind, layer.predictor_threshold, layer.predictor_format)
     site = (layer.site.activation, layer.site.activation_on_up, layer.n_hot, layer.threshold)
     biases = (layer.bias_gate, layer.bias_up, layer.bias_down)
     with StoreReader(layer.store.path) as reader:

@@ -36,6 +36,9 @@ from torch_pi2.ops.constants import constants
 from torch_pi2.profiling.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
 from torch_pi2.rewrite.linears import Storage, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import rewrite
+from torch_pi2.spec.method import Method
+from torch_pi2.spec.plan import LayerPlan
+from torch_pi2.spec.site import FFNSite, LinearRef
 
 IDS = torch.arange(3, 35).reshape(2, 16) % 64
 CALIBRATION = torch.randint(3, 64, (40, 32), generator=torch.Generator().manual_seed(5))
@@ -253,6 +256,36 @@ def test_predictors_choose_among_quantised_neurons() -> None:
     broken = {key: {**p, "a": p["a"][:, :-1]} for key, p in predictors.items()}
     with pytest.raises(ShapeError, match=r"predictor a of model.layers.0.mlp: expected uint8 \[r, 18\] or \[r, 34\]"):
         rewrite(copy.deepcopy(model), plan, broken)
+
+
+@pytest.mark.skipif(not constants().blocks, reason="this CPU has no kernels for blocks")
+@pytest.mark.parametrize("bias", [False, True])
+def test_predictors_of_int8_activations_keep_their_rows_in_blocks_and_show_it_to_nobody(bias: bool) -> None:
+    hidden, intermediate, rank, n_hot = 128, 203, 64, 22
+    gate, up, down = (LinearRef(f"mlp.{name}") for name in ("gate", "up", "down"))
+    site = FFNSite("mlp", 0, "relu", False, gate, up, down, hidden, intermediate, "mlp")
+    g = torch.Generator().manual_seed(0)
+    shapes = {"a": (rank, hidden), "b": (intermediate, rank)}
+    given = {k: torch.ops.pi2.quantize(torch.randn(*shape, generator=g), "int4", None) for k, shape in shapes.items()}
+    if bias:
+        given["bias"] = torch.randn(intermediate, generator=g)
+    order = torch.randperm(intermediate, generator=g).int()
+    plan = LayerPlan(site, Method.LOWRANK, n_hot, order)
+    made = SparseFFN.empty(site, plan, "int4", given, 0.3, int8_activations=True)
+    assert made.predictor_format == "int4_blocks"
+    cold = order[n_hot:].long()
+    wanted = {name: t if name == "a" else t[cold] for name, t in given.items()}
+    found = made.predictor_rows()
+    assert set(found) == {*wanted, "bias"}
+    assert all(torch.equal(found[name], t) for name, t in wanted.items())
+    op, settings = made.predictor_call()
+    x = torch.randn(50, hidden, generator=g)
+    mask = op(x, *made.predictor(), *settings)
+    made.leave_blocks()
+    op, settings = made.predictor_call()
+    assert (settings[0], mask.shape) == ("int4", (50, intermediate - n_hot))
+    assert float((op(x, *made.predictor(), *settings) != mask).float().mean()) <= 0.005  # sums in another order
+    assert 0 < int(mask.sum()) < mask.numel()
 
 
 def test_calibration_measures_outputs_and_weighs_errors() -> None:

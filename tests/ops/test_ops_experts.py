@@ -292,7 +292,8 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
             r"tensor 0: expected contiguous \[4 experts, ...\], found \[3",
         ),
         ({"predictor": [torch.zeros(85, 4, 16).byte().transpose(0, 1)]}, r"tensor 0: .*, found strided \[4, 85, 16\]"),
-        ({"predictor": [torch.zeros(4, 9, 16).byte()]}, r"predictor: expected 85 cold neurons .*, found 9"),
+        ({"predictor": [torch.zeros(4, 90, 16).byte()]}, r"predictor: expected rows of 85 neurons .*, found 90\."),
+        ({"predictor": [torch.zeros(4, 9, 16).byte()]}, r"predictor: expected at least 85 cold neurons .*, found 9"),
         (
             {"predictor": [torch.zeros(4, 85, 8).byte()]},
             r"shape of signs: expected \[neurons, 16\] .*, found \[85, 8\]",

@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_pi2.errors import GradientError, ShapeError
 from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.ops import load, reference, rows
+from torch_pi2.ops.constants import constants
+from torch_pi2.ops.linear_blocks import to_blocks
 from torch_pi2.predict.signbit import pack_signs
 
 load()
@@ -78,15 +80,18 @@ def test_quantised_layer_equals_the_reference(isa: str, weights: str, int8_activ
 
 
 @pytest.mark.parametrize(("weights", "int8_activations"), FORMATS)
-def test_quantised_layer_does_not_depend_on_company_or_threads(isa: str, weights: str, int8_activations: bool) -> None:
-    x, *tensors = layer(weights, 700, 3, 96, 9)
+@pytest.mark.parametrize(("neurons", "tokens"), [(700, 9), (5000, 70)])
+def test_quantised_layer_does_not_depend_on_company_or_threads(
+    isa: str, weights: str, int8_activations: bool, neurons: int, tokens: int
+) -> None:
+    x, *tensors = layer(weights, neurons, 3, 96, tokens)
     settings = ("relu", True, 100, 0.0, weights, int8_activations)
-    mask_TC = torch.rand(9, 600, generator=generator(3)) < 0.2
+    mask_TC = torch.rand(tokens, neurons - 100, generator=generator(3)) < 0.2
     together = torch.ops.pi2.sparse_ffn(x, *tensors, mask_TC, *settings)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        for t in range(9):
+        for t in range(tokens):
             alone = torch.ops.pi2.sparse_ffn(x[t], *tensors, mask_TC[t], *settings)
             assert torch.equal(alone, together[t])
     finally:
@@ -110,6 +115,64 @@ def test_quantised_predictor_equals_the_reference(isa: str, weights: str, int8_a
         assert found.shape == (shape[0], shape[3])
         # Scores at the threshold may round either way: to int8 by a step, else in the last bits.
         assert float((found != wanted).float().mean()) <= (0.005 if int8_activations else 0.0005)
+
+
+def in_blocks(a: torch.Tensor, b: torch.Tensor, weights: str, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In blocks of 16 rows, b filled up by rows before its own."""
+    filled = torch.cat((b[: -len(b) % 16], b))
+    return to_blocks(a, weights, hidden), to_blocks(filled, weights, len(a))
+
+
+needs_blocks = pytest.mark.skipif(not constants().blocks, reason="no kernels for blocks on this CPU")
+
+
+@needs_blocks
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("shape", [(1, 64, 64, 700), (3, 256, 128, 16), (70, 128, 64, 535)], ids=str)
+def test_a_predictor_in_blocks_equals_the_reference(weights: str, shape: tuple[int, int, int, int]) -> None:
+    x, a, b, bias = lowrank_q(weights, *shape)
+    blocks = in_blocks(a, b, weights, shape[1])
+    found = torch.ops.pi2.predict_lowrank_q(x, *blocks, bias, f"{weights}_blocks", True, 0.05)
+    assert found.shape == (shape[0], shape[3])
+    for args in ((*blocks, bias, f"{weights}_blocks"), (a, b, bias, weights)):
+        assert float((found != reference.predict_lowrank_q(x, *args, True, 0.05)).float().mean()) <= 0.005
+    for t in range(shape[0]):  # alone as in company
+        alone = torch.ops.pi2.predict_lowrank_q(x[t : t + 1], *blocks, bias, f"{weights}_blocks", True, 0.05)
+        assert torch.equal(found[t : t + 1], alone)
+    call = (x, *blocks, bias, f"{weights}_blocks", True, 0.05)
+    torch.library.opcheck(torch.ops.pi2.predict_lowrank_q.default, call)
+
+
+@needs_blocks
+@pytest.mark.parametrize("n_hot", [0, 1, 16, 37, 210])
+def test_rows_of_neurons_that_are_hot_now_are_skipped(n_hot: int) -> None:
+    cold, hidden = 211, 128
+    x, *tensors = layer("int4", cold, 3, hidden, 5)
+    _, a, b, bias = lowrank_q("int4", 5, hidden, 64, cold)
+    rows = ([a, b, bias], "lowrank_q", 0.05, "int4", True)
+    blocks = ([*in_blocks(a, b, "int4", hidden), bias], "lowrank_q", 0.05, "int4_blocks", True)
+    signs = ([pack_signs(torch.randn(cold, hidden))], "signbit", 1.0, "float", False)
+    for case in (rows, blocks, signs):
+        settings = ("relu", True, n_hot, 0.0, "int4", True)
+        active = predict(x, case)[:, n_hot:].contiguous()
+        found = torch.ops.pi2.predicted_ffn(x, *tensors, *case, *settings)
+        assert torch.equal(found, torch.ops.pi2.sparse_ffn(x, *tensors, active, *settings))
+        wanted = reference.predicted_ffn(x, *tensors, *case, *settings)
+        torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.1 * float(wanted.abs().max()) + 1e-6)
+
+
+@needs_blocks
+def test_bad_blocks() -> None:
+    x, a, b, bias = lowrank_q("int4", 1, 128, 64, 100)
+    blocks = in_blocks(a, b, "int4", 128)
+    op = torch.ops.pi2.predict_lowrank_q
+    for call in (
+        (x, *blocks, bias, "int4_blocks", False, 0.0),  # float activations
+        (x, *blocks, torch.zeros(200), "int4_blocks", True, 0.0),  # more biases than rows
+        (x, a[:60], b[:, :27].contiguous(), bias, "int4_blocks", True, 0.0),  # rank 60
+    ):
+        with pytest.raises(RuntimeError, match=r"blocks.*16 rows and 64 columns|expected contiguous uint8"):
+            op(*call)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 64, 700), (9, 65, 517), (3, 300, 40)], ids=str)
@@ -295,7 +358,10 @@ def test_bad_predictor_tensors(change: dict, message: str) -> None:
         (([], "oracle", 1.0, "float", False), "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
         (([], "signbit", 1.0, "float", False), "predictor: expected 1 tensor for kind signbit, found 0"),
         (([torch.zeros(1)] * 4, "lowrank_q", 1.0, "int4", False), r"expected 2 tensors \(and a bias\) .*, found 4"),
-        (([torch.zeros(9, 16, dtype=torch.uint8)], "signbit", 1.0, "float", False), r"expected 200 cold .*, found 9"),
+        (
+            ([torch.zeros(9, 16, dtype=torch.uint8)], "signbit", 1.0, "float", False),
+            r"expected at least 200 cold .*, found 9",
+        ),
     ],
 )
 def test_bad_predicted_layers(case: tuple, message: str) -> None:

@@ -20,7 +20,6 @@ from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.export.blob import PREDICTORS, TENSORS, Blob
 from torch_pi2.formats import FORMATS
-from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
@@ -162,11 +161,8 @@ def _name(key: str, role: str) -> str:
 def _small_tensors(ffn: SparseFFN) -> dict[str, torch.Tensor]:
     """Biases and predictor by their names in a blob."""
     found = {role: getattr(ffn, role) for role in TENSORS[:3]}
-    if ffn.predictor_signs is not None:
-        found["a"] = ffn.predictor_signs
-    elif ffn.has_predictor:
-        names = dict(zip(PREDICTOR_TENSORS, ("a", "a_scale", "b", "b_scale", "b_bias"), strict=True))
-        found |= {role: getattr(ffn, f"predictor_{name}") for name, role in names.items()}
+    roles = {"signs": "a", "bias": "b_bias"}
+    found |= {roles.get(name, name): tensor for name, tensor in ffn.predictor_rows().items()}
     return {role: tensor.detach().contiguous() for role, tensor in found.items() if tensor is not None}
 
 

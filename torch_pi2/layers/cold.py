@@ -10,6 +10,8 @@ import torch
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.layers.checks import check_shape
+from torch_pi2.layers.linear import wants_blocks
+from torch_pi2.ops.linear_blocks import ROWS, to_blocks
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.site import FFNSite
@@ -23,15 +25,27 @@ BY_NEURON = ("signs", "b", "b_scale", "bias")
 class Cold(NamedTuple):
     """``tensors`` by name, without those that this form has not; ``weights``: kind of a low-rank one in quantised rows,
     else ""; ``margin`` of sign bits, None: another form.
+
+    ``in_blocks``: quantised rows are in blocks of 16. To fill the first of them b may have rows before those of cold
+    neurons, which mean nothing; there is a bias then.
     """
 
     tensors: dict[str, torch.Tensor]
     weights: str = ""
     margin: float | None = None
+    in_blocks: bool = False
 
 
-def cold_part(site: FFNSite, method: str, cold: torch.Tensor, predictor: Mapping[str, torch.Tensor] | None) -> Cold:
+def cold_part(
+    site: FFNSite,
+    method: str,
+    cold: torch.Tensor,
+    predictor: Mapping[str, torch.Tensor] | None,
+    int8_activations: bool = False,
+) -> Cold:
     """What a layer whose ``cold`` neurons (int64) are chosen by ``method`` needs of a predictor in original order.
+
+    ``int8_activations``: it is computed with these.
 
     Raises:
         ConfigError: there is none. ShapeError, DtypeError: it is of another layer, or was not made by us.
@@ -41,7 +55,7 @@ def cold_part(site: FFNSite, method: str, cold: torch.Tensor, predictor: Mapping
     if method == Method.SIGNBIT:
         return _signs(site, cold, predictor)
     if predictor is not None and "a" in predictor and predictor["a"].dtype == torch.uint8:
-        return _quantised(site, cold, predictor)
+        return _quantised(site, cold, predictor, int8_activations)
     return _lowrank(site, cold, predictor)
 
 
@@ -78,7 +92,9 @@ def _lowrank(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tens
     return Cold(tensors)
 
 
-def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tensor]) -> Cold:
+def _quantised(
+    site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tensor], int8_activations: bool
+) -> Cold:
     """A low-rank one in quantised rows, whose format their length tells."""
     a, b = lowrank["a"], lowrank["b"]
     kinds = [k for k in QUANTIZED if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]
@@ -94,8 +110,14 @@ def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Te
     bias = lowrank.get("bias")
     if bias is not None:
         check_shape(f"predictor bias of {site.key}", bias, (site.intermediate,))
-    found = {"a": a.clone(), "b": b[cold].contiguous()} | ({} if bias is None else {"bias": bias[cold]})
-    return Cold(found, kinds[0])
+    kind, rank = kinds[0], len(a)
+    found = {} if bias is None else {"bias": bias[cold]}
+    filled = torch.cat((cold.new_zeros(-len(cold) % ROWS), cold))
+    if not (wants_blocks(rank, site.hidden, int8_activations) and wants_blocks(len(filled), rank, int8_activations)):
+        return Cold({"a": a.clone(), "b": b[cold]} | found, kind)
+    if bias is None:
+        found["bias"] = torch.zeros(len(cold))
+    return Cold({"a": to_blocks(a, kind, site.hidden), "b": to_blocks(b[filled], kind, rank)} | found, kind, None, True)
 
 
 def _signs(site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None) -> Cold:

@@ -58,6 +58,7 @@ class SparseExperts(StandIn):
         load()
         first: SparseFFN | None = None
         for expert, part in enumerate(parts):
+            part.leave_blocks()
             if first is None:
                 first = part
                 self._stack(part, experts)

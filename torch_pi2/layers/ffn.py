@@ -10,12 +10,13 @@ import torch
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.formats import row_bytes
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
-from torch_pi2.layers.cold import BY_NEURON, PREDICTOR_TENSORS, cold_part
+from torch_pi2.layers.cold import PREDICTOR_TENSORS, cold_part
 from torch_pi2.layers.dense import DenseForm
 from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
+from torch_pi2.ops.linear_blocks import IN_BLOCKS, from_blocks
 from torch_pi2.ops.quantized import check_kind
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import LayerPlan
@@ -43,7 +44,8 @@ class SparseFFN(DenseForm):
         ConfigError: unknown method, hot neurons out of range, or a predictor is missing.
 
     Buffers (none of them in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order, ``bias_gate``,
-    ``bias_up [I]`` in plan order, ``bias_down [H]``, and the predictor's rows of cold neurons in plan order.
+    ``bias_up [I]`` in plan order, ``bias_down [H]``, and the predictor's rows of cold neurons in plan order, in blocks
+    where kernels like that (:mod:`torch_pi2.ops.linear_blocks`).
     Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 and float32 biases. What was rounded away is gone, so the
     original cannot be restored, ``state_dict`` has the numbers that the rows stand for, and other weights cannot be
     loaded.
@@ -66,8 +68,6 @@ class SparseFFN(DenseForm):
     output_error: float | None = None
     dense_from: int | None = None
     _by_batch: tuple[tuple[int, int], ...] = ()
-    #: By number of hot neurons, the rows of predictor tensors that are left: views, made once.
-    _left: Mapping[int, tuple[torch.Tensor | None, ...]] = {}
     predictor_a: torch.Tensor | None
     predictor_b: torch.Tensor | None
     predictor_bias: torch.Tensor | None
@@ -168,11 +168,11 @@ class SparseFFN(DenseForm):
         order = layer_plan.order.to(torch.int64)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("inverse", torch.argsort(order), persistent=False)
-        cold = cold_part(site, self.method, order[self.n_hot :], lowrank)
+        cold = cold_part(site, self.method, order[self.n_hot :], lowrank, self.int8_activations)
         for name in (*PREDICTOR_TENSORS, "signs"):
             self.register_buffer(f"predictor_{name}", cold.tensors.get(name), persistent=False)
         self.predictor_threshold = threshold if cold.margin is None else cold.margin
-        self.predictor_weights = cold.weights
+        self.predictor_weights, self.predictor_in_blocks = cold.weights, cold.in_blocks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
@@ -247,11 +247,7 @@ class SparseFFN(DenseForm):
                 found=", ".join(map(str, hot)),
                 fix="Leave layers with a threshold as they are.",
             )
-        left = {n: self._rows_left(n) for n in set(hot) - {self.n_hot}}
-        # in this order: calls of other threads find the rows of what they see in _by_batch
-        self._left = {**self._left, **left}
         self._by_batch = chosen
-        self._left = left
 
     def hot_for(self, tokens: int) -> int:
         """Hot neurons of a call of so many tokens, see :attr:`by_batch`."""
@@ -262,22 +258,16 @@ class SparseFFN(DenseForm):
                 return hot
         return self._by_batch[-1][1]
 
-    def _rows_left(self, n_hot: int) -> tuple[torch.Tensor | None, ...]:
-        """:meth:`predictor` without the rows of neurons before ``n_hot``: they come first, so that views will do."""
-        skipped = n_hot - self.n_hot
-        named = zip(self._predictor_names(), self.predictor(), strict=True)
-        return tuple(t[skipped:] if t is not None and n in BY_NEURON else t for n, t in named)
-
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
         refuse_vmap(self.site, x)
         y: torch.Tensor = torch.ops.pi2.predicted_ffn(
             x,
             *self.tensors(),
-            [tensor for tensor in self.predictor(n_hot) if tensor is not None],
+            [tensor for tensor in self.predictor() if tensor is not None],
             self.predictor_kind,
             self.predictor_threshold,
-            self.predictor_weights,
+            self.predictor_format,
             self.int8_activations and bool(self.predictor_weights),
             *self.settings(n_hot, self.threshold),
         )
@@ -295,15 +285,29 @@ class SparseFFN(DenseForm):
             return "signbit"
         return "lowrank_q" if self.predictor_weights else "lowrank"
 
-    def predictor(self, n_hot: int | None = None) -> tuple[torch.Tensor | None, ...]:
-        """The predictor's tensors for cold neurons in plan order, as the operator of ``predictor_call`` takes them.
+    @property
+    def predictor_format(self) -> str:
+        """What operators call the format of a low-rank predictor in quantised rows: ``int4``, ``int4_blocks``."""
+        return self.predictor_weights + (IN_BLOCKS if self.predictor_in_blocks else "")
 
-        ``n_hot``: one of those in :attr:`by_batch`, after which neurons are cold.
-        """
-        if n_hot is not None and n_hot != self.n_hot:
-            rows = self._left.get(n_hot)
-            return self._rows_left(n_hot) if rows is None else rows  # another thread has just set by_batch
+    def predictor(self) -> tuple[torch.Tensor | None, ...]:
+        """The predictor's tensors for cold neurons in plan order, as the operator of ``predictor_call`` takes them."""
         return tuple(getattr(self, f"predictor_{name}") for name in self._predictor_names())
+
+    def predictor_rows(self) -> dict[str, torch.Tensor]:
+        """The predictor's tensors by name (``a``), with rows in their own order: what files and experts want."""
+        found = {name: getattr(self, f"predictor_{name}") for name in (*PREDICTOR_TENSORS, "signs")}
+        if self.predictor_in_blocks:
+            rank, cold = len(found["a"]), len(found["bias"])
+            found["a"] = from_blocks(found["a"], self.predictor_weights, self.site.hidden)
+            found["b"] = from_blocks(found["b"], self.predictor_weights, rank)[-cold:]
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def leave_blocks(self) -> None:
+        """The predictor's rows in their own order from now on."""
+        for name, tensor in self.predictor_rows().items():
+            setattr(self, f"predictor_{name}", tensor)
+        self.predictor_in_blocks = False
 
     def _predictor_names(self) -> tuple[str, ...]:
         if self.predictor_signs is not None:
@@ -315,7 +319,7 @@ class SparseFFN(DenseForm):
         if self.predictor_signs is not None:
             return torch.ops.pi2.predict_signbit.default, (self.site.hidden, self.predictor_threshold)
         if self.predictor_weights:
-            settings = (self.predictor_weights, self.int8_activations, self.predictor_threshold)
+            settings = (self.predictor_format, self.int8_activations, self.predictor_threshold)
             return torch.ops.pi2.predict_lowrank_q.default, settings
         return torch.ops.pi2.predict_lowrank.default, (self.predictor_threshold,)
 
@@ -356,7 +360,6 @@ class SparseFFN(DenseForm):
             # not moved.float(): a scale of 1e-9 has become 0 in float16, a bias of 1e30 infinity
             if moved is not None and moved.dtype != tensor.dtype:
                 self._buffers[name] = tensor.to(moved.device)
-        self.by_batch = self._by_batch  # views of the tensors that there are now
         return self
 
     def extra_repr(self) -> str:

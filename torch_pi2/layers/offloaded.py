@@ -375,20 +375,20 @@ class OffloadedFFN(InStore, SparseFFN):
         self.announced = True
         if self.has_predictor and self.store_layer > 0:
             n_hot = self.hot_for(batch)
-            tensors = [tensor for tensor in self.predictor(n_hot) if tensor is not None]
+            tensors = [tensor for tensor in self.predictor() if tensor is not None]
             torch.ops.pi2.store_lookahead(
                 self.store.number,
                 self.store_layer,
                 tensors,
                 self.predictor_kind,
                 self.predictor_threshold,
-                self.predictor_weights,
+                self.predictor_format,
                 self.int8_activations and bool(self.predictor_weights),
                 n_hot,
             )
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
-        tensors = [tensor for tensor in self.predictor(n_hot) if tensor is not None]
+        tensors = [tensor for tensor in self.predictor() if tensor is not None]
         return self._stored(x, tensors, self.predictor_kind, n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
@@ -415,7 +415,7 @@ class OffloadedFFN(InStore, SparseFFN):
             predictor,
             kind,
             self.predictor_threshold,
-            self.predictor_weights,
+            self.predictor_format,
             self.int8_activations and bool(self.predictor_weights),
             self.site.activation,
             self.site.activation_on_up,

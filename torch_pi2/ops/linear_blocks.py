@@ -17,6 +17,8 @@ from torch_pi2.ops.quantize import check_format
 
 #: Rows in a block, and columns that are together in it.
 ROWS, COLUMNS = 16, 2 * GROUP
+#: Ends the name of a format where rows may be in blocks or not.
+IN_BLOCKS = "_blocks"
 
 
 def fits(rows: int, columns: int) -> bool:

@@ -36,7 +36,8 @@ def predicted_ffn(
     Args:
         predictor, kind: ``lowrank`` with ``[a, a_scale, b, b_scale]`` of :func:`predict_lowrank`, ``lowrank_q`` with
             ``[a, b]`` of :func:`predict_lowrank_q`, either with a bias as last tensor if there is one; ``signbit`` with
-            ``[signs]`` of :func:`predict_signbit`.
+            ``[signs]`` of :func:`predict_signbit`. Its last rows are those of the cold neurons; what is before them is of
+            neurons that are hot.
         cut: threshold of a low-rank predictor, margin of a sign-bit one.
         predictor_weights, predictor_int8_activations: of ``lowrank_q``; others ignore them.
     """
@@ -50,6 +51,7 @@ def predicted_ffn(
         active = predict_lowrank_q(
             x, a, b, bias[0] if bias else None, predictor_weights, predictor_int8_activations, cut
         )
+    active = active[..., active.shape[-1] - (neuron_rows.shape[0] - n_hot) :]
     layer = (active, activation, activation_on_up, n_hot, threshold, weights, int8_activations)
     return sparse_ffn(x, neuron_rows, bias_gate, bias_up, bias_down, *layer)
 

@@ -76,6 +76,11 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
     first.push_back(torch::stable::select(tensors[i], 0, 0));
   }
   stack.predictor = any_predictor(x, layer, first, kind, cuts[0], weights, int8_activations);
+  const Tensor& by_neuron = first[kind == "lowrank" ? 2 : kind == "lowrank_q" ? 1 : 0];
+  STD_TORCH_CHECK(!stack.predictor.lowrank.blocks && by_neuron.size(0) == layer.neurons,
+                  "pi2: predictor: expected rows of ", layer.neurons, " neurons for each expert, found ",
+                  by_neuron.size(0), stack.predictor.lowrank.blocks ? " in blocks" : "",
+                  ". Experts have no hot neurons.");
   for (size_t e = 0; e < cuts.size(); ++e)
     STD_TORCH_CHECK(kind == "signbit" ? cuts[e] >= 0 && std::isfinite(cuts[e]) : !std::isnan(cuts[e]),
                     "pi2: cuts: expected ", kind == "signbit" ? "finite margins of at least 0" : "thresholds",

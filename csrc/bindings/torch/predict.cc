@@ -2,11 +2,17 @@
 #include "bindings/torch/predict.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "bindings/torch/ffn.h"
+#include "pi2/kernels.h"
+#include "pi2/linear.h"
 
 namespace pi2::binding {
 namespace {
+
+// What torch_pi2.ops.linear_blocks adds to the name of a format.
+constexpr char kInBlocks[] = "_blocks";
 
 // Data of a predictor's tensor: contiguous, of `dtype`, [rows, columns] or, where `columns` is 0, [rows].
 const void* typed_data(const Tensor& tensor, const char* name, ScalarType dtype, int64_t rows, int64_t columns) {
@@ -50,21 +56,30 @@ LowrankArgs lowrank_args(const Tensor& x, const Tensor& a, const Tensor& a_scale
   return args;
 }
 
-// Rows quantised in groups.
+// Rows quantised in groups, or blocks of them: then b has a bias for each cold neuron, and may have rows before theirs.
 LowrankArgs lowrank_q_args(const Tensor& x, const Tensor& a, const Tensor& b, const MaybeTensor& b_bias,
                            const std::string& weights, bool int8_activations, double threshold) {
   check_matrices(a, b);
   LowrankArgs args;
-  args.dtype = quantized_dtype(weights);
+  const size_t end = weights.rfind(kInBlocks);
+  args.blocks = end != std::string::npos && end + std::strlen(kInBlocks) == weights.size();
+  args.dtype = quantized_dtype(args.blocks ? weights.substr(0, end) : weights);
   args.rank = a.size(0);
   args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
-  args.cold = b.size(0);
+  args.cold = args.blocks && b_bias && b_bias->dim() == 1 ? b_bias->size(0) : b.size(0);
+  args.skipped = b.size(0) - args.cold;
   STD_TORCH_CHECK(args.hidden > 0, "pi2: x: expected [..., hidden], found ", x.dim(), " dimensions of ", x.numel(),
                   " elements in all. Pass hidden states of this model.");
   args.a = quantized_rows(a, "predictor tensor a", args.dtype, args.rank, args.hidden);
-  args.b = quantized_rows(b, "predictor tensor b", args.dtype, args.cold, args.rank);
+  args.b = quantized_rows(b, "predictor tensor b", args.dtype, args.skipped + args.cold, args.rank);
   if (b_bias) args.b_bias = static_cast<const float*>(typed_data(*b_bias, "b_bias", ScalarType::Float, args.cold, 0));
   args.int8_activations = int8_activations;
+  STD_TORCH_CHECK(!args.blocks || (int8_activations && takes_blocks() && args.skipped >= 0 &&
+                                   in_blocks(args.rank, args.hidden) && in_blocks(b.size(0), args.rank)),
+                  "pi2: predictor in blocks: expected int8 activations, kernels for blocks, and blocks of 16 rows and "
+                  "64 columns with at least as many rows as b has biases, found a of ",
+                  args.rank, " x ", args.hidden, ", b of ", b.size(0), " x ", args.rank, ", ", args.cold,
+                  " neurons. Pass it in rows.");
   args.threshold = static_cast<float>(threshold);
   return args;
 }
@@ -105,6 +120,22 @@ Tensor predicted(const Tensor& x, Args args, int64_t hidden, void (*predict)(con
   return active;
 }
 
+// Leaves out the first `count` neurons, which are hot now.
+void skip_rows(SignbitArgs& args, int64_t count) {
+  args.signs = static_cast<const char*>(args.signs) + count * sign_bytes(args.columns);
+  args.cold -= count;
+}
+
+void skip_rows(LowrankArgs& args, int64_t count) {
+  if (args.blocks)
+    args.skipped += count;
+  else
+    args.b = static_cast<const char*>(args.b) + count * row_bytes(args.dtype, args.rank);
+  if (args.b_scale != nullptr) args.b_scale += count;
+  if (args.b_bias != nullptr) args.b_bias += count;
+  args.cold -= count;
+}
+
 Tensor predict_lowrank(const Tensor& x, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                        const MaybeTensor& b_bias, double threshold) {
   const LowrankArgs args = lowrank_args(x, a, a_scale, b, b_scale, b_bias, threshold);
@@ -142,10 +173,13 @@ Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<
     made.lowrank = lowrank_args(x, tensors[0], tensors[1], tensors[2], tensors[3], bias, cut);
   else
     made.lowrank = lowrank_q_args(x, tensors[0], tensors[1], bias, weights, int8_activations, cut);
-  const int64_t found = signbit ? made.signbit.cold : made.lowrank.cold;
-  STD_TORCH_CHECK(found == args.neurons - args.n_hot, "pi2: predictor: expected ", args.neurons - args.n_hot,
-                  " cold neurons (", args.neurons, " less ", args.n_hot, " hot), found ", found,
-                  ". Its rows are those of cold neurons in plan order.");
+  const int64_t found = signbit ? made.signbit.cold : made.lowrank.cold, cold = args.neurons - args.n_hot;
+  STD_TORCH_CHECK(found >= cold, "pi2: predictor: expected at least ", cold, " cold neurons (", args.neurons, " less ",
+                  args.n_hot, " hot), found ", found, ". Its last rows are those of cold neurons in plan order.");
+  if (signbit)
+    skip_rows(made.signbit, found - cold);
+  else
+    skip_rows(made.lowrank, found - cold);
   return made;
 }
 

@@ -19,11 +19,13 @@ struct LowrankArgs {
   const void* a = nullptr;         // [rank] rows of hidden numbers
   const float* a_scale = nullptr;  // [rank], kI8 only
   std::int64_t rank = 0;
-  const void* b = nullptr;         // [cold] rows of rank numbers
+  const void* b = nullptr;         // [skipped + cold] rows of rank numbers
   const float* b_scale = nullptr;  // [cold], kI8 only
   const float* b_bias = nullptr;   // [cold] or null
   std::int64_t cold = 0;
   bool int8_activations = false;  // kQ4, kQ8: x and relu(a x) as int8 with a scale per 32
+  bool blocks = false;            // kQ4, kQ8, int8 activations: a and b are in blocks (pi2/kernels.h)
+  std::int64_t skipped = 0;       // rows of b before those of cold neurons; 0 unless in blocks
   float threshold = 0;
   std::uint8_t* active = nullptr;  // [tokens, cold]
 };

@@ -1,9 +1,10 @@
 // AVX-512 VNNI kernels: int8 activations with a float scale per group of 32, integer sums exact.
 //
 // VPDPBUSD multiplies unsigned by signed bytes, so stored weights go in with an offset (8 for int4, 128 for int8) and
-// every accumulator starts at minus the offset times the x it will meet. A prepared x is a row of steps:
-//   int4, 128 weights: 64 bytes of x for the low nibbles, 64 for the high ones, 16 starts, 16 scales (by lane)
-//   int8,  64 weights: 64 bytes of x, 16 starts, 16 scales
+// of each group one accumulator starts at minus the offset times the x it will meet. A prepared x is small, since a
+// batch reads it from the second-level cache for every neuron: values in the order of a step (int4, 128 weights: 64 for
+// the low nibbles, 64 for the high ones; int8: 64 weights), padded(n) of them, then for each step its groups' scales
+// and starts.
 #pragma once
 
 #include <immintrin.h>
@@ -21,17 +22,38 @@ namespace {
 
 using avx512::kStep;
 
-struct alignas(64) StepQ4 {
-  std::int8_t low[64], high[64];
-  std::int32_t start[16];
-  float scale[16];
+template <int kGroups>
+struct StepScales {
+  float scale[kGroups];
+  std::int32_t start[kGroups];
+};
+using ScalesQ4 = StepScales<4>;
+using ScalesQ8 = StepScales<2>;
+
+// Parts of a prepared x.
+template <class Scales>
+struct StepInput {
+  const std::int8_t* values;
+  const Scales* scales;
+
+  StepInput(const void* x, std::int64_t n)
+      : values(static_cast<const std::int8_t*>(x)), scales(reinterpret_cast<const Scales*>(values + padded(n))) {}
 };
 
-struct alignas(64) StepQ8 {
-  std::int8_t values[64];
-  std::int32_t start[16];
-  float scale[16];
-};
+// Scales over the lanes of their groups, and the starts, each in one lane of its group.
+inline void spread(const ScalesQ4& step, __m512* scale, __m512i* start) {
+  const __m512i group = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+  const __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(&step)));
+  *scale = _mm512_permutexvar_ps(group, _mm512_castsi512_ps(both));
+  *start = _mm512_maskz_permutexvar_epi32(0x1111, _mm512_add_epi32(group, _mm512_set1_epi32(4)), both);
+}
+
+inline void spread(const ScalesQ8& step, __m512* scale, __m512i* start) {
+  const __m512i group = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512i both = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(&step)));
+  *scale = _mm512_permutexvar_ps(group, _mm512_castsi512_ps(both));
+  *start = _mm512_maskz_permutexvar_epi32(0x0101, _mm512_add_epi32(group, _mm512_set1_epi32(2)), both);
+}
 
 // One group as int8 (room for 32); returns its scale. The policy is that of scalar::prepare_a8.
 inline float quantize_group(const float* x, std::int64_t count, std::int8_t* out) {
@@ -58,24 +80,24 @@ inline float quantize_group(const float* x, std::int64_t count, std::int8_t* out
   return finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
 }
 
-inline __m512i sums_of_4(__m512i bytes) {  // of signed bytes, by lane of 32 bits
-  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+inline std::int32_t sum_of_group(const std::int8_t* values) {
+  std::int32_t sum = 0;
+  for (std::int64_t k = 0; k < kGroup; ++k) sum += values[k];
+  return sum;
 }
 
 inline void prepare_a8_q4(PI2_PREPARE_ARGS) {
-  auto* step = static_cast<StepQ4*>(out);
-  for (std::int64_t begin = 0; begin < n; begin += kStep, ++step) {
+  auto* to = static_cast<std::int8_t*>(out);
+  auto* scales = reinterpret_cast<ScalesQ4*>(to + padded(n));
+  for (std::int64_t begin = 0; begin < n; begin += kStep, to += kStep, ++scales) {
     for (std::int64_t g = 0; g < 4; ++g) {
       const std::int64_t left = n - begin - g * kGroup;
       std::int8_t values[kGroup] = {};
-      const float scale = left > 0 ? quantize_group(x + begin + g * kGroup, std::min(left, kGroup), values) : 0.0f;
-      std::memcpy(step->low + 16 * g, values, 16);
-      std::memcpy(step->high + 16 * g, values + 16, 16);
-      for (std::int64_t l = 0; l < 4; ++l) step->scale[4 * g + l] = scale;
+      scales->scale[g] = left > 0 ? quantize_group(x + begin + g * kGroup, std::min(left, kGroup), values) : 0.0f;
+      scales->start[g] = -8 * sum_of_group(values);
+      std::memcpy(to + 16 * g, values, 16);
+      std::memcpy(to + 64 + 16 * g, values + 16, 16);
     }
-    const __m512i sums =
-        _mm512_add_epi32(sums_of_4(_mm512_load_si512(step->low)), sums_of_4(_mm512_load_si512(step->high)));
-    _mm512_store_si512(step->start, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-8)));
   }
 }
 
@@ -93,6 +115,13 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
     s[r] = w[r] + n_groups * (kGroup / 2);
     for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
   }
+  const std::int8_t* x[kTokens];
+  const ScalesQ4* x_scales[kTokens];
+  for (int t = 0; t < kTokens; ++t) {
+    const StepInput<ScalesQ4> input(x_T[t], n);
+    x[t] = input.values;
+    x_scales[t] = input.scales;
+  }
   for (std::int64_t g = 0; g < n_groups; g += 4) {
     for (std::int64_t line = 0; line < lines; ++line, hint += 64)
       _mm_prefetch(reinterpret_cast<const char*>(hint), _MM_HINT_T0);
@@ -105,10 +134,10 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
       scale[r] = avx512::scales_of_4(s[r] + 2 * g, n_groups - g);
     }
     for (int t = 0; t < kTokens; ++t) {
-      const StepQ4& x = static_cast<const StepQ4*>(x_T[t])[g / 4];
-      const __m512i x_low = _mm512_load_si512(x.low), x_high = _mm512_load_si512(x.high);
-      const __m512i start = _mm512_load_si512(x.start);
-      const __m512 x_scale = _mm512_load_ps(x.scale);
+      const __m512i x_low = _mm512_load_si512(x[t] + g * kGroup), x_high = _mm512_load_si512(x[t] + g * kGroup + 64);
+      __m512 x_scale;
+      __m512i start;
+      spread(x_scales[t][g / 4], &x_scale, &start);
       for (int r = 0; r < kRows; ++r) {
         const __m512i sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(start, low[r], x_low), high[r], x_high);
         acc[r][t] = _mm512_fmadd_ps(_mm512_mul_ps(scale[r], x_scale), _mm512_cvtepi32_ps(sum), acc[r][t]);
@@ -128,19 +157,16 @@ inline void dot_a8_q4(PI2_DOT_ARGS) {
 }
 
 inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
-  auto* step = static_cast<StepQ8*>(out);
-  for (std::int64_t begin = 0; begin < n; begin += 64, ++step) {
+  auto* to = static_cast<std::int8_t*>(out);
+  auto* scales = reinterpret_cast<ScalesQ8*>(to + padded(n));
+  for (std::int64_t begin = 0; begin < n; begin += 64, to += 64, ++scales) {
     for (std::int64_t g = 0; g < 2; ++g) {
       const std::int64_t left = n - begin - g * kGroup;
-      float scale = 0;
-      if (left > 0)
-        scale = quantize_group(x + begin + g * kGroup, std::min(left, kGroup), step->values + g * kGroup);
-      else
-        std::memset(step->values + g * kGroup, 0, kGroup);
-      for (std::int64_t l = 0; l < 8; ++l) step->scale[8 * g + l] = scale;
+      std::memset(to + g * kGroup, 0, kGroup);
+      scales->scale[g] =
+          left > 0 ? quantize_group(x + begin + g * kGroup, std::min(left, kGroup), to + g * kGroup) : 0.0f;
+      scales->start[g] = -128 * sum_of_group(to + g * kGroup);
     }
-    _mm512_store_si512(step->start,
-                       _mm512_mullo_epi32(sums_of_4(_mm512_load_si512(step->values)), _mm512_set1_epi32(-128)));
   }
 }
 
@@ -150,18 +176,28 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
   const std::int64_t n_groups = groups(n);
   auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
   const __m512i offset = _mm512_set1_epi8(-128);
-  const __m512i spread = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512i two = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
   const char* w[kRows];
   __m512 acc[kRows][kTokens];
   for (int r = 0; r < kRows; ++r) {
     w[r] = row_at(rows, r);
     for (int t = 0; t < kTokens; ++t) acc[r][t] = _mm512_setzero_ps();
   }
+  const std::int8_t* x[kTokens];
+  const ScalesQ8* x_scales[kTokens];
+  for (int t = 0; t < kTokens; ++t) {
+    const StepInput<ScalesQ8> input(x_T[t], n);
+    x[t] = input.values;
+    x_scales[t] = input.scales;
+  }
   for (std::int64_t g = 0; g < n_groups; g += 2) {
     for (std::int64_t line = 0; line < lines; ++line, hint += 64)
       _mm_prefetch(reinterpret_cast<const char*>(hint), _MM_HINT_T0);
     const bool both = n_groups - g >= 2;
     const __mmask64 m = both ? ~std::uint64_t{0} : 0xffffffffu;
+    __m512 x_scale[kTokens];
+    __m512i start[kTokens];
+    for (int t = 0; t < kTokens; ++t) spread(x_scales[t][g / 2], &x_scale[t], &start[t]);
     for (int r = 0; r < kRows; ++r) {
       const __m512i values = _mm512_xor_si512(_mm512_maskz_loadu_epi8(m, w[r] + g * kGroup), offset);
       std::int32_t halves = 0;
@@ -169,12 +205,10 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
         std::memcpy(&halves, w[r] + n_groups * kGroup + 2 * g, 4);
       else
         std::memcpy(&halves, w[r] + n_groups * kGroup + 2 * g, 2);
-      const __m512 scale =
-          _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128(halves))));
+      const __m512 scale = _mm512_permutexvar_ps(two, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128(halves))));
       for (int t = 0; t < kTokens; ++t) {
-        const StepQ8& x = static_cast<const StepQ8*>(x_T[t])[g / 2];
-        const __m512i sum = _mm512_dpbusd_epi32(_mm512_load_si512(x.start), values, _mm512_load_si512(x.values));
-        acc[r][t] = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_load_ps(x.scale)), _mm512_cvtepi32_ps(sum), acc[r][t]);
+        const __m512i sum = _mm512_dpbusd_epi32(start[t], values, _mm512_load_si512(x[t] + g * kGroup));
+        acc[r][t] = _mm512_fmadd_ps(_mm512_mul_ps(scale, x_scale[t]), _mm512_cvtepi32_ps(sum), acc[r][t]);
       }
     }
   }
