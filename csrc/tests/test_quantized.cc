@@ -17,7 +17,7 @@ namespace {
 using namespace pi2;
 using namespace pi2_test;
 
-constexpr std::int64_t kSizes[] = {1, 7, 15, 17, 31, 32, 33, 63, 64, 65, 111, 127, 128, 129, 160, 257, 989, 1024};
+constexpr std::int64_t kSizes[] = {1, 7, 15, 17, 31, 32, 33, 63, 64, 65, 111, 127, 128, 129, 160, 257, 989, 1024, 1088};
 constexpr std::int64_t kTokens = 9;
 
 struct Kernels {  // of one dtype, with float or int8 activations
@@ -161,93 +161,116 @@ std::vector<char> block_of(const void* const* rows, DType dtype, std::int64_t n)
   return block;
 }
 
+// What goes into a matrix product, and what it gives for each token alone.
+struct Product {
+  static constexpr std::int64_t kRows = kGemmPanels * kPanelRows, kMost = 17, kBroken = 5;
+  const KernelTable& table;
+  DType dtype;
+  std::int64_t n;
+  std::vector<std::vector<double>> weights, x;
+  std::vector<Guarded> rows_R, x_T;
+  const void* rows[kRows];
+  const void* inputs_T[kMost];
+  std::vector<float> alone;
+
+  Product(const KernelTable& table, DType dtype, std::int64_t n, std::mt19937& rng)
+      : table(table), dtype(dtype), n(n), alone(kMost * kRows) {
+    for (std::int64_t r = 0; r < kRows; ++r) {
+      std::vector<char> row = quantized_row(rng, dtype, n);
+      // The largest sums there are, which must be exact.
+      if (r == 0) std::fill(row.begin(), row.end() - 2 * groups(n), static_cast<char>(dtype == DType::kQ4 ? 255 : 128));
+      weights.push_back(weights_of(row, dtype, n));
+      rows_R.emplace_back(row.data(), static_cast<std::int64_t>(row.size()));
+      rows[r] = rows_R.back().data();
+    }
+    for (std::int64_t t = 0; t < kMost; ++t) {
+      std::vector<float> values = inputs(rng, n, t);
+      if (t == kBroken - 1) std::fill(values.begin(), values.end(), -1.0f);
+      x.push_back(seen(values, true));
+      if (t == kBroken) values[n / 2] = NAN;
+      const Guarded input(values.data(), n * 4);
+      x_T.emplace_back(gemm_input_bytes(n));
+      std::memset(x_T.back().data(), 0xff, static_cast<std::size_t>(x_T.back().size()));
+      table.prepare_gemm[index()](input.as<float>(), n, x_T.back().data());
+      inputs_T[t] = x_T.back().data();
+    }
+  }
+
+  int index() const { return static_cast<int>(dtype); }
+
+  void check_alone() const {
+    for (std::int64_t t = 0; t < kMost; ++t) {
+      for (std::int64_t r = 0; r < kRows; ++r) {
+        double sum = 0, magnitude = 0;
+        for (std::int64_t k = 0; k < n; ++k) {
+          sum += weights[r][k] * x[t][k];
+          magnitude += std::fabs(weights[r][k] * x[t][k]);
+        }
+        const float found = alone[t * kRows + r];
+        PI2_CHECK(t == kBroken ? std::isnan(found)
+                               : std::fabs(found - sum) <= 1e-6 * magnitude + 1e-44 * static_cast<double>(n),
+                  "%s dtype %d n %ld product of row %ld and token %ld: %g, wanted %g of %g", table.isa, index(),
+                  static_cast<long>(n), static_cast<long>(r), static_cast<long>(t), found, sum, magnitude);
+      }
+    }
+  }
+};
+
+std::vector<char> blocks_of(const Product& product) {
+  std::vector<char> made;
+  for (std::int64_t p = 0; p < kGemmPanels; ++p)
+    for (const char byte : block_of(product.rows + p * kPanelRows, product.dtype, product.n)) made.push_back(byte);
+  PI2_CHECK(static_cast<std::int64_t>(made.size()) == product.kRows * row_bytes(product.dtype, product.n),
+            "blocks have other bytes than their rows");
+  return made;
+}
+
 // What is made of blocks is what is made of their rows, for any number of tokens.
-void check_blocks(const KernelTable& table, DType dtype, std::int64_t n, const void* const* rows,
-                  const void* const* x_T, std::int64_t most, const std::vector<float>& alone) {
-  constexpr std::int64_t kRows = kGemmPanels * kPanelRows;
-  const int d = static_cast<int>(dtype);
-  std::vector<char> made = block_of(rows, dtype, n);
-  PI2_CHECK(static_cast<std::int64_t>(made.size()) == kPanelRows * row_bytes(dtype, n),
-            "a block has other bytes than its rows");
-  for (std::int64_t p = 1; p < kGemmPanels; ++p)
-    for (const char byte : block_of(rows + p * kPanelRows, dtype, n)) made.push_back(byte);
+void check_blocks(const Product& product) {
+  const std::int64_t n = product.n;
+  const std::vector<char> made = blocks_of(product);
   for (std::int64_t count = 1; count <= kGemmPanels; ++count) {
     const std::int64_t width = count * kPanelRows, ldo = width + 3;
-    const Guarded blocks(made.data(), width * row_bytes(dtype, n));
-    for (std::int64_t tokens = 1; tokens <= most; ++tokens) {
+    const Guarded blocks(made.data(), width * row_bytes(product.dtype, n));
+    for (std::int64_t tokens = 1; tokens <= Product::kMost; ++tokens) {
       const Guarded out(((tokens - 1) * ldo + width) * 4);
-      table.dot_blocks[d](blocks.data(), count, x_T, tokens, n, out.as<float>(), ldo);
+      product.table.dot_blocks[product.index()](blocks.data(), count, product.inputs_T, tokens, n, out.as<float>(),
+                                                ldo);
       for (std::int64_t t = 0; t < tokens; ++t)
-        PI2_CHECK(std::memcmp(out.as<float>() + t * ldo, &alone[t * kRows], static_cast<std::size_t>(width) * 4) == 0,
-                  "%s dtype %d n %ld, %ld blocks, %ld tokens: dot_blocks has other bits than gemm", table.isa, d,
-                  static_cast<long>(n), static_cast<long>(count), static_cast<long>(tokens));
+        PI2_CHECK(std::memcmp(out.as<float>() + t * ldo, &product.alone[t * Product::kRows],
+                              static_cast<std::size_t>(width) * 4) == 0,
+                  "%s dtype %d n %ld, %ld blocks, %ld tokens: dot_blocks has other bits than a token alone",
+                  product.table.isa, product.index(), static_cast<long>(n), static_cast<long>(count),
+                  static_cast<long>(tokens));
     }
   }
 }
 
-// Panels of kPanelRows rows times many tokens, where an instruction set has them.
-long check_gemm(const KernelTable& table, DType dtype, std::int64_t n, std::mt19937& rng) {
-  const int d = static_cast<int>(dtype);
-  PI2_CHECK((table.panel[d] == nullptr) == (table.gemm == nullptr) &&
-                (table.prepare_gemm[d] == nullptr) == (table.gemm == nullptr) &&
-                (table.dot_blocks[d] == nullptr) == (table.gemm == nullptr),
-            "%s has a part of gemm for dtype %d", table.isa, d);
-  if (table.panel[d] == nullptr || table.prepare_gemm[d] == nullptr || table.gemm == nullptr) return 0;
-  constexpr std::int64_t kRows = kGemmPanels * kPanelRows, kMost = 17, kBroken = 5;
-  std::vector<std::vector<double>> weights, x;
-  std::vector<Guarded> rows_R, panels_P, x_T;
-  const void* rows[kRows];
+// Panels of kPanelRows rows times many tokens. Sets what a token gives alone.
+void check_gemm(Product* product) {
+  const KernelTable& table = product->table;
+  const std::int64_t n = product->n;
+  const int d = product->index();
+  std::vector<Guarded> panels_P;
   const void* panels[kGemmPanels];
-  const void* inputs_T[kMost];
-  for (std::int64_t r = 0; r < kRows; ++r) {
-    const std::vector<char> row = quantized_row(rng, dtype, n);
-    weights.push_back(weights_of(row, dtype, n));
-    rows_R.emplace_back(row.data(), static_cast<std::int64_t>(row.size()));
-    rows[r] = rows_R.back().data();
-  }
   for (std::int64_t p = 0; p < kGemmPanels; ++p) {
     panels_P.emplace_back(panel_bytes(n));
     panels[p] = panels_P.back().data();
     std::memset(panels_P.back().data(), 0xff, static_cast<std::size_t>(panel_bytes(n)));
-    table.panel[d](rows + p * kPanelRows, n, panels_P.back().data());
+    table.panel[d](product->rows + p * kPanelRows, n, panels_P.back().data());
   }
-  for (std::int64_t t = 0; t < kMost; ++t) {
-    std::vector<float> values = inputs(rng, n, t);
-    x.push_back(seen(values, true));
-    if (t == kBroken) values[n / 2] = NAN;
-    const Guarded input(values.data(), n * 4);
-    x_T.emplace_back(padded(n) * 4);
-    std::memset(x_T.back().data(), 0xff, static_cast<std::size_t>(x_T.back().size()));
-    table.prepare_gemm[d](input.as<float>(), n, x_T.back().data());
-    inputs_T[t] = x_T.back().data();
-  }
-  std::vector<float> alone(kMost * kRows);
-  for (std::int64_t t = 0; t < kMost; ++t) {
+  for (std::int64_t t = 0; t < Product::kMost; ++t)
     for (std::int64_t p = 0; p < kGemmPanels; ++p)
-      table.gemm(panels + p, 1, inputs_T + t, 1, n, &alone[t * kRows + p * kPanelRows], 0);
-    for (std::int64_t r = 0; r < kRows; ++r) {
-      double sum = 0, magnitude = 0;
-      for (std::int64_t k = 0; k < n; ++k) {
-        sum += weights[r][k] * x[t][k];
-        magnitude += std::fabs(weights[r][k] * x[t][k]);
-      }
-      const float found = alone[t * kRows + r];
-      PI2_CHECK(t == kBroken ? std::isnan(found)
-                             : std::fabs(found - sum) <= 1e-6 * magnitude + 1e-44 * static_cast<double>(n),
-                "%s dtype %d n %ld gemm row %ld token %ld: %g, wanted %g of %g", table.isa, d, static_cast<long>(n),
-                static_cast<long>(r), static_cast<long>(t), found, sum, magnitude);
-    }
-  }
-  if (in_blocks(kPanelRows, n)) check_blocks(table, dtype, n, rows, inputs_T, kMost, alone);
+      table.gemm(panels + p, 1, product->inputs_T + t, 1, n, &product->alone[t * Product::kRows + p * kPanelRows], 0);
   for (const std::int64_t tokens : {1, 2, 3, 6, 7, 8, 9, 17}) {
     for (std::int64_t count = 1; count <= kGemmPanels; ++count) {
       const std::int64_t width = count * kPanelRows, ldo = width + 3;
       const Guarded out(((tokens - 1) * ldo + width) * 4);
       std::memset(out.data(), 0, static_cast<std::size_t>(out.size()));
-      table.gemm(panels, count, inputs_T, tokens, n, out.as<float>(), ldo);
+      table.gemm(panels, count, product->inputs_T, tokens, n, out.as<float>(), ldo);
       for (std::int64_t t = 0; t < tokens; ++t) {
         const float* row = out.as<float>() + t * ldo;
-        PI2_CHECK(std::memcmp(row, &alone[t * kRows], static_cast<std::size_t>(width) * 4) == 0,
+        PI2_CHECK(std::memcmp(row, &product->alone[t * Product::kRows], static_cast<std::size_t>(width) * 4) == 0,
                   "%s dtype %d n %ld gemm, %ld panels, %ld tokens: bits of token %ld differ from it alone", table.isa,
                   d, static_cast<long>(n), static_cast<long>(count), static_cast<long>(tokens), static_cast<long>(t));
         PI2_CHECK(t + 1 == tokens || (row[width] == 0 && row[width + 1] == 0 && row[width + 2] == 0),
@@ -255,9 +278,26 @@ long check_gemm(const KernelTable& table, DType dtype, std::int64_t n, std::mt19
       }
     }
   }
-  return kMost + 16;
 }
 
+// Where an instruction set has panels, blocks give what they give.
+long check_products(const KernelTable& table, DType dtype, std::int64_t n, std::mt19937& rng) {
+  const int d = static_cast<int>(dtype);
+  const bool gemm = table.gemm != nullptr, blocks = table.dot_blocks[d] != nullptr;
+  PI2_CHECK((table.panel[d] != nullptr) == gemm && (table.prepare_gemm[d] != nullptr) == blocks && (blocks || !gemm),
+            "%s has a part of gemm or of dot_blocks for dtype %d", table.isa, d);
+  if (!blocks) return 0;
+  Product product(table, dtype, n, rng);
+  if (gemm) check_gemm(&product);
+  if (in_blocks(kPanelRows, n)) {
+    const std::vector<char> made = blocks_of(product);
+    for (std::int64_t t = 0; !gemm && t < Product::kMost; ++t)
+      table.dot_blocks[d](made.data(), kGemmPanels, product.inputs_T + t, 1, n, &product.alone[t * Product::kRows], 0);
+    check_blocks(product);
+  }
+  if (gemm || in_blocks(kPanelRows, n)) product.check_alone();
+  return Product::kMost + 16;
+}
 long check_axpy(const KernelTable& table, DType dtype, std::int64_t n, std::mt19937& rng) {
   const AxpyFn axpy = table.axpy[static_cast<int>(dtype)];
   const RestoreFn restore = table.restore[static_cast<int>(dtype)];
@@ -362,7 +402,7 @@ int main() {
           if (kernels.missing()) continue;
           cases += check_dot(kernels, n, rng) + check_broken(kernels, n, rng);
         }
-        cases += check_axpy(*tables[i], dtype, n, rng) + check_gemm(*tables[i], dtype, n, rng);
+        cases += check_axpy(*tables[i], dtype, n, rng) + check_products(*tables[i], dtype, n, rng);
       }
     }
     std::printf("tested %s\n", tables[i]->isa);

@@ -47,8 +47,8 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 // their 32 scales. Vector 4 i + d of q4 has byte 4 d..4 d + 3 of group i of every row, as the row stores it; vector
 // 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups.
 //
-// out[t * ldo + r] for the rows r of `count` (1 to kGemmPanels) blocks, one after the other, as gemm gives it, x_T as
-// prepare_gemm wrote it: the same bits for any number of tokens.
+// out[t * ldo + r] for the rows r of `count` (1 to kGemmPanels) blocks, one after the other, x_T as prepare_gemm wrote
+// it: the same bits for any number of tokens, and those of gemm where there is one.
 #define PI2_DOT_BLOCKS_ARGS                                                                                        \
   const void *blocks, std::int64_t count, const void *const *x_T, std::int64_t tokens, std::int64_t n, float *out, \
       std::int64_t ldo
@@ -144,7 +144,7 @@ struct KernelTable {
   PrepareFn prepare[kDTypes];
   PrepareFn prepare_a8[kDTypes];
   RestoreFn restore[kDTypes];
-  PrepareFn prepare_gemm[kDTypes];  // q4, q8 or null, with panel, gemm and dot_blocks
+  PrepareFn prepare_gemm[kDTypes];  // q4, q8 or null, with dot_blocks; gemm takes it too
   PanelFn panel[kDTypes];
   DotBlocksFn dot_blocks[kDTypes];
   GemmFn gemm;

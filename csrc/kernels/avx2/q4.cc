@@ -1,5 +1,6 @@
 #include "kernels/q4.h"
 #include "kernels/avx2/a8.h"
+#include "kernels/avx2/blocks.h"
 #include "kernels/avx2/impl.h"
 
 void pi2::dot_q4__avx2(PI2_DOT_ARGS) { Q4<avx2::Simd>::dot(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
@@ -13,3 +14,9 @@ void pi2::restore_q4__avx2(PI2_RESTORE_ARGS) { Q4<avx2::Simd>::restore(y, n, out
 void pi2::dot_a8_q4__avx2(PI2_DOT_ARGS) { avx2::dot_a8_q4(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
 
 void pi2::prepare_a8_q4__avx2(PI2_PREPARE_ARGS) { avx2::prepare_a8_q4(x, n, out); }
+
+void pi2::prepare_gemm_q4__avx2(PI2_PREPARE_ARGS) { Blocks<avx2::BlockQ4>::prepare(x, n, out); }
+
+void pi2::dot_blocks_q4__avx2(PI2_DOT_BLOCKS_ARGS) {
+  Blocks<avx2::BlockQ4>::dot(blocks, count, x_T, tokens, n, out, ldo);
+}

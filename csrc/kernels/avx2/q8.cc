@@ -1,5 +1,6 @@
 #include "kernels/q8.h"
 #include "kernels/avx2/a8.h"
+#include "kernels/avx2/blocks.h"
 #include "kernels/avx2/impl.h"
 
 void pi2::dot_q8__avx2(PI2_DOT_ARGS) { Q8<avx2::Simd>::dot(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
@@ -13,3 +14,9 @@ void pi2::restore_q8__avx2(PI2_RESTORE_ARGS) { Q8<avx2::Simd>::restore(y, n, out
 void pi2::dot_a8_q8__avx2(PI2_DOT_ARGS) { avx2::dot_a8_q8(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
 
 void pi2::prepare_a8_q8__avx2(PI2_PREPARE_ARGS) { avx2::prepare_a8_q8(x, n, out); }
+
+void pi2::prepare_gemm_q8__avx2(PI2_PREPARE_ARGS) { Blocks<avx2::BlockQ8>::prepare(x, n, out); }
+
+void pi2::dot_blocks_q8__avx2(PI2_DOT_BLOCKS_ARGS) {
+  Blocks<avx2::BlockQ8>::dot(blocks, count, x_T, tokens, n, out, ldo);
+}
