@@ -203,8 +203,8 @@ bench-kernels: install
 	$(BIN)/cmake -S . -B build/bench -G Ninja -DPI2_BUILD_BENCH=ON -DPI2_BUILD_TORCH=OFF -DPI2_BUILD_EXECUTORCH=OFF \
 	  -DCMAKE_BUILD_TYPE=Release >build/bench.log 2>&1 || { cat build/bench.log; exit 1; }
 	$(BIN)/cmake --build build/bench --target bench_kernels bench_cache
-	build/bench/bench_kernels
-	build/bench/bench_cache
+	build/bench/bench_kernels $(BENCH_ARGS)
+	build/bench/bench_cache $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist demo-out torch_pi2/_lib .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed

@@ -6,7 +6,6 @@
 // the group's values) per group. `Format` is a dtype on an instruction set:
 //   kBytes             of a group's values
 //   kOffset            how much too large group() takes weights to be
-//   kMostTokens        in a tile
 //   kTogether          how many vectors group() has
 //   group(w, x, k, start, sums)  sums of start[t] and a group of these rows times x[t][k, k + kGroup), for each token
 // By inheritance it has what all dtypes of the instruction set share: Float, kLanes, zero, set1, mul, fma, load_floats
@@ -30,6 +29,7 @@ struct Blocks {
   static constexpr int kTogether = Format::kTogether;
   static constexpr int kVectors = static_cast<int>(kPanelRows / kLanes);
   static constexpr std::int64_t kPairBytes = 2 * Format::kBytes + 4 * kPanelRows;  // of two groups and their scales
+  static constexpr std::int64_t kMostTokens = 4;                                   // in a tile
   // Columns that stay in the first-level cache while all tokens use them.
   static constexpr std::int64_t kStepGroups = 1024 / kGroup;
   static constexpr std::uintptr_t kAheadBytes = 8192;  // two pages: a processor's own prefetching ends with each
@@ -100,17 +100,17 @@ struct Blocks {
     if constexpr (kTokens > 1) tile_of<kTokens - 1>(count, block, x_T, part, out, ldo);
   }
 
-  // Tiles of at most Format::kMostTokens tokens, all of about one size.
+  // Tiles of at most kMostTokens tokens, all of about one size.
   static void dot(PI2_DOT_BLOCKS_ARGS) {
-    const std::int64_t all = groups(n), step = tokens <= Format::kMostTokens ? all : kStepGroups;
+    const std::int64_t all = groups(n), step = tokens <= kMostTokens ? all : kStepGroups;
     for (std::int64_t b = 0; b < count; ++b, out += kPanelRows) {
       const char* block = static_cast<const char*>(blocks) + b * (all / 2 * kPairBytes);
       for (std::int64_t g = 0; g < all; g += step) {
         Part part{n, g, std::min(all, g + step), true};
         for (std::int64_t t = 0, some = 0; t < tokens; t += some, part.fetch = false) {
-          const std::int64_t tiles = (tokens - t + Format::kMostTokens - 1) / Format::kMostTokens;
+          const std::int64_t tiles = (tokens - t + kMostTokens - 1) / kMostTokens;
           some = (tokens - t + tiles - 1) / tiles;
-          tile_of<Format::kMostTokens>(some, block, x_T + t, part, out + t * ldo, ldo);
+          tile_of<kMostTokens>(some, block, x_T + t, part, out + t * ldo, ldo);
         }
       }
     }

@@ -28,7 +28,6 @@ struct BlockSimd : Simd {
 struct BlockQ4 : BlockSimd {
   static constexpr std::int64_t kBytes = 4 * 64;
   static constexpr std::int32_t kOffset = 8;
-  static constexpr int kMostTokens = 4;
 
   template <int kTokens>
   static void group(const char* w, const std::int8_t* const (&x)[kTokens], std::int64_t k,
@@ -60,7 +59,6 @@ struct BlockQ4 : BlockSimd {
 struct BlockQ8 : BlockSimd {
   static constexpr std::int64_t kBytes = 8 * 64;
   static constexpr std::int32_t kOffset = 0;
-  static constexpr int kMostTokens = 4;
 
   template <int kTokens>
   static void group(const char* w, const std::int8_t* const (&x)[kTokens], std::int64_t k,
