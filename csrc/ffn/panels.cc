@@ -21,7 +21,7 @@ constexpr std::int64_t kChunkNeurons = kPromptNeurons;
 constexpr std::int64_t kDownColumns = 128;  // of one work item of a dense down product
 // One in so many neurons of a chunk: a token that fires them goes through the matrix product, which is then faster than
 // adding row by row. A matter of each token alone, so that its bits do not depend on the others.
-constexpr std::int64_t kDenseOneIn = 4;
+constexpr std::int64_t kDenseOneIn = 5;
 constexpr std::int64_t kPair = kGemmPanels * kPanelRows;
 
 // What one thread needs for itself.
@@ -69,12 +69,18 @@ class Workshop {
         &shared);
   }
 
-  // x [tokens, columns] as gemm wants it.
-  void prepare(const char* x, DType x_dtype, std::int64_t tokens, PrepareFn prepare) {
+  // x [tokens, columns] as `prepare` has it, `bytes` from one to the next, on all threads.
+  void prepare_all(const char* x, DType x_dtype, std::int64_t tokens, PrepareFn prepare, char* out,
+                   std::int64_t bytes) {
     each(tokens, [&](std::int64_t worker, std::int64_t t) {
       widen(x + t * row_bytes(x_dtype, columns_), x_dtype, plain_[worker], columns_);
-      prepare(plain_[worker], columns_, inputs_ + t * gemm_input_bytes(columns_));
+      prepare(plain_[worker], columns_, out + t * bytes);
     });
+  }
+
+  // x [tokens, columns] as gemm wants it.
+  void prepare(const char* x, DType x_dtype, std::int64_t tokens, PrepareFn prepare) {
+    prepare_all(x, x_dtype, tokens, prepare, inputs_, gemm_input_bytes(columns_));
     for (std::int64_t t = 0; t < tokens; ++t) x_T_[t] = inputs_ + t * gemm_input_bytes(columns_);
   }
 
@@ -138,14 +144,27 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
 
 namespace {
 
-// Up to kTokenTile tokens on their way through a layer.
+constexpr std::int64_t kTileWords = kTokenTile / 64;
+constexpr std::int64_t kNeuronsAhead = 4;  // whose rows are asked for
+
+// A bit for each token of a tile.
+struct TileBits {
+  std::uint64_t words[kTileWords] = {};
+
+  void set(std::int64_t t) { words[t / 64] |= std::uint64_t{1} << t % 64; }
+};
+
+// Up to kTokenTile tokens on their way through a layer. A token that fires few of a chunk's neurons goes through up and
+// down neuron by neuron; one that fires many, with all that do, through matrix products over the whole chunk.
 struct PromptPass {
   const FfnArgs& args;
   const KernelTable& table;
   Workshop& shop;
-  const void* const* x_T;  // prepared
+  const void* const* x_T;  // prepared for gemm
+  const float* a8_TW;      // and for dots
   std::int64_t tokens, width;
-  float* h_TC;                   // [tokens, kChunkNeurons] of the chunk at hand
+  float* h_TC;                   // [tokens, kChunkNeurons] of the chunk at hand: act(gate), then h
+  TileBits* fired_C;             // [kChunkNeurons]: tokens for which that is not 0
   float* y_TW;                   // [tokens, width], in the order of the axpy kernel
   float* w_CW;                   // [kChunkNeurons, width], the same order
   const char* const* where;      // of a source, or null
@@ -160,45 +179,114 @@ struct PromptPass {
     return values == nullptr ? 0.0f : static_cast<const float*>(values)[neuron];
   }
 
-  // h of kPanelRows neurons of the chunk [begin, end) for every token: 0 where one does not fire.
-  void gate_and_up(std::int64_t worker, std::int64_t begin, std::int64_t end, std::int64_t block,
-                   Counters* done) const {
+  // Row `row` of the neurons [first, first + count), kPair at most, times the inputs x_T of `n` tokens, into the bench:
+  // [n, kPair].
+  const float* product(std::int64_t worker, std::int64_t first, std::int64_t count, std::int64_t row,
+                       const void* const* some_T, std::int64_t n) const {
     Bench& bench = shop.bench(worker);
     const int w = static_cast<int>(args.w_dtype);
-    const std::int64_t first = begin + block * kPanelRows, count = std::min(kPanelRows, end - first);
-    const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden), panels = args.rows - 1;
+    const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden), panels = (count + kPanelRows - 1) / kPanelRows;
     for (std::int64_t p = 0; p < panels; ++p)
       unpack(
-          table.panel[w], [&](std::int64_t r) { return rows_of(first + r) + p * w_bytes; }, count, args.hidden,
-          bench.panels[p]);
+          table.panel[w], [&](std::int64_t r) { return rows_of(first + p * kPanelRows + r) + row * w_bytes; },
+          std::min(kPanelRows, count - p * kPanelRows), args.hidden, bench.panels[p]);
     const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
-    table.gemm(unpacked, panels, x_T, tokens, args.hidden, bench.out, kPair);
+    table.gemm(unpacked, panels, some_T, n, args.hidden, bench.out, kPair);
+    return bench.out;
+  }
+
+  // Whether |h| is what is compared with the cut, and not |act(gate)|.
+  bool scores_h() const { return args.rows == 3 && args.activation_on_up; }
+
+  // Of kPair neurons of the chunk [begin, end) what fires, for every token.
+  void gates(std::int64_t worker, std::int64_t begin, std::int64_t end, std::int64_t block, Counters* done) const {
+    const std::int64_t first = begin + block * kPair, count = std::min(kPair, end - first);
+    const float* out = product(worker, first, count, 0, x_T, tokens);
+    float bias_N[kPair], threshold_N[kPair];
+    TileBits fired_N[kPair], scored_N[kPair];
     for (std::int64_t r = 0; r < count; ++r) {
-      const std::int64_t neuron = first + r;
-      const float bias_first = bias(panels == 2 ? args.bias_gate : args.bias_up, neuron);
-      const float bias_up = panels == 2 ? bias(args.bias_up, neuron) : 0.0f;
-      const float threshold = neuron < args.n_hot ? 0.0f : args.threshold;
-      std::uint64_t fired[kTokenTile / 64] = {};
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        const float* out = bench.out + t * kPair;
-        float h = activate(args.activation, out[r] + bias_first), score = h;
-        if (std::fabs(h) <= threshold) {  // written so that NaN fires
-          h = score = 0;
-        } else if (panels == 2) {
-          const float up = out[kPanelRows + r] + bias_up;
-          h *= args.activation_on_up ? activate(args.activation, up) : up;
-          if (args.activation_on_up) score = h;
-        }
-        h_TC[t * kChunkNeurons + (first - begin) + r] = h;
-        done->down_rows += h != 0.0f;
-        if (firing != nullptr)
-          fired[t / 64] |= static_cast<std::uint64_t>(!(std::fabs(score) <= firing->cut)) << t % 64;
-      }
-      for (std::int64_t i = 0; firing != nullptr && 64 * i < tokens; ++i)
-        if (fired[i] != 0) firing->add(neuron, fired[i]);
+      bias_N[r] = bias(args.rows == 3 ? args.bias_gate : args.bias_up, first + r);
+      threshold_N[r] = first + r < args.n_hot ? 0.0f : args.threshold;
     }
+    for (std::int64_t t = 0; t < tokens; ++t, out += kPair) {
+      float* h_N = h(t) + first - begin;
+      if (args.activation == Activation::kRelu)  // the loop that matters, for vectors of the compiler
+        for (std::int64_t r = 0; r < count; ++r) h_N[r] = activate(Activation::kRelu, out[r] + bias_N[r]);
+      else
+        for (std::int64_t r = 0; r < count; ++r) h_N[r] = activate(args.activation, out[r] + bias_N[r]);
+      // Written so that NaN fires.
+      for (std::int64_t r = 0; r < count; ++r) h_N[r] = std::fabs(h_N[r]) <= threshold_N[r] ? 0.0f : h_N[r];
+      std::uint32_t fires = 0;
+      for (std::int64_t r = 0; r < count; ++r) fires |= static_cast<std::uint32_t>(h_N[r] != 0.0f) << r;
+      for (; fires != 0; fires &= fires - 1) {
+        const int r = __builtin_ctz(fires);
+        fired_N[r].set(t);
+        if (firing != nullptr && !(std::fabs(h_N[r]) <= firing->cut)) scored_N[r].set(t);
+      }
+    }
+    std::copy_n(fired_N, count, fired_C + first - begin);
+    for (std::int64_t r = 0; firing != nullptr && !scores_h() && r < count; ++r) count_fired(first + r, scored_N[r]);
     done->gate_rows += count * tokens;
-    if (panels == 2) done->up_rows += count * tokens;
+  }
+
+  void count_fired(std::int64_t neuron, const TileBits& bits) const {
+    for (const std::uint64_t word : bits.words)
+      if (word != 0) firing->add(neuron, word);
+  }
+
+  // *h_T of token t, act(gate) so far, times the neuron's `up`.
+  void multiply(std::int64_t t, std::int64_t neuron, float up, float* h_T, TileBits* scored) const {
+    up += bias(args.bias_up, neuron);
+    *h_T *= args.activation_on_up ? activate(args.activation, up) : up;
+    if (firing != nullptr && !(std::fabs(*h_T) <= firing->cut)) scored->set(t);
+  }
+
+  // Tokens of the tile by how many neurons of the chunk they fire.
+  struct Split {
+    std::int64_t few_T[kTokenTile], many_T[kTokenTile], n_few = 0, n_many = 0;
+    TileBits few;
+    const void* many_x_T[kTokenTile];
+  };
+
+  // act(gate) times up of kPair neurons of the chunk, for the tokens that fire many.
+  void ups_of_many(std::int64_t worker, std::int64_t begin, std::int64_t end, std::int64_t block, const Split& split,
+                   Counters* done) const {
+    const std::int64_t first = begin + block * kPair, count = std::min(kPair, end - first);
+    const float* out = product(worker, first, count, 1, split.many_x_T, split.n_many);
+    TileBits scored_N[kPair];
+    for (std::int64_t i = 0; i < split.n_many; ++i, out += kPair)
+      for (std::int64_t r = 0; r < count; ++r) {
+        float* h_T = h(split.many_T[i]) + first - begin;
+        if (h_T[r] != 0.0f) multiply(split.many_T[i], first + r, out[r], h_T + r, &scored_N[r]);
+      }
+    for (std::int64_t r = 0; firing != nullptr && scores_h() && r < count; ++r) count_fired(first + r, scored_N[r]);
+    done->up_rows += count * split.n_many;
+  }
+
+  // The same for those of 64 tokens that fire few: their inputs stay in the second-level cache.
+  void ups_of_few(std::int64_t begin, std::int64_t end, std::int64_t block, std::int64_t word, const Split& split,
+                  Counters* done) const {
+    const std::int64_t first = begin + block * kPair, last = std::min(end, first + kPair);
+    const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden);
+    for (std::int64_t neuron = first; neuron < last; ++neuron) {
+      std::int64_t who_T[64], n = 0;
+      const void* x_of[64];
+      for (std::uint64_t left = fired_C[neuron - begin].words[word] & split.few.words[word]; left != 0;
+           left &= left - 1) {
+        who_T[n] = 64 * word + __builtin_ctzll(left);
+        x_of[n] = a8_TW + who_T[n] * width;
+        ++n;
+      }
+      if (n == 0) continue;
+      const void* row = rows_of(neuron) + w_bytes;
+      const char* next = neuron + kNeuronsAhead < end ? rows_of(neuron + kNeuronsAhead) + w_bytes : nullptr;
+      float up_T[64];
+      TileBits scored;
+      table.dot_a8[static_cast<int>(args.w_dtype)](&row, 1, x_of, n, args.hidden, up_T, next, next ? w_bytes : 0);
+      for (std::int64_t i = 0; i < n; ++i) multiply(who_T[i], neuron, up_T[i], h(who_T[i]) + neuron - begin, &scored);
+      if (firing != nullptr && scores_h()) count_fired(neuron, scored);
+      done->up_rows += n;
+    }
   }
 
   const char* down(std::int64_t neuron) const {
@@ -215,9 +303,14 @@ struct PromptPass {
   void add_down(std::int64_t t, std::int64_t begin, std::int64_t count) const {
     const AxpyFn axpy = table.axpy[static_cast<int>(args.w_dtype)];
     DownQueue queue;
-    for (std::int64_t i = 0; i < count; ++i)
-      if (h(t)[i] != 0.0f) queue.add(axpy, args.hidden, down(begin + i), h(t)[i], y(t));
+    Counters done;
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (h(t)[i] == 0.0f) continue;
+      queue.add(axpy, args.hidden, down(begin + i), h(t)[i], y(t));
+      ++done.down_rows;
+    }
     queue.flush(axpy, args.hidden, y(t));
+    pi2::count(done);
   }
 
   // Many fire: down rows of kPanelRows neurons as floats (0 + 1 * row is exact), once for all tokens...
@@ -233,30 +326,50 @@ struct PromptPass {
   // Adds what the neurons [begin, begin + count) contribute. `widened`: their down rows are floats already; set when
   // they are.
   void add_chunk(std::int64_t begin, std::int64_t count, bool* widened) const {
-    const std::int64_t blocks = (count + kPanelRows - 1) / kPanelRows;
-    shop.each(blocks, [&](std::int64_t worker, std::int64_t block) {
-      Counters done;
-      gate_and_up(worker, begin, begin + count, block, &done);
-      pi2::count(done);
-    });
-    std::int64_t few[kTokenTile], n_few = 0, n_many = 0;
-    const float* h_T[kTokenTile];
+    const std::int64_t pairs = (count + kPair - 1) / kPair, end = begin + count;
+    const auto counted = [&](std::int64_t items, const auto& work) {
+      shop.each(items, [&](std::int64_t worker, std::int64_t i) {
+        Counters done;
+        work(worker, i, &done);
+        pi2::count(done);
+      });
+    };
+    counted(pairs,
+            [&](std::int64_t worker, std::int64_t block, Counters* done) { gates(worker, begin, end, block, done); });
+    Split split;
     float* y_T[kTokenTile];
+    const float* h_T[kTokenTile];
     for (std::int64_t t = 0; t < tokens; ++t) {
       if (kDenseOneIn * fired(t, count) < count) {
-        few[n_few++] = t;
+        split.few.set(t);
+        split.few_T[split.n_few++] = t;
       } else {
-        h_T[n_many] = h(t);
-        y_T[n_many++] = y(t);
+        split.many_x_T[split.n_many] = x_T[t];
+        h_T[split.n_many] = h(t);
+        y_T[split.n_many] = y(t);
+        split.many_T[split.n_many++] = t;
       }
     }
-    if (n_few > 0) shop.each(n_few, [&](std::int64_t, std::int64_t i) { add_down(few[i], begin, count); });
-    if (n_many == 0) return;
+    if (args.rows == 3 && split.n_many > 0)
+      counted(pairs, [&](std::int64_t worker, std::int64_t block, Counters* done) {
+        ups_of_many(worker, begin, end, block, split, done);
+      });
+    if (args.rows == 3 && split.n_few > 0)
+      counted(pairs * ((tokens + 63) / 64), [&](std::int64_t, std::int64_t i, Counters* done) {
+        ups_of_few(begin, end, i % pairs, i / pairs, split, done);
+      });
+    if (split.n_few > 0)
+      shop.each(split.n_few, [&](std::int64_t, std::int64_t i) { add_down(split.few_T[i], begin, count); });
+    if (split.n_many == 0) return;
+    const std::int64_t blocks = (count + kPanelRows - 1) / kPanelRows;
     if (!*widened) shop.each(blocks, [&](std::int64_t, std::int64_t block) { widen_down(begin, block, count); });
     *widened = true;
+    Counters done;
+    for (std::int64_t i = 0; i < split.n_many; ++i) done.down_rows += fired(split.many_T[i], count);
+    pi2::count(done);
     shop.each((width + kDownColumns - 1) / kDownColumns, [&](std::int64_t, std::int64_t block) {
       const std::int64_t first = block * kDownColumns;
-      table.addmm(h_T, w_CW, width, count, first, std::min(kDownColumns, width - first), y_T, n_many);
+      table.addmm(h_T, w_CW, width, count, first, std::min(kDownColumns, width - first), y_T, split.n_many);
     });
   }
 
@@ -304,9 +417,14 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
   const std::int64_t width = padded(args.hidden), x_bytes = row_bytes(args.x_dtype, args.hidden);
   const Chunks chunks(args);
   Workshop shop(parallel, args.hidden, most, tile);
-  float* h_TC = scratch(Scratch::kPartials, tile * kChunkNeurons + most * width + kChunkNeurons * width);
-  float* y_TW = h_TC + tile * kChunkNeurons;
+  static_assert(sizeof(TileBits) % sizeof(float) == 0);
+  constexpr std::int64_t kBitsFloats = kChunkNeurons * sizeof(TileBits) / sizeof(float);
+  float* h_TC = scratch(Scratch::kPartials, tile * kChunkNeurons + (2 * most + kChunkNeurons) * width + kBitsFloats);
+  float* a8_TW = h_TC + tile * kChunkNeurons;
+  float* y_TW = a8_TW + most * width;
   float* w_CW = y_TW + most * width;
+  auto* fired_C = reinterpret_cast<TileBits*>(w_CW + kChunkNeurons * width);
+  const bool gated = args.rows == 3;
   std::int64_t* ids = nullptr;
   if (args.source != nullptr)
     ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * chunks.count * (kChunkNeurons + 1)));
@@ -319,9 +437,11 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
                         table,
                         shop,
                         shop.x_T() + first,
+                        a8_TW + first * width,
                         std::min(tile, tokens - first),
                         width,
                         h_TC,
+                        fired_C,
                         y_TW + first * width,
                         w_CW,
                         args.source == nullptr ? nullptr : args.source->neuron_rows(),
@@ -329,6 +449,10 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
     };
     shop.prepare(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
                  table.prepare_gemm[static_cast<int>(args.w_dtype)]);
+    if (gated)
+      shop.prepare_all(static_cast<const char*>(args.x) + start * x_bytes, args.x_dtype, tokens,
+                       table.prepare_a8[static_cast<int>(args.w_dtype)], reinterpret_cast<char*>(a8_TW),
+                       width * static_cast<std::int64_t>(sizeof(float)));
     std::memset(y_TW, 0, static_cast<std::size_t>(tokens * width) * sizeof(float));
     if (args.source != nullptr) begin_all(*args.source, chunks, !args.more && start + most >= args.tokens, ids);
     for (std::int64_t c = 0; c < chunks.count; ++c) {
@@ -340,7 +464,8 @@ void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor
       if (args.source != nullptr) args.source->done(c);
     }
     if (args.source != nullptr && args.source->failed()) return;
-    const PromptPass all{args, table, shop, shop.x_T(), tokens, width, h_TC, y_TW, w_CW, nullptr, nullptr};
+    const PromptPass all{args, table,   shop, shop.x_T(), a8_TW,   tokens, width,
+                         h_TC, fired_C, y_TW, w_CW,       nullptr, nullptr};
     shop.each(tokens, [&](std::int64_t worker, std::int64_t t) {
       all.finish(worker, t, static_cast<char*>(args.y) + start * x_bytes);
     });

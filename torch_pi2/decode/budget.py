@@ -233,7 +233,7 @@ def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
     tokens = min(tokens, core.prompt_tokens)
     tile, neurons = min(tokens, core.pass_tokens), core.prompt_neurons
     sums = max(core.chunks * tile * entry.hidden, (tokens + neurons) * entry.hidden + tile * neurons)
-    ids = (tokens // tile + 2) * entry.neurons
+    ids = (2 * (tokens // tile + 1) + 1) * entry.neurons
     return 4 * (2 * tokens * entry.hidden + sums) + 8 * ids + min(core.mask_bytes, tokens * entry.neurons)
 
 

@@ -92,9 +92,7 @@ def _lowrank(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tens
     return Cold(tensors)
 
 
-def _quantised(
-    site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tensor], int8_activations: bool
-) -> Cold:
+def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tensor], int8_activations: bool) -> Cold:
     """A low-rank one in quantised rows, whose format their length tells."""
     a, b = lowrank["a"], lowrank["b"]
     kinds = [k for k in QUANTIZED if a.dim() == 2 and a.shape[1] == row_bytes(k, site.hidden)]

@@ -27,6 +27,8 @@ from torch_pi2.spec.site import FFNSite
 PROMPT_TOKENS = 32
 #: Share of neurons computed, up to which a predicted layer is faster sparsely however many tokens there are; likewise.
 PREDICTED_SHARE = 0.15
+#: The same with int8 activations, where both ways have kernels for several tokens.
+PREDICTED_SHARE_INT8 = 0.3
 #: Neurons per slice: their activations stay in the cache, and only so many weights are dequantised at a time.
 _SLICE = 1024
 
@@ -116,8 +118,9 @@ def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
 def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8 activations: by tiles).
 
-    Where a predictor leaves few neurons it is faster to follow it: 128 tokens, 4096 x 14336, int4, a tenth firing:
-    43 ms by tiles, 26 and 8 for the predictor without. Tiles exist for AVX-512 VNNI so far.
+    Where a predictor leaves few neurons it is faster to follow it: 128 tokens, 4096 x 14336, int4, 2 threads (Zen 5): a
+    tenth predicted and firing 37 ms by tiles, 16 and 3 for the predictor without; three tenths 77, 39 and 3. Tiles
+    exist for AVX-512 VNNI so far.
     """
     if _stays(layer, x):
         return False
@@ -128,7 +131,8 @@ def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
 
 def _wants_all(layer: PromptLayer) -> bool:
     """Whether a predicted layer is to compute every neuron of a prompt; one whose plan says from when on does."""
-    return layer.dense_from is not None or layer.expected_share > PREDICTED_SHARE
+    most = PREDICTED_SHARE_INT8 if layer.int8_activations and layer.has_tiles else PREDICTED_SHARE
+    return layer.dense_from is not None or layer.expected_share > most
 
 
 def has_tiles() -> bool:

@@ -36,8 +36,7 @@ def predicted_ffn(
     Args:
         predictor, kind: ``lowrank`` with ``[a, a_scale, b, b_scale]`` of :func:`predict_lowrank`, ``lowrank_q`` with
             ``[a, b]`` of :func:`predict_lowrank_q`, either with a bias as last tensor if there is one; ``signbit`` with
-            ``[signs]`` of :func:`predict_signbit`. Its last rows are those of the cold neurons; what is before them is of
-            neurons that are hot.
+            ``[signs]`` of :func:`predict_signbit`. The last rows are of the cold neurons, any before them of hot ones.
         cut: threshold of a low-rank predictor, margin of a sign-bit one.
         predictor_weights, predictor_int8_activations: of ``lowrank_q``; others ignore them.
     """
