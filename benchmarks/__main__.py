@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ def _command(args: argparse.Namespace) -> str:
     def text(value: Any) -> str:
         if isinstance(value, Path):
             return value.name if value.is_absolute() else str(value)
-        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        return ",".join(map(str, value)) if isinstance(value, list) else re.sub(r"(^|\s)/\S*/", r"\1", str(value))
 
     words = ["python", "-m", "benchmarks", args.name]
     for action in args.options._actions:

@@ -1,7 +1,8 @@
 """A whole model, prompt and answer, beside the memory roofline and beside other engines.
 
 Everything alternates round by round in one run: the streaming read, the gathered read, our decoding at each batch size,
-and a peer in a process of its own. Medians and their spread. The figures speak of speed only, whatever the model.
+and a peer in a process of its own at each that it can. Medians and their spread. The figures speak of speed only,
+whatever the model.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,22 @@ from benchmarks.figures import at_least, known, label, medians, spread
 from benchmarks.gguf import write_gguf
 from benchmarks.memory import BYTES, Memory
 from benchmarks.peer import Peer
+from benchmarks.peer_command import CommandPeer, program
 from benchmarks.subject import Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decode import Decoder
+from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe import attention, counters, timings
 from torch_pi2.ops import load as load_library
 
-PEERS = ("llama.cpp", "torch")
+#: Module of each.
+PEERS = {"llama.cpp": "benchmarks.peer_llama", "openvino": "benchmarks.peer_openvino", "torch": "benchmarks.peer_torch"}
 
-StartPeer = Callable[[int], Peer]
+AnyPeer = Peer | CommandPeer
+StartPeer = Callable[[int], AnyPeer]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=PEERS,
-        help="another engine on the same shape, in alternation: llama.cpp (Q4_0) or torch (dense, bfloat16, compiled)",
+        help="another engine on the same shape, in alternation: llama.cpp or openvino (GenAI; both Q4_0) or torch "
+        "(dense, bfloat16, compiled)",
     )
+    add(
+        "--peer-command",
+        dest="peer_commands",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="a program like llama-bench as another peer, with options of its own if need be; run once a round with "
+        "-m, -t, -p, -n, -r 1 and -o json added; batch 1 only",
+    )
+    add("--peer-file", type=Path, metavar="FILE", help="what these programs load (default: the Q4_0 file of the shape)")
     add("--seed", type=common.seed, default=0)
 
 
@@ -88,13 +105,15 @@ def run(
     compiled: bool = True,
     cpp_wrapper: bool = False,
     peers: Iterable[str] = (),
+    peer_commands: Iterable[str] = (),
+    peer_file: str | Path | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Make (or take) a synthetic model, load it, and :func:`measure` it on torch's current number of threads.
 
     Args: the options of the same names, and
         folder: where the model is or shall be (default ``work/bench/<shape>-<weights>-<active>``), synthetic or real;
-            llama.cpp's file, random weights of the same sizes, is written beside it.
+            the GGUF file of peers, random weights of the same sizes, is written beside it.
 
     Returns:
         What :func:`measure` does; ``shape`` and ``weights`` of the loaded model, and as ``synthetic`` its label, or
@@ -102,12 +121,14 @@ def run(
 
     Raises:
         ConfigError: a setting makes no sense, or contradicts the folder.
-        Pi2Error: what :func:`torch_pi2.synthetic`, :func:`torch_pi2.load`, :class:`Decoder` and :class:`Peer` raise.
+        Pi2Error: what :func:`torch_pi2.synthetic`, :func:`torch_pi2.load`, :class:`Decoder`, :class:`Peer` and
+            :class:`CommandPeer` raise.
     """
     import torch_pi2
 
-    peers, batch = list(peers), list(batch)
+    peers, batch, commands = list(peers), list(batch), list(peer_commands)
     _check(prompt, tokens, rounds, batch, peers)
+    _check_commands(commands, peer_file, batch)
     new_shape, new_weights, new_active = shape or "mistral-7b", weights or "int4", 0.1 if active is None else active
     folder = Path(folder or Path("work") / "bench" / f"{new_shape}-{new_weights}-{new_active:g}")
     if not (folder / "pi2").is_dir():
@@ -116,18 +137,13 @@ def run(
     model: Any = torch_pi2.load(folder, activations=activations)
     subject = Subject.of(model, folder)
     subject.check(shape, weights, active)
-    start: dict[str, StartPeer] = {}
-    if "llama.cpp" in peers:
-        gguf = write_gguf(folder.parent / f"{subject.stem}.q4_0.gguf", model.config, seed=seed)
-        start["llama.cpp"] = lambda context: Peer(
-            "benchmarks.peer_llama",
-            {"gguf": str(gguf), "threads": torch.get_num_threads(), "context": context},
-        )
-    if "torch" in peers:
-        start["torch"] = lambda context: Peer(
-            "benchmarks.peer_torch",
-            {"folder": str(folder), "threads": torch.get_num_threads(), "context": context},
-        )
+    gguf = folder.parent / f"{subject.stem}.q4_0.gguf"
+    if {"llama.cpp", "openvino"} & {*peers} or (commands and peer_file is None):
+        write_gguf(gguf, model.config, seed=seed)
+    threads = torch.get_num_threads()
+    about = {"gguf": str(gguf), "folder": str(folder), "threads": threads, "batches": batch}
+    start: dict[str, StartPeer] = {name: _starts(PEERS[name], about) for name in peers}
+    start |= {c: partial(CommandPeer, c, Path(peer_file or gguf), threads) for c in commands}
     measured = measure(
         model,
         prompt=prompt,
@@ -136,7 +152,7 @@ def run(
         batch=batch,
         compiled=compiled,
         cpp_wrapper=cpp_wrapper,
-        peers={name: start[name] for name in peers},
+        peers=start,
         seed=seed,
     )
     head = {"what": "decode", "shape": subject.shape, "weights": subject.weights, "activations": activations}
@@ -146,6 +162,29 @@ def run(
 def _check(prompt: int, tokens: int, rounds: int, batch: Sequence[int], peers: Sequence[str]) -> None:
     at_least(1, prompt=prompt, tokens=tokens, rounds=rounds, batch=min(batch, default=0))
     known("peer", peers, PEERS)
+
+
+def _starts(module: str, settings: Mapping[str, Any]) -> StartPeer:
+    return lambda context: Peer(module, {**settings, "context": context})
+
+
+def _check_commands(commands: Sequence[str], file: str | Path | None, batch: Sequence[int]) -> None:
+    for command in commands:
+        program(command)
+    if commands and 1 not in batch:
+        raise ConfigError(
+            "--batch with --peer-command",
+            expected="1 among the sizes: such a program takes one sequence at once",
+            found=",".join(map(str, batch)),
+            fix="Add 1, or use --peer llama.cpp.",
+        )
+    if file is not None and not (commands and Path(file).is_file()):
+        raise ConfigError(
+            "--peer-file",
+            expected="a file, and --peer-command for what loads it",
+            found=f"{'no such file as ' if commands else 'only '}{Path(file).name}",
+            fix="Give both, or leave it out.",
+        )
 
 
 def measure(
@@ -165,11 +204,12 @@ def measure(
 
     Args:
         prompt, tokens: lengths of prompt and answer, for us and for peers.
-        rounds: alternating rounds of all batch sizes (if there are several), and of the first with each peer; one
+        rounds: alternating rounds of all batch sizes (if there are several), and of each peer at all that it can; one
             more before is warm-up.
         batch: sequences decoded together; the first is what the main figures are of (the work split and the bytes
             only if it is 1, since in a batch several tokens share one read).
-        peers: name -> function of the context length that starts it; one after another, each alternating with us.
+        peers: name -> function of a sequence's context length that starts it; one after another, each alternating
+            with us. One with a ``name`` is reported by that.
         memory_size: bytes of the buffer for the plain reads.
 
     Returns:
@@ -179,7 +219,9 @@ def measure(
         ``python`` contains it), ``peak_rss_bytes`` (loading, compiling, one prompt and answer), ``active_share`` (of
         the FFN's rows that were read), ``firing_share`` (of down columns), ``peers``, machine, versions and spreads.
         The main figures are of all ``rounds_kept`` rounds; ``batches`` (of several sizes) only of those in which the
-        sizes alternate, as many for each.
+        sizes alternate alone, as many for each. A peer's ``batches`` have for each size (its main figures are those of
+        the first that it can, ``batch``) its rates, ours in the same rounds (``our_...``), ``ratio``, ``prompt_ratio``
+        (ours over its) and spreads.
     """
     load_library()
     _check(prompt, tokens, rounds, batch, [])
@@ -196,20 +238,26 @@ def measure(
     memory = Memory(neuron_bytes, ours[0].active_share() or 0.1, size=memory_size, seed=seed)
     plain: dict[str, list[float]] = {"read_gb_per_s": [], "gather_gb_per_s": []}
 
-    def our_round(engines: Sequence[_Ours]) -> None:
+    def in_turn(engines: Sequence[_Ours]) -> Iterator[_Ours]:
         plain["read_gb_per_s"].append(memory.read_gb_per_s())
         plain["gather_gb_per_s"].append(memory.gather_gb_per_s())
         for engine in engines:
             engine.keep(engine.round(prompt, tokens))
+            yield engine
 
     if not peers or len(ours) > 1:
         for _ in range(rounds):
-            our_round(ours)
-    # before the rounds with peers, which only the first batch size has
+            list(in_turn(ours))
+    # before the rounds with peers
     batches = [engine.summary() for engine in ours] if len(ours) > 1 else []
-    against = {}
+    against: dict[str, dict[str, Any]] = {}
     for name, start in (peers or {}).items():
-        against[name] = _alternate(start(prompt + tokens), lambda: our_round(ours[:1]), ours[0], prompt, tokens, rounds)
+        peer = start(prompt + tokens)
+        figures = _alternate(peer, in_turn, ours, prompt, tokens, rounds)
+        name = getattr(peer, "name", name)
+        while name in against:  # e.g. two builds of one program
+            name += ", another"
+        against[name] = figures
     main = ours[0].summary()
     result: dict[str, Any] = {
         "prompt": prompt,
@@ -340,31 +388,47 @@ class _Ours:
 
 
 def _alternate(
-    peer: Peer, our_round: Callable[[], None], ours: _Ours, prompt: int, tokens: int, rounds: int
+    peer: AnyPeer,
+    in_turn: Callable[[Sequence[_Ours]], Iterable[_Ours]],
+    ours: Sequence[_Ours],
+    prompt: int,
+    tokens: int,
+    rounds: int,
 ) -> dict[str, Any]:
-    """Our round, the peer's, and so on; ratios (ours over theirs) are of neighbours."""
+    """Our round of one size, the peer's, our next size, and so on; ratios (ours over theirs) are of neighbours."""
+    engines = [engine for engine in ours if engine.batch == 1 or not peer.one_sequence]
+    theirs: list[list[dict[str, Any]]] = [[] for _ in engines]
     try:
-        peer.round(prompt, tokens)
-        first, theirs = len(ours.kept), []
+        for engine in engines:
+            peer.round(prompt, tokens, engine.batch)
         for _ in range(rounds):
-            our_round()
-            theirs.append(peer.round(prompt, tokens))
+            for engine, kept in zip(in_turn(engines), theirs, strict=True):
+                kept.append(peer.round(prompt, tokens, engine.batch))
     finally:
         peer.close()
-    measured = {
-        "tokens_per_s": [tokens / r["decode_s"] for r in theirs],
-        "prompt_tokens_per_s": [prompt / r["prompt_s"] for r in theirs],
-    }
-    for name, ours_by_round in ours.rates().items():
-        ratio = "ratio" if name == "tokens_per_s" else "prompt_ratio"
-        measured[ratio] = [a / b for a, b in zip(ours_by_round[first:], measured[name])]
+    by_batch = [_compared(engine, kept, prompt, tokens) for engine, kept in zip(engines, theirs, strict=True)]
+    every = [r for kept in theirs for r in kept]
     return {
-        **medians(measured),
-        "peak_rss_bytes": max(r["peak_rss_bytes"] for r in theirs),
-        "major_faults": sum(r.get("major_faults", 0) for r in theirs),
+        **by_batch[0],
+        "peak_rss_bytes": max(r["peak_rss_bytes"] for r in every),
+        "major_faults": sum(r.get("major_faults", 0) for r in every),
         "about": peer.about,
-        "spread": {name: spread(values) for name, values in measured.items()},
+        "batches": by_batch if len(ours) > 1 else [],
     }
+
+
+def _compared(ours: _Ours, theirs: Sequence[Mapping[str, Any]], prompt: int, tokens: int) -> dict[str, Any]:
+    """Our last rounds and theirs, as many, of one batch size."""
+    measured = {
+        "tokens_per_s": [ours.batch * tokens / r["decode_s"] for r in theirs],
+        "prompt_tokens_per_s": [ours.batch * prompt / r["prompt_s"] for r in theirs],
+    }
+    for name, rates in ours.rates().items():
+        ratio = "ratio" if name == "tokens_per_s" else "prompt_ratio"
+        measured[f"our_{name}"] = rates[-len(theirs) :]
+        measured[ratio] = [a / b for a, b in zip(rates[-len(theirs) :], measured[name], strict=True)]
+    spreads = {name: spread(values) for name, values in measured.items()}
+    return {"batch": ours.batch, **medians(measured), "spread": spreads}
 
 
 def render(result: dict[str, Any]) -> str:
@@ -396,10 +460,17 @@ def render(result: dict[str, Any]) -> str:
             for b in result["batches"]
         ]
         lines.append(common.table(("batch", "rounds", "tokens/s", "from - to", "prompt tokens/s", "from - to"), rows))
-    for name, peer in result["peers"].items():
-        low, high = peer["spread"]["ratio"]
-        lines.append(
-            f"{name}: {peer['tokens_per_s']:.2f} tokens/s, prompt {peer['prompt_tokens_per_s']:.1f}; "
-            f"ours is {peer['ratio']:.2f} times as fast ({low:.2f} to {high:.2f}), prompt {peer['prompt_ratio']:.2f}"
-        )
+    lines += [line for name, peer in result["peers"].items() for line in _peer_lines(name, peer, result["batches"])]
     return "\n".join([*lines, label(result)])
+
+
+def _peer_lines(name: str, peer: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for at in peer["batches"] or [peer]:
+        low, high = at["spread"]["ratio"]
+        yield (
+            name + (f", batch {at['batch']}" if batches else "") + f": {at['tokens_per_s']:.2f} tokens/s, prompt "
+            f"{at['prompt_tokens_per_s']:.1f}; ours, {at['our_tokens_per_s']:.2f}, is {at['ratio']:.2f} times as fast "
+            f"({low:.2f} to {high:.2f}), prompt, {at['our_prompt_tokens_per_s']:.1f}, {at['prompt_ratio']:.2f}"
+        )
+    if len(peer["batches"]) < len(batches):
+        yield f"{name}: batch 1 only, as it takes one sequence at once"

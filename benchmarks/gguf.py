@@ -1,4 +1,4 @@
-"""A GGUF file of a model's shape with random Q4_0 blocks, for llama.cpp as a peer. Speed only: it says nothing else.
+"""A GGUF file of a model's shape with random Q4_0 blocks, for peers that read it. Speed only: it says nothing else.
 
 Block layout and tensor names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and the ``gguf`` package, which
 writes the header. A Q4_0 block is a float16 scale and 32 4-bit values: 18 bytes.
@@ -81,7 +81,7 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
             f"model type {config.model_type}",
             expected=", ".join(_ARCHITECTURES),
             found=config.model_type,
-            fix="Bench without --peer llama.cpp.",
+            fix="Bench without peers that read it, or give a command another --peer-file.",
         )
     bad = [f"{n} {s}" for n, s in _tensors(config) if _is_quantised(n, s) and s[-1] % _BLOCK]
     if bad:

@@ -18,7 +18,8 @@ from typing import Any, TextIO
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import LibraryMissingError, Pi2Error
 
-Round = Callable[[int, int], dict[str, Any]]
+#: Of tokens of a prompt, of its answer, and sequences.
+Round = Callable[[int, int, int], dict[str, Any]]
 Load = Callable[[Mapping[str, Any]], tuple[dict[str, Any], Round]]
 
 
@@ -35,10 +36,13 @@ class Peer:
 
     Attributes:
         about: what it says of itself: versions, bytes, settings.
+        one_sequence: whether it takes no more than that at once.
 
     Raises:
         PeerError, LibraryMissingError: it could not start; the message has the last line it wrote.
     """
+
+    one_sequence = False
 
     def __init__(self, module: str, settings: Mapping[str, Any]) -> None:
         self._module = module
@@ -53,9 +57,9 @@ class Peer:
             self.close()
             raise
 
-    def round(self, prompt: int, tokens: int) -> dict[str, Any]:
-        """Run a prompt and an answer; returns ``prompt_s``, ``decode_s`` and ``peak_rss_bytes``."""
-        return self._ask({"prompt": prompt, "tokens": tokens})
+    def round(self, prompt: int, tokens: int, batch: int = 1) -> dict[str, Any]:
+        """Run ``batch`` prompts and answers together; returns ``prompt_s``, ``decode_s`` and ``peak_rss_bytes``."""
+        return self._ask({"prompt": prompt, "tokens": tokens, "batch": batch})
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -70,7 +74,7 @@ class Peer:
             raise PeerError(
                 self._module,
                 expected="an answer",
-                found=_ended(self._process.wait()),
+                found=ended(self._process.wait()),
                 fix="Its last words are above, on standard error; is there enough memory for it?",
             )
         answer: dict[str, Any] = json.loads(line)
@@ -100,7 +104,8 @@ class Peer:
             self._process.stdout.close()
 
 
-def _ended(code: int) -> str:
+def ended(code: int) -> str:
+    """How a process ended, for errors; ``code`` as :mod:`subprocess` has it."""
     if code != -signal.SIGKILL:
         return f"its end with exit code {code}"
     return "its end by signal 9, as the system ends what takes more memory than there is or a cap allows"
@@ -126,4 +131,4 @@ def serve(load: Load) -> None:
     answer(about)
     for line in sys.stdin:
         question = json.loads(line)
-        answer(run_round(question["prompt"], question["tokens"]))
+        answer(run_round(question["prompt"], question["tokens"], question["batch"]))

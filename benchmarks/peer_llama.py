@@ -19,10 +19,11 @@ _log_problems: Any = None
 
 
 def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
-    """``settings``: gguf (path), threads, context (tokens). Defaults of llama.cpp otherwise: mmap, repacked weights.
+    """``settings``: gguf (path), threads, context (tokens of a sequence), batches (numbers of sequences; [1]).
 
-    With ``repack`` false weights stay in the mapped file (repacked they are anonymous memory, as much again); with
-    ``cap`` (folder of a group) the process joins that group first.
+    Defaults of llama.cpp otherwise: mmap, repacked weights. Sequences of a batch are fed in one call; each number of
+    them has a context of its own. With ``repack`` false weights stay in the mapped file (repacked they are anonymous
+    memory, as much again); with ``cap`` (folder of a group) the process joins that group first.
     """
     if settings.get("cap"):
         cap.join(settings["cap"])
@@ -45,34 +46,36 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {path}")
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = context, context, threads, threads
-    lcontext = llama_cpp.llama_init_from_model(model, params)
-    if not lcontext:
-        raise RuntimeError(f"llama.cpp has no memory for a context of {context} tokens")
-    memory = llama_cpp.llama_get_memory(lcontext)
+    batches = settings.get("batches", [1])
+    contexts = {batch: _context(llama_cpp, model, batch, context, threads) for batch in batches}
 
-    def feed(tokens: list[int]) -> None:
-        array = (llama_cpp.llama_token * len(tokens))(*tokens)
-        failed = llama_cpp.llama_decode(lcontext, llama_cpp.llama_batch_get_one(array, len(tokens)))
-        if failed:
-            raise RuntimeError(f"llama_decode returned {failed}")
-        llama_cpp.llama_get_logits(lcontext)  # waits for the result
+    def run_round(prompt: int, tokens: int, batch: int) -> dict[str, Any]:
+        lcontext = contexts[batch]
+        memory = llama_cpp.llama_get_memory(lcontext)
 
-    def run_round(prompt: int, tokens: int) -> dict[str, Any]:
+        def feed(part: Any) -> None:
+            failed = llama_cpp.llama_decode(lcontext, part)
+            if failed:
+                raise RuntimeError(f"llama_decode returned {failed}")
+            llama_cpp.llama_get_logits(lcontext)  # waits for the result
+
+        one, whole = _filled(llama_cpp, batch, 0, 1), _filled(llama_cpp, batch, 0, prompt)
+        steps = [_filled(llama_cpp, batch, prompt + i, 1) for i in range(tokens)]
         # One token first: pages that the kernel has reclaimed since the last round come back before the clock starts.
         llama_cpp.llama_memory_clear(memory, True)
-        feed([1])
+        feed(one)
         llama_cpp.llama_memory_clear(memory, True)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         started = time.perf_counter()
-        feed([1 + i % 100 for i in range(prompt)])
+        feed(whole)
         disk = cap.read_bytes()
         between = time.perf_counter()
-        for i in range(tokens):
-            feed([1 + i % 100])
+        for step in steps:
+            feed(step)
         ended = time.perf_counter()
         after = cap.read_bytes()
+        for part in (one, whole, *steps):
+            llama_cpp.llama_batch_free(part)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return {
             "prompt_s": between - started,
@@ -91,6 +94,30 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         "system": llama_cpp.llama_print_system_info().decode().strip(),
     }
     return about, run_round
+
+
+def _context(llama_cpp: Any, model: Any, batch: int, tokens: int, threads: int) -> Any:
+    """For ``batch`` sequences of ``tokens``. Raises RuntimeError: there is none, for what its log says."""
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = batch * tokens
+    params.n_threads = params.n_threads_batch = threads
+    params.n_seq_max = batch
+    context = llama_cpp.llama_init_from_model(model, params)
+    if not context:
+        raise RuntimeError(f"llama.cpp makes no context for {batch} sequences of {tokens} tokens")
+    return context
+
+
+def _filled(llama_cpp: Any, batch: int, start: int, count: int) -> Any:
+    """``count`` tokens for each of ``batch`` sequences from position ``start``, logits of the last; to be freed."""
+    filled = llama_cpp.llama_batch_init(batch * count, 0, 1)
+    filled.n_tokens = batch * count
+    for i in range(batch * count):
+        sequence, place = divmod(i, count)
+        filled.token[i], filled.pos[i] = 1 + (start + place) % 100, start + place
+        filled.n_seq_id[i], filled.seq_id[i][0] = 1, sequence
+        filled.logits[i] = place == count - 1
+    return filled
 
 
 def _map_only(llama_cpp: Any, params: Any) -> None:

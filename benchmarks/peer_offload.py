@@ -45,7 +45,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     load_library()
     about: dict[str, Any] = {"base_rss_bytes": machine.peak_rss_bytes()}
     if "folder" not in settings:
-        return about, lambda _prompt, _tokens: {}
+        return about, lambda _prompt, _tokens, _one: {}
     model: Any = torch_pi2.load(
         settings["folder"],
         activations=settings["activations"],
@@ -62,7 +62,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     def drawn(tokens: int) -> torch.Tensor:
         return stream.draw(tokens)[None]
 
-    def run_round(prompt: int, tokens: int) -> dict[str, Any]:
+    def run_round(prompt: int, tokens: int, _one: int) -> dict[str, Any]:
         store.stats(reset=True)
         started = time.perf_counter()
         if prompt:

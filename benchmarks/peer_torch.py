@@ -11,7 +11,7 @@ from benchmarks.peer import Round, serve
 
 
 def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
-    """``settings``: folder (of a quantised model), threads, context (tokens)."""
+    """``settings``: folder (of a quantised model), threads, context (tokens), batches (numbers of sequences)."""
     import torch
 
     from torch_pi2.checkpoint.save_load import load_dense
@@ -19,21 +19,26 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
 
     torch.set_num_threads(settings["threads"])
     model: Any = load_dense(settings["folder"], dtype=torch.bfloat16)
-    decoder = Decoder(model, max_tokens=settings["context"], backend="inductor")
+    decoders = {
+        batch: Decoder(model, max_tokens=settings["context"], batch=batch, backend="inductor")
+        for batch in settings["batches"]
+    }
     vocabulary = model.get_input_embeddings().num_embeddings
 
-    def run_round(prompt: int, tokens: int) -> dict[str, Any]:
-        ids_1T = torch.arange(prompt).remainder(vocabulary)[None]
+    def run_round(prompt: int, tokens: int, batch: int) -> dict[str, Any]:
+        decoder = decoders[batch]
+        ids_BT = torch.arange(prompt).remainder(vocabulary).repeat(batch, 1)
         started = time.perf_counter()
-        next_11 = decoder.prompt(ids_1T)
+        next_B1 = decoder.prompt(ids_BT)
         between = time.perf_counter()
         for _ in range(tokens):
-            next_11 = decoder.step(next_11)
+            next_B1 = decoder.step(next_B1)
         ended = time.perf_counter()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"prompt_s": between - started, "decode_s": ended - between, "peak_rss_bytes": peak}
 
-    run_round(min(8, settings["context"] - 2), 1)  # compiles
+    for batch in decoders:
+        run_round(min(8, settings["context"] - 2), 1, batch)  # compiles
     about = {
         "engine": f"torch {torch.__version__}, compiled step (Inductor), dense",
         "weights": "bfloat16",

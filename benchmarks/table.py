@@ -106,13 +106,20 @@ def _peer_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
         [
             name,
             str(p["about"]["engine"]),
-            _number(p["tokens_per_s"]),
-            _number(p["prompt_tokens_per_s"], 1),
-            _number(p["ratio"]),
-            _number(p["prompt_ratio"]),
+            str(at.get("batch", 1)),
+            _number(at["tokens_per_s"]),
+            _number(at.get("our_tokens_per_s")),
+            _number(at["ratio"]),
+            _range(at["spread"]["ratio"]),
+            _number(at["prompt_tokens_per_s"], 1),
+            _number(at.get("our_prompt_tokens_per_s"), 1),
+            _number(at["prompt_ratio"]),
+            _range(at["spread"]["prompt_ratio"]),
             str(p["major_faults"]),
         ]
         for p in result["peers"].values()
+        # files of before peers had batches: the first size alone
+        for at in p.get("batches") or [p]
     ]
 
 
@@ -202,7 +209,10 @@ _DECODE = (
     "gathered GB/s", "of read", "ms at read speed", "ms", "peak GB", "times as fast as",
 )  # fmt: skip
 _PARTS = ("run", "linears", "attention", "predictor", "FFN", "head", "rest", "total", "rest of total")
-_PEERS = ("run", "engine", "tokens/s", "prompt tokens/s", "ours / its", "prompt, ours / its", "major faults")
+_PEERS = (
+    "run", "engine", "batch", "tokens/s", "ours", "ours / its", "range",
+    "prompt tokens/s", "ours", "ours / its", "range", "major faults",
+)  # fmt: skip
 _BATCHES = ("run", "batch", "rounds", "tokens/s", "range", "prompt tokens/s", "range")
 _LAYERS = ("layer", "active", "ms", "GB/s", "gathered ms", "all streamed ms", "bound ms", "of bound")
 _LINEARS = ("dense linear", "ms", "GB/s", "read GB/s", "of read", "predictor rank", "predictor ms")

@@ -1,6 +1,6 @@
 """``bench decode`` and ``bench layer``: figures that hang together, peers in their own process, the page of tables.
 
-The tests of llama.cpp need the extra ``bench``; they are skipped, and say so, where it is not installed.
+The tests of llama.cpp and OpenVINO need the extra ``bench``; they are skipped, and say so, where it is not installed.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from benchmarks import decode, layer, table, traffic
 from benchmarks.__main__ import main, render
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer, PeerError
+from benchmarks.peer_command import CommandPeer
 from benchmarks.subject import Subject
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
@@ -30,6 +32,9 @@ needs_gguf = pytest.mark.skipif(
 )
 needs_llama = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="package llama-cpp-python is not installed (extra bench)"
+)
+needs_openvino = pytest.mark.skipif(
+    importlib.util.find_spec("openvino_genai") is None, reason="package openvino-genai is not installed (extra bench)"
 )
 SMALL = 1 << 20
 
@@ -245,7 +250,26 @@ def test_sizes_without_a_name(tmp_path):
     [
         ({"prompt": 0}, "prompt: expected 1 or more, found 0"),
         ({"batch": []}, "batch: expected 1 or more, found 0"),
-        ({"peers": ["vllm"]}, "peer: expected llama.cpp or torch, found vllm"),
+        ({"peers": ["vllm"]}, "peer: expected llama.cpp or openvino or torch, found vllm"),
+        (
+            {"peer_commands": ["no-such-bench -fa 1"]},
+            "--peer-command: expected a program like llama-bench, perhaps with "
+            "options, found no program 'no-such-bench'. Build it",
+        ),
+        ({"peer_commands": ["'"]}, r"--peer-command: .* found \"'\" \(No closing quotation\)"),
+        (
+            {"peer_commands": [sys.executable], "batch": [4, 2]},
+            "--batch with --peer-command: expected 1 among the sizes: "
+            "such a program takes one sequence at once, found 4,2",
+        ),
+        (
+            {"peer_file": "x.gguf"},
+            "--peer-file: expected a file, and --peer-command for what loads it, found only x.gguf",
+        ),
+        (
+            {"peer_commands": [sys.executable], "peer_file": "/nowhere/x.gguf"},
+            "found no such file as x.gguf. Give both",
+        ),
     ],
     ids=str,
 )
@@ -262,8 +286,9 @@ class _Slow:
 
     about = {"engine": "clock"}  # noqa: RUF012
     closed = False
+    one_sequence = False
 
-    def round(self, prompt: int, tokens: int) -> dict:
+    def round(self, prompt: int, tokens: int, _batch: int) -> dict:
         return {"prompt_s": prompt * 10.0, "decode_s": tokens * 100.0, "peak_rss_bytes": 5}
 
     def close(self) -> None:
@@ -280,9 +305,45 @@ def test_ratio_is_ours_over_theirs():
     assert _Slow.closed
 
 
+def test_every_batch_size_alternates_with_a_peer():
+    r = measured(rounds=2, batch=[2, 1, 4], peers={"clock": lambda _: _Slow()})
+    clock = r["peers"]["clock"]
+    assert [b["batch"] for b in clock["batches"]] == [2, 1, 4]
+    assert clock["batch"] == 2
+    for name in ("tokens_per_s", "ratio", "our_tokens_per_s", "prompt_ratio", "spread"):
+        assert clock[name] == clock["batches"][0][name]
+    for b in clock["batches"]:
+        assert b["tokens_per_s"] == b["batch"] / 100
+        assert b["prompt_tokens_per_s"] == b["batch"] / 10
+        assert b["ratio"] == pytest.approx(b["our_tokens_per_s"] / b["tokens_per_s"], rel=1e-3)
+        low, high = b["spread"]["ratio"]
+        assert 0 < low <= b["ratio"] <= high
+    head = {"what": "decode", "shape": "tiny", "weights": "float", "activations": "float", "synthetic": False}
+    shown = render(head | r)
+    for b in clock["batches"]:
+        ours = f"ours, {b['our_tokens_per_s']:.2f}, is {b['ratio']:.2f} times as fast"
+        assert f"clock, batch {b['batch']}: {b['tokens_per_s']:.2f} tokens/s, prompt " in shown
+        assert ours in shown
+    page = table.page({"x": head | r})
+    for b in clock["batches"]:
+        low, high = b["spread"]["ratio"]
+        assert f"| x | clock | {b['batch']} | {b['tokens_per_s']:.2f} |" in page
+        assert f"| {b['ratio']:.2f} | {low:.2f}-{high:.2f} |" in page
+
+
+def test_a_peer_of_one_sequence_says_so(monkeypatch):
+    monkeypatch.setattr(_Slow, "one_sequence", True)
+    r = measured(rounds=1, batch=[2, 1], peers={"clock": lambda _: _Slow()})
+    assert [b["batch"] for b in r["peers"]["clock"]["batches"]] == [1]
+    assert r["peers"]["clock"]["batch"] == 1
+    assert [b["rounds_kept"] for b in r["batches"]] == [1, 1]
+    shown = render({"what": "decode", "shape": "x", "weights": "", "activations": "", "synthetic": False} | r)
+    assert "clock: batch 1 only, as it takes one sequence at once" in shown
+
+
 def test_a_peer_that_cannot_load_says_why(tmp_path):
     with pytest.raises(PeerError, match=r"benchmarks.peer_torch: expected a loaded model, found .*nowhere"):
-        Peer("benchmarks.peer_torch", {"folder": str(tmp_path / "nowhere"), "threads": 1, "context": 8})
+        Peer("benchmarks.peer_torch", {"folder": str(tmp_path / "nowhere"), "threads": 1, "context": 8, "batches": [1]})
 
 
 def test_a_peer_that_dies_is_an_error():
@@ -293,13 +354,13 @@ def test_a_peer_that_dies_is_an_error():
 @pytest.mark.slow
 def test_torch_as_a_peer(tmp_path):
     torch_pi2.synthetic(tmp_path / "m", "tiny", layers=1, rank=32)
-    peer = Peer("benchmarks.peer_torch", {"folder": str(tmp_path / "m"), "threads": 1, "context": 9})
+    settings = {"folder": str(tmp_path / "m"), "threads": 1, "context": 9, "batches": [1, 2]}
+    peer = Peer("benchmarks.peer_torch", settings)
     try:
-        r = peer.round(6, 3)
+        rounds = [peer.round(6, 3, batch) for batch in (1, 2)]
     finally:
         peer.close()
-    assert r["prompt_s"] > 0
-    assert r["decode_s"] > 0
+    assert all(r["prompt_s"] > 0 and r["decode_s"] > 0 for r in rounds)
     assert peer.about["weights"] == "bfloat16"
 
 
@@ -394,12 +455,130 @@ def test_gguf_that_cannot_be(shape, error, message, tmp_path):
 def test_llama_cpp_as_a_peer(tmp_path):
     torch_pi2.synthetic(tmp_path / "m", "tiny", layers=1, rank=32)
     settings = {"prompt": 6, "tokens": 2, "rounds": 1, "compiled": False, "folder": tmp_path / "m"}
-    r = decode.run("tiny", peers=["llama.cpp"], **settings)
+    r = decode.run("tiny", peers=["llama.cpp"], batch=[1, 3], **settings)
     peer = r["peers"]["llama.cpp"]
+    assert [b["batch"] for b in peer["batches"]] == [1, 3]
+    assert all(b["tokens_per_s"] > 0 and b["prompt_tokens_per_s"] > 0 for b in peer["batches"])
     assert peer["tokens_per_s"] > 0
-    assert peer["ratio"] == pytest.approx(r["tokens_per_s"] / peer["tokens_per_s"], rel=0.01)
+    assert peer["ratio"] == pytest.approx(peer["our_tokens_per_s"] / peer["tokens_per_s"], rel=0.01, abs=1e-3)
     assert peer["about"]["bytes"] == (tmp_path / "tiny-1-layers.q4_0.gguf").stat().st_size
     assert peer["about"]["threads"] == torch.get_num_threads()
+
+
+@needs_llama
+def test_llama_cpp_is_fed_all_sequences():
+    import llama_cpp
+
+    from benchmarks.peer_llama import _filled
+
+    filled = _filled(llama_cpp, 2, 5, 3)
+    try:
+        assert filled.n_tokens == 6
+        assert [filled.seq_id[i][0] for i in range(6)] == [0, 0, 0, 1, 1, 1]
+        assert filled.pos[:6] == [5, 6, 7, 5, 6, 7]
+        assert filled.n_seq_id[:6] == [1] * 6
+        assert filled.logits[:6] == [0, 0, 1, 0, 0, 1]
+    finally:
+        llama_cpp.llama_batch_free(filled)
+
+
+@needs_openvino
+@needs_gguf
+def test_openvino_as_a_peer(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", torch_pi2.store.shapes.build_config("tiny", num_hidden_layers=1))
+    settings = {"gguf": str(path), "threads": 1, "context": 9, "batches": [1, 2]}
+    peer = Peer("benchmarks.peer_openvino", settings)
+    try:
+        rounds = [peer.round(6, 3, batch) for batch in (1, 2)]
+    finally:
+        peer.close()
+    assert all(r["prompt_s"] > 0 and r["decode_s"] > 0 for r in rounds)
+    assert peer.about["engine"].startswith("OpenVINO GenAI 20")
+
+
+# --- a program as a peer ---
+
+#: Prints what llama-bench does, of what it was told to run.
+BENCH = """#!{python}
+import json, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert given["-r"] == "1" and given["-o"] == "json" and open(given["-m"]).read() == "weights", given
+sizes = ((int(given["-p"]), 0, 2e9), (0, int(given["-n"]), 5e9))
+threads = [int(given["-t"]), *map(int, given.get("-x", "").split())]
+print(json.dumps([
+    {{"build_commit": "abc123", "build_number": 7, "model_type": "tiny 1B", "n_threads": t,
+      "n_prompt": p, "n_gen": n, "avg_ns": ns}} for p, n, ns in sizes for t in threads
+]))
+"""
+
+
+def bench(tmp_path, text=BENCH, name="other-bench"):
+    """A program and what it shall load."""
+    path, file = tmp_path / name, tmp_path / "m.gguf"
+    path.write_text(text.format(python=sys.executable))
+    path.chmod(0o755)
+    file.write_text("weights")
+    return str(path), file
+
+
+def test_a_program_as_a_peer(tmp_path, capsys):
+    program, file = bench(tmp_path)
+    folder = tmp_path / "m"
+    torch_pi2.synthetic(folder, "tiny", layers=1, rank=32)
+    sizes = ["--prompt", "4", "--tokens", "2", "--rounds", "1", "--batch", "1,2", "--eager"]
+    peers = ["--peer-command", f"{program} -x 64", "--peer-command", program, "--peer-file", str(file)]
+    assert main(["decode", "--folder", str(folder), *sizes, *peers, "--json"]) == 0
+    r = json.loads(capsys.readouterr().out)
+    assert f"--peer-command 'other-bench -x 64' --peer-command other-bench --peer-file {file.name}" in r["command"]
+    assert list(r["peers"]) == ["other-bench -x 64, build abc123 (7)", "other-bench, build abc123 (7)"]
+    for name, peer in r["peers"].items():
+        assert peer["prompt_tokens_per_s"] == 4 / 2
+        assert peer["tokens_per_s"] == 2 / 5
+        assert [b["batch"] for b in peer["batches"]] == [1]
+        assert peer["peak_rss_bytes"] > 1e6
+        assert peer["about"]["engine"] == name
+        assert peer["about"]["weights"] == "m.gguf: tiny 1B"
+        assert peer["about"]["bytes"] == len("weights")
+    assert "other-bench, build abc123 (7): batch 1 only" in render(r)
+
+
+def test_two_programs_of_one_name_are_two_peers():
+    peers = {name: lambda _: _Slow() for name in ("a/x", "b/x")}
+    _Slow.name = "x"
+    try:
+        assert list(measured(rounds=1, peers=peers)["peers"]) == ["x", "x, another"]
+    finally:
+        del _Slow.name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "#!/bin/sh\necho one >&2\necho no such model >&2\nexit 3\n",
+            r"bad: expected exit code 0, found its end with exit code 3: no such model\. Run it by hand: .*bad -m "
+            ".*m.gguf -t 1 -p 4 -n 2 -r 1 -o json",
+        ),
+        ("#!/bin/sh\nexit 1\n", r"exit code 1: \(no words\)\. Run"),
+        (
+            "#!/bin/sh\necho hello\n",
+            "bad: expected JSON as of llama-bench: one test of a prompt of 4 and one of an answer of 2 tokens with 1 "
+            r"threads, each with avg_ns, found 'hello' \(JSONDecodeError",
+        ),
+        ("#!/bin/sh\necho '[]'\n", r"found '\[\]' \(ValueError: 0 tests with .*'n_prompt': 4"),
+        ("#!/bin/sh\necho '{{\"a\": 1}}'\n", "AttributeError"),
+        ("#!/bin/sh\necho 3\n", "TypeError"),
+        (
+            """#!/bin/sh\necho '[{{"n_prompt": 4, "n_gen": 0, "n_threads": 1}}]'\n""",
+            "KeyError: 'avg_ns'",
+        ),
+    ],
+    ids=["fails", "silent", "words", "nothing", "object", "number", "no time"],
+)
+def test_programs_that_are_no_bench(text, message, tmp_path):
+    program, file = bench(tmp_path, text, "bad")
+    with pytest.raises(PeerError, match=message):
+        CommandPeer(program, file, 1).round(4, 2)
 
 
 # --- one layer ---
@@ -466,7 +645,7 @@ def test_page_has_a_row_for_each_run(tmp_path: Path):
     low, high = r["batches"][1]["spread"]["tokens_per_s"]
     assert f"| whole | 2 | 3 | {r['batches'][1]['tokens_per_s']:.2f} | {low:.2f}-{high:.2f} |" in page
     assert "Written by `python -m benchmarks.table` from the JSON files beside it" in page
-    assert "| whole | clock | 0.01 |" in page
+    assert "| whole | clock | 1 | 0.01 |" in page
     assert page.count("| single: 64 x 256 int4, float |") == 6
     assert "| 100.0 % |" in page
     rows = [line for line in page.splitlines() if line.startswith("|")]
@@ -504,7 +683,9 @@ def test_page_says_what_was_timed_apart():
 
 def test_page_of_something_else(tmp_path: Path):
     (tmp_path / "x.json").write_text('{"what": "ffn"}')
-    with pytest.raises(ArtifactError, match="best-of printed with --json, found a result of bench ffn"):
+    with pytest.raises(
+        ArtifactError, match="best-of printed with --json, found a result of bench ffn"
+    ):
         table.write(tmp_path)
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"found JSONDecodeError.*make bench"):
