@@ -1,7 +1,7 @@
 """``benchmarks/results/*.json`` as a page of tables with roofline columns: ``python -m benchmarks.table FOLDER``.
 
-Each file is what ``python -m benchmarks`` decode, layer, offload, plan or best-of printed with ``--json``; nothing is
-computed here but ratios of figures of one run.
+Each file is what one of ``python -m benchmarks`` that has a section here printed with ``--json``; nothing is computed
+here but ratios of figures of one run.
 """
 
 from __future__ import annotations
@@ -272,18 +272,87 @@ def _best_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+_ATTENTION = ("attention", "used", "room", "us", "range", "torch us", "read us", "GB/s", "of read", "torch us / us")
+_ATTENTION_NOTE = """
+Of new tokens over a cache with room for more than is used, all of which torch's SDPA reads. *Read* is a plain read of
+the keys and values that are used.
+"""
+
+
+def _attention_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['heads']} heads of {result['width']} over {result['key_heads']}, {result['dtype']}, "
+    about += f"{result['tokens']} token(s) of {result['batch']} sequence(s), {result['threads']} threads"
+    return [
+        [
+            about,
+            str(length["used"]),
+            str(length["room"]),
+            _number(length["us"], 1),
+            _range(length["spread_us"], 1),
+            _number(length["torch_us"], 1),
+            _number(length["read_us"], 1),
+            _number(length["gb_per_s"], 1),
+            f"{100 * length['of_read']:.0f} %",
+            _number(length["over_torch"]),
+        ]
+        for length in result["lengths"]
+    ]
+
+
+_SPECULATE = (
+    "run",
+    "guesses",
+    "plain tokens/s",
+    "guessing",
+    "ratio",
+    "range",
+    "right",
+    "a pass",
+    "switched off",
+    "text",
+)
+_SPECULATE_NOTE = """
+Guessed next tokens that one pass verifies, against one token a step. *Right* are so many of the guesses, *a pass* has
+so many of them; they are *switched off* in rounds where they cost more than they bring. *Text*: whether both said the
+same, or were given what to say.
+"""
+
+
+def _speculate_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{_about(name, result)}, prompt {result['prompt']}, up to {result['guesses']} guesses"
+    return [
+        [
+            about + (", real model" if result["synthetic"] is False else ""),
+            case["guesses"],
+            _number(case["tokens_per_s"]["plain"]),
+            _number(case["tokens_per_s"]["speculative"]),
+            _number(case["ratio"], 3),
+            _range(case["ratio_spread"], 3),
+            f"{100 * case['accepted'] / case['drafted']:.1f} %" if case["drafted"] else "",
+            _number(case["drafted"] / case["passes"]) if case["passes"] else "",
+            f"{case['switched_off']} of {result['rounds']}",
+            {None: "given", True: "the same", False: "other"}[case["same_text"]],
+        ]
+        for case in result["cases"]
+    ]
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
     ("decode", f"### Milliseconds per token\n{_PARTS_NOTE}", _PARTS, _part_rows),
     ("decode", "### Other engines, in alternation", _PEERS, _peer_rows),
     ("decode", "### Batches", _BATCHES, _batch_rows),
+    ("speculate", f"## Guessed tokens\n{_SPECULATE_NOTE}", _SPECULATE, _speculate_rows),
     ("offload", f"## Larger than memory\n{_OFFLOAD_NOTE}", _OFFLOAD, _offload_rows),
     ("plan", f"## Planned against fixed plans\n{_PLAN_NOTE}", _PLAN, _plan_rows),
     ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),
+    ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),
 )
+_BENCHMARKS = tuple(dict.fromkeys(what for what, *_ in _SECTIONS))
+_NAMES = f"{', '.join(_BENCHMARKS[:-1])} or {_BENCHMARKS[-1]}"
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -309,7 +378,7 @@ def write(folder: str | Path) -> Path:
     """Read ``folder/*.json`` and write ``folder/README.md``; returns its path.
 
     Raises:
-        ArtifactError: a file is not a result of ``python -m benchmarks`` decode, layer, offload, plan or best-of.
+        ArtifactError: a file is not a result of one of ``python -m benchmarks`` that has a section here.
     """
     folder = Path(folder)
     results = {}
@@ -328,7 +397,7 @@ def read_result(path: Path) -> dict[str, Any]:
         what = result["what"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _not_a_result(path, f"{type(error).__name__}: {error}") from error
-    if what not in ("decode", "layer", "offload", "plan", "best-of"):
+    if what not in _BENCHMARKS:
         raise _not_a_result(path, f"a result of bench {what}")
     return result
 
@@ -336,7 +405,7 @@ def read_result(path: Path) -> dict[str, Any]:
 def _not_a_result(path: Path, found: str) -> ArtifactError:
     return ArtifactError(
         str(path),
-        expected="what `python -m benchmarks` decode, layer, offload, plan or best-of printed with --json",
+        expected=f"what `python -m benchmarks` {_NAMES} printed with --json",
         found=found,
         fix="Remove the file, or run `make bench` again.",
     )

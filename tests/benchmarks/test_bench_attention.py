@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import table
 from benchmarks.__main__ import main
 from benchmarks.attention import render, run
 from torch_pi2.errors import ConfigError
@@ -21,6 +22,10 @@ def test_figures_hang_together(tokens: int) -> None:
         assert length["of_read"] == pytest.approx(length["read_us"] / length["us"], rel=0.05, abs=0.01)
         assert length["spread_us"][0] <= length["us"] <= length["spread_us"][1]
     assert "times torch's speed" in render(result)
+    page, first = table.page({"x": result}), result["lengths"][0]
+    about = f"| x: 4 heads of 16 over 2, float32, {tokens} token(s) of 1 sequence(s), {result['threads']} threads "
+    assert f"{about}| 100 | 128 | {first['us']:.1f} |" in page
+    assert f"| {100 * first['of_read']:.0f} % | {first['over_torch']:.2f} |" in page
 
 
 @pytest.mark.parametrize(

@@ -684,7 +684,7 @@ def test_page_says_what_was_timed_apart():
 def test_page_of_something_else(tmp_path: Path):
     (tmp_path / "x.json").write_text('{"what": "ffn"}')
     with pytest.raises(
-        ArtifactError, match="best-of printed with --json, found a result of bench ffn"
+        ArtifactError, match="best-of, layer or attention printed with --json, found a result of bench ffn"
     ):
         table.write(tmp_path)
     (tmp_path / "x.json").write_text("{")

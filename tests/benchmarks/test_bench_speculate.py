@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import speculate
+from benchmarks import speculate, table
 from benchmarks.__main__ import main, render
 from torch_pi2.errors import ConfigError
 
@@ -36,6 +36,9 @@ def test_guesses_that_are_right_as_often_as_stated(monkeypatch: pytest.MonkeyPat
     page = render(result)
     assert "100.0% right, given text" in page or "100% right, given text" in page
     assert result["machine"]["cpu"] in page
+    plain = f"{known['tokens_per_s']['plain']:.2f}"
+    row = f"float activations, prompt 20, up to {result['guesses']} guesses | {known['guesses']} | {plain} |"
+    assert row.replace("float", result["activations"]) in table.page({"x": result})
 
 
 def test_the_trained_model_says_the_same(monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
