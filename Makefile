@@ -172,7 +172,7 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# Whole models and single layers on this machine, some 30 minutes: results as JSON and as a page, benchmarks/results/README.md.
+# Whole models and single layers on this machine, some 45 minutes: results as JSON and as a page, benchmarks/results/README.md.
 # A 7B model and llama.cpp beside it need 14 GB of memory and 9 GB of disk (in work/bench, kept for the next time).
 BENCH_THREADS ?= 2
 BENCH_ROUNDS ?= 5

@@ -460,11 +460,12 @@ def render(result: dict[str, Any]) -> str:
             for b in result["batches"]
         ]
         lines.append(common.table(("batch", "rounds", "tokens/s", "from - to", "prompt tokens/s", "from - to"), rows))
-    lines += [line for name, peer in result["peers"].items() for line in _peer_lines(name, peer, result["batches"])]
+    lines += [line for name, peer in result["peers"].items() for line in _peer_lines(name, peer, result)]
     return "\n".join([*lines, label(result)])
 
 
-def _peer_lines(name: str, peer: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _peer_lines(name: str, peer: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
+    batches = result["batches"]
     for at in peer["batches"] or [peer]:
         low, high = at["spread"]["ratio"]
         yield (
@@ -474,3 +475,5 @@ def _peer_lines(name: str, peer: Mapping[str, Any], batches: Sequence[Mapping[st
         )
     if len(peer["batches"]) < len(batches):
         yield f"{name}: batch 1 only, as it takes one sequence at once"
+    if "answer_after" in peer["about"]:
+        yield f"{name}: its answers come after {peer['about']['answer_after']} tokens, ours after {result['prompt']}"

@@ -45,8 +45,8 @@ def program(command: str) -> list[str]:
 class CommandPeer:
     """The program, run anew in each round: it loads its file, warms up, times a prompt and an answer of one sequence.
 
-    The answer begins with an empty cache, as llama-bench does it: its attention has less to read than that of others.
-    Page faults of a round are those of loading too.
+    The answer does not follow the prompt but has an empty cache, as llama-bench does it (if ``-d`` is not among the
+    options): its attention has less to read than that of others. Page faults of a round are those of loading too.
 
     Args:
         command: as of :func:`program`.
@@ -118,7 +118,7 @@ class CommandPeer:
             "weights": f"{self._file.name}: {test.get('model_type', 'model type not told')}",
             "bytes": self._file.stat().st_size,
             "threads": self._threads,
-            "answer": "from an empty cache",
+            "answer_after": test.get("n_depth", 0),
         }
 
     def close(self) -> None:

@@ -540,6 +540,7 @@ def test_a_program_as_a_peer(tmp_path, capsys):
         assert peer["about"]["weights"] == "m.gguf: tiny 1B"
         assert peer["about"]["bytes"] == len("weights")
     assert "other-bench, build abc123 (7): batch 1 only" in render(r)
+    assert "other-bench, build abc123 (7): its answers come after 0 tokens, ours after 4" in render(r)
 
 
 def test_two_programs_of_one_name_are_two_peers():
