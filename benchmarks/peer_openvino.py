@@ -24,7 +24,10 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         tokenizer = openvino_genai.Tokenizer(empty)
     # Stateful: its other engine keeps what it has read of a prompt, and would not read the same one again.
     how = {"INFERENCE_NUM_THREADS": settings["threads"], "ATTENTION_BACKEND": "SDPA"}
-    pipeline = openvino_genai.LLMPipeline(settings["gguf"], tokenizer, "CPU", **how)
+    try:
+        pipeline = openvino_genai.LLMPipeline(settings["gguf"], tokenizer, "CPU", **how)
+    except (IndexError, RuntimeError) as error:  # e.g. "map::at" for mixtures of experts
+        raise RuntimeError(f"OpenVINO GenAI cannot read {settings['gguf']}: {error}") from error
 
     def run_round(prompt: int, tokens: int, batch: int) -> dict[str, Any]:
         choice = openvino_genai.GenerationConfig()

@@ -484,6 +484,16 @@ def test_llama_cpp_is_fed_all_sequences():
 
 @needs_openvino
 @needs_gguf
+def test_openvino_has_no_mixtures_of_experts(tmp_path):
+    sizes = {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = torch_pi2.store.shapes.build_config(torch_pi2.store.shapes.SHAPES["tiny"] | sizes)
+    settings = {"gguf": str(write_gguf(tmp_path / "m.gguf", config)), "threads": 1, "context": 9, "batches": [1]}
+    with pytest.raises(PeerError, match=r"RuntimeError: OpenVINO GenAI cannot read .*m\.gguf: unordered_map::at"):
+        Peer("benchmarks.peer_openvino", settings)
+
+
+@needs_openvino
+@needs_gguf
 def test_openvino_as_a_peer(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", torch_pi2.store.shapes.build_config("tiny", num_hidden_layers=1))
     settings = {"gguf": str(path), "threads": 1, "context": 9, "batches": [1, 2]}
