@@ -258,7 +258,6 @@ def measure(
         while name in against:  # e.g. two builds of one program
             name += ", another"
         against[name] = figures
-    main = ours[0].summary()
     result: dict[str, Any] = {
         "prompt": prompt,
         "tokens": tokens,
@@ -266,7 +265,7 @@ def measure(
         "threads": torch.get_num_threads(),
         "compiled": compiled,
         "cpp_wrapper": cpp_wrapper,
-        **main,
+        **ours[0].summary(),
         **medians(plain),
         "peak_rss_bytes": peak,
         "batches": batches,
@@ -275,18 +274,7 @@ def measure(
     }
     result["spread"] |= {name: spread(values) for name, values in plain.items()}
     if ours[0].batch == 1:
-        parts = ours[0].bytes_by_part()
-        total = sum(parts.values())
-        gb_per_s = total * main["tokens_per_s"] / 1e9
-        split, sdpa_from = ours[0].split(memory)
-        result |= {
-            "bytes_per_token": total,
-            "bytes_by_part": parts,
-            "gb_per_s": round(gb_per_s, 2),
-            "of_read": round(gb_per_s / result["read_gb_per_s"], 3),
-            "ms_per_token": split,
-            "sdpa_from": sdpa_from,
-        }
+        result |= ours[0].roofline(memory, result["tokens_per_s"], result["read_gb_per_s"])
     return result
 
 
@@ -351,6 +339,21 @@ class _Ours:
             "active_share": round(self.active_share(), 4),
             "firing_share": round(total["down_rows"] / total["neurons"], 4) if total["neurons"] else 0.0,
             "spread": {name: spread(values) for name, values in rates.items()},
+        }
+
+    def roofline(self, memory: Memory, tokens_per_s: float, read_gb_per_s: float) -> dict[str, Any]:
+        """Bytes and milliseconds of a token of a batch of one, beside a plain read."""
+        parts = self.bytes_by_part()
+        total = sum(parts.values())
+        gb_per_s = total * tokens_per_s / 1e9
+        split, sdpa_from = self.split(memory)
+        return {
+            "bytes_per_token": total,
+            "bytes_by_part": parts,
+            "gb_per_s": round(gb_per_s, 2),
+            "of_read": round(gb_per_s / read_gb_per_s, 3),
+            "ms_per_token": split,
+            "sdpa_from": sdpa_from,
         }
 
     def bytes_by_part(self) -> dict[str, int]:

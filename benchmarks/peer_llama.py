@@ -29,23 +29,9 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         cap.join(settings["cap"])
     import llama_cpp
 
-    @llama_cpp.llama_log_callback
-    def log_problems(level: int, text: bytes, _user_data: Any) -> None:
-        if level in _PROBLEMS:
-            sys.stderr.write(text.decode(errors="replace"))
-
-    global _log_problems
-    _log_problems = log_problems
     path, threads, context = settings["gguf"], settings["threads"], settings["context"]
-    llama_cpp.llama_log_set(_log_problems, None)
-    llama_cpp.llama_backend_init()
     repack = settings.get("repack", True)
-    model_params = llama_cpp.llama_model_default_params()
-    if not repack:
-        _map_only(llama_cpp, model_params)
-    model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
-    if not model:
-        raise RuntimeError(f"llama.cpp cannot load {path}")
+    model = _model(llama_cpp, path, repack)
     batches = settings.get("batches", [1])
     contexts = {batch: _context(llama_cpp, model, batch, context, threads) for batch in batches}
 
@@ -94,6 +80,27 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         "system": llama_cpp.llama_print_system_info().decode().strip(),
     }
     return about, run_round
+
+
+def _model(llama_cpp: Any, path: str, repack: bool) -> Any:
+    """The model of a file. Raises RuntimeError: it cannot be loaded, for what the log says."""
+
+    @llama_cpp.llama_log_callback
+    def log_problems(level: int, text: bytes, _user_data: Any) -> None:
+        if level in _PROBLEMS:
+            sys.stderr.write(text.decode(errors="replace"))
+
+    global _log_problems
+    _log_problems = log_problems
+    llama_cpp.llama_log_set(_log_problems, None)
+    llama_cpp.llama_backend_init()
+    params = llama_cpp.llama_model_default_params()
+    if not repack:
+        _map_only(llama_cpp, params)
+    model = llama_cpp.llama_model_load_from_file(path.encode(), params)
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    return model
 
 
 def _context(llama_cpp: Any, model: Any, batch: int, tokens: int, threads: int) -> Any:
