@@ -66,6 +66,23 @@ def over(rates: Mapping[str, Sequence[float]], first: str) -> dict[str, list[flo
     return {name: [a / b for a, b in zip(rates[first], rates[name], strict=True)] for name in others}
 
 
+def of_store(rounds: Sequence[Mapping[str, int]], tokens: int, seconds: float, threads: int) -> dict[str, Any]:
+    """What a store did for so many ``tokens``, of its counters in each round.
+
+    ``io_critical_share``: of the ``seconds`` of all ``threads``, what computing waited for neurons.
+    """
+    keys = ("wanted", "hits", "reads", "bytes_read", "evictions", "wait_ns", "late")
+    total = {key: sum(stats[key] for stats in rounds) for key in keys}
+    return {
+        "bytes_read_per_token": round(total["bytes_read"] / tokens),
+        "reads_per_token": round(total["reads"] / tokens, 1),
+        "late_share": round(total["late"] / total["reads"], 4) if total["reads"] else 0.0,
+        "evictions_per_token": round(total["evictions"] / tokens, 1),
+        "hit_rate": round(total["hits"] / total["wanted"], 4) if total["wanted"] else None,
+        "io_critical_share": round(total["wait_ns"] / 1e9 / threads / seconds, 4),
+    }
+
+
 def shown(value: float | None, text: Callable[[float], str]) -> str:
     """Nothing where nothing was measured."""
     return "" if value is None else text(value)

@@ -21,22 +21,19 @@ import torch
 
 from benchmarks import cap
 from benchmarks.arguments import add_source, list_of
-from benchmarks.figures import at_least, known, label, spread
+from benchmarks.figures import at_least, known, label, of_store, spread
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer, PeerError
-from benchmarks.subject import bytes_of, check_one, check_share, synthetic_store, with_room_for_all
+from benchmarks.subject import Rooms, check_one, check_share, synthetic_store
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.machine.device import find_device
 from torch_pi2.observe.trace import check_path
-from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.store.budget import Budget
 from torch_pi2.store.firing import TOPIC_TOKENS
 from torch_pi2.store.folder import PI2_FOLDER
-from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE
 
 _log = logging.getLogger("torch_pi2")
@@ -180,7 +177,7 @@ def run(
         "seed": seed,
         "topics": stream == "topics",
     }
-    rooms = _Rooms(folder, settings["context"])
+    rooms = Rooms(folder, settings["context"])
     base = _base_rss(settings["threads"])
     budget_bytes = rooms.budget(MODES["pipeline"].config(engine, device), ffn_in_memory)
     headroom = PROMPT_HEADROOM if prompt else 0
@@ -310,30 +307,6 @@ def _store(folder: str | Path | None, shape: str | None, seed: int) -> Path:
     return synthetic_store(shape or "mistral-7b", seed)
 
 
-class _Rooms:
-    """What budgets a store can have.
-
-    Attributes:
-        hf: the model's configuration. neurons: bytes of all neurons. token: of those that an average token wants.
-    """
-
-    def __init__(self, folder: Path, context: int) -> None:
-        self._folder, self._context = folder, context
-        with Parts(folder / PI2_FOLDER) as parts:
-            self._plan = parts.plan()
-            self._predictors = parts.predictors(self._plan.model_hash)
-        self.hf = model_config(folder)
-        whole = self._divided(OffloadConfig())
-        self.neurons, self.token = whole.neurons, whole.token
-
-    def budget(self, config: OffloadConfig, share: float) -> int:
-        """Bytes for all that must stay in memory and ``share`` of the neurons."""
-        return bytes_of(self._divided(config), share)
-
-    def _divided(self, config: OffloadConfig) -> Budget:
-        return with_room_for_all(self._folder, self._plan, self._predictors, self.hf, config, self._context)
-
-
 def _base_rss(threads: int) -> int:
     """Resident memory of a process that is ready to load a model."""
     peer = Peer("benchmarks.peer_offload", {"threads": threads})
@@ -391,22 +364,15 @@ def _mode(
 
 def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
     steps = sorted(s for r in rounds for s in r["step_s"])
-    tokens, seconds = len(steps), sum(steps)
-    keys = ("wanted", "hits", "reads", "bytes_read", "evictions", "wait_ns", "late")
-    total = {key: sum(r["stats"][key] for r in rounds) for key in keys}
+    tokens = len(steps)
     disk = [r["disk_bytes"] for r in rounds]
     rates = [len(r["step_s"]) / sum(r["step_s"]) for r in rounds]
     return {
         "tokens_per_s": round(statistics.median(rates), 3),
         "spread": {"tokens_per_s": spread(rates)},
         **{f"p{p}_ms": round(_percentile(steps, p) * 1e3, 2) for p in (50, 90, 99)},
-        "bytes_read_per_token": round(total["bytes_read"] / tokens),
         "disk_bytes_per_token": None if None in disk else round(sum(disk) / tokens),
-        "reads_per_token": round(total["reads"] / tokens, 1),
-        "late_share": round(total["late"] / total["reads"], 4) if total["reads"] else 0.0,
-        "evictions_per_token": round(total["evictions"] / tokens, 1),
-        "hit_rate": round(total["hits"] / total["wanted"], 4) if total["wanted"] else None,
-        "io_critical_share": round(total["wait_ns"] / 1e9 / threads / seconds, 4),
+        **of_store([r["stats"] for r in rounds], tokens, sum(steps), threads),
         "ffn_ms": round(sum(r["ffn_s"] for r in rounds) / tokens * 1e3, 2),
     }
 

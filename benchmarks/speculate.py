@@ -4,6 +4,9 @@ A real model continues held-out source text, with guesses by prompt lookup: the 
 model says (``given``), and its own greedy text (``own``), which repeats itself more than people do. A synthetic model
 says nothing worth looking up: it is fed with tokens that recur as neurons of real ones do, and guesses are right with
 probabilities that are stated (``--right``).
+
+Over a store (``--ffn-in-memory``) both have a model of their own over the same file, and so a cache with a history of
+its own: on the same tokens one would find what the other has just read.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,9 @@ import torch
 from torch import nn
 
 from benchmarks.arguments import add_source, list_of
-from benchmarks.figures import alternate, at_least, label, medians, spread
-from benchmarks.subject import WORK, Subject, check_one
+from benchmarks.figures import alternate, at_least, label, medians, of_store, shown, spread
+from benchmarks.plan_model import find_folder
+from benchmarks.subject import WORK, Rooms, Subject, check_one, check_share, synthetic_store
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decode import Decoder
@@ -31,8 +36,12 @@ from torch_pi2.decode.speculate import MOST_DRAFTED, Drafts, Pace, PromptLookup,
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.token_source import tokens_of
 from torch_pi2.formats import ACTIVATIONS, QUANTIZED
+from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load as load_library
+from torch_pi2.rewrite.handle import store_of
+from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.storefile import STORE_FILE
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 #: The trained model of this repository.
@@ -47,7 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=("float", *QUANTIZED), default="int4", help="of what is made or optimised here")
     add("--activations", choices=ACTIVATIONS, default="int8", help="float with float weights")
     add("--right", type=list_of(float), metavar="P,...", help="guesses are right with these probabilities")
-    add("--guesses", type=common.positive, default=4, metavar="K", help=f"at a time, at most ({MOST_DRAFTED} or less)")
+    add(
+        "--guesses",
+        type=list_of(common.positive),
+        default=[4],
+        metavar="K,...",
+        help=f"at a time, at most ({MOST_DRAFTED} or less; default: 4)",
+    )
+    add("--always", action="store_true", help="never rest: what guesses cost where they do not pay")
+    add("--ffn-in-memory", type=float, default=1.0, metavar="SHARE", help="of the neurons' bytes; 1: no store")
+    add("--device", metavar="NAME", help="simulate reads of ufs-4.0, ufs-3.1, nvme or a JSON file (docs/DEVICES.md)")
     add("--prompt", type=common.positive, default=256, metavar="T", help="tokens of the prompt")
     add("--tokens", type=common.positive, default=128, metavar="N", help="tokens of the answer")
     add("--rounds", type=common.positive, default=5, metavar="N", help="of each, in alternation, each of another text")
@@ -63,7 +81,10 @@ def run(
     weights: str = "int4",
     activations: str = "int8",
     right: Sequence[float] | None = None,
-    guesses: int = 4,
+    guesses: Sequence[int] = (4,),
+    always: bool = False,
+    ffn_in_memory: float = 1.0,
+    device: str | None = None,
     prompt: int = 256,
     tokens: int = 128,
     rounds: int = 5,
@@ -76,10 +97,13 @@ def run(
     Args: the options of the same names.
 
     Returns:
-        ``cases``: for each kind of guesses ``tokens_per_s`` (medians over rounds, plain and speculative), ``spread``,
-        ``ratio`` (median of those within a round) and ``ratio_spread``, and of all rounds together ``drafted``,
-        ``accepted``, ``passes``, the rounds at whose end guessing was ``switched_off``, and whether the text was the
-        same (``same_text``; None where it is given). What was run, machine and versions.
+        ``cases``: for each kind of guesses and number of them (``at_a_time``) ``tokens_per_s`` (medians over rounds,
+        plain and speculative), ``spread``, ``ratio`` (median of those within a round) and ``ratio_spread``,
+        ``pass_steps`` (how many plain steps a pass with that many guesses took, median; None without one), and of all
+        rounds together ``drafted``, ``accepted``, ``passes``, the rounds at whose end guessing was ``switched_off``,
+        and whether the text was the same (``same_text``; None where it is given). ``store``, by kind: what
+        :func:`benchmarks.figures.of_store` has, a token of the answer; None in memory. What was run, machine and
+        versions.
 
     Raises:
         ConfigError: a setting makes no sense. Pi2Error: what making and loading models raise.
@@ -87,18 +111,29 @@ def run(
     load_library()
     at_least(1, prompt=prompt, rounds=rounds)
     at_least(2, tokens=tokens)
-    _check(right, guesses)
-    model, made = _model(shape, folder, weights, activations, trust_remote_code, seed)
-    subject = Subject.of(model, made)
-    drawn = tokens_of(model, made, "heldout", 1, seed + 10, trust_remote_code)
+    _check(right, guesses, ffn_in_memory, device)
+    trust = trust_remote_code or (shape is None and folder is None)  # our own model brings its code
+    if ffn_in_memory < 1:
+        made, config = _store(shape, folder, weights, trust, seed), OffloadConfig(device=device)
+        models, room = _over_store(made, ffn_in_memory, prompt + tokens, config, activations, trust)
+    else:
+        model, made = _model(shape, folder, weights, activations, trust, seed)
+        models, room = dict.fromkeys((PLAIN, SPECULATIVE), model), None
+    plain: Any = models[PLAIN]
+    subject, store = Subject.of(plain, made), store_of(plain)
+    drawn = tokens_of(plain, made, "heldout", 1, seed + 10, trust)
     texts = [drawn.draw(prompt + tokens) for _ in range(rounds + 1)]
     probabilities = right or (RIGHT if subject.synthetic else ())
-    # those of one model share a decoder, and what it has compiled
-    decoder = Decoder(model, max_tokens=prompt + tokens, compiled=compiled, logits=True)
-    bench = _Bench(decoder, guesses, prompt, texts, seed)
-    cases = [bench.case(f"{share:.0%} right, given text", given=True, share=share) for share in probabilities]
+    decoders = _decoders(models, prompt + tokens, compiled)
+    bench = _Bench(decoders, always, prompt, texts, seed)
+    cases = [
+        bench.case(f"{share:.0%} right, given text", k, given=True, share=share)
+        for share in probabilities
+        for k in guesses
+    ]
     if not probabilities:
-        cases = [bench.case("prompt lookup, given text", given=True), bench.case("prompt lookup, own text")]
+        for k in guesses:
+            cases += [bench.case("prompt lookup, given text", k, given=True), bench.case("prompt lookup, own text", k)]
     return {
         "what": "speculate",
         "shape": subject.shape,
@@ -107,7 +142,12 @@ def run(
         "synthetic": subject.synthetic,
         "threads": torch.get_num_threads(),
         "compiled": compiled,
-        "guesses": guesses,
+        "guesses": list(guesses),
+        "always": always,
+        "ffn_in_memory": ffn_in_memory,
+        "budget_bytes": room,
+        "simulated": device or False,
+        "reads": None if store is None else store.describe(),
         "prompt": prompt,
         "tokens": tokens,
         "rounds": rounds,
@@ -118,14 +158,27 @@ def run(
     }
 
 
-def _check(right: Sequence[float] | None, guesses: int) -> None:
-    if guesses > MOST_DRAFTED:
+def _check(right: Sequence[float] | None, guesses: Sequence[int], ffn_in_memory: float, device: str | None) -> None:
+    if not all(1 <= k <= MOST_DRAFTED for k in guesses):
         raise ConfigError(
-            "guesses", expected=f"1 to {MOST_DRAFTED}", found=str(guesses), fix="More are not verified in one pass."
+            "guesses",
+            expected=f"1 to {MOST_DRAFTED}",
+            found=",".join(map(str, guesses)),
+            fix="More are not verified in one pass.",
         )
     for share in right or ():
         if not 0 <= share <= 1:
             raise ConfigError("right", expected="0 to 1", found=f"{share:g}", fix="It is a probability.")
+    check_share(ffn_in_memory)
+    if device is not None:
+        find_device(device)
+        if ffn_in_memory == 1:
+            raise ConfigError(
+                f"--device {device}",
+                expected="--ffn-in-memory below 1 beside it",
+                found="everything in memory, which reads nothing",
+                fix="Pass both.",
+            )
 
 
 def _model(
@@ -145,10 +198,52 @@ def _model(
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        made, dtype=torch.float32, trust_remote_code=trust or folder is None, local_files_only=True
+        made, dtype=torch.float32, trust_remote_code=trust, local_files_only=True
     )
     rounded = "float" if weights == "float" else activations
     return torch_pi2.optimize(model.eval(), weights=weights, activations=rounded), made
+
+
+def _store(shape: str | None, folder: str | Path | None, weights: str, trust: bool, seed: int) -> Path:
+    """A folder with a store; packed in ``WORK``, after being optimised without loss, if it has none."""
+    import torch_pi2
+
+    check_one(folder, shape)
+    if shape is not None:
+        if weights != "int4":
+            raise ConfigError(
+                f"--weights {weights} with --ffn-in-memory",
+                expected="int4, which synthetic stores have",
+                found=weights,
+                fix="Pass a --folder with a store of these weights.",
+            )
+        return synthetic_store(shape, seed)
+    source = TRAINED if folder is None else Path(folder)
+    ours = (source / PI2_FOLDER).is_dir()
+    found = find_folder(source, None, None if ours else "exact", trust_remote_code=trust)
+    if (found / PI2_FOLDER / STORE_FILE).is_file():
+        return found
+    made = WORK / f"{found.name}-{'own' if ours else weights}-store"
+    if not (made / PI2_FOLDER / STORE_FILE).is_file():
+        torch_pi2.pack(found, made, weights=None if ours else weights, trust_remote_code=trust)
+    return made
+
+
+def _over_store(
+    folder: Path, share: float, context: int, config: OffloadConfig, activations: str, trust: bool
+) -> tuple[dict[str, Any], int]:
+    """A model for each kind of decoding, and the bytes that each has."""
+    import torch_pi2
+
+    room = Rooms(folder, context, trust_remote_code=trust).budget(config, share)
+    how: dict[str, Any] = {"activations": activations, "budget": room, "offload": config, "context": context}
+    return {k: torch_pi2.load(folder, trust_remote_code=trust, **how) for k in (PLAIN, SPECULATIVE)}, room
+
+
+def _decoders(models: Mapping[str, nn.Module], tokens: int, compiled: bool) -> dict[str, Decoder]:
+    """By kind; those of one model share what is compiled."""
+    made = {id(model): Decoder(model, max_tokens=tokens, compiled=compiled, logits=True) for model in models.values()}
+    return {kind: made[id(model)] for kind, model in models.items()}
 
 
 class Knowing:
@@ -167,66 +262,115 @@ class Knowing:
         return [t if self._random.random() < self._share else (t + 1) % self._vocabulary for t in said]
 
 
+class _Timed(Pace):
+    """Keeps what passes took; ``always``: guesses as many as there is room for, whatever it takes.
+
+    Attributes:
+        full_ms: milliseconds of each pass with the most guesses.
+    """
+
+    def __init__(self, counts: Sequence[int], always: bool) -> None:
+        super().__init__(counts)
+        self._most, self._always = counts[-1], always
+        self.full_ms: list[float] = []
+
+    def count(self, most: int) -> int:
+        return min(self._most, most) * (most >= self._counts[0]) if self._always else super().count(most)
+
+    def passed(self, ms: float, guesses: int, right: int) -> None:
+        if not self._always:
+            super().passed(ms, guesses, right)
+        if guesses == self._most:
+            self.full_ms.append(ms)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """``seconds`` of all forwards after the prompt's, and what the store did meanwhile; see :class:`_Timed`."""
+
+    tokens: list[int]
+    seconds: float
+    stats: dict[str, int] | None
+    drafts: Drafts | None = None
+    full_ms: Sequence[float] = ()
+
+
 class _Bench:
     """Rounds of one model. The first text of ``texts``, int64 ``[1, prompt + tokens]`` each, warms up."""
 
-    def __init__(self, decoder: Decoder, guesses: int, prompt: int, texts: Sequence[torch.Tensor], seed: int) -> None:
-        self._decoder, self._guesses, self._prompt, self._texts, self._seed = decoder, guesses, prompt, texts, seed
+    def __init__(
+        self, decoders: Mapping[str, Decoder], always: bool, prompt: int, texts: Sequence[torch.Tensor], seed: int
+    ) -> None:
+        self._decoders, self._always, self._prompt, self._texts, self._seed = decoders, always, prompt, texts, seed
         self._tokens = texts[0].shape[1] - prompt
-        model: nn.Module = decoder.model
+        model: nn.Module = decoders[PLAIN].model
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
 
-    def case(self, name: str, *, given: bool = False, share: float | None = None) -> dict[str, Any]:
+    def case(self, name: str, guesses: int, *, given: bool = False, share: float | None = None) -> dict[str, Any]:
         """Plain and speculative decoding; ``share`` of guesses that are right, None: prompt lookup."""
-        said: dict[tuple[str, int], list[int]] = {}
-        drafts: list[Drafts] = []
 
-        def once(kind: str, index: int) -> float:
-            answer, drafted, seconds = self._round(kind, self._texts[index], given, share)
-            said[kind, index] = answer
-            if drafted is not None and index > 0:
-                drafts.append(drafted)
-            return (self._tokens - 1) / seconds
+        def once(kind: str, index: int) -> _Round:
+            return self._round(kind, guesses, self._texts[index], given, share)
 
-        rates = {kind: found[1:] for kind, found in alternate((PLAIN, SPECULATIVE), len(self._texts), once).items()}
+        every = alternate((PLAIN, SPECULATIVE), len(self._texts), once)
+        rounds = {kind: found[1:] for kind, found in every.items()}
+        steps = self._tokens - 1
+        rates = {kind: [steps / r.seconds for r in found] for kind, found in rounds.items()}
         ratios = [fast / slow for fast, slow in zip(rates[SPECULATIVE], rates[PLAIN], strict=True)]
+        drafts = [r.drafts for r in rounds[SPECULATIVE] if r.drafts is not None]
+        passes = [
+            statistics.mean(guessed.full_ms) / 1e3 * rate
+            for guessed, rate in zip(rounds[SPECULATIVE], rates[PLAIN], strict=True)
+            if guessed.full_ms
+        ]
+        texts = [(a.tokens, b.tokens) for a, b in zip(every[PLAIN], every[SPECULATIVE], strict=True)]
         return {
             "guesses": name,
+            "at_a_time": guesses,
             "tokens_per_s": medians(rates),
             "spread": {kind: spread(values) for kind, values in rates.items()},
             "ratio": round(statistics.median(ratios), 4),
             "ratio_spread": spread(ratios, 4),
+            "pass_steps": round(statistics.median(passes), 3) if passes else None,
             "drafted": sum(d.drafted for d in drafts),
             "accepted": sum(d.accepted for d in drafts),
             "passes": sum(d.passes for d in drafts),
             "switched_off": sum(d.switched_off for d in drafts),
-            "same_text": None
-            if given
-            else all(said[PLAIN, i] == said[SPECULATIVE, i] for i in range(len(self._texts))),
+            "same_text": None if given else all(a == b for a, b in texts),
+            "store": self._of_store(rounds),
         }
 
-    def _round(
-        self, kind: str, text_1T: torch.Tensor, given: bool, share: float | None
-    ) -> tuple[list[int], Drafts | None, float]:
-        """The answer, what became of guesses, and the seconds of all forwards after the prompt's."""
-        decoder, text, ids_1T = self._decoder, text_1T[0].tolist(), text_1T[:, : self._prompt]
+    def _of_store(self, rounds: Mapping[str, Sequence[_Round]]) -> dict[str, Any] | None:
+        found = {kind: [r.stats for r in of if r.stats is not None] for kind, of in rounds.items()}
+        if not found[PLAIN]:
+            return None
+        threads, tokens = torch.get_num_threads(), self._tokens - 1
+        return {
+            kind: of_store(stats, tokens * len(stats), sum(r.seconds for r in rounds[kind]), threads)
+            for kind, stats in found.items()
+        }
+
+    def _round(self, kind: str, guesses: int, text_1T: torch.Tensor, given: bool, share: float | None) -> _Round:
+        decoder, text, ids_1T = self._decoders[kind], text_1T[0].tolist(), text_1T[:, : self._prompt]
+        prompt = text[: self._prompt]
+        source: Source = PromptLookup() if share is None else Knowing(text, share, self._vocabulary, self._seed)
+        source.read(ids_1T)
         logits_V = decoder.prompt(ids_1T)[0]
+        if kind == SPECULATIVE:
+            decoder.compile_passes(guesses + 1)
         sequence = Growing(0, 0, self._tokens, ())
         choose = _choice(sequence, text[self._prompt :] if given else None)
-        if kind == PLAIN:
-            started = time.perf_counter()
-            _plain(decoder, sequence, logits_V, choose)
-            return sequence.tokens, None, time.perf_counter() - started
-        source: Source = PromptLookup()
-        if share is not None:
-            source = Knowing(text, share, self._vocabulary, self._seed)
-        source.read(ids_1T)
-        decoder.compile_passes(self._guesses + 1)
-        counts = [self._guesses] if decoder.compiled else range(1, self._guesses + 1)
-        prompt = text[: self._prompt]
+        pace = _Timed([guesses] if decoder.compiled else range(1, guesses + 1), self._always)
+        drafts, store = None, store_of(decoder.model)
+        if store is not None:
+            store.stats(reset=True)
         started = time.perf_counter()
-        drafts, _ = speculate(decoder, sequence, prompt, logits_V, choose, source, Pace(counts), self._tokens)
-        return sequence.tokens, drafts, time.perf_counter() - started
+        if kind == PLAIN:
+            _plain(decoder, sequence, logits_V, choose)
+        else:
+            drafts, _ = speculate(decoder, sequence, prompt, logits_V, choose, source, pace, self._tokens)
+        seconds = time.perf_counter() - started
+        return _Round(sequence.tokens, seconds, None if store is None else store.stats(), drafts, pace.full_ms)
 
 
 def _choice(sequence: Growing, given: Sequence[int] | None) -> Callable[[torch.Tensor], int]:
@@ -251,10 +395,12 @@ def render(result: dict[str, Any]) -> str:
     rows = [
         (
             case["guesses"],
+            case["at_a_time"],
             f"{case['tokens_per_s'][PLAIN]:.2f}",
             f"{case['tokens_per_s'][SPECULATIVE]:.2f}",
             f"{case['ratio']:.3f}",
             "{:.3f} to {:.3f}".format(*case["ratio_spread"]),
+            shown(case["pass_steps"], "{:.2f}".format),
             common.percent(case["accepted"] / case["drafted"]) if case["drafted"] else "",
             f"{case['drafted'] / case['passes']:.2f}" if case["passes"] else "",
             case["passes"],
@@ -263,13 +409,37 @@ def render(result: dict[str, Any]) -> str:
         )
         for case in result["cases"]
     ]
-    header = (*("guesses", PLAIN, SPECULATIVE, "ratio", "range", "right", "a pass", "passes", "switched off", "text"),)
+    header = ["guesses", "K", PLAIN, SPECULATIVE, "ratio", "range", "pass", "right", "a pass", "passes"]
+    header += ["switched off", "text"]
+    share, device = result["ffn_in_memory"], result["simulated"]
     lines = [
         f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
         f"{'compiled' if result['compiled'] else 'eager'}, {result['machine']['cpu']}",
         common.table(header, rows),
         f"tokens/s after a prompt of {result['prompt']}, medians of {result['rounds']} rounds of {result['tokens']} "
-        f"tokens; up to {result['guesses']} guesses a pass",
+        f"tokens; {'always' if result['always'] else 'up to'} K guesses a pass; pass: what one with K takes, in steps",
+    ]
+    if share < 1:
+        where = f"{common.percent(share)} of the neurons in memory" + (f", simulated device {device}" if device else "")
+        lines += [_render_store(result["cases"]), where]
+    lines += [
         f"text: {result['text']}",
     ]
     return "\n".join([*lines, label(result)])
+
+
+def _render_store(cases: Sequence[Mapping[str, Any]]) -> str:
+    columns = (
+        ("MB/token", "bytes_read_per_token", lambda value: f"{value / 1e6:.2f}"),
+        ("reads/token", "reads_per_token", "{:.0f}".format),
+        ("hits", "hit_rate", common.percent),
+        ("waiting", "io_critical_share", common.percent),
+    )
+    rows = []
+    for case in cases:
+        by_kind = [case["store"][kind] for kind in (PLAIN, SPECULATIVE)]
+        read = [figures["bytes_read_per_token"] for figures in by_kind]
+        cells = [text(figures[key]) for _, key, text in columns for figures in by_kind]
+        rows.append((case["guesses"], case["at_a_time"], *cells, f"{read[1] / read[0]:.2f}" if read[0] else ""))
+    names = [name for column, _, _ in columns for name in (f"{column}, {PLAIN}", SPECULATIVE)]
+    return common.table(("guesses", "K", *names, "bytes"), rows)

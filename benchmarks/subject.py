@@ -13,10 +13,12 @@ from torch import nn
 from torch_pi2.checkpoint.sparse import weights_of
 from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
+from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.budget import Budget
 from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.parts import Parts
 from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 
@@ -148,3 +150,27 @@ def with_room_for_all(
 def bytes_of(whole: Budget, share: float) -> int:
     """For all that must stay in memory and ``share`` of the neurons."""
     return whole.smallest + whole.in_slots(math.floor(share * (whole.neurons // whole.slot)) * whole.slot)
+
+
+class Rooms:
+    """What budgets a store can have.
+
+    Attributes:
+        hf: the model's configuration. neurons: bytes of all neurons. token: of those that an average token wants.
+    """
+
+    def __init__(self, folder: Path, context: int, *, trust_remote_code: bool = False) -> None:
+        self._folder, self._context = folder, context
+        with Parts(folder / PI2_FOLDER) as parts:
+            self._plan = parts.plan()
+            self._predictors = parts.predictors(self._plan.model_hash)
+        self.hf = model_config(folder, trust_remote_code=trust_remote_code)
+        whole = self._divided(OffloadConfig())
+        self.neurons, self.token = whole.neurons, whole.token
+
+    def budget(self, config: OffloadConfig, share: float) -> int:
+        """Bytes for all that must stay in memory and ``share`` of the neurons."""
+        return bytes_of(self._divided(config), share)
+
+    def _divided(self, config: OffloadConfig) -> Budget:
+        return with_room_for_all(self._folder, self._plan, self._predictors, self.hf, config, self._context)

@@ -51,13 +51,43 @@ def test_the_trained_model_says_the_same(monkeypatch: pytest.MonkeyPatch, work: 
     assert "standard library" in render(result)
 
 
+def test_over_a_store(monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
+    how: dict[str, Any] = {"shape": "tiny", "right": [1.0, 0.0], "guesses": [1, 3], "always": True}
+    result = measured(monkeypatch, work, **how, ffn_in_memory=0.5)
+    assert [case["at_a_time"] for case in result["cases"]] == [1, 3, 1, 3]
+    for case, right in zip(result["cases"], (True, True, False, False), strict=True):
+        assert case["accepted"] == (case["drafted"] if right else 0)
+        assert case["pass_steps"] > 0
+        assert case["switched_off"] == 0
+        plain, speculative = case["store"]["plain"], case["store"]["speculative"]
+        for figures in (plain, speculative):
+            assert figures["bytes_read_per_token"] > figures["reads_per_token"] > 0
+            assert 0 < figures["hit_rate"] < 1
+        if not right:  # each wrong guess brings neurons of its own
+            assert speculative["bytes_read_per_token"] > plain["bytes_read_per_token"]
+    page = render(result)
+    assert "MB/token, plain" in page
+    assert "50.0 % of the neurons in memory" in page
+
+
+def test_in_memory_nothing_is_read(monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
+    result = measured(monkeypatch, work, shape="tiny", right=[0.5], rounds=1)
+    assert (result["budget_bytes"], result["cases"][0]["store"]) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"right": [1.5]}, r"right: expected 0 to 1, found 1\.5\."),
-        ({"guesses": 8}, r"guesses: expected 1 to 7, found 8\."),
+        ({"guesses": [4, 8]}, r"guesses: expected 1 to 7, found 4,8\."),
         ({"tokens": 1}, r"tokens: expected 2 or more, found 1\."),
         ({"folder": "x", "shape": "tiny"}, r"expected one of them, found both"),
+        ({"ffn_in_memory": 1.5}, r"ffn_in_memory: expected 0 to 1, found 1\.5\."),
+        ({"device": "ufs-4.0"}, r"--device ufs-4.0: expected --ffn-in-memory below 1 .*, found everything in memory"),
+        (
+            {"shape": "tiny", "weights": "int8", "ffn_in_memory": 0.5},
+            r"--weights int8 with --ffn-in-memory: expected int4, .* found int8\.",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(

@@ -14,6 +14,7 @@ from torch import nn
 
 import torch_pi2
 from benchmarks.speculate import Knowing
+from benchmarks.subject import Rooms
 from torch_pi2.decode import generate as generate_module
 from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.decode import VERIFIED, Decoder
@@ -22,6 +23,7 @@ from torch_pi2.decode.speculate import MOST_DRAFTED, Pace, PromptLookup
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.rewrite.handle import store_of
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 
 IDS = torch.randint(1, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
@@ -271,6 +273,28 @@ def test_text_over_a_store_is_that_of_steps(tmp_path: Path) -> None:
         assert got.sequences == plain
         assert got.drafts is not None
         assert got.drafts.accepted == got.drafts.drafted > 0
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_text_over_a_cache_that_evicts_is_that_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool
+) -> None:
+    """What wrong guesses read pushes neurons out, never a bit of the text."""
+    torch_pi2.synthetic(tmp_path / "m", "tiny", layers=2, rank=16, weights="int4")
+    torch_pi2.pack(tmp_path / "m", tmp_path / "s")
+    whole = torch_pi2.load(tmp_path / "m", activations="int8")
+    offload = torch_pi2.OffloadConfig(lookahead=lookahead)
+    budget = Rooms(tmp_path / "s", 128).budget(offload, 0.2)
+    stored = torch_pi2.load(tmp_path / "s", activations="int8", budget=budget, context=128, offload=offload)
+    plain, _ = guessed(monkeypatch, whole, 1.0)
+    store = store_of(stored)
+    assert store is not None
+    for share in (0.0, 0.6, 1.0):
+        store.stats(reset=True)
+        steps, got = guessed(monkeypatch, stored, share)
+        assert got.sequences == steps.sequences == plain.sequences
+        assert got.drafts.drafted > 0
+        assert store.stats()["evictions"] > 0
 
 
 def test_transformers_own_speculation_goes_on_to_work(model: nn.Module) -> None:
