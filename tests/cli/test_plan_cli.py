@@ -91,6 +91,9 @@ def test_a_folder_of_ours_in_memory(command, root, tmp_path) -> None:
     assert [b.batch for b in made.hardware.buckets] == [1, 4]
     assert found["hardware"]["source"] == "published"
     assert made.hardware.budget_bytes is None
+    assert {row["guesses"] + 1: row["steps"] for row in found["hardware"]["passes"]} == pytest.approx(
+        made.hardware.passes, abs=1e-4
+    )
     for bucket, row in zip(made.hardware.buckets, found["buckets"], strict=True):
         assert row["tokens_per_s"] == pytest.approx(bucket.batch * 1e3 / bucket.total_ms, rel=1e-3)
         assert set(row["gain"]) == {"greedy", "all-hot", "all-cold", "random"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -307,9 +307,12 @@ def test_transformers_own_speculation_goes_on_to_work(model: nn.Module) -> None:
 # --- whether it pays ---
 
 
-def simulated(cost: float, share: float, tokens: int, counts: Sequence[int] = range(1, 6)) -> tuple[float, Pace]:
+def simulated(
+    cost: float, share: float, tokens: int, counts: Sequence[int] = range(1, 6), planned: float | None = None
+) -> tuple[float, Pace]:
     """Steps' time, as a share of that of plain ones, of so many tokens; a guess costs ``cost`` steps."""
-    pace, chance, done, spent = Pace(counts), random.Random(0), 0, 0.0
+    costs = None if planned is None else dict.fromkeys(counts, planned)
+    pace, chance, done, spent = Pace(counts, costs), random.Random(0), 0, 0.0
     while done < tokens:
         n = pace.count(tokens - done - 1)
         noise = 1 + 0.1 * (chance.random() - 0.5)
@@ -347,6 +350,48 @@ def test_guessing_that_does_not_pay_rests_longer_each_time() -> None:
         pace.plain(8.0)
     while pace.count(9) == 0:  # but it has another try
         pace.plain(8.0)
+
+
+@pytest.mark.parametrize("planned", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("counts", [range(1, 8), [4]])
+def test_whatever_a_plan_says_what_is_measured_counts(planned: float, counts: Sequence[int]) -> None:
+    for cost in (0.15, 0.9):
+        for share in (0.0, 0.3):
+            assert simulated(cost, share, 200, counts, planned)[0] <= 1 / 0.97
+    time, pace = simulated(0.2, 0.95, 1000, counts, planned)
+    assert time < 1 / 1.5
+    assert not pace.off
+
+
+def test_a_plan_says_how_many_to_guess_at_first() -> None:
+    def first(costs: dict[int, float] | None) -> int:
+        pace = Pace(range(1, 6), costs)
+        for _ in range(1 + Pace.LEAST_STEPS):
+            pace.plain(8.0)
+        return pace.count(9)
+
+    assert first(None) == 2
+    assert first(dict.fromkeys(range(1, 6), 0.1)) == 5
+    assert first(dict.fromkeys(range(1, 6), 0.8)) == 1  # a try, though no gain is expected
+    assert first(dict.fromkeys(range(1, 6), 1.0)) == 0  # not even if all were right
+
+
+def test_what_a_plan_says_is_asked(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    class Asked(Pace):
+        def __init__(self, counts: Sequence[int], costs: Mapping[int, float] | None = None) -> None:
+            asked.append(costs)
+            super().__init__(counts, costs)
+
+    monkeypatch.setattr(generate_module, "Pace", Asked)
+    generate(model, IDS, max_new_tokens=3, prompt_lookup=2)
+    hot = tuple(layer.site.intermediate for layer in sparse_layers(model))
+    bucket = Bucket(1, hot, (0,) * len(hot), (0,) * len(hot))
+    plan = HardwarePlan({}, None, 0, 64, (bucket,), PromptPlan((0,) * len(hot)), passes={2: 1.4, 3: 2.0})
+    with follow(model, plan):
+        generate(model, IDS, max_new_tokens=3, prompt_lookup=2)
+    assert asked == [None, {1: pytest.approx(0.4), 2: 0.5}]
 
 
 def test_a_step_is_measured_now_and_then() -> None:

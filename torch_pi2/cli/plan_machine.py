@@ -254,9 +254,20 @@ def _facts(plan: HardwarePlan, hardware: Hardware) -> dict[str, Any]:
         "offload": dict(plan.offload),
         "threads": dict(plan.threads),
         "cluster": plan.cluster,
+        "passes": _passes(plan),
         "dense_from": list(plan.prompt.dense_from),
         "chunk_tokens": plan.prompt.chunk_tokens,
     }
+
+
+def _passes(plan: HardwarePlan) -> list[dict[str, Any]]:
+    """By number of guesses at next tokens: what a pass takes, in steps, and how often they must be right to pay."""
+    from torch_pi2.planner.passes import least_right
+
+    return [
+        {"guesses": tokens - 1, "steps": steps, "least_right": least_right(plan.passes, tokens - 1)}
+        for tokens, steps in plan.passes.items()
+    ]
 
 
 def _buckets(plan: HardwarePlan, others: Mapping[str, HardwarePlan]) -> list[dict[str, Any]]:
@@ -304,6 +315,18 @@ def render_machine(result: dict[str, Any]) -> str:
     budget = "everything in memory" if about["budget_bytes"] is None else f"budget {common.size(about['budget_bytes'])}"
     head = f"{about['planner']} for {about['name']} ({about['source']}), {budget}, {about['context']} tokens each"
     gained = "\npredicted; the last columns: how many times as long a step of simple plans takes" if gains else ""
-    shown = f"{head}:\n{common.table(header, rows)}{gained}"
+    shown = f"{head}:\n{common.table(header, rows)}{gained}{_render_passes(about['passes'])}"
     explained = (f"batch {run['batch']}, as it ran:\n{explain.render(run)}" for run in result.get("explained", ()))
     return "\n".join([shown, *explained])
+
+
+def _render_passes(passes: list[dict[str, Any]]) -> str:
+    """A line; none where nobody predicted."""
+    if not passes:
+        return ""
+    said = (
+        f"{row['guesses']} ({row['steps']:.2f} steps): "
+        + ("never" if row["least_right"] is None else common.percent(row["least_right"]))
+        for row in passes
+    )
+    return f"\nguesses at next tokens that a pass verifies, and how many must be right to pay: {', '.join(said)}"

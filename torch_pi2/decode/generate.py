@@ -108,8 +108,9 @@ def generate(
     take at most 1.03 times as long.
 
     Over a store nothing is guessed unless it is asked for here, and seldom pays: each token wants neurons of its own,
-    so that wrong guesses are reads in vain (of the extra bytes of a speculated run 97 % were those of the widened pass,
-    BigMoeOnEdge 0.20, which lost 18 to 29 % on a phone). Measured times decide there, too.
+    so that wrong guesses are reads in vain (docs/SPECULATION.md; of the extra bytes of a speculated run 97 % were those
+    of the widened pass, BigMoeOnEdge 0.20, which lost 18 to 29 % on a phone). Measured times decide there, too; what a
+    plan predicts (:func:`torch_pi2.follow`) is believed until there are some.
 
     Args:
         model: see :class:`~torch_pi2.decode.decode.Decoder`; dense or optimised.
@@ -206,10 +207,12 @@ def _speculated(
     logits_V = decoder.prompt(input_ids)[0]
     source.read(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
+    engine = engine_of(decoder.model)
+    pace = Pace(counts, None if engine is None else engine.plan.guess_costs())
     if guesses < limit - 1:  # else the answer has no room for a pass
         decoder.compile_passes(guesses + 1)
     drafts, step_ms = speculate(
-        decoder, sequence, input_ids[0].tolist(), logits_V, lambda row_V: pick(row_V, None), source, Pace(counts), limit
+        decoder, sequence, input_ids[0].tolist(), logits_V, lambda row_V: pick(row_V, None), source, pace, limit
     )
     return Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts)
 

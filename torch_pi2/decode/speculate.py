@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -172,6 +172,9 @@ class Pace:
 
     Args:
         counts: that may be chosen from, ascending.
+        costs: by count what each guess costs, as a plan predicts it (:attr:`torch_pi2.spec.machine_plan.HardwarePlan`):
+            believed instead of ``_COST`` until it is measured, which a try does even if the plan expects no gain of
+            guesses that are right as often as is believed.
     """
 
     GAIN, LOSS, LOST, REST = 1.03, 0.015, 1.5, 32
@@ -182,8 +185,8 @@ class Pace:
     #: How much of what is known of earlier guesses each new one leaves; the credit in steps, at most, for good ones.
     _FADES, _MOST_SAVED = 0.95, 4.0
 
-    def __init__(self, counts: Sequence[int]) -> None:
-        self._counts = counts
+    def __init__(self, counts: Sequence[int], costs: Mapping[int, float] | None = None) -> None:
+        self._counts, self._planned = counts, costs or {}
         self._plain_ms: deque[float] = deque(maxlen=8)
         self._costs: deque[float] = deque(maxlen=8)  # x of the latest passes
         self._steps = self._tokens = self._since_plain = 0
@@ -194,15 +197,19 @@ class Pace:
     def _believe(self) -> None:
         self._tried, self._right = self._BELIEVED, self._RIGHT
         self._costs.clear()
-        self._cost = self._COST  # x: the median of the latest
+        self._cost: float | None = None  # x: the median of the latest, if there are enough
 
     @property
     def off(self) -> bool:
         """Whether guesses rest, or are to be paid for with plain steps first."""
         return self._tokens < self._rest_until or not self._payable(self._counts[0])
 
+    def _cost_of(self, n: int) -> float:
+        return n * (self._planned.get(n, self._COST) if self._cost is None else self._cost)
+
     def _payable(self, n: int) -> bool:
-        return self._saved - n * self._cost >= -(self.LOST + self.LOSS * self._tokens)
+        cost = max(self._cost_of(n), n * self._COST if self._cost is None else 0.0)  # plans may be wrong
+        return self._saved - cost >= -(self.LOST + self.LOSS * self._tokens)
 
     def count(self, most: int) -> int:
         """How many tokens to guess now, no more than ``most``; 0: a plain step."""
@@ -212,17 +219,18 @@ class Pace:
         if not counts:
             return 0
         best = max(counts, key=self._gain)
-        if self._gain(best) >= self.GAIN:
+        unknown = self._planned and self._cost is None
+        if self._gain(best) >= self.GAIN or (unknown and self._gain(best, 1.0) > 1):
             return best
         if most >= self._counts[-1]:  # else it is the end of the answer that leaves no room
             self._rest_until, self._rest = self._tokens + self._rest, 2 * self._rest
             self._believe()  # for the next try
         return 0
 
-    def _gain(self, n: int) -> float:
+    def _gain(self, n: int, right: float | None = None) -> float:
         """Tokens per time of passes with n guesses, over that of plain steps."""
-        right = self._right / self._tried
-        return sum(right**i for i in range(n + 1)) / (1 + n * self._cost)
+        share = self._right / self._tried if right is None else right
+        return sum(share**i for i in range(n + 1)) / (1 + self._cost_of(n))
 
     def plain(self, ms: float) -> None:
         """A plain step took so many milliseconds."""

@@ -75,8 +75,11 @@ def step_cost(
     misses: MissCurve | None = None,
     context: int,
     offload: Mapping[str, Any] | None = None,
+    sequences: int | None = None,
 ) -> Cost:
     """One decoding step of ``batch`` sequences, each of ``context`` tokens.
+
+    With ``sequences=1``, the ``batch`` tokens are of one, and verified together (:meth:`torch_pi2.Decoder.verify`).
 
     For each layer, in milliseconds:
 
@@ -93,12 +96,13 @@ def step_cost(
         cache_bytes: of a store's neuron cache; None: all neurons are in memory.
         misses: what such a cache does not have (default: :class:`~torch_pi2.planner.misses.FrequencyMisses`).
         offload: settings of :class:`torch_pi2.OffloadConfig` that differ from its defaults.
+        sequences: whose keys and values there are (default: ``batch``).
 
     Raises:
         ConfigError: counts that layers cannot have, resident neurons for which there is no room, or a kernel that the
             hardware profile does not know.
     """
-    none = [0] * len(shape.layers)
+    none, sequences = [0] * len(shape.layers), batch if sequences is None else sequences
     config, firsts, kept = OffloadConfig(**(offload or {})), accelerator or none, resident or none
     for name, counts in (("hot", hot), ("accelerator", firsts), ("resident", kept)):
         if len(counts) != len(shape.layers):
@@ -125,13 +129,13 @@ def step_cost(
             missed = layer.slots - max(stays // layer.cluster, share * layer.slots)
         curve = layer_curve(layer, hardware, batch, h, accelerator=first, model_bytes=shape.weight_bytes)
         ms = dict.fromkeys(PARTS, 0.0) | {part: float(curve[part][0]) for part in TIMES}
-        kv_bytes = batch * context * layer.kv_bytes
+        kv_bytes = sequences * context * layer.kv_bytes
         ms |= block_ms(
             shape,
             layer,
             hardware,
             tokens=batch,
-            sequences=batch,
+            sequences=sequences,
             kv_bytes=kv_bytes,
             compiled=shape.compiled,
         )
@@ -152,7 +156,7 @@ def step_cost(
         for part, value in ms.items():
             total[part] += value
     total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes, model_bytes=shape.weight_bytes)
-    memory = _memory(shape, batch, context, cache_bytes, kept, firsts, config)
+    memory = _memory(shape, sequences, context, cache_bytes, kept, firsts, config)
     return Cost(batch, total, read, rows, memory)
 
 

@@ -58,6 +58,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
     facts |= {f"hardware.made_for.{name}": value for name, value in hardware.made_for.items()}
     for name in ("budget_bytes", "accelerator_bytes", "context", "cluster"):
         facts[f"hardware.{name}"] = getattr(hardware, name)
+    facts["hardware.passes"] = {tokens: round(steps, 4) for tokens, steps in hardware.passes.items()}
     facts["hardware.prompt.chunk_tokens"] = hardware.prompt.chunk_tokens
     facts["hardware.prompt.dense_from"] = list(hardware.prompt.dense_from)
     facts |= {f"hardware.offload.{name}": value for name, value in hardware.offload.items()}

@@ -27,6 +27,7 @@ from torch_pi2.planner.choices import Choice, Price, Space, prices
 from torch_pi2.planner.drive import read_ms, stream_ms
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import ModelShape
+from torch_pi2.planner.passes import pass_steps
 from torch_pi2.planner.prompt_cost import prompt_plan
 from torch_pi2.planner.request import BATCHES, Task, assemble, check
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
@@ -106,7 +107,7 @@ def solve(
     assert best is not None
     _, task, plan = best
     prompt = prompt_plan(task.shape, hardware, plan.buckets[-1], task.stored)
-    return replace(plan, prompt=prompt)
+    return replace(plan, prompt=prompt, passes=pass_steps(task, plan.buckets[0]))
 
 
 class _Search:

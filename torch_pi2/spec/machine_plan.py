@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, shown
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.spec.offload import OffloadConfig
 
@@ -87,6 +87,8 @@ class HardwarePlan:
         offload: settings of :class:`torch_pi2.OffloadConfig`, of ``OFFLOAD_SETTINGS``.
         threads: by role, of ``THREAD_ROLES``.
         cluster: neurons in a slot of the store, as it is or should be packed.
+        passes: by tokens of one sequence that are verified together, predicted time over that of a step of one; empty
+            if nobody predicted.
     """
 
     made_for: Mapping[str, Any]
@@ -98,6 +100,11 @@ class HardwarePlan:
     offload: Mapping[str, Any] = field(default_factory=dict)
     threads: Mapping[str, int] = field(default_factory=dict)
     cluster: int = 1
+    passes: Mapping[int, float] = field(default_factory=dict)
+
+    def guess_costs(self) -> dict[int, float]:
+        """By number of guesses that a pass verifies: what each costs, in plain steps."""
+        return {tokens - 1: max(0.0, steps - 1) / (tokens - 1) for tokens, steps in self.passes.items()}
 
     def bucket(self, batch: int) -> Bucket:
         """The smallest that is for so many sequences; for more than any, the largest."""
@@ -129,6 +136,7 @@ class HardwarePlan:
             "offload": dict(sorted(self.offload.items())),
             "threads": dict(sorted(self.threads.items())),
             "cluster": self.cluster,
+            "passes": {str(tokens): round(steps, 4) for tokens, steps in sorted(self.passes.items())},
         }
 
     @staticmethod
@@ -149,7 +157,7 @@ Bounds = Sequence[tuple[str, int, int]]
 
 
 def _read(plan: Field, layers: Bounds) -> HardwarePlan:
-    plan.names([f.name for f in fields(HardwarePlan)], None)
+    plan.names([f.name for f in fields(HardwarePlan) if f.name != "passes"], None)  # which older ones have not
     budget = plan.at("budget_bytes")
     buckets = [_bucket(bucket, layers, budget.value is None) for bucket in plan.at("buckets").items(1)]
     batches = [bucket.batch for bucket in buckets]
@@ -167,7 +175,18 @@ def _read(plan: Field, layers: Bounds) -> HardwarePlan:
         _offload(plan.at("offload")),
         {role: count.whole(0) for role, count in _of(plan.at("threads"), THREAD_ROLES).items()},
         plan.at("cluster").whole(1),
+        _passes(plan.at("passes", {})),
     )
+
+
+def _passes(found: Field) -> dict[int, float]:
+    """Numbers of steps by tokens, which are names in JSON."""
+    numbers = {}
+    for name, steps in found.each().items():
+        if not (name.isascii() and name.isdigit() and name[0] != "0" and 2 <= int(name[:9]) == int(name)):
+            found.wrong("numbers of tokens, 2 or more, as names", shown(name))
+        numbers[int(name)] = steps.number()
+    return numbers
 
 
 def _of(found: Field, allowed: Collection[str]) -> dict[str, Field]:
