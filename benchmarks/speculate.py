@@ -274,6 +274,11 @@ class _Timed(Pace):
         self._most, self._always = counts[-1], always
         self.full_ms: list[float] = []
 
+    @property
+    def off(self) -> bool:
+        """Whether guesses rest."""
+        return not self._always and super().off
+
     def count(self, most: int) -> int:
         return min(self._most, most) * (most >= self._counts[0]) if self._always else super().count(most)
 
