@@ -425,7 +425,9 @@ def render(result: dict[str, Any]) -> str:
         f"tokens; {'always' if result['always'] else 'up to'} K guesses a pass; pass: what one with K takes, in steps",
     ]
     if share < 1:
-        where = f"{common.percent(share)} of the neurons in memory" + (f", simulated device {device}" if device else "")
+        late = common.percent(max(kind["late_share"] for case in result["cases"] for kind in case["store"].values()))
+        slower = f"; simulated device {device}; at most {late} of reads took longer here than there" if device else ""
+        where = f"{common.percent(share)} of the neurons in memory{slower}"
         lines += [_render_store(result["cases"]), where]
     lines += [
         f"text: {result['text']}",

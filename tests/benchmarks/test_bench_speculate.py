@@ -68,6 +68,8 @@ def test_over_a_store(monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
     page = render(result)
     assert "MB/token, plain" in page
     assert "50.0 % of the neurons in memory" in page
+    phone = measured(monkeypatch, work, **how | {"right": [1.0], "guesses": [3]}, ffn_in_memory=0.5, device="ufs-4.0")
+    assert "simulated device ufs-4.0; at most" in render(phone)
 
 
 def test_in_memory_nothing_is_read(monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
