@@ -18,12 +18,12 @@ from torch import nn
 
 from benchmarks.subject import WORK, bytes_of, check_one, synthetic_store, with_room_for_all
 from benchmarks.timed_steps import PROMPT, Steps
-from torch_pi2.base.tensorfile import new_tensor
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.token_source import TEXT_BYTES, Tokens, tokens_of
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe.accesses import Accesses, record_accesses
 from torch_pi2.observe.watched import watched_stats
+from torch_pi2.ops.memory import new_tensor
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.config import Config

@@ -14,6 +14,7 @@ import torch_pi2
 from benchmarks import cap, offload, table
 from benchmarks.__main__ import main, render
 from benchmarks.peer import PeerError
+from benchmarks.subject import Rooms
 from torch_pi2.errors import ConfigError
 from torch_pi2.spec.offload import OffloadConfig
 
@@ -130,7 +131,7 @@ def test_the_steps_are_what_they_are_called():
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_budgets_have_room_for_a_share_of_the_neurons(folder, share):
-    rooms = offload._Rooms(folder, 64)
+    rooms = Rooms(folder, 64)
     total = rooms.budget(OffloadConfig(), share)
     model = torch_pi2.load(folder, budget=total, context=64)
     budget = model.torch_pi2.budget

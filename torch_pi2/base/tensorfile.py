@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,8 @@ from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, not_written
 from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.ops import load
 from torch_pi2.ops.dtypes import dtype_name
+from torch_pi2.ops.memory import new_tensor
 
 #: Names of dtypes in safetensors headers.
 DTYPES = {
@@ -53,8 +53,6 @@ _LARGEST = 1 << 60
 _EXPECTED, _FIX = "a whole safetensors file", "Copy it again, or make it again."
 #: Of a tensor: more than any has, fewer than torch takes.
 _MOST_AXES = 32
-#: From this size on, memory is asked for in huge pages.
-_HUGE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -406,15 +404,6 @@ class TensorReader:
             if got == 0:
                 self._damaged(f"{name} ends after {done} of {len(data)} bytes")
             done += got
-
-
-def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that is not yet filled; if large, the system is asked for huge pages before anything is written to it."""
-    tensor = torch.empty(tuple(shape), dtype=dtype)
-    if tensor.nbytes >= _HUGE:
-        load()
-        torch.ops.pi2.advise_huge_pages(tensor)
-    return tensor
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.tensorfile import new_tensor
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.ops import load as load_library
+from torch_pi2.ops.memory import new_tensor
 from torch_pi2.rewrite.rewrite import check_names
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan

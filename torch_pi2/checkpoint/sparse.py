@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
-from torch_pi2.base.tensorfile import Spec, TensorWriter, new_tensor
+from torch_pi2.base.heap import trim
+from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.experts import check_known_experts
@@ -21,6 +22,7 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.dtypes import DTYPES
+from torch_pi2.ops.memory import new_tensor
 from torch_pi2.rewrite.place import place, place_experts, way_taken
 from torch_pi2.rewrite.rewrite import check_names, predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
@@ -127,6 +129,7 @@ def load_sparse(
         for name, columns in _shown(weights.linears.items(), "linear layers", progress):
             ours |= {f"{name}.weight", f"{name}.bias"}
             _put_linear(model, weights, name, columns, int8_activations)
+        trim()  # what putting rows in blocks has left
 
         def empty(layer: LayerPlan) -> SparseFFN:
             return _empty_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
@@ -153,6 +156,7 @@ def load_sparse(
         fill(model, ([name for name in names if name not in ours] for names in groups), read, weights.path)
     check_filled(model, weights.path)
     untie(model, set(weights.linears))
+    trim()
     return model
 
 

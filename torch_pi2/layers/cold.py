@@ -12,6 +12,7 @@ from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.layers.checks import check_shape
 from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.ops.linear_blocks import ROWS, to_blocks
+from torch_pi2.ops.memory import new_tensor
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.site import FFNSite
@@ -115,7 +116,9 @@ def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Te
         return Cold({"a": a.clone(), "b": b[cold]} | found, kind)
     if bias is None:
         found["bias"] = torch.zeros(len(cold))
-    return Cold({"a": to_blocks(a, kind, site.hidden), "b": to_blocks(b[filled], kind, rank)} | found, kind, None, True)
+    for name, rows, columns in (("a", a, site.hidden), ("b", b[filled], rank)):
+        found[name] = new_tensor(rows.shape, torch.uint8).copy_(to_blocks(rows, kind, columns))
+    return Cold(found, kind, None, True)
 
 
 def _signs(site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None) -> Cold:

@@ -16,6 +16,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
+from torch_pi2.ops.memory import new_tensor
 from torch_pi2.spec.site import FFNSite
 
 #: Buffers of one expert's layer that are stacked, and those of them that stay float32 when a model is converted.
@@ -85,9 +86,11 @@ class SparseExperts(StandIn):
             tensor = part._buffers[name]
             stack = None
             if tensor is not None:
-                stack = torch.empty((experts, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-                if name == "neuron_rows" and not stack.is_meta:
-                    torch.ops.pi2.advise_huge_pages(stack)
+                shape = (experts, *tensor.shape)
+                if tensor.is_meta:
+                    stack = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                else:
+                    stack = new_tensor(shape, tensor.dtype)
             self.register_buffer(name, stack, persistent=False)
 
     def _add(self, expert: int, part: SparseFFN, first: SparseFFN) -> None:

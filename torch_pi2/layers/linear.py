@@ -17,6 +17,7 @@ from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
 from torch_pi2.ops.linear_blocks import fits, from_blocks, to_blocks
+from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.quantized import check_kind, quantize
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
@@ -99,8 +100,7 @@ class QuantLinear(Holder):
         check_on_cpu(f"device of {name}", w_NK.device)
         check_kind(weights)
         load()
-        rows = torch.empty((w_NK.shape[0], row_bytes(weights, w_NK.shape[1])), dtype=torch.uint8)
-        torch.ops.pi2.advise_huge_pages(rows)
+        rows = new_tensor((w_NK.shape[0], row_bytes(weights, w_NK.shape[1])), torch.uint8)
         step = max(1, CHUNK_BYTES // (4 * w_NK.shape[1]))
         for start in range(0, len(rows), step):
             rows[start : start + step] = quantize(f"{name}.weight", w_NK[start : start + step], weights, importance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pi2.formats import row_bytes
-from torch_pi2.ops import load
+from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.spec.site import FFNSite, FFNWeights
 
@@ -16,9 +16,7 @@ _CHUNK_BYTES = 32 << 20
 def make_rows(weights: FFNWeights, order: torch.Tensor) -> torch.Tensor:
     """``[I, R, H]`` contiguous: gate row, up row and down column of each neuron, in ``order`` (``[I]`` int64)."""
     rows = [w for w in (weights.gate, weights.up, weights.down.T) if w is not None]
-    rows_IRH = torch.empty((len(order), len(rows), weights.up.shape[1]), dtype=weights.up.dtype)
-    load()
-    torch.ops.pi2.advise_huge_pages(rows_IRH)
+    rows_IRH = new_tensor((len(order), len(rows), weights.up.shape[1]), weights.up.dtype)
     for r, row_IH in enumerate(rows):  # one matrix at a time keeps the peak at one copy
         rows_IRH[:, r] = row_IH.detach()[order]
     return rows_IRH
@@ -40,9 +38,7 @@ def make_quantized_rows(
     refs = [("gate", weights.gate, site.gate), ("up", weights.up, site.up), ("down", weights.down.T, site.down)]
     rows = [(role, w, ref) for role, w, ref in refs if w is not None and ref is not None]
     hidden = weights.up.shape[1]
-    neuron_rows = torch.empty((len(order), len(rows), row_bytes(kind, hidden)), dtype=torch.uint8)
-    load()
-    torch.ops.pi2.advise_huge_pages(neuron_rows)
+    neuron_rows = new_tensor((len(order), len(rows), row_bytes(kind, hidden)), torch.uint8)
     step = max(1, _CHUNK_BYTES // (4 * hidden))
     wrong = total = 0.0
     for r, (role, w_IH, ref) in enumerate(rows):

@@ -7,6 +7,7 @@ import torch
 from torch_pi2.formats import FLOATS, FORMATS, GROUP, row_bytes
 from torch_pi2.ops import load
 from torch_pi2.ops.dtypes import DTYPES
+from torch_pi2.ops.memory import new_tensor
 
 #: Rows made of random numbers; the buffer repeats them.
 _BLOCK_BYTES = 4 << 20
@@ -23,8 +24,7 @@ class Weights:
     def __init__(self, nbytes: int = 0, buffer: torch.Tensor | None = None) -> None:
         load()
         if buffer is None:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-            torch.ops.pi2.advise_huge_pages(buffer)
+            buffer = new_tensor([nbytes], torch.uint8)
             buffer.fill_(1)  # a page never written is one page of zeros, read from cache
         self.raw = buffer
         self._generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ Operators, all under ``torch.ops.pi2``:
 * ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``plain_read(neuron_rows, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
-* ``advise_huge_pages(tensor) -> bool``: for weights not yet written; lossless, about a quarter faster to gather.
+* ``advise_huge_pages(tensor) -> bool``: for weights not yet written, see :mod:`torch_pi2.ops.memory`.
 * ``give_back(tensor) -> int``: the whole pages inside a contiguous tensor go back to the system, and are zeros when
   they are next touched; bytes, 0 if the memory is shared or of a file. For what is not needed any more.
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.ops import load
+from torch_pi2.ops.memory import new_tensor
 
 
 class _Linear(NamedTuple):
@@ -124,8 +125,7 @@ def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         piece: torch.Tensor | None = _piece_of.get(first)
         if piece is not None and piece.data_ptr() == where[0] and len(piece) == total:
             return piece
-    whole = torch.empty((total, width), dtype=first.dtype)
-    torch.ops.pi2.advise_huge_pages(whole)
+    whole = new_tensor((total, width), first.dtype)
     for part, piece in zip(parts, whole.split([len(part) for part in parts])):
         piece.copy_(part)
         # through numpy: storage offsets stay 0, as the graph that is being compiled has them

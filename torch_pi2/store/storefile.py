@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from torch_pi2.base.crc32c import crc32c
-from torch_pi2.base.tensorfile import Spec, new_tensor
+from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.formats import FORMATS, row_bytes
+from torch_pi2.ops.memory import new_tensor
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite
