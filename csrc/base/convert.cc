@@ -18,21 +18,36 @@ float load_float(const void* data, DType dtype, std::int64_t index) {
   return 0;
 }
 
+namespace {
+
+// A loop for each type, so that the compiler makes vectors of it: rows are converted while other threads wait.
+template <class T>
+void widen_all(const void* from, float* to, std::int64_t count) {
+  const auto* values = static_cast<const typename T::Storage*>(from);
+  for (std::int64_t i = 0; i < count; ++i) to[i] = T::widen(values[i]);
+}
+
+}  // namespace
+
 void widen(const void* from, DType dtype, float* to, std::int64_t count) {
-  if (dtype == DType::kF32) {
-    std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
-    return;
+  switch (dtype) {
+    case DType::kF32: std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float)); return;
+    case DType::kBF16: return widen_all<BF16>(from, to, count);
+    case DType::kF16: return widen_all<F16>(from, to, count);
+    case DType::kI8: return widen_all<I8>(from, to, count);
+    case DType::kQ4:
+    case DType::kQ8: break;  // groups, not numbers
   }
-  for (std::int64_t i = 0; i < count; ++i) to[i] = load_float(from, dtype, i);
 }
 
 void narrow(const float* from, void* to, DType dtype, std::int64_t count) {
-  if (dtype == DType::kF32) {
-    std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
-    return;
-  }
   auto* out = static_cast<std::uint16_t*>(to);
-  for (std::int64_t i = 0; i < count; ++i) out[i] = dtype == DType::kBF16 ? narrow_bf16(from[i]) : narrow_f16(from[i]);
+  if (dtype == DType::kF32)
+    std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
+  else if (dtype == DType::kBF16)
+    for (std::int64_t i = 0; i < count; ++i) out[i] = narrow_bf16(from[i]);
+  else
+    for (std::int64_t i = 0; i < count; ++i) out[i] = narrow_f16(from[i]);
 }
 
 }  // namespace pi2
