@@ -150,6 +150,7 @@ std::int64_t gather(const Pass& pass, std::int64_t chunk) {
   const std::int64_t by_all = pass.active == nullptr ? end : std::min(end, n_hot);
   for (std::int64_t i = begin; i < by_all; ++i) ids[n++] = i;
   if (wanted != nullptr) std::fill_n(wanted, n, ~std::uint64_t{0} >> (64 - pass.tokens));
+  if (pass.active == nullptr) return n;
   const std::int64_t first = std::max(begin, by_all);
   if (pass.tokens == 1) {  // decode: skip eight unwanted neurons at a time
     const std::uint8_t* flags = pass.active - n_hot;
