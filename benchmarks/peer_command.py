@@ -6,6 +6,7 @@ Options and JSON: https://github.com/ggml-org/llama.cpp/blob/master/tools/llama-
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -74,8 +75,19 @@ class CommandPeer:
         """
         sizes = {"-t": self._threads, "-p": prompt, "-n": tokens, "-r": 1}
         words = [*self._words, "-m", str(self._file), *(str(w) for pair in sizes.items() for w in pair), "-o", "json"]
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as log:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as out,
+            tempfile.TemporaryFile("w+", errors="replace") as log,
+        ):
+            try:
+                process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
+            except OSError as error:
+                raise PeerError(
+                    self.name,
+                    expected="a program that the system can start",
+                    found=str(error.strerror),
+                    fix=f"Run it by hand: {shlex.join(words)}",
+                ) from error
             _, status, usage = os.wait4(process.pid, 0)  # its own memory, which subprocess does not tell
             process.returncode = os.waitstatus_to_exitcode(status)
             out.seek(0)
@@ -108,7 +120,10 @@ class CommandPeer:
         found = [test for test in tests if asked.items() <= test.items()]
         if len(found) != 1:
             raise ValueError(f"{len(found)} tests with {asked}")
-        return float(found[0]["avg_ns"]) / 1e9
+        seconds = float(found[0]["avg_ns"]) / 1e9
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"avg_ns {found[0]['avg_ns']}")
+        return seconds
 
     def _describe(self, test: dict[str, Any]) -> None:
         if "build_commit" in test:

@@ -319,11 +319,15 @@ same, or were given what to say.
 
 
 def _speculate_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    about = f"{_about(name, result)}, prompt {result['prompt']}, up to {result['guesses']} guesses"
+    about = f"{_about(name, result)}, prompt {result['prompt']}"
+    if result["ffn_in_memory"] < 1:
+        about += f", {100 * result['ffn_in_memory']:.0f} % of the neurons in memory"
+    about += f", {result['simulated']}" if result["simulated"] else ""
+    about += ", never resting" if result["always"] else ""
     return [
         [
             about + (", real model" if result["synthetic"] is False else ""),
-            case["guesses"],
+            f"{case['guesses']}, up to {case['at_a_time']}",
             _number(case["tokens_per_s"]["plain"]),
             _number(case["tokens_per_s"]["speculative"]),
             _number(case["ratio"], 3),

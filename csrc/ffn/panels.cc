@@ -259,7 +259,13 @@ struct PromptPass {
         float* h_T = h(split.many_T[i]) + first - begin;
         if (h_T[r] != 0.0f) multiply(split.many_T[i], first + r, out[r], h_T + r, &scored_N[r]);
       }
-    for (std::int64_t r = 0; firing != nullptr && scores_h() && r < count; ++r) count_fired(first + r, scored_N[r]);
+    for (std::int64_t r = 0; firing != nullptr && scores_h() && r < count; ++r) {
+      if (split.n_few == 0) count_fired(first + r, scored_N[r]);
+      // Else counted with the others, since a neuron's tokens are to be counted together.
+      TileBits& bits = fired_C[first - begin + r];
+      for (std::int64_t w = 0; w < kTileWords; ++w)
+        bits.words[w] = (bits.words[w] & split.few.words[w]) | scored_N[r].words[w];
+    }
     done->up_rows += count * split.n_many;
   }
 
@@ -277,14 +283,18 @@ struct PromptPass {
         x_of[n] = a8_TW + who_T[n] * width;
         ++n;
       }
-      if (n == 0) continue;
-      const void* row = rows_of(neuron) + w_bytes;
-      const char* next = neuron + kNeuronsAhead < end ? rows_of(neuron + kNeuronsAhead) + w_bytes : nullptr;
-      float up_T[64];
       TileBits scored;
-      table.dot_a8[static_cast<int>(args.w_dtype)](&row, 1, x_of, n, args.hidden, up_T, next, next ? w_bytes : 0);
-      for (std::int64_t i = 0; i < n; ++i) multiply(who_T[i], neuron, up_T[i], h(who_T[i]) + neuron - begin, &scored);
-      if (firing != nullptr && scores_h()) count_fired(neuron, scored);
+      if (n > 0) {
+        const void* row = rows_of(neuron) + w_bytes;
+        const char* next = neuron + kNeuronsAhead < end ? rows_of(neuron + kNeuronsAhead) + w_bytes : nullptr;
+        float up_T[64];
+        table.dot_a8[static_cast<int>(args.w_dtype)](&row, 1, x_of, n, args.hidden, up_T, next, next ? w_bytes : 0);
+        for (std::int64_t i = 0; i < n; ++i) multiply(who_T[i], neuron, up_T[i], h(who_T[i]) + neuron - begin, &scored);
+      }
+      if (firing != nullptr && scores_h()) {
+        scored.words[word] |= fired_C[neuron - begin].words[word] & ~split.few.words[word];
+        count_fired(neuron, scored);
+      }
       done->up_rows += n;
     }
   }

@@ -37,7 +37,7 @@ def test_guesses_that_are_right_as_often_as_stated(monkeypatch: pytest.MonkeyPat
     assert "100.0% right, given text" in page or "100% right, given text" in page
     assert result["machine"]["cpu"] in page
     plain = f"{known['tokens_per_s']['plain']:.2f}"
-    row = f"float activations, prompt 20, up to {result['guesses']} guesses | {known['guesses']} | {plain} |"
+    row = f"float activations, prompt 20 | {known['guesses']}, up to {known['at_a_time']} | {plain} |"
     assert row.replace("float", result["activations"]) in table.page({"x": result})
 
 

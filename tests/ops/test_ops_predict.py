@@ -395,3 +395,31 @@ def test_timings_tell_predictor_and_layer_apart() -> None:
     assert sorted(found[:, :4].tolist()) == [[1, 200, 77, 3], [2, 230, 77, 3]]
     assert (found[:, 4] > 0).all()
     assert torch.ops.pi2.timings(False).shape == (0, 5)
+
+
+def test_neurons_of_a_step_are_counted_once_for_each_group() -> None:
+    """From 12 tokens on those that fire few neurons and those that fire many go different ways."""
+    neurons, hidden, tokens = 512, 128, 16
+    g = generator()
+    w = torch.randn(3 * neurons, hidden, generator=g) * hidden**-0.5
+    rows_IR = torch.ops.pi2.quantize(w, "int4", None).view(neurons, 3, -1)
+    x, bias = torch.randn(tokens, hidden, generator=g), torch.full((neurons,), -1.6)
+    x[::2] *= 8  # two in five gates fire, of the others one in twenty; and half of the ups
+
+    def counted(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        watch = torch.ops.pi2.firing_start([rows_IR], [0.0], sizes)
+        torch.ops.pi2.sparse_ffn(x, rows_IR, bias, None, None, None, "relu", True, 0, 0.0, "int4", True)
+        found: torch.Tensor = torch.ops.pi2.firing_read(watch, 0, False)
+        torch.ops.pi2.firing_stop(watch)
+        return found
+
+    sizes = [2, 4, 16]
+    found = counted(x, sizes)
+    alone_TI = torch.stack([counted(x[t : t + 1], [])[0, 1:] for t in range(tokens)])
+    assert 0.01 < float(alone_TI[1::2].float().mean()) < 0.05 < 0.15 < float(alone_TI[::2].float().mean())
+    for k, size in enumerate([1, *sizes]):
+        wanted = alone_TI.view(tokens // size, size, neurons).amax(1).sum(0)
+        assert int(found[k, 0]) == tokens // size
+        # sums in another order: a neuron at zero may fire or not
+        assert int((found[k, 1:] - wanted).abs().sum()) <= 0.01 * int(wanted.sum())
+        assert int(found[k, 1:].max()) <= tokens // size
