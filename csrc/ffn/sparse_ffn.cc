@@ -34,6 +34,7 @@ constexpr std::int64_t kScan = 1024;     // neurons whose masks are combined at 
 constexpr std::int64_t kBlock = 16;      // neurons per block
 // Neurons whose down rows wait for each other: with many, a token's sum is fetched once for several of them.
 constexpr std::int64_t kTogether = 256, kFewTogether = 64, kFewTokens = 12;
+static_assert(kTogether <= 256, "their numbers are bytes");
 constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
 constexpr std::int64_t kAheadBytes = 20480;  // how far ahead reads are asked for: memory answers after 200 ns and more
 
@@ -200,7 +201,7 @@ struct Contributions {
 };
 
 // act(gate + bias) of neuron `neuron` for each token of `who`, in whose order `gate` is: in place, and 0 where it does
-// not fire. `fired` receives the tokens it fires for.
+// not fire. `fired`, if given, receives the tokens it fires for.
 void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate, Tokens* fired, Counters* done) {
   const FfnArgs& args = pass.args;
   const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, neuron);
@@ -209,12 +210,12 @@ void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate,
   done->gate_rows += who.n;
   const bool counted = pass.firing != nullptr && !pass.scores_h();
   std::uint64_t bits = 0;
-  fired->n = 0;
+  if (fired != nullptr) fired->n = 0;
   for (std::int64_t i = 0; i < who.n; ++i) {
     const float value = activate(args.activation, gate[i] + bias);
     gate[i] = std::fabs(value) <= threshold ? 0.0f : value;  // written so that NaN fires
     if (gate[i] == 0.0f) continue;
-    fired->add(who.id[i], pass.x_TW, pass.width);
+    if (fired != nullptr) fired->add(who.id[i], pass.x_TW, pass.width);
     if (counted) bits |= pass.bit(who.id[i], value);
   }
   if (counted) pass.fires(neuron, bits);
@@ -260,7 +261,7 @@ void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::in
   const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
   const std::int64_t ahead = pass.ahead(fetched_bytes), neuron_bytes = fetched_bytes + pass.row_bytes();
   float out_NRT[kBlock][2 * kPassTokens];
-  Tokens who_N[kBlock], fired;
+  Tokens who_N[kBlock];
   for (std::int64_t j = 0; j < n; ++j) {
     const bool more = j + ahead < n + following;
     // In a run of neurons memory streams best if the down rows are asked for in their place, too.
@@ -273,7 +274,7 @@ void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::in
   }
   for (std::int64_t j = 0; j < n; ++j) {
     const Tokens& who = who_N[j];
-    fire(pass, ids[j], who, out_NRT[j], &fired, done);
+    fire(pass, ids[j], who, out_NRT[j], nullptr, done);
     contribute(pass, ids[j], row + j, who, out_NRT[j], first_rows == 2 ? out_NRT[j] + who.n : nullptr, out, done);
   }
 }

@@ -298,6 +298,7 @@ long check_products(const KernelTable& table, DType dtype, std::int64_t n, std::
   if (gemm || in_blocks(kPanelRows, n)) product.check_alone();
   return Product::kMost + 16;
 }
+
 long check_axpy(const KernelTable& table, DType dtype, std::int64_t n, std::mt19937& rng) {
   const AxpyFn axpy = table.axpy[static_cast<int>(dtype)];
   const RestoreFn restore = table.restore[static_cast<int>(dtype)];

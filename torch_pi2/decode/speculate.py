@@ -166,10 +166,10 @@ class Pace:
     Whatever that says: what guesses have cost so far beyond what they brought, and what the next ones would if all were
     wrong, must be less than ``LOSS`` of the time of plain steps and ``LOST`` steps. So an answer of 128 tokens or more
     takes at most 1.03 times what it would (1.05 where a guess costs 0.9 of a step: the first pass believes that it is
-    less); not counted is this bookkeeping, some 15 us a token, which only models whose
-    steps take less than a millisecond feel. Those have their weights in the processor's cache, where a pass reads
-    nothing that it could share, and gain little anyway. Times are medians of the latest few; the first step, in which
-    code may be compiled, is not counted.
+    less); not counted is this bookkeeping, some 15 us a token, which only models whose steps take less than a
+    millisecond feel. Those have their weights in the processor's cache, where a pass reads nothing that it could share,
+    and gain little anyway. Times are medians of the latest few; the first step, in which code may be compiled, is not
+    counted.
 
     Args:
         counts: that may be chosen from, ascending.

@@ -418,5 +418,5 @@ def _predictor_bytes(part: SparseFFN) -> int:
         if tensor is None or not name.startswith("predictor_"):
             continue
         by_neuron = name not in ("predictor_a", "predictor_a_scale")
-        total += tensor.nbytes * size // (size - part.n_hot) if by_neuron else tensor.nbytes
+        total += tensor.nbytes // len(tensor) * size if by_neuron else tensor.nbytes  # blocks may be filled up
     return total
