@@ -74,9 +74,12 @@ void dot_with(benchmark::State& state, DotFn dot, PrepareFn prepare, int dtype, 
   const std::int64_t bytes = row_bytes(static_cast<DType>(dtype), n);
   float out[kDotRows];
   over_rows(state, total, bytes, kDotRows, [&](const char* row, const char* after) {
-    const void* rows[kDotRows];
-    for (std::int64_t i = 0; i < kDotRows; ++i) rows[i] = row + i * bytes;
-    dot(rows, kDotRows, x_T, 1, n, out, after, kDotRows * bytes);
+    const void *rows[kDotRows], *next[kDotRows];
+    for (std::int64_t i = 0; i < kDotRows; ++i) {
+      rows[i] = row + i * bytes;
+      next[i] = after + i * bytes;
+    }
+    dot(rows, kDotRows, x_T, 1, n, out, next);
     benchmark::DoNotOptimize(out);
   });
 }

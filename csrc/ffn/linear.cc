@@ -50,12 +50,13 @@ struct Pass {
     for (std::int64_t r = begin; r < end; r += kDotRows) {
       const std::int64_t count = std::min(kDotRows, end - r);
       const char* row = weights + r * row_bytes;
-      const void* some[kDotRows];
-      for (std::int64_t k = 0; k < count; ++k) some[k] = row + k * row_bytes;
-      const std::int64_t left = first_t > 0 ? 0 : args.rows - r - ahead;
-      const std::int64_t following = std::max<std::int64_t>(0, std::min(kDotRows, left));
-      const char* next = following > 0 ? row + ahead * row_bytes : nullptr;
-      dot(some, count, x_T + first_t, count_T, args.columns, out_RT, next, following * row_bytes);
+      const void *some[kDotRows], *next[kDotRows];
+      const bool more = first_t == 0 && r + ahead + count <= args.rows;
+      for (std::int64_t k = 0; k < count; ++k) {
+        some[k] = row + k * row_bytes;
+        next[k] = more ? row + (k + ahead) * row_bytes : nullptr;
+      }
+      dot(some, count, x_T + first_t, count_T, args.columns, out_RT, more ? next : nullptr);
       for (std::int64_t k = 0; k < count; ++k) {
         for (std::int64_t t = 0; t < count_T; ++t) {
           const float value = out_RT[k * count_T + t] + (args.bias == nullptr ? 0.0f : args.bias[r + k]);

@@ -286,9 +286,10 @@ struct PromptPass {
       TileBits scored;
       if (n > 0) {
         const void* row = rows_of(neuron) + w_bytes;
-        const char* next = neuron + kNeuronsAhead < end ? rows_of(neuron + kNeuronsAhead) + w_bytes : nullptr;
+        const bool more = neuron + kNeuronsAhead < end;
+        const void* next = more ? rows_of(neuron + kNeuronsAhead) + w_bytes : nullptr;
         float up_T[64];
-        table.dot_a8[static_cast<int>(args.w_dtype)](&row, 1, x_of, n, args.hidden, up_T, next, next ? w_bytes : 0);
+        table.dot_a8[static_cast<int>(args.w_dtype)](&row, 1, x_of, n, args.hidden, up_T, more ? &next : nullptr);
         for (std::int64_t i = 0; i < n; ++i) multiply(who_T[i], neuron, up_T[i], h(who_T[i]) + neuron - begin, &scored);
       }
       if (firing != nullptr && scores_h()) {

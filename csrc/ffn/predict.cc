@@ -49,16 +49,19 @@ struct Pass {
   template <class Use>
   void item(const Matrix& m, std::int64_t index, const void* const* v_T, Use use) const {
     const std::int64_t begin = index * m.rows_per_item(), end = std::min(m.count, begin + m.rows_per_item());
+    const std::int64_t ahead = std::max(kDotRows, kAheadBytes / std::max<std::int64_t>(1, m.row_bytes));
     float out_RT[kDotRows * kPassTokens];
     for (std::int64_t r = begin; r < end; r += kDotRows) {
       const std::int64_t count = std::min(kDotRows, end - r);
       const char* row = m.rows + r * m.row_bytes;
-      const void* some[kDotRows];
-      for (std::int64_t k = 0; k < count; ++k) some[k] = row + k * m.row_bytes;
-      const std::int64_t ahead = r * m.row_bytes + std::max(count * m.row_bytes, kAheadBytes);
+      const void *some[kDotRows], *next[kDotRows];
       // Beyond this item, too: whoever takes the next one finds its start in the shared cache.
-      const std::int64_t left = std::min(m.count * m.row_bytes - ahead, count * m.row_bytes);
-      dot(some, count, v_T, tokens, m.n, out_RT, left > 0 ? m.rows + ahead : nullptr, std::max<std::int64_t>(0, left));
+      const bool more = r + ahead + count <= m.count;
+      for (std::int64_t k = 0; k < count; ++k) {
+        some[k] = row + k * m.row_bytes;
+        next[k] = more ? row + (k + ahead) * m.row_bytes : nullptr;
+      }
+      dot(some, count, v_T, tokens, m.n, out_RT, more ? next : nullptr);
       for (std::int64_t k = 0; k < count; ++k) {
         const float scale = m.scale == nullptr ? 1.0f : m.scale[r + k];
         const float bias = m.bias == nullptr ? 0.0f : m.bias[r + k];

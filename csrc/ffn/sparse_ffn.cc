@@ -5,7 +5,7 @@
 //   dot         gate and up rows of neurons that are hot or predicted; gate rows only under the exact gate
 //   up          the up rows of those whose gate fired (exact gate only)
 //   down        rows weighted by h, added to the partial sum four at a time
-// Reads are prefetched one neuron's rows ahead: gathered neurons defeat the hardware prefetcher at every start.
+// Reads are asked for some neurons ahead: gathered ones defeat the hardware prefetcher at every start.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -36,7 +36,7 @@ constexpr std::int64_t kBlock = 16;      // neurons per block
 constexpr std::int64_t kTogether = 256, kFewTogether = 64, kFewTokens = 12;
 static_assert(kTogether <= 256, "their numbers are bytes");
 constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
-constexpr std::int64_t kAheadBytes = 20480;  // how far ahead reads are asked for: memory answers after 200 ns and more
+constexpr std::int64_t kAheadBytes = 12288;  // how far ahead reads are asked for: memory answers after 200 ns and more
 
 // The tokens of a pass that a neuron is computed for: sparsity is per token, not per batch.
 struct Tokens {
@@ -71,8 +71,10 @@ struct Pass {
 
   std::int64_t row_bytes() const { return pi2::row_bytes(args.w_dtype, args.hidden); }
 
-  // Neurons between the one that is computed and the one whose `bytes` are asked for.
-  std::int64_t ahead(std::int64_t bytes) const { return std::max<std::int64_t>(1, kAheadBytes / bytes); }
+  // Neurons between those that are computed, `together`, and those whose `bytes` each are asked for.
+  static std::int64_t ahead(std::int64_t bytes, std::int64_t together) {
+    return std::max(together, kAheadBytes / bytes / together * together);
+  }
 
   const char* rows_of(std::int64_t neuron) const {
     if (where != nullptr) return where[neuron];
@@ -90,15 +92,21 @@ struct Pass {
     return values == nullptr ? 0.0f : load_float(values, args.bias_dtype(), neuron);
   }
 
-  // Row `first` of the neuron (0 gate, or up of a plain layer; 1 up) and the count - 1 rows after it, for `who`; the
-  // hint as in kernels.h.
-  void dot(std::int64_t neuron, std::int64_t first, std::int64_t count, const Tokens& who, float* out_RT,
-           const char* next, std::int64_t next_bytes) const {
-    if (firing != nullptr && first == 0) firing->expect(neuron);
-    const char* row = rows_of(neuron) + first * row_bytes();
-    const void* rows[] = {row, row + row_bytes()};
+  // Of each of the neurons ids[0, some), at most kDotRows / count, row `first` (0 gate, or up of a plain layer; 1 up)
+  // and the count - 1 rows after it, for `who`. `next`: null, or as many neurons whose rows are asked for.
+  void dot(const std::int64_t* ids_N, std::int64_t some, std::int64_t first, std::int64_t count, const Tokens& who,
+           float* out_NRT, const std::int64_t* next_N) const {
+    const void *rows[kDotRows], *next[kDotRows];
+    for (std::int64_t k = 0; k < some; ++k) {
+      if (firing != nullptr && first == 0) firing->expect(ids_N[k]);
+      for (std::int64_t r = 0; r < count; ++r) {
+        rows[k * count + r] = rows_of(ids_N[k]) + (first + r) * row_bytes();
+        next[k * count + r] = next_N == nullptr ? nullptr : rows_of(next_N[k]) + (first + r) * row_bytes();
+      }
+    }
     const DotFn* dots = args.int8_activations ? table.dot_a8 : table.dot;
-    dots[static_cast<int>(args.w_dtype)](rows, count, who.x, who.n, args.hidden, out_RT, next, next_bytes);
+    dots[static_cast<int>(args.w_dtype)](rows, some * count, who.x, who.n, args.hidden, out_NRT,
+                                         next_N == nullptr ? nullptr : next);
   }
 
   AxpyFn axpy() const { return table.axpy[static_cast<int>(args.w_dtype)]; }
@@ -153,18 +161,12 @@ std::int64_t gather(const Pass& pass, std::int64_t chunk) {
   if (wanted != nullptr) std::fill_n(wanted, n, ~std::uint64_t{0} >> (64 - pass.tokens));
   if (pass.active == nullptr) return n;
   const std::int64_t first = std::max(begin, by_all);
-  if (pass.tokens == 1) {  // decode: skip eight unwanted neurons at a time
+  if (pass.tokens == 1) {
     const std::uint8_t* flags = pass.active - n_hot;
-    std::int64_t i = first;
-    for (; i + 8 <= end; i += 8) {
-      std::uint64_t eight;
-      std::memcpy(&eight, flags + i, 8);
-      if (eight == 0) continue;
-      for (std::int64_t k = i; k < i + 8; ++k)
-        if (flags[k]) ids[n++] = k;
+    for (std::int64_t i = first; i < end; ++i) {  // without a branch: nothing foretells which neurons are wanted
+      ids[n] = i;
+      n += flags[i] != 0;
     }
-    for (; i < end; ++i)
-      if (flags[i]) ids[n++] = i;
     return n;
   }
   // Token by token over a range of neurons: neuron by neuron would jump through the mask.
@@ -258,24 +260,23 @@ void add_down(const Pass& pass, const std::int64_t* ids, const Contributions& so
 void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::int64_t following, std::int64_t row,
                    Contributions* out, Counters* done) {
   const std::int64_t* ids = pass.ids + first;
-  const std::int64_t first_rows = pass.args.rows - 1, fetched_bytes = first_rows * pass.row_bytes();
-  const std::int64_t ahead = pass.ahead(fetched_bytes), neuron_bytes = fetched_bytes + pass.row_bytes();
-  float out_NRT[kBlock][2 * kPassTokens];
+  const std::int64_t first_rows = pass.args.rows - 1, out_width = first_rows * pass.tokens;
+  // What wants several neurons can have them in one call: the only token does.
+  const std::int64_t together = pass.tokens == 1 ? kDotRows / first_rows : 1;
+  const std::int64_t ahead = pass.ahead(first_rows * pass.row_bytes(), together);
+  float out_NRT[kBlock * 2 * kPassTokens];
   Tokens who_N[kBlock];
-  for (std::int64_t j = 0; j < n; ++j) {
-    const bool more = j + ahead < n + following;
-    // In a run of neurons memory streams best if the down rows are asked for in their place, too.
-    const bool run = more && ids[j + ahead] == ids[j] + ahead;
-    pass.asking(first + j, &who_N[j]);
-    pass.dot(ids[j], 0, first_rows, who_N[j], out_NRT[j], more ? pass.rows_of(ids[j + ahead]) : nullptr,
-             run    ? neuron_bytes
-             : more ? fetched_bytes
-                    : 0);
+  for (std::int64_t j = 0; j < n; j += together) {
+    const std::int64_t some = std::min(together, n - j);
+    const bool more = j + ahead + some <= n + following;
+    for (std::int64_t k = j; k < j + some; ++k) pass.asking(first + k, &who_N[k]);
+    pass.dot(ids + j, some, 0, first_rows, who_N[j], out_NRT + j * out_width, more ? ids + j + ahead : nullptr);
   }
   for (std::int64_t j = 0; j < n; ++j) {
     const Tokens& who = who_N[j];
-    fire(pass, ids[j], who, out_NRT[j], nullptr, done);
-    contribute(pass, ids[j], row + j, who, out_NRT[j], first_rows == 2 ? out_NRT[j] + who.n : nullptr, out, done);
+    float* gate = out_NRT + j * out_width;
+    fire(pass, ids[j], who, gate, nullptr, done);
+    contribute(pass, ids[j], row + j, who, gate, first_rows == 2 ? gate + who.n : nullptr, out, done);
   }
 }
 
@@ -283,28 +284,28 @@ void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::in
 void gate_first(const Pass& pass, std::int64_t first, std::int64_t n, std::int64_t following, std::int64_t row,
                 Contributions* out, Counters* done) {
   const std::int64_t* ids = pass.ids + first;
-  const std::int64_t row_bytes = pass.row_bytes(), ahead = pass.ahead(row_bytes);
-  float gate_NT[kBlock][kPassTokens], up_T[kPassTokens];
+  const std::int64_t ahead = pass.ahead(pass.row_bytes(), kDotRows);
+  float gate_NT[kBlock * kPassTokens], up_T[kPassTokens];
   Tokens everyone, fired_N[kBlock];
   pass.asking(first, &everyone);
-  for (std::int64_t j = 0; j < n; ++j) {
-    const bool more = j + ahead < n + following;
-    pass.dot(ids[j], 0, 1, everyone, gate_NT[j], more ? pass.rows_of(ids[j + ahead]) : nullptr, more ? row_bytes : 0);
+  for (std::int64_t j = 0; j < n; j += kDotRows) {
+    const std::int64_t some = std::min(kDotRows, n - j);
+    const bool more = j + ahead + some <= n + following;
+    pass.dot(ids + j, some, 0, 1, everyone, gate_NT + j * pass.tokens, more ? ids + j + ahead : nullptr);
   }
   std::int64_t firing[kBlock], count = 0;
   for (std::int64_t j = 0; j < n; ++j) {
-    fire(pass, ids[j], everyone, gate_NT[j], &fired_N[j], done);
+    fire(pass, ids[j], everyone, gate_NT + j * pass.tokens, &fired_N[j], done);
     if (fired_N[j].n > 0) firing[count++] = j;
   }
   for (std::int64_t f = 0; f < count; ++f) {
     const std::int64_t j = firing[f];
     const Tokens& who = fired_N[j];
-    float* gate_T = gate_NT[j];
+    float* gate_T = gate_NT + j * pass.tokens;
     for (std::int64_t i = 0, k = 0; k < who.n; ++i)
       if (gate_T[i] != 0.0f) gate_T[k++] = gate_T[i];
     if (pass.args.rows == 3) {
-      const char* next = f + 1 < count ? pass.rows_of(ids[firing[f + 1]]) + row_bytes : nullptr;
-      pass.dot(ids[j], 1, 1, who, up_T, next, next ? row_bytes : 0);
+      pass.dot(ids + j, 1, 1, 1, who, up_T, f + 1 < count ? ids + firing[f + 1] : nullptr);
     }
     contribute(pass, ids[j], row + j, who, gate_T, pass.args.rows == 3 ? up_T : nullptr, out, done);
   }

@@ -1,15 +1,26 @@
-// The prefetch hint of an axpy over quantised rows.
+// Prefetch hints of kernels over rows. `Simd` only keeps the instances of instruction sets apart.
 #pragma once
 
 #include <cstdint>
 
 namespace pi2 {
 
-// Asks for the bytes [begin, end) of each of kRows rows. `Simd` only keeps the instances of instruction sets apart.
+// Asks for the bytes [begin, end) of each of kRows rows.
 template <class Simd, int kRows>
 inline void fetch_rows(const void* const* next, std::int64_t begin, std::int64_t end) {
   for (std::int64_t at = begin; at < end; at += 64)
     for (int r = 0; r < kRows; ++r) __builtin_prefetch(static_cast<const char*>(next[r]) + at);
 }
+
+// The rows that a later call will read, `pace` bytes of each asked for at every step of this one.
+template <class Simd, int kRows>
+struct NextRows {
+  const void* const* next;  // kRows of them, if pace > 0
+  std::int64_t pace, at = 0, end = 0;
+
+  void step() {
+    for (end += pace; at < end; at += 64) fetch_rows<Simd, kRows>(next, at, at + 1);
+  }
+};
 
 }  // namespace pi2

@@ -5,18 +5,19 @@
 // (Float, kLanes, zero, set1, add, fma, reduce, load_floats, store_floats).
 #pragma once
 
+#include "kernels/fetch_rows.h"
 #include "kernels/over_tokens.h"
 #include "pi2/kernels.h"
 
 namespace pi2 {
 
 // Four accumulators per row and token whatever the tile, so that the order of a sum depends on n alone.
-// The hint is spread over the loop: `lines` cache lines of it per step of 4 kLanes elements.
 template <class Format, int kRows, int kTokens>
 inline void dot_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
-                     const char* next, std::int64_t lines) {
+                     const void* const* next, std::int64_t pace) {
   using Float = typename Format::Float;
   constexpr std::int64_t kLanes = Format::kLanes;
+  NextRows<Format, kRows> ahead{next, pace};
   const char* w[kRows];
   const float* x[kTokens];
   for (int t = 0; t < kTokens; ++t) x[t] = static_cast<const float*>(x_T[t]);
@@ -28,7 +29,7 @@ inline void dot_tile(const void* const* rows, const void* const* x_T, std::int64
   }
   std::int64_t k = 0;
   for (; k + 4 * kLanes <= n; k += 4 * kLanes) {
-    for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next);
+    ahead.step();
     for (int j = 0; j < 4; ++j) {
       Float v[kRows];
       for (int r = 0; r < kRows; ++r) v[r] = Format::load(w[r] + (k + j * kLanes) * Format::kBytes);
@@ -58,7 +59,7 @@ inline void dot_plain(PI2_DOT_ARGS) {
   const std::int64_t steps = n / (4 * Format::kLanes);
   return over_rows<over_tokens<kTile1, dot_tile<Format, 1, kTile1>, dot_tile<Format, 1, 1>>,
                    over_tokens<kTile2, dot_tile<Format, 2, kTile2>, dot_tile<Format, 2, 1>>>(
-      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
+      rows, count, x_T, tokens, n, out_RT, next, n * Format::kBytes, steps);
 }
 
 template <class Format, int kRows>

@@ -70,9 +70,9 @@ struct Q4 {
 
   template <int kRows, int kTokens>
   static void dot_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
-                       const char* next, std::int64_t lines) {
+                       const void* const* next, std::int64_t pace) {
     const std::int64_t n_groups = groups(n);
-    auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
+    NextRows<Simd, kRows> ahead{next, pace};
     const char* w[kRows];
     Float acc[kRows][kTokens];
     DotStep<kRows, kTokens> step;
@@ -82,8 +82,7 @@ struct Q4 {
       for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
     }
     for (std::int64_t g = 0; g < n_groups; g += kStepGroups) {
-      for (std::int64_t line = 0; line < lines; ++line, hint += 64)
-        __builtin_prefetch(reinterpret_cast<const void*>(hint));
+      ahead.step();
       for (int r = 0; r < kRows; ++r) step.values[r] = Simd::q4_values(w[r] + g * kBytes, n_groups - g);
       step.template pair<0>();
       step.template pair<2>();
@@ -104,7 +103,7 @@ struct Q4 {
     const std::int64_t steps = (n + kStep - 1) / kStep;
     return over_rows<over_tokens<4, dot_tile<1, 4>, dot_tile<1, 1>>, over_tokens<2, dot_tile<2, 2>, dot_tile<2, 1>>,
                      over_tokens<2, dot_tile<4, 2>, dot_tile<4, 1>>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                     next_bytes, steps);
+                                                                     row_bytes(DType::kQ4, n), steps);
   }
 
   template <int kRows>

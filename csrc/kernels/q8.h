@@ -39,9 +39,9 @@ struct Q8 {
 
   template <int kRows, int kTokens>
   static void dot_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
-                       const char* next, std::int64_t lines) {
+                       const void* const* next, std::int64_t pace) {
     const std::int64_t n_groups = groups(n);
-    auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
+    NextRows<Simd, kRows> ahead{next, pace};
     const char* w[kRows];
     const float* x[kTokens];
     Float acc[kRows][kTokens];
@@ -51,8 +51,7 @@ struct Q8 {
       for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
     }
     for (std::int64_t g = 0; g < n_groups; ++g) {
-      for (std::int64_t line = 0; line < lines; ++line, hint += 64)
-        __builtin_prefetch(reinterpret_cast<const void*>(hint));
+      ahead.step();
       for (int r = 0; r < kRows; ++r) {
         Float weights[kVectors];
         Simd::q8_weights(w[r] + g * kGroup, weights);
@@ -68,7 +67,7 @@ struct Q8 {
 
   static void dot(PI2_DOT_ARGS) {
     return over_rows<over_tokens<4, dot_tile<1, 4>, dot_tile<1, 1>>, over_tokens<2, dot_tile<2, 2>, dot_tile<2, 1>>>(
-        rows, count, x_T, tokens, n, out_RT, next, next_bytes, groups(n));
+        rows, count, x_T, tokens, n, out_RT, next, row_bytes(DType::kQ8, n), groups(n));
   }
 
   template <int kRows>

@@ -38,7 +38,7 @@ long check_dot(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
         std::vector<const void*> x_T;
         for (std::int64_t t = 0; t < tokens; ++t) x_T.push_back(x.data() + t * ldx);
         std::vector<float> out(static_cast<std::size_t>(count * tokens), NAN);
-        dot(rows, count, x_T.data(), tokens, n, out.data(), weights.data(), n * bytes);
+        dot(rows, count, x_T.data(), tokens, n, out.data(), rows);
         for (std::int64_t r = 0; r < count; ++r) {
           for (std::int64_t t = 0; t < tokens; ++t) {
             double sum = 0, magnitude = 0;
@@ -51,7 +51,7 @@ long check_dot(const pi2::KernelTable& table, DType dtype, std::mt19937& rng) {
             PI2_CHECK(std::fabs(found - sum) <= 1e-6 * magnitude + 1e-30, "%s dtype %d n %ld: %g, wanted %g", table.isa,
                       static_cast<int>(dtype), static_cast<long>(n), found, sum);
             float alone = NAN;
-            dot(&rows[r], 1, &x_T[t], 1, n, &alone, nullptr, 0);
+            dot(&rows[r], 1, &x_T[t], 1, n, &alone, nullptr);
             PI2_CHECK(std::memcmp(&alone, &found, sizeof(float)) == 0,
                       "%s dtype %d n %ld tokens %ld: bits differ alone", table.isa, static_cast<int>(dtype),
                       static_cast<long>(n), static_cast<long>(tokens));

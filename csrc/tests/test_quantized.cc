@@ -97,7 +97,7 @@ long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
   float alone[kDotRows][kTokens];
   for (int r = 0; r < kDotRows; ++r) {
     for (std::int64_t t = 0; t < kTokens; ++t) {
-      kernels.dot(&rows[r], 1, &inputs_T[t], 1, n, &alone[r][t], nullptr, 0);
+      kernels.dot(&rows[r], 1, &inputs_T[t], 1, n, &alone[r][t], nullptr);
       double sum = 0, magnitude = 0;
       for (std::int64_t k = 0; k < n; ++k) {
         sum += weights[r][k] * x[t][k];
@@ -113,7 +113,7 @@ long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
   for (const std::int64_t tokens : {1, 2, 3, 4, 5, 9}) {
     for (std::int64_t count = 1; count <= kDotRows; ++count) {
       const Guarded out(count * tokens * 4);
-      kernels.dot(rows, count, inputs_T, tokens, n, out.as<float>(), rows[0], rows_R[0].size());
+      kernels.dot(rows, count, inputs_T, tokens, n, out.as<float>(), rows);
       for (std::int64_t r = 0; r < count; ++r)
         PI2_CHECK(std::memcmp(out.as<float>() + r * tokens, alone[r], static_cast<std::size_t>(tokens) * 4) == 0,
                   "%s n %ld, %ld rows, %ld tokens: bits differ from a token alone", kernels.name(),
@@ -135,7 +135,7 @@ long check_broken(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
     const Guarded hurt = kernels.prepared(values);
     const void* x_T[5] = {sound.data(), sound.data(), hurt.data(), sound.data(), sound.data()};
     float out[10];
-    kernels.dot(rows, 2, x_T, 5, n, out, nullptr, 0);
+    kernels.dot(rows, 2, x_T, 5, n, out, nullptr);
     for (int i = 0; i < 10; ++i)
       PI2_CHECK(std::isfinite(out[i]) == (i % 5 != 2), "%s n %ld: %g in one token gives %g in token %d", kernels.name(),
                 static_cast<long>(n), broken, out[i], i % 5);

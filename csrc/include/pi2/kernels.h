@@ -19,11 +19,11 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 // out_RT[r * tokens + t] = sum_k rows[r][k] * x_T[t][k], for r in [0, count <= kDotRows), t in [0, tokens).
 // x_T[t]: float[n] for plain dtypes; what prepare (dot) or prepare_a8 (dot_a8) wrote for quantised ones.
 // The order of each sum depends on n alone, never on count or tokens: a token gives the same bits alone and in a batch.
-// [next, next + next_bytes) is what will be read some time after these rows: a prefetch hint, spread over the loop,
-// since a burst of prefetches would stall; next_bytes 0 for none.
+// next: null, or `count` rows that a later call will read: fetched at the pace at which these are read, neither more
+// nor in bursts, which would stall.
 #define PI2_DOT_ARGS                                                                                        \
   const void *const *rows, std::int64_t count, const void *const *x_T, std::int64_t tokens, std::int64_t n, \
-      float *out_RT, const void *next, std::int64_t next_bytes
+      float *out_RT, const void *const *next
 // y[k] += h[0] * rows[0][k], then h[1] * rows[1][k], ... for count rows (1..kAxpyRows), in that order.
 // y: float[n] for plain dtypes; for quantised ones padded(n) floats in the order that restore undoes (all zero at
 // first).

@@ -79,9 +79,9 @@ inline void prepare_a8_q4(PI2_PREPARE_ARGS) {
 
 template <int kRows, int kTokens>
 inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
-                           std::int64_t ldo, const char* next, std::int64_t lines) {
+                           std::int64_t ldo, const void* const* next, std::int64_t pace) {
   const std::int64_t n_groups = groups(n);
-  auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
+  NextRows<Simd, kRows> ahead{next, pace};
   const __m256i low_half = _mm256_set1_epi8(15);
   const char* w[kRows];
   __m256 acc[kRows][kTokens];
@@ -90,8 +90,7 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
   }
   for (std::int64_t g = 0; g < n_groups; g += 2) {
-    for (std::int64_t line = 0; line < lines; ++line, hint += 64)
-      __builtin_prefetch(reinterpret_cast<const void*>(hint));
+    ahead.step();
     for (int r = 0; r < kRows; ++r) {
       const __m256i bytes = Simd::q4_bytes(w[r] + g * (kGroup / 2), n_groups - g);
       const __m256i low = _mm256_and_si256(bytes, low_half);
@@ -114,7 +113,7 @@ inline void dot_a8_q4(PI2_DOT_ARGS) {
   const std::int64_t steps = (groups(n) + 1) / 2;
   return over_rows<over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 1>>,
                    over_tokens<2, dot_a8_q4_tile<2, 2>, dot_a8_q4_tile<2, 1>>>(rows, count, x_T, tokens, n, out_RT,
-                                                                               next, next_bytes, steps);
+                                                                               next, row_bytes(DType::kQ4, n), steps);
 }
 
 inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
@@ -125,9 +124,9 @@ inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
 
 template <int kRows, int kTokens>
 inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
-                           std::int64_t ldo, const char* next, std::int64_t lines) {
+                           std::int64_t ldo, const void* const* next, std::int64_t pace) {
   const std::int64_t n_groups = groups(n);
-  auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
+  NextRows<Simd, kRows> ahead{next, pace};
   const char* w[kRows];
   __m256 acc[kRows][kTokens];
   for (int r = 0; r < kRows; ++r) {
@@ -135,8 +134,7 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
     for (int t = 0; t < kTokens; ++t) acc[r][t] = Simd::zero();
   }
   for (std::int64_t g = 0; g < n_groups; ++g) {
-    for (std::int64_t line = 0; line < lines; ++line, hint += 64)
-      __builtin_prefetch(reinterpret_cast<const void*>(hint));
+    ahead.step();
     for (int r = 0; r < kRows; ++r) {
       const __m256i values = load_bytes(w[r] + g * kGroup);
       const __m256i magnitude = _mm256_abs_epi8(values);  // -128 becomes 128: unsigned from here on
@@ -154,8 +152,8 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
 
 inline void dot_a8_q8(PI2_DOT_ARGS) {
   return over_rows<over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 1>>,
-                   over_tokens<2, dot_a8_q8_tile<2, 2>, dot_a8_q8_tile<2, 1>>>(rows, count, x_T, tokens, n, out_RT,
-                                                                               next, next_bytes, groups(n));
+                   over_tokens<2, dot_a8_q8_tile<2, 2>, dot_a8_q8_tile<2, 1>>>(
+      rows, count, x_T, tokens, n, out_RT, next, row_bytes(DType::kQ8, n), groups(n));
 }
 
 }  // namespace pi2::avx2

@@ -1,7 +1,7 @@
 #include "kernels/attend.h"
 #include "kernels/avx2/impl.h"
 
-void pi2::dot_bf16__avx2(PI2_DOT_ARGS) { avx2::dot<avx2::BF16>(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
+void pi2::dot_bf16__avx2(PI2_DOT_ARGS) { avx2::dot<avx2::BF16>(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::axpy_bf16__avx2(PI2_AXPY_ARGS) { avx2::axpy<avx2::BF16>(y, rows, h, count, n, next); }
 

@@ -129,7 +129,7 @@ struct I8 : Simd {
 
 template <class Format>
 inline void dot(PI2_DOT_ARGS) {
-  dot_plain<Format, 2, 1>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
+  dot_plain<Format, 2, 1>(rows, count, x_T, tokens, n, out_RT, next);
 }
 
 template <class Format>

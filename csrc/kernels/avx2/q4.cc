@@ -3,7 +3,7 @@
 #include "kernels/avx2/blocks.h"
 #include "kernels/avx2/impl.h"
 
-void pi2::dot_q4__avx2(PI2_DOT_ARGS) { Q4<avx2::Simd>::dot(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
+void pi2::dot_q4__avx2(PI2_DOT_ARGS) { Q4<avx2::Simd>::dot(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::axpy_q4__avx2(PI2_AXPY_ARGS) { Q4<avx2::Simd>::axpy(y, rows, h, count, n, next); }
 
@@ -11,7 +11,7 @@ void pi2::prepare_q4__avx2(PI2_PREPARE_ARGS) { Q4<avx2::Simd>::prepare(x, n, out
 
 void pi2::restore_q4__avx2(PI2_RESTORE_ARGS) { Q4<avx2::Simd>::restore(y, n, out); }
 
-void pi2::dot_a8_q4__avx2(PI2_DOT_ARGS) { avx2::dot_a8_q4(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
+void pi2::dot_a8_q4__avx2(PI2_DOT_ARGS) { avx2::dot_a8_q4(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::prepare_a8_q4__avx2(PI2_PREPARE_ARGS) { avx2::prepare_a8_q4(x, n, out); }
 

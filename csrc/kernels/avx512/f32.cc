@@ -1,9 +1,7 @@
 #include "kernels/attend.h"
 #include "kernels/avx512/impl.h"
 
-void pi2::dot_f32__avx512(PI2_DOT_ARGS) {
-  avx512::dot<avx512::F32>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
-}
+void pi2::dot_f32__avx512(PI2_DOT_ARGS) { avx512::dot<avx512::F32>(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::axpy_f32__avx512(PI2_AXPY_ARGS) { avx512::axpy<avx512::F32>(y, rows, h, count, n, next); }
 

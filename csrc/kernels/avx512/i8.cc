@@ -1,5 +1,3 @@
 #include "kernels/avx512/impl.h"
 
-void pi2::dot_i8__avx512(PI2_DOT_ARGS) {
-  avx512::dot<avx512::I8>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
-}
+void pi2::dot_i8__avx512(PI2_DOT_ARGS) { avx512::dot<avx512::I8>(rows, count, x_T, tokens, n, out_RT, next); }

@@ -1,6 +1,6 @@
 #include "kernels/avx512/quantized.h"
 
-void pi2::dot_q4__avx512(PI2_DOT_ARGS) { avx512::dot_q4(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
+void pi2::dot_q4__avx512(PI2_DOT_ARGS) { avx512::dot_q4(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::axpy_q4__avx512(PI2_AXPY_ARGS) { avx512::axpy_q4(y, rows, h, count, n, next); }
 

@@ -61,9 +61,9 @@ using Q4Rows = Q4<Quantized>;
 using Q8Rows = Q8<Quantized>;
 static_assert(Q4Rows::kStep == kStep);
 
-inline void dot_q4(PI2_DOT_ARGS) { Q4Rows::dot(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
+inline void dot_q4(PI2_DOT_ARGS) { Q4Rows::dot(rows, count, x_T, tokens, n, out_RT, next); }
 inline void axpy_q4(PI2_AXPY_ARGS) { Q4Rows::axpy(y, rows, h, count, n, next); }
-inline void dot_q8(PI2_DOT_ARGS) { Q8Rows::dot(rows, count, x_T, tokens, n, out_RT, next, next_bytes); }
+inline void dot_q8(PI2_DOT_ARGS) { Q8Rows::dot(rows, count, x_T, tokens, n, out_RT, next); }
 inline void axpy_q8(PI2_AXPY_ARGS) { Q8Rows::axpy(y, rows, h, count, n, next); }
 inline void prepare_q8(PI2_PREPARE_ARGS) { Q8Rows::prepare(x, n, out); }
 inline void restore_q8(PI2_RESTORE_ARGS) { Q8Rows::restore(y, n, out); }

@@ -103,9 +103,9 @@ inline void prepare_a8_q4(PI2_PREPARE_ARGS) {
 
 template <int kRows, int kTokens>
 inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
-                           std::int64_t ldo, const char* next, std::int64_t lines) {
+                           std::int64_t ldo, const void* const* next, std::int64_t pace) {
   const std::int64_t n_groups = groups(n);
-  auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
+  NextRows<avx512::Simd, kRows> ahead{next, pace};
   const __m512i low_half = _mm512_set1_epi8(15);
   const char* w[kRows];
   const char* s[kRows];
@@ -123,8 +123,7 @@ inline void dot_a8_q4_tile(const void* const* rows, const void* const* x_T, std:
     x_scales[t] = input.scales;
   }
   for (std::int64_t g = 0; g < n_groups; g += 4) {
-    for (std::int64_t line = 0; line < lines; ++line, hint += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(hint), _MM_HINT_T0);
+    ahead.step();
     __m512i low[kRows], high[kRows];
     __m512 scale[kRows];
     for (int r = 0; r < kRows; ++r) {
@@ -153,7 +152,7 @@ inline void dot_a8_q4(PI2_DOT_ARGS) {
   return over_rows<over_tokens<4, dot_a8_q4_tile<1, 4>, dot_a8_q4_tile<1, 1>, dot_a8_q4_tile<1, 2>>,
                    over_tokens<4, dot_a8_q4_tile<2, 4>, dot_a8_q4_tile<2, 1>, dot_a8_q4_tile<2, 2>>,
                    over_tokens<2, dot_a8_q4_tile<4, 2>, dot_a8_q4_tile<4, 1>>>(rows, count, x_T, tokens, n, out_RT,
-                                                                               next, next_bytes, steps);
+                                                                               next, row_bytes(DType::kQ4, n), steps);
 }
 
 inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
@@ -172,9 +171,9 @@ inline void prepare_a8_q8(PI2_PREPARE_ARGS) {
 
 template <int kRows, int kTokens>
 inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out,
-                           std::int64_t ldo, const char* next, std::int64_t lines) {
+                           std::int64_t ldo, const void* const* next, std::int64_t pace) {
   const std::int64_t n_groups = groups(n);
-  auto hint = reinterpret_cast<std::uintptr_t>(next);  // a number: it may pass the end of what is hinted at
+  NextRows<avx512::Simd, kRows> ahead{next, pace};
   const __m512i offset = _mm512_set1_epi8(-128);
   const __m512i two = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
   const char* w[kRows];
@@ -191,8 +190,7 @@ inline void dot_a8_q8_tile(const void* const* rows, const void* const* x_T, std:
     x_scales[t] = input.scales;
   }
   for (std::int64_t g = 0; g < n_groups; g += 2) {
-    for (std::int64_t line = 0; line < lines; ++line, hint += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(hint), _MM_HINT_T0);
+    ahead.step();
     const bool both = n_groups - g >= 2;
     const __mmask64 m = both ? ~std::uint64_t{0} : 0xffffffffu;
     __m512 x_scale[kTokens];
@@ -221,7 +219,7 @@ inline void dot_a8_q8(PI2_DOT_ARGS) {
   return over_rows<over_tokens<4, dot_a8_q8_tile<1, 4>, dot_a8_q8_tile<1, 1>, dot_a8_q8_tile<1, 2>>,
                    over_tokens<4, dot_a8_q8_tile<2, 4>, dot_a8_q8_tile<2, 1>, dot_a8_q8_tile<2, 2>>,
                    over_tokens<2, dot_a8_q8_tile<4, 2>, dot_a8_q8_tile<4, 1>>>(rows, count, x_T, tokens, n, out_RT,
-                                                                               next, next_bytes, steps);
+                                                                               next, row_bytes(DType::kQ8, n), steps);
 }
 
 }  // namespace

@@ -1,9 +1,7 @@
 #include "kernels/avx512vnni/blocks.h"
 #include "kernels/avx512vnni/impl.h"
 
-void pi2::dot_a8_q4__avx512vnni(PI2_DOT_ARGS) {
-  avx512vnni::dot_a8_q4(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
-}
+void pi2::dot_a8_q4__avx512vnni(PI2_DOT_ARGS) { avx512vnni::dot_a8_q4(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::prepare_a8_q4__avx512vnni(PI2_PREPARE_ARGS) { avx512vnni::prepare_a8_q4(x, n, out); }
 

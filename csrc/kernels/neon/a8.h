@@ -136,8 +136,9 @@ inline float32x4_t add_groups(float32x4_t acc, int32x4_t sums, float32x4_t w_sca
 
 template <class Format, class Products, int kRows, int kTokens>
 inline void dot_a8_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
-                        const char* next, std::int64_t lines) {
+                        const void* const* next, std::int64_t pace) {
   const std::int64_t n_groups = groups(n);
+  NextRows<Simd, kRows> ahead{next, pace};
   Step<Format> w[kRows];
   Input x[kTokens];
   float32x4_t acc[kRows][kTokens];
@@ -145,7 +146,7 @@ inline void dot_a8_tile(const void* const* rows, const void* const* x_T, std::in
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTokens; ++t) acc[r][t] = vdupq_n_f32(0);
   for (std::int64_t g = 0; g < n_groups; g += kStepGroups) {
-    for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next);
+    ahead.step();
     for (int r = 0; r < kRows; ++r) w[r].at(static_cast<const char*>(rows[r]), g, n_groups);
     int32x4_t sums[kRows][kTokens][kStepGroups];
     for (int i = 0; i < kStepGroups; ++i) {
@@ -174,7 +175,7 @@ inline void dot_a8(PI2_DOT_ARGS) {
   const std::int64_t steps = (groups(n) + kStepGroups - 1) / kStepGroups;
   return over_rows<over_tokens<4, dot_a8_tile<Format, Products, 1, 4>, dot_a8_tile<Format, Products, 1, 1>>,
                    over_tokens<2, dot_a8_tile<Format, Products, 2, 2>, dot_a8_tile<Format, Products, 2, 1>>>(
-      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
+      rows, count, x_T, tokens, n, out_RT, next, groups(n) * (Format::kBytes + 2), steps);
 }
 
 }  // namespace

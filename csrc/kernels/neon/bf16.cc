@@ -1,9 +1,7 @@
 #include "kernels/attend.h"
 #include "kernels/neon/impl.h"
 
-void pi2::dot_bf16__neon(PI2_DOT_ARGS) {
-  dot_plain<neon::BF16, 4, 2>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
-}
+void pi2::dot_bf16__neon(PI2_DOT_ARGS) { dot_plain<neon::BF16, 4, 2>(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::axpy_bf16__neon(PI2_AXPY_ARGS) { axpy_plain<neon::BF16>(y, rows, h, count, n, next); }
 

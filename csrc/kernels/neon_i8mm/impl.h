@@ -17,15 +17,16 @@ inline int32x4_t multiply(int32x4_t sum, int8x16_t w0, int8x16_t w1, int8x16_t x
 
 template <class Format>
 inline void dot_a8_square(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
-                          const char* next, std::int64_t lines) {
+                          const void* const* next, std::int64_t pace) {
   const std::int64_t n_groups = groups(n);
+  NextRows<Simd, 2> ahead{next, pace};
   Step<Format> w[2];
   Input x[2];
   float32x4_t acc[4];
   for (int i = 0; i < 4; ++i) acc[i] = vdupq_n_f32(0);
   for (int t = 0; t < 2; ++t) x[t].start(x_T[t], n);
   for (std::int64_t g = 0; g < n_groups; g += kStepGroups) {
-    for (std::int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next);
+    ahead.step();
     for (int r = 0; r < 2; ++r) w[r].at(static_cast<const char*>(rows[r]), g, n_groups);
     int32x4_t by_group[kStepGroups];
     for (int i = 0; i < kStepGroups; ++i) {
@@ -52,7 +53,7 @@ inline void dot_a8_matrix(PI2_DOT_ARGS) {
   const std::int64_t steps = (groups(n) + kStepGroups - 1) / kStepGroups;
   return over_rows<over_tokens<4, dot_a8_tile<Format, DotProducts, 1, 4>, dot_a8_tile<Format, DotProducts, 1, 1>>,
                    over_tokens<2, dot_a8_square<Format>, dot_a8_tile<Format, DotProducts, 2, 1>>>(
-      rows, count, x_T, tokens, n, out_RT, next, next_bytes, steps);
+      rows, count, x_T, tokens, n, out_RT, next, groups(n) * (Format::kBytes + 2), steps);
 }
 
 }  // namespace

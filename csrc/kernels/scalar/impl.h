@@ -9,7 +9,6 @@ namespace pi2::scalar {
 template <class Format>
 inline void dot(PI2_DOT_ARGS) {
   (void)next;
-  (void)next_bytes;
   for (std::int64_t r = 0; r < count; ++r) {
     const auto* w = static_cast<const typename Format::Storage*>(rows[r]);
     for (std::int64_t t = 0; t < tokens; ++t) {

@@ -1,8 +1,6 @@
 #include "kernels/scalar/quantized.h"
 
-void pi2::dot_q8__scalar(PI2_DOT_ARGS) {
-  scalar::dot_quantized<scalar::Q8>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
-}
+void pi2::dot_q8__scalar(PI2_DOT_ARGS) { scalar::dot_quantized<scalar::Q8>(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::axpy_q8__scalar(PI2_AXPY_ARGS) { scalar::axpy_quantized<scalar::Q8>(y, rows, h, count, n, next); }
 
@@ -10,8 +8,6 @@ void pi2::prepare_q8__scalar(PI2_PREPARE_ARGS) { scalar::prepare(x, n, out); }
 
 void pi2::restore_q8__scalar(PI2_RESTORE_ARGS) { scalar::restore(y, n, out); }
 
-void pi2::dot_a8_q8__scalar(PI2_DOT_ARGS) {
-  scalar::dot_a8<scalar::Q8>(rows, count, x_T, tokens, n, out_RT, next, next_bytes);
-}
+void pi2::dot_a8_q8__scalar(PI2_DOT_ARGS) { scalar::dot_a8<scalar::Q8>(rows, count, x_T, tokens, n, out_RT, next); }
 
 void pi2::prepare_a8_q8__scalar(PI2_PREPARE_ARGS) { scalar::prepare_a8(x, n, out); }

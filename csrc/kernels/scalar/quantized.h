@@ -67,7 +67,6 @@ inline void prepare_a8(PI2_PREPARE_ARGS) {
 template <class Format>
 inline void dot_quantized(PI2_DOT_ARGS) {
   (void)next;
-  (void)next_bytes;
   for (std::int64_t r = 0; r < count; ++r) {
     for (std::int64_t t = 0; t < tokens; ++t) {
       const float* x = static_cast<const float*>(x_T[t]);
@@ -86,7 +85,6 @@ inline void dot_quantized(PI2_DOT_ARGS) {
 template <class Format>
 inline void dot_a8(PI2_DOT_ARGS) {
   (void)next;
-  (void)next_bytes;
   for (std::int64_t r = 0; r < count; ++r) {
     for (std::int64_t t = 0; t < tokens; ++t) {
       const auto* x = static_cast<const std::int8_t*>(x_T[t]);
