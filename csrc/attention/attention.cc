@@ -8,6 +8,7 @@
 #include "base/convert.h"
 #include "base/parallel.h"
 #include "base/scratch.h"
+#include "base/trace.h"
 #include "pi2/kernels.h"
 
 namespace pi2 {
@@ -132,6 +133,7 @@ void attention(const AttentionArgs& args, const ParallelFor& parallel) {
   const std::int64_t group = args.heads / args.key_heads, rows = args.tokens * group;
   const std::int64_t ld = (args.width + kAttendPad - 1) / kAttendPad * kAttendPad;
   const std::int64_t words = seen_words(args), splits = (words + kSplitWords - 1) / kSplitWords;
+  const TraceSpan span(Stage::kAttention, words * kAttendWord, args.tokens);
   const std::int64_t heads = args.batch * args.key_heads, items = heads * splits;
   float* q = scratch(Scratch::kInput, heads * rows * ld);
   float* memory = scratch(Scratch::kPartials, items * rows * (ld + 2));

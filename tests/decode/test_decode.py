@@ -139,6 +139,24 @@ def test_packed_attention_is_attention(tokens: int):
     assert torch.allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_later_piece_of_a_prompt_reads_what_is_used_of_the_cache(dtype):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, n, t, 8, generator=generator).to(dtype) for n, t in ((6, 40), (2, 100), (2, 100))
+    )
+    mask = torch.ones(40, 100, dtype=torch.bool).tril(30).repeat(2, 1, 1, 1)
+    mask[1, :, :, :3] = False
+    module = nn.Module()
+    module.num_key_value_groups = 3
+    repeated = (t.repeat_interleave(3, 1) for t in (key, value))
+    want = F.scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.2).transpose(1, 2)
+    key[:, :, 70:] = value[:, :, 70:] = torch.nan
+    got = packed_sdpa(module, query, key, value, mask, scaling=0.2)[0]
+    assert got.is_contiguous()
+    assert torch.allclose(got.float(), want.float(), atol=1e-6 if dtype == torch.float32 else 0.02)
+
+
 def test_attention_that_the_operator_has_not_is_torchs():
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, n, t, 8, generator=generator) for n, t in ((6, 2), (2, 9), (2, 9)))

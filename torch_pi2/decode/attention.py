@@ -35,22 +35,36 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]``.
 
-    Steps with a boolean mask for all heads, which transformers makes over a static cache, go to
-    ``torch.ops.pi2.attention``; prompts, and what that operator has not (dropout, soft caps, biases, sinks, masks that
-    are added or of a head, values of another width than keys), to transformers' own ``sdpa``.
+    Under a boolean mask for all heads, which transformers makes over a static cache, steps go to
+    ``torch.ops.pi2.attention`` and later pieces of prompts to torch's SDPA over what is used of the cache, keys and
+    values not repeated for their groups. Prompts without one, and what the operator has not (dropout, soft caps,
+    biases, sinks, masks that are added or of a head, values of another width than keys), go to transformers' own
+    ``sdpa``.
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
-    step = query.shape[2] <= MOST_TOKENS and mask is not None and mask.dtype == torch.bool and mask.shape[1] == 1
+    masked = mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1
     known = query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    if not (plain and step and known) or query.requires_grad:
+    if not (plain and masked and known) or mask is None or query.requires_grad:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return result
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return torch.ops.pi2.attention(query, key, value, mask, scale), None
+    if query.shape[2] <= MOST_TOKENS:
+        return torch.ops.pi2.attention(query, key, value, mask, scale), None
+    used = _used(mask)
+    y_BNTD = torch.nn.functional.scaled_dot_product_attention(
+        query, key[:, :, :used], value[:, :, :used], mask[..., :used], scale=scale, enable_gqa=True
+    )
+    return y_BNTD.transpose(1, 2).contiguous(), None
+
+
+def _used(mask: torch.Tensor) -> int:
+    """Positions up to the last that any token of ``mask`` ``[B, 1, T, L]`` sees."""
+    seen = mask.flatten(0, 2).any(0).nonzero()
+    return int(seen[-1]) + 1 if len(seen) else 1
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import engine_of
 from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.budget import room_for_compiling
+from torch_pi2.decode.direct import Direct
 from torch_pi2.decode.kv import KeyValues
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 from torch_pi2.layers.prompt import piece_of, steps_of_one
@@ -29,17 +30,14 @@ from torch_pi2.rewrite.handle import Handle, store_of
 VERIFIED = 8
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
-#: which do not gain from a second thread either. freezing would copy the weights. Code is kept on disk for any count of
-#: threads, which it asks for when it runs; cpp.threads says that there may be more than one: what is generated for one
-#: would do twice with two what is to be done once.
+#: which would lose by a second thread: waking it takes longer than they do. freezing would copy the weights.
 _INDUCTOR = {
     "freezing": False,
     "size_asserts": False,
     "alignment_asserts": False,
     "scalar_asserts": False,
-    "cpp.dynamic_threads": True,
-    "cpp.threads": 2,
-    "cpp.min_chunk_size": 16384,
+    "cpp.dynamic_threads": False,
+    "cpp.threads": 1,
 }
 
 
@@ -87,9 +85,10 @@ class Decoder:
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of what comes next, for sampling, instead
             of the most likely tokens.
         chunk_tokens: read longer prompts in equal pieces of at most so many tokens, which bounds the memory of their
-            activations; 0: whole, over a store as many (of all sequences together) as its budget has room for
-            (``Budget.piece_tokens``: 1,024, or the context if that is less). Feed-forward layers go the way that they
-            would for all: lossless but for roundings in attention.
+            activations, and in memory may be faster (256 of a 7B model: its activations stay in caches); 0: whole,
+            over a store as many (of all sequences together) as its budget has room for (``Budget.piece_tokens``: 1,024,
+            or the context if that is less). Feed-forward layers go the way that they would for all: lossless but for
+            roundings in attention.
 
     Attributes:
         batch: sequences that are decoded now. length: of each, in tokens. cache: theirs, a ``StaticCache``.
@@ -132,7 +131,7 @@ class Decoder:
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
         self._backend, self.compiled = backend, compiled
         #: By sequences, tokens and whether all their logits are wanted: what is compiled, each after its first call.
-        self._runs: dict[tuple[int, int, bool], Any] = {}
+        self._runs: dict[tuple[int, int, bool], Direct] = {}
 
     def _forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         output = self.model(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
@@ -347,16 +346,7 @@ class Decoder:
     ) -> torch.Tensor:
         import torch._inductor.config as inductor
 
-        # every decoder's own, and every batch size's: with the guards gone, another one's code would fit too
-        compile_step: Any = torch.compile
-        run = compile_step(
-            forward,
-            fullgraph=True,
-            dynamic=False,
-            backend=self._backend,
-            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-            isolate_recompiles=True,
-        )
+        run = Direct(forward, self._backend)
         with self._attending(of_each), inductor.patch(self._settings), room_for_compiling(self.model):
             result: torch.Tensor = run(ids_BT)
         self._runs[self.batch, ids_BT.shape[1], of_each] = run

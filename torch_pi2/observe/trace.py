@@ -31,6 +31,7 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ffn", ("layer", "tokens")),
     ("predict", ("neurons", "tokens")),
     ("linear", ("rows", "columns")),
+    ("attention", ("keys", "tokens")),
     ("predict rows", ("block",)),
     ("linear rows", ("block",)),
     ("compute", ("layer", "chunk")),

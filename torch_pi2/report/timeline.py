@@ -28,6 +28,7 @@ ACTIVITIES = {
     "predict rows": "predicting",
     "linear": "linear layers",
     "linear rows": "linear layers",
+    "attention": "attention",
     "begin": "cache and requests",
     "submit": "cache and requests",
     "wait": "waiting for reads",

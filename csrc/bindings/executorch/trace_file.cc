@@ -19,12 +19,13 @@ struct Named {
 };
 constexpr Named kStages[] = {
     {"ffn", {"layer", "tokens"}},    {"predict", {"neurons", "tokens"}},
-    {"linear", {"rows", "columns"}}, {"predict rows", {"block", ""}},
-    {"linear rows", {"block", ""}},  {"compute", {"layer", "chunk"}},
-    {"reduce", {"layer", "block"}},  {"begin", {"layer", "chunks"}},
-    {"submit", {"layer", "reads"}},  {"wait", {"layer", ""}},
-    {"join", {"layer", ""}},         {"verify", {"layer", "chunk"}},
-    {"pread", {"bytes", "offset"}},  {"read", {"layer", "chunk"}},
+    {"linear", {"rows", "columns"}}, {"attention", {"keys", "tokens"}},
+    {"predict rows", {"block", ""}}, {"linear rows", {"block", ""}},
+    {"compute", {"layer", "chunk"}}, {"reduce", {"layer", "block"}},
+    {"begin", {"layer", "chunks"}},  {"submit", {"layer", "reads"}},
+    {"wait", {"layer", ""}},         {"join", {"layer", ""}},
+    {"verify", {"layer", "chunk"}},  {"pread", {"bytes", "offset"}},
+    {"read", {"layer", "chunk"}},
 };
 constexpr Named kCounters[] = {{"reads under way", {"reads", ""}},
                                {"bytes read", {"bytes", ""}},

@@ -12,6 +12,7 @@ enum class Stage : std::int32_t {
   kFfn,  // whole calls, on the thread that called
   kPredict,
   kLinear,
+  kAttention,
   kPredictRows,  // shares of such calls, on every thread that has some
   kLinearRows,
   kCompute,

@@ -1,0 +1,93 @@
+"""``Direct``: Dynamo is left out of the third call and those that follow, if nothing but the ids differs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny
+
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.direct import Direct
+
+IDS = torch.arange(6)[None]
+
+
+def made(forward: Any) -> tuple[Direct, list[int]]:
+    """It, and where its calls through Dynamo are counted."""
+    direct, calls = Direct(forward, "eager"), []
+    through = direct._through_dynamo
+    direct._through_dynamo = lambda ids: (calls.append(1), through(ids))[1]
+    return direct, calls
+
+
+def test_the_third_call_goes_to_the_code() -> None:
+    held = SimpleNamespace(weight=torch.tensor([2.0, 3.0]))
+    direct, calls = made(lambda ids: ids[..., None] * held.weight)
+    for i in range(5):
+        assert torch.equal(direct(IDS + i), (IDS + i)[..., None] * held.weight)
+    assert len(calls) == 2
+    held.weight.mul_(2)  # new values in the same tensor
+    assert torch.equal(direct(IDS), IDS[..., None] * held.weight)
+
+
+def test_another_tensor_keeps_dynamo() -> None:
+    held = SimpleNamespace(weight=torch.tensor([2.0]))
+    direct, calls = made(lambda ids: ids * held.weight)
+    for i in range(5):
+        held.weight = torch.tensor([float(i)])
+        assert torch.equal(direct(IDS), IDS * held.weight)
+    assert len(calls) == 5
+    for _ in range(3):
+        direct(IDS)
+    assert len(calls) == 6  # the same twice running
+
+
+def test_what_is_kept_besides_keeps_dynamo() -> None:
+    held = torch.nn.Module()
+    held.last = None
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        held.last = ids * 2
+        return held.last + 1
+
+    direct, calls = made(forward)
+    for i in range(4):
+        direct(IDS + i)
+        assert torch.equal(held.last, (IDS + i) * 2)
+    assert len(calls) == 4
+
+
+def test_a_failure_is_no_confirmation() -> None:
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.index(weight, [ids])
+
+    weight = torch.arange(10.0)
+    direct, _ = made(forward)
+    for ids in (IDS, IDS + 1, IDS + 2):
+        assert torch.equal(direct(ids), weight[ids])
+    with pytest.raises(IndexError):
+        direct(IDS + 100)
+    assert torch.equal(direct(IDS + 3), weight[IDS + 3])
+
+
+def test_steps_of_a_decoder_go_to_the_code() -> None:
+    model = tiny("llama-relu")
+    decoder = Decoder(model, max_tokens=24, batch=2, logits=True)
+    eager = Decoder(model, max_tokens=24, batch=2, logits=True, compiled=False)
+    for d in (decoder, eager):
+        d.prompt(IDS)
+        d.fork(2)
+    for i in range(4):
+        token = torch.tensor([[i], [i + 1]])
+        assert torch.allclose(decoder.step(token), eager.step(token), atol=1e-4)
+    assert decoder._runs[2, 1, False]._confirmed
+    decoder.keep([1])
+    eager.keep([1])
+    for i in range(4):  # another batch is another code
+        assert torch.allclose(decoder.step(torch.tensor([[i]])), eager.step(torch.tensor([[i]])), atol=1e-4)
+    decoder.prompt(IDS + 1)
+    eager.prompt(IDS + 1)
+    assert torch.allclose(decoder.step(torch.tensor([[3]])), eager.step(torch.tensor([[3]])), atol=1e-4)
