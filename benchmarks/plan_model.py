@@ -96,10 +96,17 @@ def find_folder(
     method = method or "lowrank"
     if method not in MADE:
         raise ConfigError("--method", expected=" or ".join(MADE), found=method, fix="Choose one of them.")
-    made = WORK / f"{folder.resolve().name}-{method}"
+    made = WORK / f"{name_of(folder)}-{method}"
     if not (made / PI2_FOLDER).is_dir():
         _optimised(folder, made, method, trust_remote_code)
     return made
+
+
+def name_of(folder: Path) -> str:
+    """For what is made of a folder: its name and a stamp, which another one of that name, or a changed one, has not."""
+    files = sorted(path for path in folder.resolve().rglob("*") if path.is_file())
+    facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{folder.resolve().name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 
 def _optimised(folder: Path, made: Path, method: str, trust_remote_code: bool) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.arguments import add_source, list_of
 from benchmarks.figures import alternate, at_least, label, medians, of_store, shown, spread
-from benchmarks.plan_model import find_folder
+from benchmarks.plan_model import find_folder, name_of
 from benchmarks.subject import WORK, Rooms, Subject, check_one, check_share, synthetic_store
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
@@ -223,7 +223,7 @@ def _store(shape: str | None, folder: str | Path | None, weights: str, trust: bo
     found = find_folder(source, None, None if ours else "exact", trust_remote_code=trust)
     if (found / PI2_FOLDER / STORE_FILE).is_file():
         return found
-    made = WORK / f"{found.name}-{'own' if ours else weights}-store"
+    made = WORK / f"{name_of(found)}-{'own' if ours else weights}-store"
     if not (made / PI2_FOLDER / STORE_FILE).is_file():
         torch_pi2.pack(found, made, weights=None if ours else weights, trust_remote_code=trust)
     return made

@@ -45,7 +45,7 @@ struct Pass {
   const void* z_T[kPassTokens];
   std::uint8_t* active;  // of the first token of the pass
 
-  // use(row, token, value) for every row of one work item.
+  // use(row, token, values, count) for the rows of one work item, some that follow one another at a time.
   template <class Use>
   void item(const Matrix& m, std::int64_t index, const void* const* v_T, Use use) const {
     const std::int64_t begin = index * m.rows_per_item(), end = std::min(m.count, begin + m.rows_per_item());
@@ -65,7 +65,10 @@ struct Pass {
       for (std::int64_t k = 0; k < count; ++k) {
         const float scale = m.scale == nullptr ? 1.0f : m.scale[r + k];
         const float bias = m.bias == nullptr ? 0.0f : m.bias[r + k];
-        for (std::int64_t t = 0; t < tokens; ++t) use(r + k, t, out_RT[k * tokens + t] * scale + bias);
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const float value = out_RT[k * tokens + t] * scale + bias;
+          use(r + k, t, &value, 1);
+        }
       }
     }
   }
@@ -81,11 +84,11 @@ struct Pass {
       const std::int64_t blocks = std::min(step, end - r + kPanelRows - 1) / kPanelRows, width = blocks * kPanelRows;
       dot_blocks(m.rows + r * m.row_bytes, blocks, v_T, tokens, m.n, out_TR, width);
       const std::int64_t first = std::max(r, m.skipped), last = std::min(end, r + width);
-      for (std::int64_t t = 0; t < tokens; ++t)
-        for (std::int64_t k = first; k < last; ++k) {
-          const float bias = m.bias == nullptr ? 0.0f : m.bias[k - m.skipped];
-          use(k - m.skipped, t, out_TR[t * width + k - r] + bias);
-        }
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        float* values = out_TR + t * width + first - r;
+        for (std::int64_t k = 0; m.bias != nullptr && k < last - first; ++k) values[k] += m.bias[first - m.skipped + k];
+        use(first - m.skipped, t, values, last - first);
+      }
     }
   }
 
@@ -96,8 +99,9 @@ struct Pass {
   }
 
   void project(std::int64_t index) const {
-    some_rows(a, index, x_T, [this](std::int64_t r, std::int64_t t, float value) {
-      z_Tr[t * args.rank + r] = activate(Activation::kRelu, value);
+    some_rows(a, index, x_T, [this](std::int64_t r, std::int64_t t, const float* values, std::int64_t count) {
+      float* z = z_Tr + t * args.rank + r;
+      for (std::int64_t k = 0; k < count; ++k) z[k] = activate(Activation::kRelu, values[k]);
     });
   }
 
@@ -107,8 +111,10 @@ struct Pass {
   }
 
   void score(std::int64_t index) const {
-    some_rows(b, index, z_T, [this](std::int64_t c, std::int64_t t, float value) {
-      active[t * args.cold + c] = !(value < args.threshold);
+    some_rows(b, index, z_T, [this](std::int64_t c, std::int64_t t, const float* values, std::int64_t count) {
+      std::uint8_t* wanted = active + t * args.cold + c;
+      const float threshold = args.threshold;  // bytes may be anything for the compiler, what `this` holds too
+      for (std::int64_t k = 0; k < count; ++k) wanted[k] = !(values[k] < threshold);
     });
   }
 };

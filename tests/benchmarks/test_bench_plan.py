@@ -13,7 +13,7 @@ from plan_fakes import FakeHardware
 import torch_pi2
 from benchmarks import plan, plan_model, table
 from benchmarks.__main__ import main, render
-from benchmarks.plan_model import Shuffled, Source, every_cold, find_folder
+from benchmarks.plan_model import Shuffled, Source, every_cold, find_folder, name_of
 from benchmarks.timed_steps import PROMPT, Round, Steps
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval import token_source
@@ -187,7 +187,7 @@ def test_a_real_model_reads_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     byte_tokenizer("def f(x): return x\n" * 50).save_pretrained(tmp_path / "dense")
     model.save_pretrained(tmp_path / "dense")
     made = find_folder(tmp_path / "dense", None, "exact")
-    assert made == Path("work/bench/dense-exact")
+    assert made == Path(f"work/bench/{name_of(tmp_path / 'dense')}-exact")
     assert {layer.n_hot for layer in Plan.load(made / "pi2").layers} == {0}
     assert find_folder(tmp_path / "dense", None, "exact") == made
     source = Source(made)
@@ -363,3 +363,14 @@ def test_all_planners_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_available_bytes", lambda: 1 << 30)
     with pytest.raises(ConfigError, match=r"5 planners over a store: expected 5.0 GiB of memory, .*found 1.0 GiB"):
         plan._check_memory(1 << 30, 5)
+
+
+def test_a_changed_model_and_another_of_its_name_are_made_anew(tmp_path: Path) -> None:
+    names = []
+    for folder, text in (("a/model", "1"), ("b/model", "1"), ("b/model", "22"), ("b/model", "333")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "config.json").write_text(text)
+        names.append(name_of(tmp_path / folder))
+    assert all(name.startswith("model-") for name in names)
+    assert len(set(names)) == 4
+    assert name_of(tmp_path / "b/model") == names[-1]

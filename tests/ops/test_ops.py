@@ -82,6 +82,12 @@ def test_any_superset_of_the_firing_neurons_is_exact(isa: str) -> None:
     assert torch.equal(torch.ops.pi2.sparse_ffn(x, *weights, superset_TI, "relu", True, 0, 0.0), exact)
 
 
+def test_a_mask_of_no_cold_neurons() -> None:
+    x, rows = torch.randn(5, 16), torch.randn(7, 3, 16)
+    arguments = (x, rows, None, None, None, torch.zeros(5, 0, dtype=torch.bool), "relu", False, 7, 0.0)
+    assert torch.allclose(torch.ops.pi2.sparse_ffn(*arguments), reference.sparse_ffn(*arguments), atol=1e-5)
+
+
 def test_strided_inputs_and_any_leading_shape() -> None:
     x, *weights = make(50, 3, 24, 12, torch.float32)
     settings = (None, "relu", False, 0, 0.0)

@@ -70,7 +70,7 @@ def sparse_ffn(
         h_TI = gate_TI
     fires_TI = ~(gate_TI.abs() <= threshold)  # so that NaN fires and stays visible
     if active is not None:
-        fires_TI[:, n_hot:] &= active.reshape(-1, intermediate - n_hot).bool()
+        fires_TI[:, n_hot:] &= active.reshape(len(x_TH), intermediate - n_hot).bool()
     fires_TI[:, :n_hot] = True
     y_TH = torch.where(fires_TI, h_TI, 0.0) @ w_IRH[:, rows - 1]
     if bias_down is not None:

@@ -79,7 +79,7 @@ LowrankArgs lowrank_q_args(const Tensor& x, const Tensor& a, const Tensor& b, co
                   "pi2: predictor in blocks: expected int8 activations, kernels for blocks, and blocks of 16 rows and "
                   "64 columns with at least as many rows as b has biases, found a of ",
                   args.rank, " x ", args.hidden, ", b of ", b.size(0), " x ", args.rank, ", ", args.cold,
-                  " neurons. Pass it in rows.");
+                  " neurons. Pass it in rows, which leave_blocks() of a layer brings back.");
   args.threshold = static_cast<float>(threshold);
   return args;
 }
