@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.program import export_program
+from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.ops.constants import constants
 
 
 class Block(nn.Module):
@@ -47,6 +50,33 @@ def test_operators_are_in_the_program_and_any_length_runs() -> None:
     longer = torch.randn(2, 33, 24)
     with torch.no_grad(), sparse_only():  # eager, so many would go by matrix products, whose last bits differ
         torch.testing.assert_close(exported.module()(longer), model(longer), rtol=0, atol=0)
+
+
+def test_a_program_has_no_blocks_which_are_for_this_cpu() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_act="relu",
+    )
+    model = torch_pi2.optimize(transformers.LlamaForCausalLM(config).eval(), weights="int4", activations="int8")
+    linears = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    for linear in linears:
+        linear.use_blocks()
+    x = torch.arange(6)[None]
+    with torch.no_grad():
+        wanted = model(x, use_cache=False).logits
+    rows, blocks = [m.rows for m in linears], [m.blocks for m in linears]
+    assert any(blocks) == bool(constants().blocks)
+    exported = export_program(model, (x,), {"use_cache": False})
+    assert not any("blocks" in str(node.target) or "int4_blocks" in node.args for node in exported.graph.nodes)
+    with torch.no_grad():
+        found = exported.module()(x, use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert [m.blocks for m in linears] == blocks
+    assert all(m.rows is row for m, row in zip(linears, rows, strict=True))
 
 
 def test_dense_model_is_refused() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.failures import named_failures
+from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown
+from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, is_optimized
 
 
@@ -47,7 +50,7 @@ def export_program(
         raise _dense_in_program(model, len(layers), len(layers) - len(lazy), f" (not {', '.join(lazy[:3])})")
     model.eval()
     what = f"torch.export of {type(model).__name__}"
-    with torch.no_grad(), named_failures(what, "a model that torch.export can trace"):
+    with torch.no_grad(), _in_row_order(model), named_failures(what, "a model that torch.export can trace"):
         exported = torch.export.export(
             model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
@@ -57,6 +60,20 @@ def export_program(
     if found < len(layers):
         raise _dense_in_program(model, len(layers), found, "")
     return exported
+
+
+@contextmanager
+def _in_row_order(model: nn.Module) -> Iterator[None]:
+    """Within it no rows are in blocks, which are for kernels of this CPU: a program may run elsewhere."""
+    ours = [m for m in model.modules() if isinstance(m, QuantLinear | SparseFFN)]
+    before = [dict(vars(m), _buffers=dict(m._buffers)) for m in ours]
+    try:
+        for module in ours:
+            module.leave_blocks()
+        yield
+    finally:
+        for module, state in zip(ours, before, strict=True):
+            vars(module).update(state)
 
 
 def _dense_in_program(model: nn.Module, expected: int, found: int, which: str) -> UnsupportedModelError:
