@@ -183,6 +183,14 @@ def test_attention_that_the_operator_has_not_is_torchs():
         assert torch.allclose(got, want, atol=1e-6)
 
 
+def test_a_class_that_does_not_look_attention_up_keeps_its_own():
+    model = tiny("falcon")
+    with packed_attention(model):
+        assert model.config._attn_implementation == "sdpa"
+    ids_BT = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(decoded(Decoder(model, max_tokens=24, compiled=False), ids_BT), expected(model, ids_BT))
+
+
 def test_a_model_with_another_attention_keeps_it():
     model = tiny("llama")
     model.set_attn_implementation("eager")

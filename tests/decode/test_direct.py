@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,3 +93,48 @@ def test_steps_of_a_decoder_go_to_the_code() -> None:
     decoder.prompt(IDS + 1)
     eager.prompt(IDS + 1)
     assert torch.allclose(decoder.step(torch.tensor([[3]])), eager.step(torch.tensor([[3]])), atol=1e-4)
+
+
+def steps(decoder: Decoder, count: int = 4) -> torch.Tensor:
+    """Logits of the last of some steps."""
+    decoder.prompt(IDS)
+    return [decoder.step(torch.tensor([[i]])) for i in range(count)][-1].clone()
+
+
+def test_other_tensors_in_their_places_are_seen_from_the_next_prompt_on() -> None:
+    model = tiny("llama-relu")
+    decoder = Decoder(model, max_tokens=24, logits=True, backend="eager")
+    eager = Decoder(model, max_tokens=24, logits=True, compiled=False)
+    before = steps(decoder)
+    assert decoder._runs[1, 1, False]._confirmed
+    state = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    after = steps(decoder)
+    assert not torch.allclose(after, before)
+    assert torch.allclose(after, steps(eager), atol=1e-4)
+
+
+def test_hooks_are_given_what_is_fed() -> None:
+    model, box = tiny("llama-relu"), {}
+
+    def keep(_module: Any, inputs: Any, _output: Any) -> None:
+        box["ids"] = inputs[0]
+
+    model.get_input_embeddings().register_forward_hook(keep)
+    decoder = Decoder(model, max_tokens=24, backend="eager")
+    decoder.prompt(IDS)
+    for i in range(5):
+        decoder.step(torch.tensor([[i]]))
+        assert box["ids"].tolist() == [[i]]
+
+
+@pytest.mark.parametrize("backend", ["eager", "torch_pi2"])
+def test_a_decoder_that_is_gone_keeps_nothing_alive(backend: str) -> None:
+    model = tiny("llama-relu")
+    decoder = Decoder(model, max_tokens=24, logits=True, backend=backend)
+    steps(decoder)
+    assert decoder._runs[1, 1, False]._confirmed
+    held = weakref.ref(model), weakref.ref(model.get_input_embeddings().weight)
+    del model, decoder
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]

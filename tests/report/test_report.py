@@ -28,7 +28,7 @@ from torch_pi2.report.collect import firing
 from torch_pi2.report.measured import read_measured
 from torch_pi2.report.planned import planned
 from torch_pi2.report.style import THEMES
-from torch_pi2.report.timeline import MOST_SPANS, read_trace
+from torch_pi2.report.timeline import ACTIVITIES, MOST_SPANS, read_trace
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef
@@ -585,3 +585,7 @@ def test_a_page_on_standard_output_has_nothing_else_there(
     assert page_text.startswith("<!doctype html>")
     assert page_text.endswith("</html>\n")
     assert f"{name}\nnot in it: " in said
+
+
+def test_every_activity_has_a_colour() -> None:
+    assert set(ACTIVITIES.values()) <= set(looks.STAGES)

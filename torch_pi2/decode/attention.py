@@ -71,12 +71,16 @@ def _used(mask: torch.Tensor) -> int:
 def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     """While this is entered, a Hugging Face ``model`` that uses ``sdpa`` uses :func:`packed_sdpa`.
 
-    Parts of it with configurations of their own that use something else go on to do so.
+    Parts of it with configurations of their own that use something else go on to do so, and so do classes that do not
+    look attention up by its name (Falcon's).
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    changed = [config for config in _configs(model.config) if config._attn_implementation == "sdpa"]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    deaf = {id(part.config) for part in parts if not part._supports_attention_backend}
+    configs = (config for config in _configs(model.config) if id(config) not in deaf)
+    changed = [config for config in configs if config._attn_implementation == "sdpa"]
     load()
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)

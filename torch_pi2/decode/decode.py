@@ -70,8 +70,9 @@ class Decoder:
     Each step is one forward for all sequences: weights are read once. Those that end leave (:meth:`keep`), and a model
     that follows a plan (:func:`torch_pi2.follow`) is told how many there are.
 
-    The model must not be changed (rewritten, moved, converted, planned anew) while a compiled decoder of it is in use:
-    that would not be seen. New values in the same tensors are.
+    The model must not be changed (rewritten, moved, converted, planned anew, hooked) while a compiled decoder of it is
+    in use: that would not be seen. New values in the same tensors are, and other tensors in their places from the next
+    prompt on.
 
     Args:
         model: a Hugging Face causal language model on the CPU, dense or optimised, in evaluation mode.
@@ -161,6 +162,8 @@ class Decoder:
                 fix="Make a Decoder for this batch and length.",
             )
         self.length = 0  # whatever happens below, what was before is gone
+        for run in self._runs.values():
+            run.forget()
         self._use(batch)
         self._tell(batch)  # after keys and values gave memory back, and before they want any
         self.cache.reset()
@@ -346,7 +349,8 @@ class Decoder:
     ) -> torch.Tensor:
         import torch._inductor.config as inductor
 
-        run = Direct(forward, self._backend)
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules())
+        run = Direct(forward, self._backend, stay=hooked)
         with self._attending(of_each), inductor.patch(self._settings), room_for_compiling(self.model):
             result: torch.Tensor = run(ids_BT)
         self._runs[self.batch, ids_BT.shape[1], of_each] = run

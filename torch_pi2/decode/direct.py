@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +18,15 @@ class Direct:
     what is returned; otherwise Dynamo stays in between.
 
     Args:
-        forward: from ids to one tensor. Where it is called, ids must be a new tensor or one used for nothing else.
+        forward: from ids to one tensor.
         backend: what compiles it: a name or a function, as of ``torch.compile``.
+        stay: Dynamo stays in any case: hooks may keep what it hands to them.
     """
 
-    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], backend: str | Callable[..., Any]) -> None:
-        self._backend = backend
+    def __init__(
+        self, forward: Callable[[torch.Tensor], torch.Tensor], backend: str | Callable[..., Any], *, stay: bool = False
+    ) -> None:
+        self._stay = stay
         self._calls: list[tuple[Sequence[Any], Any]] = []  # inputs and results of the code in one call through Dynamo
         self._seen: list[Any] | None = None  # inputs of the first call, None for the ids
         self._code: Callable[..., Any] | None = None
@@ -32,7 +36,7 @@ class Direct:
             forward,
             fullgraph=True,
             dynamic=False,
-            backend=self._compile,
+            backend=_recording(backend, weakref.ref(self)),
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
             # every step's own: with the guards gone, another one's code would fit too
             isolate_recompiles=True,
@@ -47,16 +51,9 @@ class Direct:
         self._look(ids_BT, result)
         return result
 
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **settings: Any) -> Callable[..., Any]:
-        code = torch._dynamo.lookup_backend(self._backend)(graph, inputs, **settings)
-
-        def run(*args: Any) -> Any:
-            results = code(*args)
-            self._calls.append((args, results))
-            return results
-
-        self._code = code
-        return run
+    def forget(self) -> None:
+        """Two calls have to confirm again that inputs are the same: tensors in other tensors' places are then seen."""
+        self._confirmed, self._seen = False, None
 
     def _look(self, ids_BT: torch.Tensor, result: torch.Tensor) -> None:
         """Whether the call that has just been made is one of ``_code`` with what it was given the time before."""
@@ -67,5 +64,28 @@ class Direct:
         found = [None if v is ids_BT else v for v in inputs]
         plain = len(results) == 1 and results[0] is result and found.count(None) == 1
         same = self._seen is not None and len(found) == len(self._seen)
-        self._confirmed = plain and same and all(a is b for a, b in zip(found, self._seen or (), strict=True))
+        self._confirmed = (
+            not self._stay and plain and same and all(a is b for a, b in zip(found, self._seen or (), strict=True))
+        )
         self._seen = found
+
+
+def _recording(backend: str | Callable[..., Any], of: weakref.ref[Direct]) -> Callable[..., Any]:
+    """``backend``, whose code tells a :class:`Direct` of its calls. Dynamo keeps backends, and so all that they hold."""
+
+    def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **settings: Any) -> Callable[..., Any]:
+        code = torch._dynamo.lookup_backend(backend)(graph, inputs, **settings)
+
+        def run(*args: Any) -> Any:
+            results = code(*args)
+            direct = of()
+            if direct is not None:
+                direct._calls.append((args, results))
+            return results
+
+        direct = of()
+        if direct is not None:
+            direct._code = code
+        return run
+
+    return compiled

@@ -34,6 +34,7 @@ STAGES: Mapping[str, str] = {
     "computing neurons": "#4fa8a0",
     "predicting": "#a76fa5",
     "linear layers": "#4e79a7",
+    "attention": "#9cc3e6",
     "cache and requests": "#e3c23f",
     "waiting for reads": "#f28e2b",
     "waiting for threads": "#c9b38c",
