@@ -71,7 +71,7 @@ class Direct:
 
 
 def _recording(backend: str | Callable[..., Any], of: weakref.ref[Direct]) -> Callable[..., Any]:
-    """``backend``, whose code tells a :class:`Direct` of its calls. Dynamo keeps backends, and so all that they hold."""
+    """``backend``, whose code tells a :class:`Direct` of its calls. Dynamo keeps backends and so all that they hold."""
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **settings: Any) -> Callable[..., Any]:
         code = torch._dynamo.lookup_backend(backend)(graph, inputs, **settings)
