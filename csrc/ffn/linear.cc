@@ -9,6 +9,7 @@
 #include "base/timings.h"
 #include "base/trace.h"
 #include "ffn/panels.h"
+#include "ffn/rows_ahead.h"
 #include "pi2/kernels.h"
 
 namespace pi2 {
@@ -49,14 +50,9 @@ struct Pass {
     const std::int64_t y_bytes = pi2::row_bytes(args.x_dtype, 1);
     for (std::int64_t r = begin; r < end; r += kDotRows) {
       const std::int64_t count = std::min(kDotRows, end - r);
-      const char* row = weights + r * row_bytes;
-      const void *some[kDotRows], *next[kDotRows];
       const bool more = first_t == 0 && r + ahead + count <= args.rows;
-      for (std::int64_t k = 0; k < count; ++k) {
-        some[k] = row + k * row_bytes;
-        next[k] = more ? row + (k + ahead) * row_bytes : nullptr;
-      }
-      dot(some, count, x_T + first_t, count_T, args.columns, out_RT, more ? next : nullptr);
+      const RowsAhead some(weights + r * row_bytes, row_bytes, count, ahead, more);
+      dot(some.now, count, x_T + first_t, count_T, args.columns, out_RT, some.next());
       for (std::int64_t k = 0; k < count; ++k) {
         for (std::int64_t t = 0; t < count_T; ++t) {
           const float value = out_RT[k * count_T + t] + (args.bias == nullptr ? 0.0f : args.bias[r + k]);

@@ -8,6 +8,7 @@
 #include "base/timings.h"
 #include "base/trace.h"
 #include "ffn/activation.h"
+#include "ffn/rows_ahead.h"
 #include "pi2/kernels.h"
 #include "pi2/predict.h"
 
@@ -53,15 +54,10 @@ struct Pass {
     float out_RT[kDotRows * kPassTokens];
     for (std::int64_t r = begin; r < end; r += kDotRows) {
       const std::int64_t count = std::min(kDotRows, end - r);
-      const char* row = m.rows + r * m.row_bytes;
-      const void *some[kDotRows], *next[kDotRows];
       // Beyond this item, too: whoever takes the next one finds its start in the shared cache.
       const bool more = r + ahead + count <= m.count;
-      for (std::int64_t k = 0; k < count; ++k) {
-        some[k] = row + k * m.row_bytes;
-        next[k] = more ? row + (k + ahead) * m.row_bytes : nullptr;
-      }
-      dot(some, count, v_T, tokens, m.n, out_RT, more ? next : nullptr);
+      const RowsAhead some(m.rows + r * m.row_bytes, m.row_bytes, count, ahead, more);
+      dot(some.now, count, v_T, tokens, m.n, out_RT, some.next());
       for (std::int64_t k = 0; k < count; ++k) {
         const float scale = m.scale == nullptr ? 1.0f : m.scale[r + k];
         const float bias = m.bias == nullptr ? 0.0f : m.bias[r + k];

@@ -85,7 +85,7 @@ def test_steps_of_a_decoder_go_to_the_code() -> None:
     for i in range(4):
         token = torch.tensor([[i], [i + 1]])
         assert torch.allclose(decoder.step(token), eager.step(token), atol=1e-4)
-    assert decoder._runs[2, 1, False]._confirmed
+    assert decoder._runs[2, 1, False]._confirmed is not None
     decoder.keep([1])
     eager.keep([1])
     for i in range(4):  # another batch is another code
@@ -106,7 +106,7 @@ def test_other_tensors_in_their_places_are_seen_from_the_next_prompt_on() -> Non
     decoder = Decoder(model, max_tokens=24, logits=True, backend="eager")
     eager = Decoder(model, max_tokens=24, logits=True, compiled=False)
     before = steps(decoder)
-    assert decoder._runs[1, 1, False]._confirmed
+    assert decoder._runs[1, 1, False]._confirmed is not None
     state = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     after = steps(decoder)
@@ -133,7 +133,7 @@ def test_a_decoder_that_is_gone_keeps_nothing_alive(backend: str) -> None:
     model = tiny("llama-relu")
     decoder = Decoder(model, max_tokens=24, logits=True, backend=backend)
     steps(decoder)
-    assert decoder._runs[1, 1, False]._confirmed
+    assert decoder._runs[1, 1, False]._confirmed is not None
     held = weakref.ref(model), weakref.ref(model.get_input_embeddings().weight)
     del model, decoder
     gc.collect()

@@ -43,9 +43,8 @@ def packed_sdpa(
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
-    masked = mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1
     known = query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    if not (plain and masked and known) or mask is None or query.requires_grad:
+    if mask is None or not (plain and known and _for_all_heads(mask)) or query.requires_grad:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -59,6 +58,10 @@ def packed_sdpa(
         query, key[:, :, :used], value[:, :, :used], mask[..., :used], scale=scale, enable_gqa=True
     )
     return y_BNTD.transpose(1, 2).contiguous(), None
+
+
+def _for_all_heads(mask: torch.Tensor) -> bool:
+    return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1
 
 
 def _used(mask: torch.Tensor) -> int:

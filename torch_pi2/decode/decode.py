@@ -86,10 +86,10 @@ class Decoder:
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of what comes next, for sampling, instead
             of the most likely tokens.
         chunk_tokens: read longer prompts in equal pieces of at most so many tokens, which bounds the memory of their
-            activations, and in memory may be faster (256 of a 7B model: its activations stay in caches); 0: whole,
-            over a store as many (of all sequences together) as its budget has room for (``Budget.piece_tokens``: 1,024,
-            or the context if that is less). Feed-forward layers go the way that they would for all: lossless but for
-            roundings in attention.
+            activations, and in memory may be faster, as those of a piece stay in caches; 0: whole, over a store as
+            many (of all sequences together) as its budget has room for (``Budget.piece_tokens``: 1,024, or the context
+            if that is less). Feed-forward layers go the way that they would for all: lossless but for roundings in
+            attention.
 
     Attributes:
         batch: sequences that are decoded now. length: of each, in tokens. cache: theirs, a ``StaticCache``.

@@ -12,10 +12,10 @@ import torch
 class Direct:
     """``forward`` compiled without guards; from the third call on a plain call of the compiled code.
 
-    Each call through Dynamo fetches all inputs of the graph, some 450 tensors for 32 layers, from the modules that
-    hold them: 0.3 ms, of a step that takes 7 ms in a model of a billion parameters. Without guards they are the same
-    every time but for the ids. The first two calls have to confirm that, and that the code has no other result than
-    what is returned; otherwise Dynamo stays in between.
+    Each call through Dynamo fetches all inputs of the graph, hundreds of tensors, from the modules that hold them:
+    models of a billion parameters and less feel it. Without guards they are the same every time but for the ids. The
+    first two calls have to confirm that, and that the code has no other result than what is returned; otherwise Dynamo
+    stays in between.
 
     Args:
         forward: from ids to one tensor.
@@ -27,10 +27,10 @@ class Direct:
         self, forward: Callable[[torch.Tensor], torch.Tensor], backend: str | Callable[..., Any], *, stay: bool = False
     ) -> None:
         self._stay = stay
-        self._calls: list[tuple[Sequence[Any], Any]] = []  # inputs and results of the code in one call through Dynamo
-        self._seen: list[Any] | None = None  # inputs of the first call, None for the ids
-        self._code: Callable[..., Any] | None = None
-        self._confirmed = False
+        #: Code, its inputs and its results, in one call through Dynamo.
+        self._calls: list[tuple[Callable[..., Any], Sequence[Any], Any]] = []
+        self._seen: list[Any] | None = None  # inputs of the call before, None for the ids
+        self._confirmed: Callable[..., Any] | None = None  # code that has had these twice
         compile_step: Any = torch.compile
         self._through_dynamo = compile_step(
             forward,
@@ -43,8 +43,8 @@ class Direct:
         )
 
     def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        if self._confirmed and self._seen is not None and self._code is not None:
-            result: torch.Tensor = self._code(*(ids_BT if v is None else v for v in self._seen))[0]
+        if self._confirmed is not None and self._seen is not None:
+            result: torch.Tensor = self._confirmed(*(ids_BT if v is None else v for v in self._seen))[0]
             return result
         self._calls.clear()
         result = self._through_dynamo(ids_BT)
@@ -53,21 +53,19 @@ class Direct:
 
     def forget(self) -> None:
         """Two calls have to confirm again that inputs are the same: tensors in other tensors' places are then seen."""
-        self._confirmed, self._seen = False, None
+        self._confirmed = self._seen = None
 
     def _look(self, ids_BT: torch.Tensor, result: torch.Tensor) -> None:
-        """Whether the call that has just been made is one of ``_code`` with what it was given the time before."""
+        """Whether the call that has just been made is one of some code with what was given the time before."""
         calls, self._calls = self._calls, []
         if len(calls) != 1:
             return
-        inputs, results = calls[0]
+        code, inputs, results = calls[0]
         found = [None if v is ids_BT else v for v in inputs]
         plain = len(results) == 1 and results[0] is result and found.count(None) == 1
-        same = self._seen is not None and len(found) == len(self._seen)
-        self._confirmed = (
-            not self._stay and plain and same and all(a is b for a, b in zip(found, self._seen or (), strict=True))
-        )
-        self._seen = found
+        before, self._seen = self._seen or [], found
+        same = len(found) == len(before) and all(a is b for a, b in zip(found, before, strict=True))
+        self._confirmed = code if plain and same and not self._stay else None
 
 
 def _recording(backend: str | Callable[..., Any], of: weakref.ref[Direct]) -> Callable[..., Any]:
@@ -80,12 +78,9 @@ def _recording(backend: str | Callable[..., Any], of: weakref.ref[Direct]) -> Ca
             results = code(*args)
             direct = of()
             if direct is not None:
-                direct._calls.append((args, results))
+                direct._calls.append((code, args, results))
             return results
 
-        direct = of()
-        if direct is not None:
-            direct._code = code
         return run
 
     return compiled
