@@ -139,22 +139,27 @@ def test_packed_attention_is_attention(tokens: int):
     assert torch.allclose(got, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_later_piece_of_a_prompt_reads_what_is_used_of_the_cache(dtype):
+def test_a_prompt_without_a_mask_is_causal_unless_the_module_is_not():
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(2, n, t, 8, generator=generator).to(dtype) for n, t in ((6, 40), (2, 100), (2, 100))
+    query, key, value = (torch.randn(2, n, t, 8, generator=generator) for n, t in ((6, 40), (2, 100), (2, 100)))
+    repeated = [t.repeat_interleave(3, 1) for t in (key, value)]
+    causal, full = (
+        F.scaled_dot_product_attention(query, *repeated, is_causal=c, scale=0.2).transpose(1, 2) for c in (True, False)
     )
-    mask = torch.ones(40, 100, dtype=torch.bool).tril(30).repeat(2, 1, 1, 1)
-    mask[1, :, :, :3] = False
     module = nn.Module()
     module.num_key_value_groups = 3
-    repeated = (t.repeat_interleave(3, 1) for t in (key, value))
-    want = F.scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.2).transpose(1, 2)
-    key[:, :, 70:] = value[:, :, 70:] = torch.nan
-    got = packed_sdpa(module, query, key, value, mask, scaling=0.2)[0]
-    assert got.is_contiguous()
-    assert torch.allclose(got.float(), want.float(), atol=1e-6 if dtype == torch.float32 else 0.02)
+    for set_so, asked, wanted in (
+        (None, None, causal),
+        (False, None, full),
+        (True, False, full),
+        (False, True, causal),
+    ):
+        if set_so is not None:
+            module.is_causal = set_so
+        got = packed_sdpa(module, query, key, value, None, scaling=0.2, is_causal=asked)[0]
+        assert torch.allclose(got, wanted, atol=1e-6)
+    step = packed_sdpa(module, query[:, :, :1], key, value, None, scaling=0.2, is_causal=True)[0]
+    assert torch.allclose(step, full[:, :1], atol=1e-6)  # one token is the newest: it sees all
 
 
 def test_attention_that_the_operator_has_not_is_torchs():
@@ -162,15 +167,13 @@ def test_attention_that_the_operator_has_not_is_torchs():
     query, key, value = (torch.randn(2, n, t, 8, generator=generator) for n, t in ((6, 2), (2, 9), (2, 9)))
     module, mask = nn.Module(), torch.ones(2, 1, 2, 9, dtype=torch.bool)
     module.num_key_value_groups = 3
-    many = torch.randn(2, 6, 17, 8, generator=generator)
     cases = [
         (query, value, mask, {}, torch.ops.pi2.attention),
         (query, value, mask.float(), {}, F.scaled_dot_product_attention),
         (query, value, mask.expand(2, 6, 2, 9), {}, F.scaled_dot_product_attention),
-        (query, value, None, {"is_causal": False}, F.scaled_dot_product_attention),
+        (query, value, None, {"is_causal": False}, torch.ops.pi2.attention),
         (query, value, mask, {"position_bias": torch.zeros(2, 6, 2, 9)}, F.scaled_dot_product_attention),
         (query, value[..., :4], mask, {}, F.scaled_dot_product_attention),
-        (many, value, mask[:, :, :1].expand(2, 1, 17, 9), {}, F.scaled_dot_product_attention),
     ]
     for q, v, m, settings, op in cases:
         with Recorder() as recorder:

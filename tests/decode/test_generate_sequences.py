@@ -12,14 +12,16 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
+import transformers
 from tiny_models import VOCAB, tiny
 from torch import fx, nn
 
 import torch_pi2
 from torch_pi2.decode.adapt import Engine, follow
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decode import PIECE_TOKENS, Decoder, pieces_without_loss
 from torch_pi2.decode.generate import Generated, Sampling, generate, pick
 from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.layers.prompt import has_tiles
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 
 IDS = torch.randint(1, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
@@ -120,6 +122,33 @@ def test_a_prompt_in_pieces_is_the_same_prompt() -> None:
     assert pieces.length == whole.length == 7
     for one, other in zip(whole.cache.layers, pieces.cache.layers, strict=True):
         assert torch.allclose(one.keys, other.keys, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pieces_of_a_model_with_int8_activations_have_the_bits_of_the_whole(batch: int) -> None:
+    """And are what a prompt in memory is read in where that is so; not where a product of PyTorch's is left."""
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=100, hidden_act="relu")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    assert pieces_without_loss(model) == 0
+    model = torch_pi2.optimize(model, weights="int4", activations="int8")
+    assert pieces_without_loss(model) == (PIECE_TOKENS if has_tiles() else 0)
+    ids_BT = torch.randint(1, 90, (batch, 300), generator=torch.Generator().manual_seed(0))
+    read: list[int] = []
+    counting = model.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = []
+    for chunk in (300, 0, 70, 256) if has_tiles() else (300, 0):
+        decoder = Decoder(model, max_tokens=302, batch=batch, compiled=False, logits=True, chunk_tokens=chunk)
+        found.append([decoder.prompt(ids_BT), *(layer.keys for layer in decoder.cache.layers)])
+        assert all(torch.equal(*pair) for pair in zip(found[0], found[-1], strict=True))
+    pieces = {1: [150, 150], 3: [75, 75, 75, 75]}[batch] if has_tiles() else [300]
+    assert read[: 1 + len(pieces)] == [300, *pieces]
+    counting.remove()
+    model.model.layers[0].self_attn.q_proj = nn.Linear(256, 256, bias=False)
+    assert pieces_without_loss(model) == 0
 
 
 @pytest.mark.parametrize(("tokens", "chunk", "pieces"), [(7, 6, [4, 3]), (10, 3, [3, 3, 2, 2]), (6, 3, [3, 3])])

@@ -20,6 +20,9 @@ SIZES = [
     (2, 1, 7, 16, 517, 80),
     (1, 2, 3, 5, 1030, 256),
     (1, 1, 5, 4, 100, 13),
+    (1, 2, 3, 70, 130, 24),
+    (2, 16, 4, 35, 1100, 40),
+    (1, 1, 100, 3, 70, 16),
 ]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -113,13 +116,42 @@ def test_a_token_has_the_bits_of_a_step(isa: str, group: int, dtype: torch.dtype
         assert torch.equal(attend(*exact), together)
 
 
-def test_threads_do_not_change_bits(isa: str) -> None:
-    query, key, value = tensors(2, 3, 4, 3, 2100, 64)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_of_a_prompt_has_the_bits_of_a_step(isa: str, dtype: torch.dtype) -> None:
+    """Whole, in pieces, in a longer cache and one by one; 64 tiles of queries and fewer."""
+    for size in ((1, 2, 4, 600, 640, 24), (2, 1, 3, 130, 200, 40), (1, 32, 1, 150, 150, 16)):
+        query, key, value = tensors(*size, dtype=dtype)
+        tokens, length = size[3:5]
+        together = torch.ops.pi2.attention(query, key, value, None, size[-1] ** -0.5, True)
+        mask = torch.ones(tokens, length, dtype=torch.bool).tril()[None, None]
+        assert torch.equal(attend(query, key, value, mask), together)
+        for first, last in ((0, 100), (100, tokens), (70, 71), (tokens - 1, tokens)):
+            part = attend(query[:, :, first:last], key[:, :, :last], value[:, :, :last], mask[:, :, first:last, :last])
+            assert torch.equal(part, together[:, first:last])
+
+
+def test_causal_is_torchs(isa: str) -> None:
+    query, key, value = tensors(2, 2, 4, 90, 120, 64)
+    wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+    found = torch.ops.pi2.attention(query, key, value, None, 64**-0.5, True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+    torch.testing.assert_close(reference.attention(query, key, value, None, 64**-0.5, True), wanted, rtol=0, atol=2e-6)
+    short = torch.ops.pi2.attention(
+        query, key[:, :, :7], value[:, :, :7], None, 64**-0.5, True
+    )  # more tokens than keys
+    torch.testing.assert_close(
+        short, reference.attention(query, key[:, :, :7], value[:, :, :7], None, 64**-0.5, True), rtol=0, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_threads_do_not_change_bits(isa: str, tokens: int) -> None:
+    query, key, value = tensors(2, 3, 4, tokens, 2100, 64)
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append(attend(query, key, value, causal(3, 2100, 2050)))
+            results.append(attend(query, key, value, causal(tokens, 2100, 2050)))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
@@ -170,6 +202,7 @@ def test_opcheck() -> None:
         args = tensors(2, 2, 3, 2, 70, 24, dtype)
         torch.library.opcheck(torch.ops.pi2.attention.default, (*args, causal(2, 70, 66), 0.2))
         torch.library.opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2))
+        torch.library.opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2, True))
 
 
 def test_refusals() -> None:
@@ -190,6 +223,8 @@ def test_refusals() -> None:
     for args, message in cases:
         with pytest.raises(RuntimeError, match=f"pi2: {message}"):
             torch.ops.pi2.attention(*args, 1.0)
+    with pytest.raises(RuntimeError, match="pi2: mask, causal: expected one of them, found both"):
+        torch.ops.pi2.attention(query, key, value, mask, 1.0, True)
     with pytest.raises(ShapeError, match=r"query: expected \[batch, heads, tokens, width\], found \[4, 1, 8\]"):
         torch.ops.pi2.attention(query[0].to("meta"), key.to("meta"), value.to("meta"), None, 1.0)
     with pytest.raises(GradientError, match=r"pi2\.attention"):

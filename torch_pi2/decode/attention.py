@@ -1,4 +1,4 @@
-"""Attention of a decoding step: our operator reads what is used of a static cache, and no more.
+"""Attention of prompts and steps: our operator reads what is used of a static cache, and no more.
 
 transformers repeats keys and values for each group of query heads (``repeat_kv``) whenever it is compiled: of a 7B
 model with 8 of 32 heads the whole cache four times over for each token. torch's SDPA reads all of the cache, whatever
@@ -18,11 +18,8 @@ from torch_pi2.ops.dtypes import DTYPES
 
 #: Under this name transformers finds it, in ``config._attn_implementation``.
 NAME = "pi2_sdpa"
-#: New tokens at most: a step has one, or a few that were guessed. Prompts are torch's, whose products of matrices
-#: are faster from some tens of tokens on.
-MOST_TOKENS = 16
 #: What transformers may ask for besides, and the operator has not.
-_NOT_OURS = ("position_bias", "softcap", "s_aux")
+_NOT_OURS = ("position_bias", "softcap", "s_aux", "cache")
 
 
 def packed_sdpa(
@@ -35,39 +32,27 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]``.
 
-    Under a boolean mask for all heads, which transformers makes over a static cache, steps go to
-    ``torch.ops.pi2.attention`` and later pieces of prompts to torch's SDPA over what is used of the cache, keys and
-    values not repeated for their groups. Prompts without one, and what the operator has not (dropout, soft caps,
-    biases, sinks, masks that are added or of a head, values of another width than keys), go to transformers' own
-    ``sdpa``.
+    ``torch.ops.pi2.attention`` under a boolean mask for all heads, or none. What it has not (dropout, soft caps,
+    biases, sinks, paged caches, masks that are added or of a head, values of another width than keys, gradients) goes
+    to transformers' own ``sdpa``.
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
     known = query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    if mask is None or not (plain and known and _for_all_heads(mask)) or query.requires_grad:
+    if not (plain and known and _for_all_heads(mask)) or query.requires_grad:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         return result
-    scale = kwargs.get("scaling")
+    scale, causal = kwargs.get("scaling"), kwargs.get("is_causal")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    if query.shape[2] <= MOST_TOKENS:
-        return torch.ops.pi2.attention(query, key, value, mask, scale), None
-    used = _used(mask)
-    y_BNTD = torch.nn.functional.scaled_dot_product_attention(
-        query, key[:, :, :used], value[:, :, :used], mask[..., :used], scale=scale, enable_gqa=True
-    )
-    return y_BNTD.transpose(1, 2).contiguous(), None
+    causal = getattr(module, "is_causal", True) if causal is None else bool(causal)
+    causal = causal and mask is None and query.shape[2] > 1  # as transformers has it
+    return torch.ops.pi2.attention(query, key, value, mask, scale, causal), None
 
 
-def _for_all_heads(mask: torch.Tensor) -> bool:
-    return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1
-
-
-def _used(mask: torch.Tensor) -> int:
-    """Positions up to the last that any token of ``mask`` ``[B, 1, T, L]`` sees."""
-    seen = mask.flatten(0, 2).any(0).nonzero()
-    return int(seen[-1]) + 1 if len(seen) else 1
+def _for_all_heads(mask: torch.Tensor | None) -> bool:
+    return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``attention``: a few new tokens over a cache of keys and values."""
+"""``attention``: new tokens, of a step or of a prompt, over a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -11,26 +11,34 @@ from torch_pi2.ops.call import arguments_of
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool = False,
 ) -> torch.Tensor:
     """Attention of T tokens over the positions that each of them sees; N query heads share K key heads in equal groups.
 
     A token's bits depend on its own query and on what it sees: neither on the tokens and sequences beside it, nor on
     positions that it does not see (which may be anything, NaN too), nor on the threads. What no token sees at the end
-    of the cache is not read. Softmax is taken block by block, as it comes (arXiv 1805.02867), the length is split
-    between threads (arXiv 2311.01282).
+    of the cache is not read. Softmax is taken block by block, as it comes (arXiv 1805.02867), for a tile of queries at
+    a time (arXiv 2205.14135); of few tokens the length is split between threads (arXiv 2311.01282).
 
     Args:
         query: ``[B, N, T, D]`` float32, bfloat16 or float16; key, value: ``[B, K, L, D]`` of its dtype, N a multiple of
             K. Strided ones are read as they are if D is dense.
-        mask: bool ``[B or 1, 1, T, L]``, True where a token sees; None: all see everything.
+        mask: bool ``[B or 1, 1, T, L]``, True where a token sees; None: see causal.
         scale: what scores are multiplied by.
+        causal: without a mask: token t sees positions 0 to t; else all see everything.
 
     Returns:
         ``[B, T, N, D]`` in the dtype of query; sums are taken in float32. Zeros for a token that sees nothing.
     """
     groups = query.shape[1] // key.shape[1]
     key_BNLD, value_BNLD = (t.float().repeat_interleave(groups, 1) for t in (key, value))
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     scores_BNTL = scale * query.float() @ key_BNLD.mT
     if mask is not None:
         scores_BNTL = scores_BNTL.masked_fill(~mask, -torch.inf)

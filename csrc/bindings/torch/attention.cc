@@ -45,7 +45,8 @@ void with_mask(AttentionArgs& args, const Tensor& mask) {
   args.mask = static_cast<const std::uint8_t*>(mask.const_data_ptr());
 }
 
-Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale) {
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
+                 bool causal) {
   AttentionArgs args;
   const Tensor q = heads_of(query, "query", args.query_strides), k = heads_of(key, "key", args.key_strides),
                v = heads_of(value, "value", args.value_strides);
@@ -61,6 +62,8 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   args.key = k.const_data_ptr();
   args.value = v.const_data_ptr();
   args.scale = static_cast<float>(scale);
+  args.causal = causal;
+  STD_TORCH_CHECK(!(mask && causal), "pi2: mask, causal: expected one of them, found both. Say what tokens see once.");
   const MaybeTensor seen =
       mask && mask->dim() == 4 && mask->stride(3) != 1 && mask->size(3) > 1 ? MaybeTensor(dense(*mask)) : mask;
   if (seen) with_mask(args, *seen);
@@ -73,7 +76,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
-  m.def("attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
+  m.def("attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool causal=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) { m.impl("attention", TORCH_BOX(&attention)); }

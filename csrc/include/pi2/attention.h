@@ -1,4 +1,4 @@
-// Attention of a few new tokens over a cache of keys and values.
+// Attention of new tokens, of a step or of a prompt, over a cache of keys and values.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,9 @@ struct AttentionArgs {
   const void* value = nullptr;
   // Numbers from one to the next: sequence, head, token or position.
   std::int64_t query_strides[3] = {}, key_strides[3] = {}, value_strides[3] = {};
-  const std::uint8_t* mask = nullptr;  // [batch, tokens, length]: not zero where a token sees; null: everything
+  const std::uint8_t* mask = nullptr;  // [batch, tokens, length]: not zero where a token sees; null: see causal
   std::int64_t mask_strides[2] = {};   // sequence, token
+  bool causal = false;                 // without a mask: token t sees positions 0 to t; else everything
   float scale = 1;
   void* y = nullptr;  // [batch, tokens, heads, width]
 };
