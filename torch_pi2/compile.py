@@ -99,7 +99,11 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | Non
     patches = list_mode_options(mode) if mode else {}
     if shutil.which("openssl") is None:  # a command with which torch would name the headers that it keeps compiled
         patches = {**patches, "cpp_cache_precompile_headers": False}
-    return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
+    # Code that Inductor kept on disk calls operators as their schemas were; another version's may be others.
+    schemas = sorted({str(getattr(node.target, "default", node.target)._schema) for node in _our_ops(gm)})
+    tag = "".join([torch.compiler.config.cache_key_tag, *schemas])
+    with torch.compiler.config.patch(cache_key_tag=tag):
+        return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
 
 
 def _explaining(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
@@ -249,7 +253,7 @@ def _make_sparse(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors = {n: t for n, t in zip(placeholders, example_inputs) if isinstance(t, torch.nn.Parameter)}
     matches, seen = match_ffns(gm, tensors)
-    if not matches and not seen.unknown and not _has_our_ops(gm):
+    if not matches and not seen.unknown and not _our_ops(gm):
         warn_once("a graph without feed-forward layers is left to Inductor")
     for projections, computed in seen.unknown:
         warn_once(f"{_name(projections[-1].weight)} stays dense: another formula, of {computed}")
@@ -257,7 +261,7 @@ def _make_sparse(
         warn_once(f"{_name(projections[-1].weight)} stays dense: {reason}")
     taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
     # Of a model that optimize() has rewritten, it has said what is left.
-    for loose in [] if _has_our_ops(gm) else left_dense(gm, _weights(gm, example_inputs), taken):
+    for loose in [] if _our_ops(gm) else left_dense(gm, _weights(gm, example_inputs), taken):
         warn_once(f"{_name(loose.parameters[-1])} stays dense: {loose.reason}")
     position = {node: index for index, node in enumerate(placeholders)}
     chosen = [(match, _planned_layer(match, plan)) for match in matches]
@@ -303,8 +307,8 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def _has_our_ops(gm: fx.GraphModule) -> bool:
-    return any("pi2." in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+def _our_ops(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "call_function" and "pi2." in str(node.target)]
 
 
 def _keeps_shape(match: Match) -> bool:

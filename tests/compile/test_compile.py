@@ -42,6 +42,25 @@ def relu_model():
 
 
 @torch.no_grad()
+def test_what_inductor_keeps_on_disk_is_of_these_schemas(monkeypatch):
+    """Code that calls an operator as another version has it must not be found again."""
+    import torch._inductor.compile_fx as inductor
+
+    tags = []
+
+    def noted(gm, inputs, **settings):
+        tags.append(torch.compiler.config.cache_key_tag)
+        return aot_eager(gm, inputs)
+
+    monkeypatch.setattr(inductor, "compile_fx", noted)
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "the user's ")
+    compiled(relu_model())(X_BTH)
+    compiled(plain(nn.Linear(HIDDEN, HIDDEN)))(X_BTH)
+    assert tags[0].startswith(f"the user's {torch.ops.pi2.sparse_ffn.default._schema}")
+    assert tags[1] == "the user's " == torch.compiler.config.cache_key_tag
+
+
+@torch.no_grad()
 def test_backend_is_found_by_name_and_equals_dense():
     """Through the entry point where the package is installed, else registered as the entry point says."""
     points = importlib.metadata.entry_points(group="torch_dynamo_backends", name="torch_pi2")
