@@ -61,6 +61,4 @@ class Steps:
 
     def _rewind(self) -> None:
         """As after the prompt: keys and values beyond it are not seen, and overwritten."""
-        for layer in self._decoder.cache.layers:
-            layer.cumulative_length.fill_(self._start)
-        self._decoder.length = self._start
+        self._decoder.take_back(self._decoder.length - self._start)

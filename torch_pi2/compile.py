@@ -100,9 +100,10 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | Non
     if shutil.which("openssl") is None:  # a command with which torch would name the headers that it keeps compiled
         patches = {**patches, "cpp_cache_precompile_headers": False}
     # Code that Inductor kept on disk calls operators as their schemas were; another version's may be others.
-    schemas = sorted({str(getattr(node.target, "default", node.target)._schema) for node in _our_ops(gm)})
-    tag = "".join([torch.compiler.config.cache_key_tag, *schemas])
-    with torch.compiler.config.patch(cache_key_tag=tag):
+    operators: list[Any] = [node.target for node in _our_ops(gm)]
+    schemas = sorted({str(getattr(operator, "default", operator)._schema) for operator in operators})
+    caching: Any = torch.compiler.config
+    with caching.patch(cache_key_tag="".join([caching.cache_key_tag, *schemas])):
         return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
 
 

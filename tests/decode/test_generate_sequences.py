@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,17 @@ def test_a_streamer_that_raises_leaves_all_usable(model: nn.Module) -> None:
             assert engine.stats()["sequences"] == wanted.batches[-1]
 
 
+@contextmanager
+def counted_tokens(model: nn.Module) -> Iterator[list[int]]:
+    """Tokens of each forward of ``model``."""
+    read: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield read
+    hook.remove()
+
+
 def test_a_prompt_in_pieces_is_the_same_prompt() -> None:
     model = tiny("llama-relu")
     whole, pieces = (Decoder(model, max_tokens=16, compiled=False, logits=True, chunk_tokens=n) for n in (0, 3))
@@ -135,36 +148,23 @@ def test_pieces_of_a_model_with_int8_activations_have_the_bits_of_the_whole(batc
     model = torch_pi2.optimize(model, weights="int4", activations="int8")
     assert pieces_without_loss(model) == (PIECE_TOKENS if has_tiles() else 0)
     ids_BT = torch.randint(1, 90, (batch, 300), generator=torch.Generator().manual_seed(0))
-    read: list[int] = []
-    counting = model.register_forward_pre_hook(
-        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
     found = []
     for chunk in (300, 0, 70, 256) if has_tiles() else (300, 0):
         decoder = Decoder(model, max_tokens=302, batch=batch, compiled=False, logits=True, chunk_tokens=chunk)
-        found.append([decoder.prompt(ids_BT), *(layer.keys for layer in decoder.cache.layers)])
+        with counted_tokens(model) as read:
+            found.append([decoder.prompt(ids_BT), *(layer.keys for layer in decoder.cache.layers)])
+        if chunk == 0:
+            assert read == ({1: [150, 150], 3: [75, 75, 75, 75]}[batch] if has_tiles() else [300])
         assert all(torch.equal(*pair) for pair in zip(found[0], found[-1], strict=True))
-    pieces = {1: [150, 150], 3: [75, 75, 75, 75]}[batch] if has_tiles() else [300]
-    assert read[: 1 + len(pieces)] == [300, *pieces]
-    counting.remove()
     model.model.layers[0].self_attn.q_proj = nn.Linear(256, 256, bias=False)
     assert pieces_without_loss(model) == 0
 
 
 @pytest.mark.parametrize(("tokens", "chunk", "pieces"), [(7, 6, [4, 3]), (10, 3, [3, 3, 2, 2]), (6, 3, [3, 3])])
-def test_no_piece_of_a_prompt_is_a_step(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tokens: int, chunk: int, pieces: list[int]
-) -> None:
+def test_no_piece_of_a_prompt_is_a_step(model: nn.Module, tokens: int, chunk: int, pieces: list[int]) -> None:
     decoder = Decoder(model, max_tokens=16, compiled=False, chunk_tokens=chunk)
-    read: list[int] = []
-    forward = decoder._forward
-
-    def counted(ids_BT: torch.Tensor) -> torch.Tensor:
-        read.append(ids_BT.shape[1])
-        return forward(ids_BT)
-
-    monkeypatch.setattr(decoder, "_forward", counted)
-    decoder.prompt(torch.arange(1, tokens + 1)[None])
+    with counted_tokens(model) as read:
+        decoder.prompt(torch.arange(1, tokens + 1)[None])
     assert read == pieces
 
 
@@ -184,9 +184,9 @@ def in_memory(tensor: torch.Tensor) -> float:
 def test_rows_have_memory_when_they_are_used(model: nn.Module) -> None:
     decoder = Decoder(model, max_tokens=4096, batch=4, compiled=False)
     token = decoder.prompt(IDS)
-    keys = decoder._kv._whole[0][0]
-    assert len(keys) == 4
-    assert in_memory(keys[1:]) < 0.05 < 0.9 < in_memory(keys[:1])
+    keys = decoder._kv._memory[0].keys
+    assert keys.shape[::2] == (4, 4096)
+    assert in_memory(keys) < 0.05
     decoder.fork(4)
     again = decoder.step(token.repeat(4, 1))
     assert torch.equal(again[:1].expand(4, 1), again)

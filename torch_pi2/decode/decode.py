@@ -7,6 +7,7 @@ runs without guards: this class owns everything that guards would look at.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,7 +23,7 @@ from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.direct import Direct
 from torch_pi2.decode.kv import KeyValues
-from torch_pi2.errors import ConfigError, DtypeError, ShapeError
+from torch_pi2.errors import ConfigError, DtypeError, ShapeError, UnsupportedModelError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import has_tiles, piece_of, steps_of_one
@@ -71,6 +72,14 @@ def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "inp
         )
 
 
+def _takes_positions(model: nn.Module) -> bool:
+    """Whether ``model`` is told positions and masks: sequences may then be of several lengths."""
+    takes = inspect.signature(model.forward).parameters
+    named = "position_ids" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return named and attention == "sdpa"  # others' masks are not of bool
+
+
 def pieces_without_loss(model: nn.Module) -> int:
     """``PIECE_TOKENS`` where the bits of a prompt do not depend on its pieces, else 0 (whole).
 
@@ -88,10 +97,10 @@ def pieces_without_loss(model: nn.Module) -> int:
 
 
 class Decoder:
-    """Greedy continuation of prompts of equal length, or of one prompt by several sequences (:meth:`fork`).
+    """Greedy continuation of prompts, or of one prompt by several sequences (:meth:`fork`).
 
-    Each step is one forward for all sequences: weights are read once. Those that end leave (:meth:`keep`), and a model
-    that follows a plan (:func:`torch_pi2.follow`) is told how many there are.
+    Each step is one forward for all sequences: weights are read once. Others join (:meth:`join`), those that end leave
+    (:meth:`keep`), and a model that follows a plan (:func:`torch_pi2.follow`) is told how many there are.
 
     The model must not be changed (rewritten, moved, converted, planned anew, hooked) while a compiled decoder of it is
     in use: that would not be seen. New values in the same tensors are, and other tensors in their places from the next
@@ -116,7 +125,8 @@ class Decoder:
             roundings (AVX-512 VNNI); else whole.
 
     Attributes:
-        batch: sequences that are decoded now. length: of each, in tokens. cache: theirs, a ``StaticCache``.
+        batch: sequences that are decoded now. lengths: of each, in tokens. length: of the longest. cache: theirs, a
+            ``StaticCache``.
         compiled: whether steps are.
 
     Raises:
@@ -147,26 +157,43 @@ class Decoder:
                 fix="max_tokens is the length of prompt and answer together.",
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
-        self.length, self.logits, self.chunk_tokens = 0, logits, chunk_tokens
+        self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
         handle = Handle.of(model)
         budget = None if handle is None else handle.budget
         self._most_tokens = 0
         if not chunk_tokens:
             self._most_tokens = pieces_without_loss(model) if budget is None else budget.piece_tokens
         self._kv = KeyValues(model, max_tokens, batch)
-        self.cache = self._kv.cache(batch)
+        self.cache: Any = None
+        self._positions = _takes_positions(model)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
         self._backend, self.compiled = backend, compiled
         #: By sequences, tokens and whether all their logits are wanted: what is compiled, each after its first call.
         self._runs: dict[tuple[int, int, bool], Direct] = {}
 
-    def _forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        output = self.model(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        logits_BV: torch.Tensor = output.logits[:, -1]
+    @property
+    def length(self) -> int:
+        return max(self.lengths, default=0)
+
+    def _inputs(self, ids_BT: torch.Tensor) -> dict[str, Any]:
+        """Of a step: each sequence has a position of its own, and sees what is before it."""
+        inputs = {"input_ids": ids_BT, "past_key_values": self.cache, "use_cache": True}
+        if self._positions:
+            batch, tokens = ids_BT.shape
+            positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens)
+            mask_B1TL = torch.arange(self.max_tokens) <= positions_BT[:, None, :, None]
+            inputs |= {"position_ids": positions_BT, "attention_mask": mask_B1TL}
+        return inputs
+
+    def _answer(self, logits_BTV: torch.Tensor) -> torch.Tensor:
+        logits_BV = logits_BTV[:, -1]
         return logits_BV if self.logits else logits_BV.argmax(-1, keepdim=True)
 
+    def _forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        return self._answer(self.model(**self._inputs(ids_BT), logits_to_keep=1).logits)
+
     def _forward_each(self, ids_1T: torch.Tensor) -> torch.Tensor:
-        logits_1TV: torch.Tensor = self.model(input_ids=ids_1T, past_key_values=self.cache, use_cache=True).logits
+        logits_1TV: torch.Tensor = self.model(**self._inputs(ids_1T)).logits
         return logits_1TV[0]
 
     @torch.inference_mode()
@@ -187,20 +214,59 @@ class Decoder:
                 found=str(list(ids_BT.shape)),
                 fix="Make a Decoder for this batch and length.",
             )
-        self.length = 0  # whatever happens below, what was before is gone
+        self.lengths = []  # whatever happens below, what was before is gone
+        return self._read(ids_BT)
+
+    @torch.inference_mode()
+    def join(self, ids_1T: torch.Tensor) -> torch.Tensor:
+        """Read the prompt of one more sequence, int64 ``[1, T]``, of any length; returns its next token ``[1, 1]``.
+
+        It is the last row from now on, ``batch`` - 1; without others, the only one. If it fails, the others go on.
+
+        Raises:
+            ShapeError: there are as many sequences as there is room for, or a prompt that leaves no room.
+            UnsupportedModelError: the model cannot have sequences of several lengths.
+        """
+        _check_ids(ids_1T, "join")
+        check_vocabulary(self.model, ids_1T, "join")
+        if len(self.lengths) == self.rows or len(ids_1T) != 1 or not 1 <= ids_1T.shape[1] < self.max_tokens:
+            raise ShapeError(
+                "join",
+                expected=f"[1, 1 to {self.max_tokens - 1}] while there are fewer than {self.rows} sequences",
+                found=f"{list(ids_1T.shape)} beside {len(self.lengths)}",
+                fix="Let others leave first (keep), or make a Decoder for more.",
+            )
+        if self.lengths and not self._positions:
+            raise UnsupportedModelError(
+                type(self.model).__name__,
+                expected="a model that takes position_ids and uses sdpa, to decode sequences of several lengths",
+                found="another, or other attention",
+                fix="Load it with attn_implementation='sdpa', or decode one after another.",
+            )
+        return self._read(ids_1T)
+
+    def _read(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Prompts of more sequences, behind those that there are."""
+        (new, tokens), before = ids_BT.shape, len(self.lengths)
         for run in self._runs.values():
             run.forget()
-        self._use(batch)
-        self._tell(batch)  # after keys and values gave memory back, and before they want any
-        self.cache.reset()
-        most = max(1, self._most_tokens // batch) if self._most_tokens else self.chunk_tokens or tokens
-        with packed_attention(self.model), piece_of(batch * tokens):
-            # pieces of equal length: a short one at the end might be taken for a step
-            for piece_BT in ids_BT.tensor_split(-(-tokens // most), 1):
-                result = self._forward(piece_BT)
-        self._kv.check_used()
-        self.length = tokens
-        self._use(batch)  # there are keys and values now
+        self._use(before + new)
+        self._tell(before + new)  # after keys and values gave memory back, and before they want any
+        most = max(1, self._most_tokens // new) if self._most_tokens else self.chunk_tokens or tokens
+        cache = self._kv.reading(before, new, tokens)
+        try:
+            with packed_attention(self.model), piece_of(new * tokens):
+                # pieces of equal length: a short one at the end might be taken for a step
+                for piece_BT in ids_BT.tensor_split(-(-tokens // most), 1):
+                    output = self.model(input_ids=piece_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    result = self._answer(output.logits)
+            self._kv.check_used()
+        except BaseException:
+            self._use(max(1, before))
+            raise
+        self._kv.lengths[before : before + new] = tokens
+        self.lengths += [tokens] * new
+        self.cache = self._kv.stepping(self.batch)
         return result
 
     @torch.inference_mode()
@@ -208,7 +274,7 @@ class Decoder:
         """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A step that fails can be repeated.
 
         Raises:
-            ShapeError: the cache is full, no prompt has been read, or another batch size.
+            ShapeError: the longest sequence has no room, no prompt has been read, or another batch size.
         """
         self._check_read("decoding step")
         _check_ids(next_B1, "decoding step")
@@ -263,15 +329,15 @@ class Decoder:
             ShapeError: none would be left. ConfigError: no whole number of 0 or more.
         """
         tokens = argument(tokens, "take_back(tokens)").whole()
-        if tokens >= max(1, self.length):
+        least = min(self.lengths, default=0)
+        if tokens >= max(1, least):
             raise ShapeError(
                 "take_back",
-                expected=f"0 to {max(0, self.length - 1)} tokens, of {self.length} that were read",
+                expected=f"0 to {max(0, least - 1)} tokens, of {least} that were read",
                 found=str(tokens),
                 fix="Read another prompt instead.",
             )
-        self.length -= tokens
-        self._kv.set_length(self.length)
+        self._add(-tokens)
 
     @torch.inference_mode()
     def fork(self, sequences: int) -> None:
@@ -289,7 +355,9 @@ class Decoder:
                 fix="Make a Decoder with a larger batch, and read one prompt.",
             )
         self._tell(sequences)  # so that a cache of neurons gives memory back before keys and values want it
-        self._kv.copy_rows(0, range(1, sequences), self.length)
+        for row in range(1, sequences):
+            self._kv.copy_row(0, row)
+        self.lengths *= sequences
         self._use(sequences)
 
     @torch.inference_mode()
@@ -316,8 +384,9 @@ class Decoder:
         came_from = list(range(len(kept)))
         free = [row for row in came_from if row not in kept]
         for row, last in zip(free, reversed(kept)):
-            self._kv.copy_rows(last, [row], self.length)
+            self._kv.copy_row(last, row)
             came_from[row] = last
+        self.lengths = [self.lengths[row] for row in came_from]
         self._use(len(kept))
         return came_from
 
@@ -335,13 +404,16 @@ class Decoder:
             else:
                 with self._attending(of_each):
                     result = forward(ids_BT)
-            self.length += ids_BT.shape[1]
         except BaseException:
-            # Layers before the one that failed have the tokens already: repeated, they would be there twice.
-            self._kv.set_length(self.length)
             check_vocabulary(self.model, ids_BT, "token")  # what may have been wrong, and is said by no name
             raise
+        self._add(ids_BT.shape[1])
         return result
+
+    def _add(self, tokens: int) -> None:
+        """Each sequence has so many tokens more."""
+        self._kv.add(self.batch, tokens)
+        self.lengths = [length + tokens for length in self.lengths]
 
     @contextmanager
     def _attending(self, of_each: bool) -> Iterator[None]:
@@ -360,10 +432,11 @@ class Decoder:
 
     def _use(self, batch: int) -> None:
         """From now on there are so many sequences."""
-        fewer = batch < self.batch
-        self.batch, self.cache = batch, self._kv.cache(batch)
-        if fewer and store_of(self.model) is not None:
-            self._kv.give_back(batch)
+        fewer, self.batch = batch < self.batch, batch
+        if self.cache is not None:  # there are keys and values
+            self.cache = self._kv.stepping(batch)
+            if fewer and store_of(self.model) is not None:
+                self._kv.give_back(batch)
 
     def _tell(self, batch: int) -> None:
         engine = engine_of(self.model)

@@ -1,94 +1,94 @@
-"""``KeyValues``: keys and values of sequences that are decoded together, of which some end before others."""
+"""``KeyValues``: keys and values of sequences that are decoded together, of which some come and go before others."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.ops import load
+
+#: New tokens of a step, at most: so many more than they have may have been written to rows by one that failed.
+_MOST_STEPPED = 8
 
 
 class KeyValues:
-    """Static keys and values of up to ``rows`` sequences of one length, and a cache of transformers' for the first n.
+    """Keys and values of up to ``rows`` sequences, each of a length of its own, and transformers' caches over them.
 
-    Caches for different n are views of the same memory and share their length, so that each can have a compiled step
-    of its own. Rows are copied, never moved to other memory: what was compiled goes on to find them.
+    All caches are views of the same memory, which the first prompt makes. Rows are copied, never moved to other memory:
+    what was compiled goes on to find them.
 
     Args:
         model: see :func:`static_cache`.
         max_tokens: of each sequence.
         rows: sequences.
+
+    Attributes:
+        lengths: int64 ``[rows]``, tokens that each sequence has.
     """
 
     def __init__(self, model: nn.Module, max_tokens: int, rows: int) -> None:
-        self.rows, self._max_tokens, self._model = rows, max_tokens, model
-        self._made = static_cache(model, max_tokens)  # transformers fills in its sizes with the first prompt
-        self._whole: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer, [rows, heads, max_tokens, width]
-        self._caches: dict[int, Any] = {}
+        from torch_pi2.decode.kv_layers import Memory
+
+        self._model, self._made = model, static_cache(model, max_tokens)
+        self._memory = [Memory(rows, max_tokens) for _ in self._made.layers]
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self._most = [0] * rows  # that each row may have had
+        self._stepping: dict[int, Any] = {}
+
+    def reading(self, first: int, rows: int, tokens: int) -> Any:
+        """A cache for the prompts of ``rows`` sequences from row ``first`` on, ``tokens`` each, which have nothing yet.
+
+        What was there before is zeros: attention that multiplies what a mask hides by zero would make NaN of NaN.
+        """
+        from torch_pi2.decode.kv_layers import Reading
+
+        taken, self.lengths[first : first + rows] = slice(first, first + rows), 0
+        for memory in self._memory if max(self._most[taken]) else []:
+            for tensor in memory.tensors():
+                tensor[taken, :, : max(self._most[taken])] = 0
+        self._most[taken] = [tokens] * rows
+        return self._cache([Reading(memory, taken) for memory in self._memory])
+
+    def add(self, rows: int, tokens: int) -> None:
+        """The first ``rows`` have so many tokens more. Layers do not say it: a step that fails can be repeated."""
+        self.lengths[:rows] += tokens
+        self._most[:rows] = map(max, self._most, (self.lengths[:rows] + _MOST_STEPPED).tolist())
 
     def check_used(self) -> None:
         """After a prompt: raises UnsupportedModelError if the model has ignored the cache."""
-        if not all(layer.is_initialized for layer in self._made.layers):
+        if any(memory.keys is None for memory in self._memory):
             raise no_causal_model(self._model, "one that leaves it empty: what it knows of the prompt is elsewhere")
 
-    def cache(self, rows: int) -> Any:
-        """For the first ``rows`` sequences. Until a prompt has been read there is one, and its batch decides."""
-        if not self._whole:
-            known = [layer.is_initialized for layer in self._made.layers]
-            if not all(known):
-                if any(known):  # a prompt that failed half-way, perhaps of another batch
-                    self._made = static_cache(self._model, self._max_tokens)
-                return self._made
-            self._settle()
-        if rows not in self._caches:
-            cache = copy.copy(self._made)
-            cache.layers = [copy.copy(layer) for layer in self._made.layers]  # the tensor of their length is shared
-            for layer, (keys, values) in zip(cache.layers, self._whole, strict=True):
-                layer.batch_size, layer.keys, layer.values = rows, keys[:rows], values[:rows]
-                torch._dynamo.mark_static_address(layer.keys)
-                torch._dynamo.mark_static_address(layer.values)
-            self._caches[rows] = cache
-        return self._caches[rows]
+    def stepping(self, rows: int) -> Any:
+        """The cache for steps of the first ``rows`` sequences: the same object each time. Their prompts were read."""
+        from torch_pi2.decode.kv_layers import Stepping
 
-    def _settle(self) -> None:
-        """Room for all rows. The cache of the first prompt stays the one for as many sequences as it had."""
-        first: int = self._made.layers[0].batch_size
-        load()
-        for layer in self._made.layers:
-            tensors = (layer.keys, layer.values)
-            if first < self.rows:
-                whole = [t.new_zeros((self.rows, *t.shape[1:])) for t in tensors]
-                for new, old in zip(whole, tensors, strict=True):
-                    new[:first] = old
-                    torch.ops.pi2.give_back(new[first:])  # zeros as they are, but without memory until they are used
-                layer.keys, layer.values = whole[0][:first], whole[1][:first]
-                tensors = (whole[0], whole[1])
-            self._whole.append(tensors)
-        self._caches[first] = self._made
+        if rows not in self._stepping:
+            lengths_B = self.lengths[:rows]
+            self._stepping[rows] = self._cache([Stepping(memory, lengths_B) for memory in self._memory])
+        return self._stepping[rows]
 
-    def copy_rows(self, source: int, targets: Sequence[int], tokens: int) -> None:
-        """The first ``tokens`` of row ``source`` into other rows."""
-        for tensors in self._whole:
-            for tensor in tensors:
-                for target in targets:
-                    tensor[target, :, :tokens] = tensor[source, :, :tokens]
+    def _cache(self, layers: list[Any]) -> Any:
+        cache = copy.copy(self._made)
+        cache.layers = layers
+        return cache
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Row ``source`` into another."""
+        tokens = int(self.lengths[source])
+        for memory in self._memory:
+            for tensor in memory.tensors():
+                tensor[target, :, :tokens] = tensor[source, :, :tokens]
+        self.lengths[target], self._most[target] = tokens, max(self._most[target], tokens)
 
     def give_back(self, rows: int) -> None:
         """The memory of all but the first ``rows`` to the system; whoever writes there has it again, zero at first."""
-        if rows < self.rows:
-            for tensors in self._whole:
-                for tensor in tensors:
-                    torch.ops.pi2.give_back(tensor[rows:])
-
-    def set_length(self, tokens: int) -> None:
-        """So many tokens are valid in each layer: after a step that failed in some of them."""
-        for layer in self._made.layers:
-            layer.cumulative_length.fill_(tokens)
+        for memory in self._memory:
+            for tensor in memory.tensors():
+                torch.ops.pi2.give_back(tensor[rows:])
 
 
 def static_cache(model: nn.Module, max_tokens: int) -> Any:

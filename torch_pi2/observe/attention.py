@@ -76,7 +76,7 @@ def calls_of_step(model: nn.Module, decoder: Decoder, next_B1: torch.Tensor) -> 
     """Each call of attention of one step, which is run eagerly; keys and values are the cache's own."""
     recorder = Recorder()
     with torch.inference_mode(), packed_attention(model), recorder:
-        model(input_ids=next_B1, past_key_values=decoder.cache, use_cache=True, logits_to_keep=1)
+        model(**decoder._inputs(next_B1), logits_to_keep=1)
     return recorder.calls
 
 
