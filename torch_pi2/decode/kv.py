@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.decode.kv_layers import Memory, Reading, Stepping, registered
 from torch_pi2.errors import UnsupportedModelError
 
 #: New tokens of a step, at most: so many more than they have may have been written to rows by one that failed.
@@ -30,8 +31,7 @@ class KeyValues:
     """
 
     def __init__(self, model: nn.Module, max_tokens: int, rows: int) -> None:
-        from torch_pi2.decode.kv_layers import Memory
-
+        registered()
         self._model, self._made = model, static_cache(model, max_tokens)
         self._memory = [Memory(rows, max_tokens) for _ in self._made.layers]
         self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
@@ -43,8 +43,6 @@ class KeyValues:
 
         What was there before is zeros: attention that multiplies what a mask hides by zero would make NaN of NaN.
         """
-        from torch_pi2.decode.kv_layers import Reading
-
         taken, self.lengths[first : first + rows] = slice(first, first + rows), 0
         for memory in self._memory if max(self._most[taken]) else []:
             for tensor in memory.tensors():
@@ -64,8 +62,6 @@ class KeyValues:
 
     def stepping(self, rows: int) -> Any:
         """The cache for steps of the first ``rows`` sequences: the same object each time. Their prompts were read."""
-        from torch_pi2.decode.kv_layers import Stepping
-
         if rows not in self._stepping:
             lengths_B = self.lengths[:rows]
             self._stepping[rows] = self._cache([Stepping(memory, lengths_B) for memory in self._memory])

@@ -2,6 +2,7 @@
 
 Prompts and steps see the same memory in different ways: a prompt has one length, a number, and sees what is used; a
 step is compiled, so that lengths are a tensor, one for each sequence, and what is seen is all the room, under a mask.
+transformers knows them as layers once :func:`registered`: it is imported where a model of it is decoded, not before.
 """
 
 from __future__ import annotations
@@ -9,9 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import StaticLayer
 
 from torch_pi2.ops import load
+
+
+def registered() -> None:
+    """From now on these are ``CacheLayerMixin`` to transformers."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    for kind in (Reading, Stepping):
+        CacheLayerMixin.register(kind)
 
 
 class Memory:
@@ -36,11 +44,28 @@ class Memory:
             torch.ops.pi2.give_back(tensor)
 
 
-class Reading(StaticLayer):
+class _Layer:
+    """What transformers asks every layer of a static cache."""
+
+    is_compileable, is_croppable, is_sliding = True, False, False
+    is_initialized = True
+
+    def __init__(self, memory: Memory) -> None:
+        self.max_cache_len = memory.max_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Positions that a mask is for, and the first of them."""
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+
+class Reading(_Layer):
     """Some rows of ``memory`` while their prompts, of equal lengths, are read piece by piece."""
 
     def __init__(self, memory: Memory, rows: slice) -> None:
-        super().__init__(max_cache_len=memory.max_tokens)
+        super().__init__(memory)
         self._memory, self._rows, self._tokens = memory, rows, 0
 
     def update(
@@ -62,14 +87,13 @@ class Reading(StaticLayer):
         return self._tokens
 
 
-class Stepping(StaticLayer):
+class Stepping(_Layer):
     """The first rows of ``memory`` while they are decoded; ``lengths_B``: theirs, which somebody else adds to."""
 
     def __init__(self, memory: Memory, lengths_B: torch.Tensor) -> None:
-        super().__init__(max_cache_len=memory.max_tokens)
+        super().__init__(memory)
         self.keys, self.values = (t[: len(lengths_B)] for t in memory.tensors())
         self._lengths_B = lengths_B
-        self.is_initialized = True
         for tensor in (self.keys, self.values):
             torch._dynamo.mark_static_address(tensor)
 
