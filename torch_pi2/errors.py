@@ -102,3 +102,7 @@ def check_choice(what: str, value: object, choices: Collection[str], fix: str) -
     """Raises ConfigError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(what, expected=" or ".join(choices), found=repr(value), fix=fix)
+
+
+class BusyError(Pi2Error):
+    """As many sequences wait to be decoded as may."""

@@ -235,10 +235,10 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         )
     with _loading(f"model {args.model}"):
         dtype = None if args.dtype == "auto" else dtype_of(args)
-        activations = getattr(args, "activations", "float")
-        return torch_pi2.load(
-            args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, activations=activations
-        )
+        more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
+        if getattr(args, "budget", None) is not None:
+            more |= given(args, "budget", "context")
+        return torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, **more)
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:

@@ -139,7 +139,7 @@ def generate(
     guesses = _guesses(prompt_lookup, assistant_model, draft_tokens, num_return_sequences, do_sample)
     sampling = Sampling(temperature, top_k, top_p) if do_sample else None
     tokens = input_ids.shape[1]
-    ends = _end_tokens(model, eos_token_id)
+    ends = end_tokens(model, eos_token_id)
     _say_what_is_not_done(model)
     if decoder is None:
         decoder = _decoder(model, tokens + max_new_tokens, num_return_sequences, compiled, engine)
@@ -249,7 +249,7 @@ def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Gen
     return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
 
 
-def _end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:
+def end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:
     if given is None:
         for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
             given = getattr(config, "eos_token_id", None) if given is None else given

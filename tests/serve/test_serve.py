@@ -1,0 +1,335 @@
+"""OpenAI's own client against a real server: what comes is what the model says alone, whoever else asks."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torch_pi2
+from torch_pi2.serve.app import application
+from torch_pi2.serve.batch import Batch
+from torch_pi2.serve.served import Served
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+PROMPTS = ["def main(", "import os\n\nclass", "for", "    return self._", "if __name__ == '__main__':\n    "]
+
+
+def quantised() -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, trust_remote_code=True, dtype="float32").eval()
+    return torch_pi2.optimize(model, weights="int4", activations="int8")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    found = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=True)
+    found.chat_template = TEMPLATE
+    return found
+
+
+class Server:
+    """``application`` on a port of its own, in a thread."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, *, api_key: str | None = None, **settings: Any) -> None:
+        self.batch = Batch(model, **{"max_tokens": 256, "lanes": 4} | settings)
+        self.batch.start()
+        app = application({"tiny": Served("tiny", model, tokenizer, self.batch)}, api_key=api_key)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self._thread.start()
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self.batch.close(0)
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: Any) -> Iterator[Server]:
+    made = Server(quantised(), tokenizer)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.fixture(scope="module")
+def alone(tokenizer: Any) -> Any:
+    """The greedy text of a prompt, decoded alone."""
+    model = quantised()
+
+    def text(prompt: str, tokens: int) -> str:
+        ids_1T = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        made = torch_pi2.generate(model, ids_1T, max_new_tokens=tokens)
+        found: str = tokenizer.decode(made.sequences[0], skip_special_tokens=True)
+        return found
+
+    return text
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (listed,) = client.models.list().data
+    assert listed.id == "tiny" == client.models.retrieve("tiny").id
+    with pytest.raises(openai.NotFoundError, match="expected one of the models tiny, found other"):
+        client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError, match="found other"):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_a_completion_is_the_greedy_text(client: openai.OpenAI, alone: Any, tokenizer: Any) -> None:
+    made = client.completions.create(model="tiny", prompt=PROMPTS[0], max_tokens=24, temperature=0)
+    assert made.object == "text_completion"
+    assert made.choices[0].text == alone(PROMPTS[0], 24)
+    assert made.choices[0].finish_reason == "length"
+    tokens = len(tokenizer(PROMPTS[0])["input_ids"])
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens, made.usage.total_tokens) == (
+        tokens,
+        24,
+        tokens + 24,
+    )
+    ids = tokenizer(PROMPTS[1])["input_ids"]
+    both = client.completions.create(model="tiny", prompt=[ids, ids], max_tokens=9, temperature=0)
+    assert [choice.text for choice in both.choices] == [alone(PROMPTS[1], 9)] * 2
+
+
+def test_a_stream_is_the_same_text(client: openai.OpenAI, alone: Any) -> None:
+    chunks = list(client.completions.create(model="tiny", prompt=PROMPTS[2], max_tokens=40, temperature=0, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == alone(PROMPTS[2], 40)
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+    assert len(chunks) > 20
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_chats(client: openai.OpenAI, alone: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+        "max_completion_tokens": 20,
+        "temperature": 0,
+    }
+    wanted = alone("# system: Be brief.\n# user: Hello\n", 20)
+    made = client.chat.completions.create(**asked)
+    assert (made.choices[0].message.role, made.choices[0].message.content) == ("assistant", wanted)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(**asked, **options)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
+    assert last.choices == []
+    assert last.usage.completion_tokens == 20 == made.usage.completion_tokens
+    with client.chat.completions.stream(**asked, stop=wanted[12:16]) as stream:  # the client's own reader of streams
+        found = stream.get_final_completion().choices[0].message.content
+    assert found == wanted[: wanted.find(wanted[12:16])]
+
+
+def test_many_at_once_have_the_text_of_each_alone(client: openai.OpenAI, alone: Any) -> None:
+    wanted = {(prompt, tokens): alone(prompt, tokens) for prompt in PROMPTS for tokens in (5, 30, 61)}
+
+    def ask(case: tuple[str, int]) -> str:
+        made = client.completions.create(model="tiny", prompt=case[0], max_tokens=case[1], temperature=0)
+        return made.choices[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(2):
+            for case, found in zip(wanted, pool.map(ask, wanted), strict=True):
+                assert found == wanted[case], case
+
+
+def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, alone: Any) -> None:
+    whole = alone(PROMPTS[1], 60)
+    stop = whole[20:26]
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[1], "max_tokens": 60, "temperature": 0}
+    made = client.completions.create(**asked, stop=[stop, "never there"])
+    assert made.choices[0].text == whole[: whole.find(stop)]
+    assert made.choices[0].finish_reason == "stop"
+    streamed = list(client.completions.create(**asked, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == made.choices[0].text
+    assert streamed[-1].choices[0].finish_reason == "stop"
+
+
+def test_seeds_choices_and_bias(client: openai.OpenAI, tokenizer: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 1.2}
+    one = client.completions.create(**asked, n=3, seed=7)
+    again = client.completions.create(**asked, n=3, seed=7)
+    texts = [choice.text for choice in one.choices]
+    assert texts == [choice.text for choice in again.choices]
+    assert len(set(texts)) == 3
+    assert client.completions.create(**asked, seed=8).choices[0].text == texts[1]
+    other = client.completions.create(**asked).choices[0].text, client.completions.create(**asked).choices[0].text
+    assert other[0] != other[1]  # without a seed
+    token = tokenizer("z")["input_ids"][0]
+    biased = client.completions.create(**asked | {"max_tokens": 5, "temperature": 0}, logit_bias={str(token): 100})
+    assert biased.choices[0].text == tokenizer.decode([token] * 5)
+
+
+def test_log_probabilities(client: openai.OpenAI, server: Server) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "temperature": 0}
+    made = client.completions.create(**asked, prompt=PROMPTS[0], logprobs=2).choices[0]
+    assert "".join(made.logprobs.tokens) == made.text
+    for token, value, top in zip(
+        made.logprobs.tokens, made.logprobs.token_logprobs, made.logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == value == max(top.values()) <= 0
+        assert len(top) == 2
+    assert made.logprobs.text_offset[1] == len(made.logprobs.tokens[0])
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = client.chat.completions.create(**asked, messages=messages, logprobs=True, top_logprobs=4)
+    content = chat.choices[0].logprobs.content
+    assert [len(said.top_logprobs) for said in content] == [4, 4, 4]
+    assert bytes(b for said in content for b in said.bytes).decode() == chat.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
+        ({"top_p": 0}, "top_p: Input should be greater than 0"),
+        ({"n": 0}, "n: Input should be"),
+        ({"stop": ["a"] * 5}, "stop: List should have at most 4 items"),
+        ({"stop": [""]}, "a stop string is empty"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias: expected tokens of 0 to .*found 999999"),
+        ({"frequency_penalty": 1}, "frequency_penalty is not supported"),
+        ({"echo": True}, "echo is not supported"),
+        ({"prompt": ""}, "prompt: expected one token or more.*found none"),
+        ({"prompt": [10**6]}, "found the token 1000000"),
+        ({"prompt": "x " * 300}, "prompt and answer: expected .*at most 256 together"),
+        ({"max_tokens": 300}, "prompt and answer: expected .*at most 256 together"),
+        ({"prompt": {"a": 1}}, "prompt"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, changes: dict[str, Any], message: str) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 4} | changes
+    known = {
+        "frequency_penalty",
+        "echo",
+        "logit_bias",
+        "stop",
+        "n",
+        "top_p",
+        "temperature",
+        "max_tokens",
+        "prompt",
+        "model",
+    }
+    assert set(asked) <= known
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=message) as found:
+            client.completions.create(**asked, stream=stream)
+        assert found.value.body["type"] == "invalid_request_error"
+
+
+def test_malformed_requests(server: Server) -> None:
+    for body in (b"", b"{", b"[]", b'{"model": 3}', b"\xff", json.dumps({"model": "tiny"}).encode()):
+        answer = httpx.post(f"{server.url}/v1/completions", content=body)
+        assert answer.status_code == 400, body
+        assert answer.json()["error"]["message"]
+    assert httpx.post(f"{server.url}/v1/completions", content=b" " * (9 << 20)).status_code == 413
+    assert httpx.post(f"{server.url}/v1/completions", content=iter([b"{}"])).status_code == 413
+    assert httpx.get(f"{server.url}/nothing").status_code == 404
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_a_chat_without_a_template_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    messages = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(openai.BadRequestError, match="tokenizer has a chat template, found tiny, which has none"):
+        server.client().chat.completions.create(model="tiny", messages=messages)
+
+
+def until(condition: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not come to it"
+        time.sleep(0.01)
+
+
+def test_whoever_leaves_frees_a_lane(server: Server, client: openai.OpenAI, alone: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 250, "temperature": 0}
+    before = server.batch.counts.ended.get("cancelled", 0)
+    stream = client.completions.create(**asked, stream=True, logit_bias={"0": -100})
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(**asked, timeout=0.05)
+    until(lambda: server.batch.counts.ended.get("cancelled", 0) >= before + 2)
+    until(lambda: server.batch.state() == {"live": 0, "waiting": 0})
+    assert client.completions.create(**asked | {"max_tokens": 6}).choices[0].text == alone(PROMPTS[0], 6)
+
+
+def test_too_many_are_told_to_come_again(tokenizer: Any) -> None:
+    server = Server(quantised(), tokenizer, lanes=1, waiting=1)
+    try:
+        asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 240, "temperature": 0}
+        streams = [server.client().completions.create(**asked, stream=True)]
+        until(lambda: server.batch.state()["live"] == 1)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(server.client().completions.create, **asked | {"max_tokens": 2})
+            until(lambda: server.batch.state()["waiting"] == 1)
+            with pytest.raises(openai.RateLimitError, match="at most 1 that wait for one of 1 lanes") as found:
+                server.client().completions.create(**asked)
+            assert found.value.response.headers["retry-after"] == "1"
+            streams[0].close()
+            assert waits.result().choices[0].finish_reason == "length"
+    finally:
+        server.close()
+
+
+def test_keys(tokenizer: Any) -> None:
+    server = Server(quantised(), tokenizer, api_key="secret")
+    try:
+        assert server.client("secret").models.list().data[0].id == "tiny"
+        with pytest.raises(openai.AuthenticationError, match="expected the server's API key"):
+            server.client("wrong").models.list()
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+    finally:
+        server.close()
+
+
+def test_metrics(server: Server, client: openai.OpenAI) -> None:
+    client.completions.create(model="tiny", prompt="x", max_tokens=2)
+    text = httpx.get(f"{server.url}/metrics").text
+    counts = server.batch.counts
+    assert f'torch_pi2_tokens_total{{kind="answer",model="tiny"}} {float(counts.answer_tokens)}' in text
+    assert f'torch_pi2_sequences_total{{kind="length",model="tiny"}} {float(counts.ended["length"])}' in text
+    assert 'torch_pi2_sequences_now{kind="waiting",model="tiny"} 0.0' in text
+
+
+def test_a_model_that_fails_fails_the_request_alone(server: Server, client: openai.OpenAI, alone: Any) -> None:
+    step, calls = server.batch._decoder.step, []
+
+    def failing(ids_B1: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("a step that fails")
+        return step(ids_B1)
+
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 6, "temperature": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.batch._decoder, "step", failing)
+        with pytest.raises(openai.InternalServerError, match="RuntimeError while answering"):
+            client.completions.create(**asked)
+    assert client.completions.create(**asked).choices[0].text == alone(PROMPTS[0], 6)

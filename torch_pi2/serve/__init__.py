@@ -1,0 +1,1 @@
+"""Models behind a network interface: many requests decoded together, answered as OpenAI's API does."""
