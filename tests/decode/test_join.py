@@ -158,3 +158,32 @@ def test_refusals() -> None:
     decoder.join(PROMPTS[0])  # alone it may
     with pytest.raises(UnsupportedModelError, match="uses sdpa, to decode sequences of several lengths"):
         decoder.join(PROMPTS[1])
+
+
+def test_the_next_question_of_a_talk() -> None:
+    """What is known of a prompt is not read again: the bits of reading all of it."""
+    model = quantised()
+    talk_1T = torch.randint(1, VOCAB, (1, 50), generator=torch.Generator().manual_seed(5))
+    decoder = Decoder(model, max_tokens=64, compiled=False, logits=True)
+    decoder.prompt(talk_1T[:, :30])
+    decoder.step(talk_1T[:, 30:31])
+    assert decoder.lengths == [31]
+    other_1T = torch.cat([talk_1T[:, :28], talk_1T[:, 20:40]], 1)  # the last question was another
+    for prompt_1T, known, again in ((other_1T, 28, 20), (talk_1T, 28, 22), (talk_1T, 49, 12), (talk_1T[:, :6], 3, 6)):
+        read: list[int] = []
+        hook = model.register_forward_pre_hook(
+            lambda _, __, given, read=read: read.append(given["input_ids"].shape[1]), with_kwargs=True
+        )
+        found = decoder.prompt(prompt_1T, known=known)
+        hook.remove()
+        assert read == [again]
+        wanted = alone(model, prompt_1T, 1, compiled=False)
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(decoder.step(wanted[0].argmax(-1, keepdim=True)[None])[0], wanted[1])
+    decoder.prompt(talk_1T)
+    for prompt_1T, known in ((talk_1T, 50), (talk_1T, 60), (talk_1T, -1), (talk_1T[:, :20], 20)):
+        with pytest.raises(ShapeError, match=r"prompt\(known=...\): expected 0, or one prompt of more tokens"):
+            decoder.prompt(prompt_1T, known=known)
+    assert decoder.lengths == [50]
+    with pytest.raises(ShapeError, match="has so many"):
+        Decoder(model, max_tokens=64, compiled=False).prompt(talk_1T, known=1)

@@ -36,6 +36,7 @@ VERBS = {
     "export": "write a model as a bundle for ExecuTorch, on a phone or here",
     "run": "continue a prompt with a bundle",
     "generate": "continue a prompt with an optimised (or dense) model",
+    "chat": "talk with a model in the terminal",
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "eval": "dense against sparse: held-out loss, work and time",
     "inspect": "what is in a folder of ours",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch_pi2.spec.stats import ActivationStats
 
 DTYPES = ("auto", *FLOATS)
+#: Tokens of a sequence with its prompt, where nobody says how many and the model may have as many.
+MOST_TOKENS = 4096
 
 
 def _whole(text: str, least: int, most: int) -> int:
@@ -239,6 +241,21 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         if getattr(args, "budget", None) is not None:
             more |= given(args, "budget", "context")
         return torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, **more)
+
+
+def load_any(args: argparse.Namespace) -> nn.Module:
+    """The model of folder ``args.model``, optimised or plain, in eval mode."""
+    from torch_pi2.errors import ConfigError
+
+    folder = Path(args.model)
+    if (folder / "manifest.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model {args.model}",
+            expected="a model folder",
+            found="a bundle for ExecuTorch",
+            fix="Use `torch-pi2 run`, with --chat for a talk.",
+        )
+    return load_sparse(args) if (folder / "pi2").is_dir() else load_dense(args)
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,13 @@ from torch_pi2.cli import common
 
 EXAMPLE = "torch-pi2 serve my-sparse-model --port 8000"
 
-#: Tokens of a sequence with its prompt, where nobody says how many and the model may have as many.
-MOST_TOKENS = 4096
 #: Where the API key may be instead of on the command line, which others on the machine can read.
 KEY = "TORCH_PI2_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("models", nargs="+", metavar="DIR", help="folders written by optimize, quantize or pack; named after them")
+    add("models", nargs="+", metavar="DIR", help="folders written by optimize, quantize or pack, or plain checkpoints")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)")
     add("--lanes", type=common.positive, default=8, metavar="N", help="sequences decoded together (default: 8)")
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = uvicorn.Config(
         app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=30, server_header=False
     )
-    server = uvicorn.Server(config)
+    server = _server(config)
     for served in models.values():
         served.batch.start()
     try:
@@ -73,13 +74,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {name: vars(served.batch.counts) for name, served in models.items()}
 
 
+def _server(config: Any) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """As uvicorn has it, but that signals which ended the server do not end the process, too."""
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            before = [signal.signal(number, self.handle_exit) for number in numbers]
+            try:
+                yield
+            finally:
+                for number, handler in zip(numbers, before, strict=True):
+                    signal.signal(number, handler)
+
+    return Server(config)
+
+
 def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     from torch_pi2.serve.batch import Batch, context_of
     from torch_pi2.serve.served import Served
 
-    most = args.max_tokens or MOST_TOKENS
+    most = args.max_tokens or common.MOST_TOKENS
     of_this = argparse.Namespace(**vars(args) | {"model": folder, "context": args.lanes * most})
-    model = common.load_sparse(of_this)
+    model = common.load_any(of_this)
     batch = Batch(
         model,
         max_tokens=args.max_tokens or context_of(model, most),

@@ -27,6 +27,7 @@ from torch_pi2.errors import ConfigError, DtypeError, ShapeError, UnsupportedMod
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import has_tiles, piece_of, steps_of_one
+from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import Handle, store_of
 
@@ -119,10 +120,10 @@ class Decoder:
             of the most likely tokens.
         chunk_tokens: read longer prompts in equal pieces of at most so many tokens, which bounds the memory of their
             activations, and in memory is faster, as those of a piece stay in caches. Feed-forward layers go the way
-            that they would for all: lossless but for the roundings of PyTorch's products. 0: at most so many of all
-            sequences together: over a store as its budget has room for (``Budget.piece_tokens``: 1,024, or the context
-            if that is less); in memory 256 where every product is one of ours with int8 activations, which has no such
-            roundings (AVX-512 VNNI); else whole.
+            that they would for all: lossless but for the roundings of PyTorch's products, and of ours in pieces of
+            fewer than 12 tokens. 0: at most so many of all sequences together: over a store as its budget has room for
+            (``Budget.piece_tokens``: 1,024, or the context if that is less); in memory 256 where every product is one
+            of ours with int8 activations, which has no such roundings (AVX-512 VNNI); else whole.
 
     Attributes:
         batch: sequences that are decoded now. lengths: of each, in tokens. length: of the longest. cache: theirs, a
@@ -197,11 +198,17 @@ class Decoder:
         return logits_1TV[0]
 
     @torch.inference_mode()
-    def prompt(self, ids_BT: torch.Tensor) -> torch.Tensor:
+    def prompt(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
         """Forget what was before, read a prompt (int64 ``[B, T]``), return the next tokens ``[B, 1]``.
 
+        Args:
+            known: so many tokens of it are the first ones of the one sequence that there is, and not read again: the
+                next question of a talk. Lossless as pieces of a prompt are; for that the last 12 tokens are read in any
+                case, as fewer go another way through layers with int8 activations.
+
         Raises:
-            ShapeError: more sequences than there is room for, or a prompt that leaves no room.
+            ShapeError: more sequences than there is room for, a prompt that leaves no room, or one of which so many
+                tokens cannot be known.
         """
         _check_ids(ids_BT, "prompt")
         check_vocabulary(self.model, ids_BT, "prompt")
@@ -214,8 +221,15 @@ class Decoder:
                 found=str(list(ids_BT.shape)),
                 fix="Make a Decoder for this batch and length.",
             )
+        if known and not (len(self.lengths) == batch == 1 and 0 < known <= self.length and known < tokens):
+            raise ShapeError(
+                "prompt(known=...)",
+                expected=f"0, or one prompt of more tokens and one sequence that has so many (now {self.lengths})",
+                found=f"{known} of {list(ids_BT.shape)}",
+                fix="Read it whole.",
+            )
         self.lengths = []  # whatever happens below, what was before is gone
-        return self._read(ids_BT)
+        return self._read(ids_BT, max(0, min(known, tokens - constants().gemm_tokens)))
 
     @torch.inference_mode()
     def join(self, ids_1T: torch.Tensor) -> torch.Tensor:
@@ -245,19 +259,19 @@ class Decoder:
             )
         return self._read(ids_1T)
 
-    def _read(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Prompts of more sequences, behind those that there are."""
+    def _read(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
+        """Prompts of more sequences, behind those that there are; of the first so many tokens are ``known``."""
         (new, tokens), before = ids_BT.shape, len(self.lengths)
         for run in self._runs.values():
             run.forget()
         self._use(before + new)
         self._tell(before + new)  # after keys and values gave memory back, and before they want any
         most = max(1, self._most_tokens // new) if self._most_tokens else self.chunk_tokens or tokens
-        cache = self._kv.reading(before, new, tokens)
+        cache = self._kv.reading(before, new, tokens, known)
         try:
             with packed_attention(self.model), piece_of(new * tokens):
                 # pieces of equal length: a short one at the end might be taken for a step
-                for piece_BT in ids_BT.tensor_split(-(-tokens // most), 1):
+                for piece_BT in ids_BT[:, known:].tensor_split(-(-(tokens - known) // most), 1):
                     output = self.model(input_ids=piece_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
                     result = self._answer(output.logits)
             self._kv.check_used()

@@ -38,17 +38,18 @@ class KeyValues:
         self._most = [0] * rows  # that each row may have had
         self._stepping: dict[int, Any] = {}
 
-    def reading(self, first: int, rows: int, tokens: int) -> Any:
-        """A cache for the prompts of ``rows`` sequences from row ``first`` on, ``tokens`` each, which have nothing yet.
+    def reading(self, first: int, rows: int, tokens: int, known: int = 0) -> Any:
+        """A cache for prompts of ``tokens`` of ``rows`` sequences from row ``first`` on; ``known`` of them are there.
 
         What was there before is zeros: attention that multiplies what a mask hides by zero would make NaN of NaN.
         """
         taken, self.lengths[first : first + rows] = slice(first, first + rows), 0
-        for memory in self._memory if max(self._most[taken]) else []:
+        most = max(self._most[taken])
+        for memory in self._memory if most > known else []:
             for tensor in memory.tensors():
-                tensor[taken, :, : max(self._most[taken])] = 0
+                tensor[taken, :, known:most] = 0
         self._most[taken] = [tokens] * rows
-        return self._cache([Reading(memory, taken) for memory in self._memory])
+        return self._cache([Reading(memory, taken, known) for memory in self._memory])
 
     def add(self, rows: int, tokens: int) -> None:
         """The first ``rows`` have so many tokens more. Layers do not say it: a step that fails can be repeated."""

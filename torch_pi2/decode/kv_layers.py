@@ -62,11 +62,11 @@ class _Layer:
 
 
 class Reading(_Layer):
-    """Some rows of ``memory`` while their prompts, of equal lengths, are read piece by piece."""
+    """Some rows of ``memory`` while their prompts, of equal lengths, are read piece by piece after ``known`` tokens."""
 
-    def __init__(self, memory: Memory, rows: slice) -> None:
+    def __init__(self, memory: Memory, rows: slice, known: int = 0) -> None:
         super().__init__(memory)
-        self._memory, self._rows, self._tokens = memory, rows, 0
+        self._memory, self._rows, self._tokens = memory, rows, known
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

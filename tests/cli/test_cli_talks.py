@@ -1,0 +1,120 @@
+"""``torch-pi2 chat`` and ``serve``: a talk through a pipe, and a server from its start to the end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from cli_calls import Ran
+from shared import shared_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torch_pi2
+from torch_pi2.cli import main
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def make(new: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(MODEL, trust_remote_code=True, dtype="float32").eval()
+        tokenizer = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=True)
+        model = torch_pi2.optimize(model, weights="int4", activations="int8")
+        torch_pi2.save(model, new, tokenizer=tokenizer)
+
+    return shared_folder(tmp_path_factory, "talks", make)
+
+
+@pytest.fixture
+def talk(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(typed: str, *more: str) -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        asked = ["chat", str(folder), "--trust-remote-code", "--max-new-tokens", "9", "--activations", "int8", *more]
+        code = main(asked)
+        return Ran(code, *capsys.readouterr())
+
+    return run
+
+
+def alone(folder: Path, text: str, tokens: int) -> str:
+    model = torch_pi2.load(folder, trust_remote_code=True, activations="int8")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    ids_1T = torch.tensor([tokenizer(text)["input_ids"]])
+    found: str = tokenizer.decode(torch_pi2.generate(model, ids_1T, max_new_tokens=tokens).sequences[0])
+    return found
+
+
+def test_a_talk_through_a_pipe(talk: Any, folder: Path) -> None:
+    first = alone(folder, "def main(", 9)
+    second = alone(folder, f"def main({first}\nimport os\n\nclass A", 9)
+    ran = talk('def main(\n/stats\n"""\n\nimport os\n\nclass A\n"""\n/exit\nnever read\n')
+    assert ran.code == 0
+    assert ran.out == f"{first}\n{second}\n\n"
+    assert "has no chat template: it continues what you type" in ran.err
+    assert re.search(r"^9 tokens, [\d.]+ a second \(length\)$", ran.err, re.MULTILINE)
+    assert re.search(r"^[\d.]+ % of FFN rows used", ran.err, re.MULTILINE)
+    again = talk("def \\\nmain(\n", "--json")
+    said = again.json["messages"]
+    assert [message["role"] for message in said] == ["user", "assistant"]
+    assert said[0]["content"] == "def \nmain("
+
+
+def test_what_can_be_typed_besides(talk: Any) -> None:
+    ran = talk("/stats\n/nothing\n/budget\n/budget 1GB\n/reset\n\n")
+    assert ran.out.strip() == ""
+    assert "nothing was answered yet" in ran.err
+    assert "/nothing is not known" in ran.err
+    assert "/budget is not known" in ran.err
+    assert "expected a model over a neuron store, found one in memory" in ran.err
+    full = talk("def main(\n" + "x " * 60 + "\n", "--max-tokens", "30")
+    assert full.code == 0
+    assert "talk: expected 1 to 29 tokens before an answer" in full.err
+
+
+def test_folders_of_other_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    for verb in ("chat", "serve"):
+        assert main([verb, str(tmp_path)]) == 2
+        assert "found a bundle for ExecuTorch. Use `torch-pi2 run`, with --chat for a talk." in capsys.readouterr().err
+    assert main(["serve", str(folder), str(folder), "--trust-remote-code"]) == 2
+    assert "folders: expected a name for each model, found talks, talks" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "torch_pi2", "serve", str(folder), "--trust-remote-code", "--port", "0", "--json"]
+    asked = [*command, "--activations", "int8", "--lanes", "2", "--max-tokens", "128"]
+    environment = os.environ | {"TORCH_PI2_API_KEY": "secret"}
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        url = next(found[0] for line in process.stderr if (found := re.search(r"http://\S+/v1", line)))
+        yield process, url
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_from_start_to_end(
+    server: tuple[subprocess.Popen[str], str], folder: Path, number: signal.Signals
+) -> None:
+    process, url = server
+    client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
+    asked: dict[str, Any] = {"model": "talks", "prompt": "def main(", "max_tokens": 100, "temperature": 0}
+    stream = client.completions.create(**asked, stream=True)
+    first = next(iter(stream)).choices[0].text
+    process.send_signal(number)  # what has begun is answered to its end
+    assert first + "".join(chunk.choices[0].text for chunk in stream) == alone(folder, "def main(", 100)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(out)["talks"]["ended"] == {"length": 1}

@@ -1,0 +1,127 @@
+"""``Talk``: questions and answers one after another with one model, of which nothing is read twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.generate import Sampling, end_tokens, pick
+from torch_pi2.decode.growing import Growing
+from torch_pi2.errors import ShapeError
+from torch_pi2.serve.text import Text
+
+
+@dataclass
+class Said:
+    """One answer.
+
+    Attributes:
+        prompt_tokens: of the talk with the question; known: so many of them were not read again. tokens: of the answer.
+        prompt_seconds, seconds: of reading, and of the steps. ended: ``eos``, ``length``, or ``interrupted``.
+    """
+
+    prompt_tokens: int
+    known: int
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    ended: str = "interrupted"
+
+
+class Talk:
+    """A talk with ``model``; where its tokenizer has no chat template, a text that both write in turn.
+
+    Args:
+        max_tokens: of the whole talk. limit: of an answer. sampling: None: greedy. system: what is said before all.
+        compiled: see :class:`~torch_pi2.decode.decode.Decoder`.
+
+    Attributes:
+        messages: what has been said, as chat templates take it. last: the last answer, None: there was none.
+        template: whether there is a chat template.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        max_tokens: int,
+        limit: int,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        system: str | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True)
+        self._tokenizer, self._ends = tokenizer, end_tokens(model, None)
+        self._limit, self._sampling, self._seed = limit, sampling, seed
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.template = bool(getattr(tokenizer, "chat_template", None))
+        self.messages = list(self._system)
+        self.last: Said | None = None
+        self._fed: list[int] = []  # ids whose keys and values there are
+
+    def reset(self) -> None:
+        """Forget what has been said."""
+        self.messages = list(self._system)
+
+    def say(self, text: str) -> Iterator[str]:
+        """The answer to ``text``, piece by piece. Whoever stops listening, or interrupts it, ends it there.
+
+        Raises:
+            ShapeError: the talk has no room for an answer; it is as it was before.
+        """
+        self.messages.append({"role": "user", "content": text})
+        ids = self._ids()
+        room = self._decoder.max_tokens - len(ids)
+        if room < 1 or not ids:
+            self.messages.pop()
+            raise ShapeError(
+                "talk",
+                expected=f"1 to {self._decoder.max_tokens - 1} tokens before an answer",
+                found=str(len(ids)),
+                fix="Begin another, or make room for more tokens.",
+            )
+        answer = ""
+        try:
+            for piece in self._answer(ids, min(self._limit, room)):
+                answer += piece
+                yield piece
+        finally:
+            self.messages.append({"role": "assistant", "content": answer})
+
+    def _answer(self, ids: list[int], limit: int) -> Iterator[str]:
+        length = min(len(ids) - 1, self._decoder.length, len(self._fed))
+        known = next((i for i in range(length) if ids[i] != self._fed[i]), max(0, length))
+        self.last = said = Said(len(ids), known)
+        growing, text = Growing(0, self._seed, limit, self._ends), Text(self._tokenizer)
+        self._seed += 1
+        started = time.perf_counter()
+        logits_1V = self._decoder.prompt(torch.tensor([ids]), known=known)
+        said.prompt_seconds = time.perf_counter() - started
+        self._fed = list(ids)
+        while growing.ended is None:
+            started = time.perf_counter()
+            if growing.tokens:
+                logits_1V = self._decoder.step(torch.tensor([[growing.tokens[-1]]]))
+                self._fed.append(growing.tokens[-1])
+            growing.take(pick(logits_1V[0], self._sampling, growing.random))
+            said.tokens, said.seconds = len(growing.tokens), said.seconds + time.perf_counter() - started
+            if growing.tokens[-1] not in self._ends:
+                yield text.add(growing.tokens[-1])
+        said.ended = growing.ended
+        yield text.end()
+
+    def _ids(self) -> list[int]:
+        if self.template:
+            text = self._tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._tokenizer("".join(message["content"] for message in self.messages))["input_ids"]
+        return ids
