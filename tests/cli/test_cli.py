@@ -313,7 +313,7 @@ def _error(ran: Ran) -> dict[str, str]:
         ([], "the following arguments are required: VERB"),
         (["fly"], "invalid choice: 'fly'"),
         (["profile"], "the following arguments are required"),
-        (["synthetic", "--out", "o", "--seed", "x"], "invalid seed value: 'x'"),
+        (["synthetic", "o", "--seed", "x"], "invalid seed value: 'x'"),
         (["profile", "m", "--out", "o", "--threads", "0"], "expected 1 or more, found 0"),
         (["optimize", "m", "--out", "o", "--method", "magic"], "invalid choice: 'magic'"),
     ],
@@ -427,6 +427,14 @@ def test_folders_that_hold_something_else(command, model_dir, tmp_path) -> None:
         ["plan", model_dir, "--stats", tmp_path / "empty", "--predictors", tmp_path / "empty", "--out", tmp_path / "p"],
     ):
         assert _error(command(*argv, "--json", ok=False))["type"] == "ArtifactError"
+
+
+def test_folders_of_other_verbs(command, made) -> None:
+    """As tests/cli/test_command_line.py, of folders that are really there."""
+    for name, verb in (("exact", "generate"), ("stats", "optimize"), ("predictors", "optimize"), ("plan", "inspect")):
+        error = _error(command("run", made[name], "--ids", "1", "--json", ok=False))
+        assert error["fix"].startswith(f"Use: torch-pi2 {verb} ")
+        assert str(made[name]) in error["fix"]
 
 
 def test_senseless_sampling_and_an_empty_prompt(command, made) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -54,6 +55,16 @@ def test_run_streams_the_text(command: Any, folder: Path) -> None:
     assert found["tokens_per_second"] == pytest.approx(19 / found["decode_seconds"])
     assert found["load_seconds"] > 0
     assert (found["target"], found["hit_rate"], found["streamed"]) == ("xnnpack", None, False)
+
+
+def test_run_says_nothing_of_executorch(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch_pi2", "run", str(folder), "--ids", "5,6", "--max-new-tokens", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_bundle_is_for_run(command: Any, folder: Path) -> None:
+    assert f"Use: torch-pi2 run {folder} --prompt" in command("generate", folder, "--prompt", "x", code=2).err
 
 
 def test_text_comes_while_it_is_generated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

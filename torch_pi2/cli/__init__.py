@@ -17,12 +17,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from torch_pi2.base.fields import argument, shown
-from torch_pi2.base.version import __version__
+from torch_pi2.cli.logs import said
 from torch_pi2.cli.output import OutputError, emit
-from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.cli.parser import Help, Parser, Version
+from torch_pi2.cli.tables import shown_on
+from torch_pi2.errors import ArtifactError, Pi2Error
+
+__all__ = ["VERBS", "Parser", "build_parser", "main"]
 
 #: verb -> one line of help, in the order in which they are used.
 VERBS = {
@@ -43,25 +47,13 @@ VERBS = {
     "replay": "what other caches would have had of recorded accesses",
     "report": "one HTML file that shows a model folder: neurons, plan, times, caches, reads",
     "doctor": "versions, CPU features, kernels, missing extras",
+    "completion": "the script that lets a shell complete all this",
 }
+#: Verbs that compute nothing; the others wait for torch to be imported.
+_WITHOUT_TORCH = ("completion",)
 
 
 BuildParser = Callable[[], argparse.ArgumentParser]
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as a Pi2Error, so that ``--json`` covers it too."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        raise ConfigError("command line", expected="valid arguments", found=message, fix=f"See `{self.prog} --help`.")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        """Help and versions, which argparse lets go unwritten."""
-        if file is sys.stderr:
-            super()._print_message(message, file)
-        else:
-            emit(sys.stdout, message)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -69,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     from torch_pi2.cli import common
 
     parser = Parser(prog="torch-pi2", description="Sparse feed-forward layers for PyTorch models.")
-    parser.add_argument("--version", action="version", version=f"torch-pi2 {__version__}")
+    parser.add_argument("--version", action=Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, help_line in VERBS.items():
         module = importlib.import_module(f"torch_pi2.cli.{name}")
@@ -78,11 +70,11 @@ def build_parser() -> argparse.ArgumentParser:
             help=help_line,
             description=module.__doc__,
             epilog=f"example:\n  {module.EXAMPLE}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         module.add_arguments(verb)
         common.add_every(verb)
-        verb.set_defaults(module=module)
+        verb.set_defaults(module=module, root=parser)
     return parser
 
 
@@ -92,18 +84,27 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
         wrong = "Only UTF-8 is taken: correct it, or rename the file."
         argument(given, f"argument {shown(given)}", wrong).text(empty=True)
     args = parser().parse_args(argv)
+    args.stdout = sys.stdout  # for a verb that writes its result as it comes, or elsewhere
+    # Standard output is for the result alone.
+    with said(args.verbose, args.quiet), contextlib.redirect_stdout(sys.stderr):
+        if getattr(args, "verb", None) not in _WITHOUT_TORCH:
+            _begin(args)
+        result = args.module.run(args)
+        with shown_on(args.stdout):
+            text = json.dumps(result) if args.json else args.module.render(result)
+    return result, text, args.stdout
+
+
+def _begin(args: argparse.Namespace) -> None:
+    """Import what nearly all verbs use, and refuse a folder that another verb is for."""
     with _quiet_interrupts():
         import torch
 
         import torch_pi2.api  # noqa: F401 (what nearly all verbs use)
+        from torch_pi2.cli import folders
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    args.stdout = sys.stdout  # for a verb that writes its result as it comes, or elsewhere
-    # Standard output is for the result alone.
-    with contextlib.redirect_stdout(sys.stderr):
-        result = args.module.run(args)
-        text = json.dumps(result) if args.json else args.module.render(result)
-    return result, text, args.stdout
+    folders.check(args)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ import argparse
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.base.fields import shown
 from torch_pi2.base.units import percent as percent
 from torch_pi2.base.units import size as size
+from torch_pi2.cli.tables import table as table
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.formats import ACTIVATIONS, FLOATS
 from torch_pi2.spec.config import METHODS, QUANTIZATIONS, WEIGHTS, Config
@@ -69,6 +71,9 @@ def temperature(text: str) -> float:
 def add_every(parser: argparse.ArgumentParser) -> None:
     """Options of every verb."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    level = parser.add_mutually_exclusive_group()
+    level.add_argument("-v", "--verbose", action="store_true", help="say more, and what other libraries warn of")
+    level.add_argument("-q", "--quiet", action="store_true", help="say only what went wrong; no progress")
     if "--threads" not in parser._option_string_actions:
         parser.add_argument("--threads", type=threads, help="compute threads, 1 to 1024 (default: torch's)")
 
@@ -76,7 +81,7 @@ def add_every(parser: argparse.ArgumentParser) -> None:
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """How a checkpoint is loaded."""
     group = parser.add_argument_group("loading")
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights (default: auto, the checkpoint's)")
     group.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
     group.add_argument("--allow-download", action="store_true", help="fetch MODEL if it is not here (default: never)")
 
@@ -95,7 +100,7 @@ def add_text(parser: argparse.ArgumentParser, default: str = "stdlib") -> None:
         "--text",
         default=default,
         metavar=f"FILE|{default}",
-        help="UTF-8 text (default: source of Python's standard library)",
+        help=f"UTF-8 text (default: {default}, source of Python's standard library)",
     )
 
 
@@ -104,22 +109,28 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "settings (lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations)"
     )
-    add = group.add_argument
+    add = partial(_add_setting, group)
     add("--method", choices=METHODS, help="how cold neurons are chosen")
     add("--hot-frequency", type=float, metavar="F", help="neurons that fire more often than this are always computed")
     add("--target-recall", type=float, metavar="R", help="share of firing neurons that a predictor must find")
     add("--tolerance", type=float, metavar="T", help="relative change of the loss that is accepted")
     add("--sparsity", type=float, metavar="S", help="share of neurons that the threshold method skips")
     add("--tokens", type=positive, dest="calibration_tokens", metavar="N", help="calibration tokens")
-    add("--seed", type=seed)
+    add("--seed", type=seed, help="of every random choice")
+
+
+def _add_setting(group: argparse._ArgumentGroup, option: str, *, help: str, **how: Any) -> None:
+    """An option that is a field of Config, whose default it has when it is not given."""
+    field = how.get("dest") or option.removeprefix("--").replace("-", "_")
+    group.add_argument(option, help=f"{help} (default: {getattr(Config, field)})", **how)
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """The fields of Config that say how weights are stored; only ``optimize`` changes them."""
     group = parser.add_argument_group("quantised weights (lossy)")
-    add = group.add_argument
-    add("--weights", choices=WEIGHTS, help="of FFNs and other large linear layers (default: float, as they are)")
-    add("--activations", choices=ACTIVATIONS, help="int8: also round the inputs of quantised layers (default: float)")
+    add = partial(_add_setting, group)
+    add("--weights", choices=WEIGHTS, help="of FFNs and other large linear layers; float: as they are")
+    add("--activations", choices=ACTIVATIONS, help="int8: also round the inputs of quantised layers")
     add("--quantization", choices=QUANTIZATIONS, help="weighted: errors count as much as inputs on --text are large")
 
 
@@ -287,15 +298,3 @@ def load_predictors(folder: Path | None, model_hash: str | None = None) -> Fitte
             if parts.has("predictors"):
                 return parts.predictors(model_hash)
     return None if folder is None else load_predictors(folder, model_hash=model_hash)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns of text; those of numbers to the right."""
-    body = [[str(c) for c in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(header), *body]) for i in range(len(header))]
-    numbers = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in body) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers)).rstrip()
-
-    return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, body)])

@@ -90,7 +90,9 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         )
     path = cached_path()
     common.check_out(path.parent)
-    hardware = measure(folder=folder, seconds=args.measure_seconds, progress=True, set_threads=torch.set_num_threads)
+    hardware = measure(
+        folder=folder, seconds=args.measure_seconds, progress=not args.quiet, set_threads=torch.set_num_threads
+    )
     hardware.save(path)
     return {"path": str(path), "hash": hardware.hash, "profile": json.loads(hardware.to_json())}
 

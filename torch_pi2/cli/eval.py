@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_text(parser, "stdlib-heldout")
     parser.add_argument("--max-tokens", type=common.positive, default=20_000, metavar="N", help="scored tokens")
     parser.add_argument("--window", type=common.positive, default=256, metavar="N", help="tokens per window")
-    parser.add_argument("--batch-size", type=common.positive, default=8, metavar="N")
+    parser.add_argument("--batch-size", type=common.positive, default=8, metavar="N", help="windows at once")
     parser.add_argument("--decode-tokens", type=common.positive, default=32, metavar="N", help="timed tokens per round")
     parser.add_argument("--rounds", type=common.positive, default=5, metavar="N", help="timed rounds")
     common.add_loading(parser)
@@ -32,7 +32,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with Parts(Path(args.model) / "pi2") as parts:
         plan = parts.plan()
     text = common.text_of(args, tokenizer, args.max_tokens)
-    settings = {"window": args.window, "batch_size": args.batch_size, "max_tokens": args.max_tokens, "progress": True}
+    settings = {
+        "window": args.window,
+        "batch_size": args.batch_size,
+        "max_tokens": args.max_tokens,
+        "progress": not args.quiet,
+    }
     loss_dense = bits_per_byte(dense, tokenizer, text, **settings)
     with work() as done:
         loss_sparse = bits_per_byte(sparse, tokenizer, text, **settings)

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)",
     )
     npu = parser.add_argument_group("hot neurons on the NPU (lossy)")
-    npu.add_argument("--precision", choices=_PRECISIONS, default="w4a16", help="default: w4a16")
+    npu.add_argument("--precision", choices=_PRECISIONS, default="w4a16", help="weights and inputs there")
     npu.add_argument("--outliers", type=int, default=64, metavar="N", help="of a chunk, neurons in 8 bits with w4a16")
     npu.add_argument(
         "--no-weight-sharing",
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         tokenizer=tokenizer,
         weight_sharing=not args.no_weight_sharing,
         calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
-        progress=True,
+        progress=not args.quiet,
     )
     return {"out": str(args.out), "manifest": Manifest.load(args.out).to_json()}
 

@@ -30,6 +30,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     stats = common.load_stats(args.stats)
     config, model, tokenizer, text = common.calibration(args)
-    predictors = torch_pi2.fit(model, text, stats=stats, tokenizer=tokenizer, config=config, progress=True)
+    predictors = torch_pi2.fit(model, text, stats=stats, tokenizer=tokenizer, config=config, progress=not args.quiet)
     save_predictors(args.out, predictors, stats.model_hash)
     return {"out": str(args.out), **describe(args.out)}

@@ -17,12 +17,18 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="DIR", help="folder written by optimize")
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most so many")
     parser.add_argument(
         "--temperature", type=common.temperature, default=0.0, metavar="T", help="0 (default) is greedy"
     )
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample among the likeliest tokens that together have this probability",
+    )
     parser.add_argument(
         "--num-return-sequences",
         type=common.positive,
@@ -30,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="continue the prompt so many times in one batch, each with a seed of its own",
     )
-    parser.add_argument("--seed", type=common.seed, default=0)
+    parser.add_argument("--seed", type=common.seed, default=0, help="of sampling")
     parser.add_argument(
         "--prompt-lookup",
         type=common.positive,

@@ -42,16 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    return {"folder": str(args.folder), **describe(args.folder, args.verify)}
+    return {"folder": str(args.folder), **describe(args.folder, args.verify, not args.quiet)}
 
 
-def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
+def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[str, Any]:
     """What is in ``folder``: ``contains``, file sizes, one dict per layer, what a store's bytes are for, and budgets.
 
     A bundle has other facts: see :func:`torch_pi2.cli.inspect_bundle.describe_bundle`.
 
     Args:
         folder: one of ours, or a neuron store without one. verify: compare all of the store with its checksums.
+        progress: show how far that is, in a terminal.
 
     Raises:
         ArtifactError: nothing of ours is there, or a file is damaged. ConfigError: there is no store to verify.
@@ -60,9 +61,9 @@ def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
     from torch_pi2.store.storefile import STORE_FILE
 
     if (folder / "manifest.json").is_file():
-        return describe_bundle(folder, verify)
+        return describe_bundle(folder, verify, progress)
     if folder.is_file():
-        return _describe_file(folder, verify)
+        return _describe_file(folder, verify, progress)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
     if verify and not os.path.lexists(inner / STORE_FILE):
         raise ConfigError(
@@ -81,7 +82,7 @@ def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
                 found="none of them" if folder.is_dir() else "no such folder",
                 fix="Pass a folder written by torch-pi2 profile, fit, plan, optimize or pack.",
             )
-        store, slots = _store(inner / STORE_FILE, verify) if has_store else (None, {})
+        store, slots = _store(inner / STORE_FILE, verify, progress) if has_store else (None, {})
         stats, predictors = parts.stats(), parts.predictors()
         plan = parts.plan() if parts.has("plan") else None
     layers: dict[str, dict[str, Any]] = {}
@@ -102,9 +103,9 @@ def describe(folder: Path, verify: bool = False) -> dict[str, Any]:
     }
 
 
-def _describe_file(path: Path, verify: bool) -> dict[str, Any]:
+def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
     """As :func:`describe`, of a store alone."""
-    store, layers = _store(path, verify)
+    store, layers = _store(path, verify, progress)
     return {
         "contains": ["store"],
         "files": {path.name: store["bytes"]},
@@ -165,7 +166,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: FittedPredictors)
     return figures | {"context": _CONTEXT}
 
 
-def _store(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The whole store, and its layers by key."""
     from torch_pi2.store.storefile import StoreReader
 
@@ -190,7 +191,7 @@ def _store(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, dict[str
             "regions": store.regions(),
             "format_version": store.metadata["pi2_version"],
             "provenance": store.provenance(),
-            "verified_bytes": store.verify(progress=True) if verify else None,
+            "verified_bytes": store.verify(progress=progress) if verify else None,
         }
     return facts, layers
 

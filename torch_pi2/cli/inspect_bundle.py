@@ -9,11 +9,11 @@ from torch_pi2.cli import common
 from torch_pi2.errors import Pi2Error
 
 
-def describe_bundle(folder: Path, verify: bool) -> dict[str, Any]:
+def describe_bundle(folder: Path, verify: bool, progress: bool = True) -> dict[str, Any]:
     """The manifest, and what the program and the store themselves say.
 
     Args:
-        verify: compare all files with their hashes.
+        verify: compare all files with their hashes. progress: show how far that is, in a terminal.
 
     Returns:
         ``contains`` (["bundle"]), ``files``, ``bytes``, ``manifest``, ``methods`` (name -> delegates, operators and
@@ -28,7 +28,7 @@ def describe_bundle(folder: Path, verify: bool) -> dict[str, Any]:
     from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
 
     manifest = Manifest.load(folder)
-    read = manifest.verify(folder, "all" if verify else "sizes", progress=True)
+    read = manifest.verify(folder, "all" if verify else "sizes", progress=progress)
     unknown = None
     try:
         program = describe_program(folder / PROGRAM_FILE)

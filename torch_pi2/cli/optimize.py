@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--predictors", type=Path, metavar="DIR", help="folder written by fit (needs --stats; default: fit now)"
     )
     common.add_text(parser)
-    parser.add_argument("--hardware", metavar="NAME", help="plan for it, too: measured, a preset, or a file")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="plan for it, too: measured, a preset, or a file (default: for none)"
+    )
     common.add_config(parser)
     common.add_storage(parser)
 
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         stats=stats,
         predictors=predictors,
         hardware=args.hardware,
-        progress=True,
+        progress=not args.quiet,
     )
     torch_pi2.save(model, args.out, tokenizer=tokenizer)
     errors = {name: asdict(error) for name, error in parts_of(model).quantization.items()}

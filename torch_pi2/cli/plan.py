@@ -32,7 +32,7 @@ _OF_MACHINE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="Hugging Face checkpoint, or a folder of optimize, save or pack")
-    add("--stats", type=Path, metavar="DIR", help="folder written by profile (a folder of ours may have its own)")
+    add("--stats", type=Path, metavar="DIR", help="folder written by profile (default: MODEL's own, if it has some)")
     add("--predictors", type=Path, metavar="DIR", help="folder written by fit")
     add("--update", type=Path, metavar="DIR", help="statistics of use (torch_pi2.watch): plan with them added")
     add("--out", type=Path, metavar="DIR", help="folder to write into (torch_pi2.load(MODEL, plan=DIR))")
@@ -56,7 +56,12 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--batches", type=_numbers, metavar="N,N", help="numbers of sequences to plan for (default: 1,2,4,8,16)")
     add("--min-recall", type=float, metavar="R", help="share of firing neurons that must be computed (default: any)")
     add("--one-boundary", action="store_true", default=None, help="the same hot neurons at all batch sizes")
-    add("--clusters", type=_numbers, metavar="N,N", help="neurons in a slot of a store, to choose from for packing")
+    add(
+        "--clusters",
+        type=_numbers,
+        metavar="N,N",
+        help="neurons in a slot of a store, to choose from for packing (default: as MODEL is)",
+    )
     add("--accesses", type=Path, metavar="FILE", help="of torch_pi2.record_accesses: choose the cache's policy by them")
     add("--planner", choices=_PLANNERS, help="optimum (default), or a simple plan to compare with")
     add(

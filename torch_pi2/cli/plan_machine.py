@@ -51,7 +51,7 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
             found=f"--planner {kind}, which does not look at it",
             fix="Leave one of them out.",
         )
-    found = _planned(shape, hardware, kind, how, only)
+    found = _planned(shape, hardware, kind, how, only, not args.quiet)
     made = with_hardware(base, found, stats if live is not None else None)
     others = {name: fixed_plan(shape, hardware, name, **how) for name in KINDS} if kind == "optimum" else {}
     result: dict[str, Any] = {"out": None, "hardware": _facts(found, hardware), "buckets": _buckets(found, others)}
@@ -59,7 +59,8 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
         from torch_pi2.observe.drift import drift
 
         if first_shape is not None:
-            first = with_hardware(free(first), _planned(first_shape, hardware, kind, how, only))
+            before_it = _planned(first_shape, hardware, kind, how, only, not args.quiet)
+            first = with_hardware(free(first), before_it)
         about = {"planned": moved(first, made), "orders_stay": _is_ours(args)}
         result["moved"] = drift(first, live).to_json() | about
     if args.out is not None:
@@ -74,14 +75,19 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _planned(
-    shape: ModelShape, hardware: Hardware, kind: str, how: Mapping[str, Any], only: Mapping[str, Any]
+    shape: ModelShape,
+    hardware: Hardware,
+    kind: str,
+    how: Mapping[str, Any],
+    only: Mapping[str, Any],
+    progress: bool,
 ) -> HardwarePlan:
     """``only``: for the optimum, which alone looks at it."""
     from torch_pi2.planner.baselines import fixed_plan
     from torch_pi2.planner.solve import solve
 
     if kind == "optimum":
-        return solve(shape, hardware, **how, **only, progress=True)
+        return solve(shape, hardware, **how, **only, progress=progress)
     return fixed_plan(shape, hardware, kind, **how)
 
 

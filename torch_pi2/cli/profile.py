@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     common.check_out(args.out)
     config, model, tokenizer, text = common.calibration(args)
-    torch_pi2.profile(model, text, tokenizer=tokenizer, config=config, progress=True).save(args.out)
+    torch_pi2.profile(model, text, tokenizer=tokenizer, config=config, progress=not args.quiet).save(args.out)
     return {"out": str(args.out), **describe(args.out)}
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     common.check_out(args.out)
     how = common.given(args, "weights", "quantization", "trust_remote_code")
-    report = torch_pi2.quantize(args.source, args.out, **how, progress=True)
+    report = torch_pi2.quantize(args.source, args.out, **how, progress=not args.quiet)
     return {"out": str(args.out), **report.to_json()}
 
 

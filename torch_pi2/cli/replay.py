@@ -24,11 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         default="30%,50%,70%",
         metavar="SIZES",
-        help="of the cache: shares of all neurons, or bytes, comma-separated (default: 30%%,50%%,70%%)",
+        help="of the cache: shares of all neurons, or bytes, comma-separated",
     )
     add("--policies", metavar="NAMES", help="comma-separated (default: all, and optimal)")
-    add("--hot-share", type=float, metavar="SHARE", help="of the cache, for the most frequent neurons: never evicted")
-    add("--window", type=int, metavar="N", help="calls of a layer; 0: none")
+    add(
+        "--hot-share",
+        type=float,
+        metavar="SHARE",
+        help="of the cache, for the most frequent neurons: never evicted (default: as it ran)",
+    )
+    add("--window", type=int, metavar="N", help="calls of a layer; 0: none (default: as it ran)")
     add("--empty", action="store_true", help="begin with an empty cache, not one filled with the most frequent")
 
 
@@ -41,7 +46,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     policies = args.policies.split(",") if args.policies else [*POLICIES, replay.OPTIMAL]
     slots = [replay.slots_of(accesses, text) for text in args.budget.split(",")]
     how = {"hot_share": args.hot_share, "window": args.window, "preload": False if args.empty else None}
-    caches = replay.replay_all(accesses, policies, slots, progress=True, **how)
+    caches = replay.replay_all(accesses, policies, slots, progress=not args.quiet, **how)
     again = replay.as_run(accesses) if accesses.run["whole"] else None
     return {
         "file": str(args.file),

@@ -18,7 +18,7 @@ EXAMPLE = "torch-pi2 report my-sparse-model -o report.html --trace out.json --ac
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="MODEL_DIR", help="written by optimize, quantize, synthetic or pack")
-    add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)")
+    add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
     add(
         "--plan", type=Path, metavar="DIR", help="another plan for it than its own (torch-pi2 plan MODEL_DIR --out DIR)"
     )
@@ -45,7 +45,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if is_standard_output(args.out):
         args.stdout = sys.stderr
     found = report.collect(
-        args.folder, trace=args.trace, accesses=args.accesses, measured=args.measured, plan=args.plan, progress=True
+        args.folder,
+        trace=args.trace,
+        accesses=args.accesses,
+        measured=args.measured,
+        plan=args.plan,
+        progress=not args.quiet,
     )
     path = report.write(found, args.out)
     size = None if to_replace(path) is None else path.stat().st_size

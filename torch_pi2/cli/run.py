@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.cli.logs import muted
 from torch_pi2.cli.output import emit
 
 EXAMPLE = "torch-pi2 run bundle --prompt 'def main(' --max-new-tokens 64 --budget 2GiB"
@@ -32,16 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="--prompt is what a user says: the tokenizer's chat template goes around it"
     )
     add("--system", metavar="TEXT", help="with --chat: what the system says first")
-    add("--max-new-tokens", type=common.positive, default=64, metavar="N")
+    add("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most so many")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
-    add("--top-p", type=float, default=1.0, metavar="P")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample among the likeliest tokens that together have this probability",
+    )
     add("--seed", type=common.seed, default=0, help="of the first sequence; the next has this and 1")
     add("--num-return-sequences", type=common.positive, default=1, metavar="N", help="answers to one prompt")
     add("--budget", metavar="BYTES", help="memory for all of it but Python, such as 2GiB (default: as it takes)")
-    add("--store", type=Path, metavar="PATH", help="the neuron store, or its folder, if it is not in BUNDLE")
-    add("--io-threads", type=common.positive, metavar="N", help="that read the store")
-    add("--engine", metavar="NAME", help="reading: auto, pread or io_uring")
-    add("--policy", metavar="NAME", help="of the neuron cache: lfu, lru, sieve, s3-fifo, static or none")
+    add("--store", type=Path, metavar="PATH", help="the neuron store, or its folder (default: BUNDLE)")
+    add("--io-threads", type=common.positive, metavar="N", help="that read the store (default: 64)")
+    add("--engine", metavar="NAME", help="reading: auto, pread or io_uring (default: auto)")
+    add("--policy", metavar="NAME", help="of the neuron cache: lfu, lru, sieve, s3-fifo, static or none (default: lfu)")
     add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     add(
         "--verify",
@@ -52,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.cli.folders import kind_of
     from torch_pi2.errors import ConfigError
     from torch_pi2.export.run import Bundle
 
@@ -59,8 +67,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--system", expected="--chat beside it", found="none", fix="Pass --chat, or leave it out.")
     if args.chat and args.prompt is None:
         raise ConfigError("--chat", expected="--prompt beside it", found="--ids", fix="Pass --prompt, or leave it out.")
-    if args.threads is not None:
-        _set_threads(args.threads)
+    if kind_of(args.bundle) == "bundle":
+        _start_threads(args.threads, args.verbose)
     streamed = not args.json and args.num_return_sequences == 1
     with Bundle(
         args.bundle,
@@ -107,14 +115,20 @@ def _prompt(args: argparse.Namespace) -> Any:
     return [*system, {"role": "user", "content": args.prompt}]
 
 
-def _set_threads(count: int) -> None:
-    """Of ExecuTorch's pool, which XNNPACK and our delegate share; there is no other function for it in Python."""
+def _start_threads(count: int | None, verbose: bool) -> None:
+    """ExecuTorch's pool, which XNNPACK and our delegate share, with ``count`` threads or as many as it takes.
+
+    It tells of every file about the CPU that it does not find; nothing else is silenced.
+    """
     from torch_pi2.decode.executorch import load_library
 
     load_library()
-    from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
+    from executorch.extension.pybindings import portable_lib
 
-    _unsafe_reset_threadpool(count)
+    with muted(verbose):
+        portable_lib._threadpool_get_thread_count()
+        if count is not None:
+            portable_lib._unsafe_reset_threadpool(count)
 
 
 class _Stream:

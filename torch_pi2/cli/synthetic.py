@@ -28,11 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "configuration values as JSON, with model_type",
     )
     parser.add_argument("--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire")
-    parser.add_argument("--weights", choices=[*QUANTIZED, *FLOATS], default="int4")
-    parser.add_argument("--predictor", choices=[*PREDICTED, "none"], default="lowrank")
+    parser.add_argument("--weights", choices=[*QUANTIZED, *FLOATS], default="int4", help="how they are stored")
+    parser.add_argument(
+        "--predictor", choices=[*PREDICTED, "none"], default="lowrank", help="what finds firing neurons"
+    )
     parser.add_argument("--rank", type=common.positive, default=512, metavar="R", help="of the low-rank predictor")
-    parser.add_argument("--predictor-weights", choices=QUANTIZED, default="int4")
-    parser.add_argument("--layers", type=common.positive, metavar="N", help="another number of layers")
+    parser.add_argument("--predictor-weights", choices=QUANTIZED, default="int4", help="of the low-rank predictor")
+    parser.add_argument(
+        "--layers", type=common.positive, metavar="N", help="another number of layers (default: the shape's)"
+    )
     parser.add_argument(
         "--locality",
         type=float,
@@ -40,9 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="part of a token's noise that its topic shares (default: as measured on text; 0: experts evenly used)",
     )
     parser.add_argument(
-        "--distinct-layers", type=common.positive, metavar="N", help="make N layers' neurons; the others have copies"
+        "--distinct-layers",
+        type=common.positive,
+        metavar="N",
+        help="make N layers' neurons; the others have copies (default: all)",
     )
-    parser.add_argument("--seed", type=common.seed, default=0)
+    parser.add_argument("--seed", type=common.seed, default=0, help="of the random weights")
 
 
 def _shape(text: str) -> str | dict[str, Any]:
@@ -66,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         predictor=None if args.predictor == "none" else args.predictor,
         **({} if args.locality is None else {"locality": args.locality}),
         **common.given(args, "active", "weights", "rank", "predictor_weights", "layers", "distinct_layers", "seed"),
-        progress=True,
+        progress=not args.quiet,
     )
     size = sum(p.stat().st_size for p in args.out.rglob("*") if p.is_file())
     return {"out": str(args.out), "bytes": size, "seconds": time.perf_counter() - start, **label}

@@ -1,0 +1,398 @@
+"""What all verbs share: help with defaults, "did you mean", -v and -q, what others say, completion, tables, folders."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_pi2 import Config, cli
+from torch_pi2.base.version import __version__
+from torch_pi2.cli import tables
+from torch_pi2.cli.parser import Help, has_no_default
+
+REPO = Path(__file__).resolve().parents[2]
+TRAINED = REPO / "examples" / "models" / "drelu-stdlib-5m"
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*argv: object) -> tuple[int, str, str]:
+        return cli.main([str(a) for a in argv]), *capsys.readouterr()
+
+    return run
+
+
+# --- help, versions, mistakes ---
+
+
+def options() -> Iterator[tuple[str, argparse.Action, str]]:
+    """Every option of every verb, and its help as it is shown."""
+    parser = cli.build_parser()
+    verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for name, verb in verbs.choices.items():
+        for action in verb._actions:
+            if action.option_strings and action.help is not argparse.SUPPRESS:
+                yield name, action, Help(verb.prog)._expand_help(action) if action.help else ""
+
+
+def test_help_says_what_every_option_is_for_and_its_default() -> None:
+    settings = {f.name: f.default for f in fields(Config)}
+    found = list(options())
+    assert {verb for verb, _, _ in found} == set(cli.VERBS)
+    silent = [f"{verb} {a.option_strings[-1]}" for verb, a, said in found if not said]
+    of_config = {a.dest for verb, a, _ in found if verb == "optimize" and a.dest in settings}
+    assert len(of_config) >= 9
+    for verb, action, said in found:
+        default = action.default
+        if verb in ("profile", "fit", "plan", "optimize"):
+            default = settings.get(action.dest, default)
+        wanted = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        if not has_no_default(default) and not ("default" in said and wanted.removesuffix(".0") in said):
+            silent.append(f"{verb} {action.option_strings[-1]} {wanted}: {said}")
+    assert silent == []
+
+
+def test_defaults_are_added_once_and_as_they_are_typed() -> None:
+    parser = cli.Parser(prog="p", formatter_class=Help)
+    parser.add_argument("--share", default="30%", help="of it")
+    parser.add_argument("--sizes", default=(1, 2), help="of them")
+    parser.add_argument("--said", default=1, help="so many (default: one)")
+    parser.add_argument("--flag", action="store_true", help="a flag")
+    parser.add_argument("--none", help="a name")
+    text = " ".join(parser.format_help().split())
+    assert "of it (default: 30%)" in text
+    assert "of them (default: 1,2)" in text
+    assert text.count("default") == 3
+
+
+def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert capsys.readouterr().out == f"torch-pi2 {__version__} (torch {torch.__version__}, Python {python})\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "found", "meant"),
+    [
+        (["genrate", "m"], "invalid choice: 'genrate'", "generate"),
+        (["--verison"], "unrecognized arguments: --verison", "--version"),
+        (["generate", "m", "--promt", "x"], "unrecognized arguments: --promt", "--prompt"),
+        (["generate", "m", "--prompt", "x", "--max-tokens=3"], "--max-tokens=3", "--max-new-tokens"),
+        (["generate", "m", "--prompt", "x", "--dtype", "floot16"], "invalid choice: 'floot16'", "float16"),
+    ],
+)
+def test_did_you_mean(command: Command, argv: list[str], found: str, meant: str) -> None:
+    code, out, err = command(*argv)
+    assert (code, out) == (2, "")
+    assert found in err
+    assert f". Did you mean {meant}? See `torch-pi2 " in err
+
+
+def test_nothing_is_meant_where_nothing_is_near(command: Command) -> None:
+    for argv in (["qqqq"], ["doctor", "--zzzzzz"]):
+        code, _, err = command(*argv)
+        assert code == 2
+        assert "mean" not in err
+
+
+def test_values_and_shorter_names_are_no_unknown_options() -> None:
+    parse = cli.build_parser().parse_args
+    args = parse(["generate", "m", "--prompt", "--a b", "--max=3"])
+    assert (args.prompt, args.max_new_tokens) == ("--a b", 3)
+    assert parse(["inspect", "--", "--folder"]).folder == Path("--folder")
+
+
+# --- what is said on standard error ---
+
+
+def _chatty(_args: object) -> dict[str, Any]:
+    for logger in ("torch_pi2", "transformers.generation", "torchao", "torch.utils._pytree"):
+        for level in (logging.INFO, logging.WARNING, logging.ERROR):
+            logging.getLogger(logger).log(level, "%s says %s", logger, logging.getLevelName(level))
+    warnings.warn_explicit("advice", FutureWarning, "x.py", 1, module="torch.nn")
+    return {"ok": True}
+
+
+@pytest.mark.parametrize(
+    ("option", "said", "silent"),
+    [
+        ((), ["torch_pi2 says WARNING"], ["torch_pi2 says INFO", "torchao says W", "_pytree says W", "advice"]),
+        (("-v",), ["torch_pi2 says INFO", "torchao says WARNING", "_pytree says WARNING", "advice"], []),
+        (("-q",), [], ["torch_pi2 says WARNING", "torchao says W", "_pytree says W", "advice"]),
+    ],
+)
+def test_what_is_said(
+    monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], said: list[str], silent: list[str]
+) -> None:
+    """In a process of its own: pytest has handlers."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import test_command_line as here, torch_pi2.cli.doctor as doctor\n"
+        "from torch_pi2 import cli\n"
+        "doctor.run, doctor.render = here._chatty, lambda result: 'done'\n"
+        "sys.exit(cli.main(['doctor', *sys.argv[2:]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent), *option], **_CAUGHT)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    for text in [*said, "torch_pi2 says ERROR", "torchao says ERROR"]:
+        assert text in done.stderr
+    for text in silent:
+        assert text not in done.stderr
+    assert done.stderr.count("torch_pi2 says ERROR") == 1
+
+
+_CAUGHT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
+
+
+def test_loggers_and_filters_are_left_as_they_were(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_pi2.cli.doctor.run", _chatty)
+    monkeypatch.setattr("torch_pi2.cli.doctor.render", lambda _result: "")
+    names = ("torch_pi2", "torchao", "transformers", "torch")
+    command("doctor")  # torch is imported, and sets its own loggers
+
+    def state() -> list[Any]:
+        loggers = [logging.getLogger(name) for name in names]
+        return [(g.level, list(g.handlers)) for g in loggers] + list(warnings.filters)
+
+    before = state()
+    for option in ((), ("-q",), ("-v",)):
+        command("doctor", *option)
+    assert state() == before
+
+
+def test_verbose_and_quiet_exclude_each_other(command: Command) -> None:
+    assert "not allowed with argument" in command("doctor", "-v", "-q")[2]
+
+
+def test_quiet_is_without_progress(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    class Stats:
+        def save(self, _folder: Path) -> None:
+            pass
+
+    def profile(*_args: object, progress: bool, **_more: object) -> Stats:
+        asked.append(progress)
+        return Stats()
+
+    monkeypatch.setattr("torch_pi2.profile", profile, raising=False)
+    monkeypatch.setattr("torch_pi2.cli.common.calibration", lambda _args: (Config(), None, None, ""))
+    monkeypatch.setattr("torch_pi2.cli.inspect.describe", lambda _folder: {})
+    for option in ([], ["-q"]):
+        assert command("profile", "m", "--out", tmp_path / "s", "--json", *option)[0] == 0
+    assert asked == [True, False]
+    sources = (REPO / "torch_pi2" / "cli").glob("*.py")
+    assert [p.name for p in sources if re.search(r"progress\W{1,3}True[,)}]", p.read_text())] == []
+
+
+def test_generate_says_nothing_of_other_libraries(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "torch_pi2"]
+    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(400)))
+    how = ["--text", str(tmp_path / "text.py"), "--tokens", "256", "--method", "exact", "--trust-remote-code"]
+    made = subprocess.run([*program, "optimize", str(TRAINED), "--out", str(tmp_path / "m"), *how], **_CAUGHT)
+    assert made.returncode == 0, made.stderr
+    assert _of_others(made.stderr) == []
+    run = [*program, "generate", str(tmp_path / "m"), "--prompt", "def main(", "--max-new-tokens", "4"]
+    done = subprocess.run([*run, "--trust-remote-code"], **_CAUGHT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def main(")
+    assert _of_others(done.stderr) == []
+
+
+def _of_others(err: str) -> list[str]:
+    """Lines that are not ours."""
+    return [line for line in err.splitlines() if not re.match(r"torch-pi2: |torch_pi2: |method 'auto' ", line)]
+
+
+# --- completion ---
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    done = subprocess.run([sys.executable, "-m", "torch_pi2", "completion", "bash"], **_CAUGHT)
+    assert (done.returncode, done.stderr) == (0, "")
+    path = tmp_path_factory.mktemp("completion") / "torch-pi2"
+    path.write_text(done.stdout)
+    return path
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("gen", ["generate"]),
+        ("generate m --prompt-", ["--prompt-lookup"]),
+        ("generate m --dtype bf", ["bfloat16"]),
+        ("completion z", ["zsh"]),
+        ("inspect fol", ["folder"]),
+        ("report m --trace fil", ["file.json"]),
+    ],
+)
+def test_bash_completes(script: Path, tmp_path: Path, typed: str, wanted: list[str]) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.json").touch()
+    words = ["torch-pi2", *typed.split(" ")]
+    asked = (
+        f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
+        f"name=$(complete -p torch-pi2 | sed 's/.*-F \\([^ ]*\\).*/\\1/'); "
+        f"$name torch-pi2 {words[-1]} {words[-2]}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, **_CAUGHT)
+    assert [line.strip() for line in done.stdout.splitlines()] == wanted, done.stderr
+
+
+def test_completion_starts_no_torch() -> None:
+    code = (
+        "import sys; from torch_pi2 import cli\n"
+        "assert cli.main(['completion', 'zsh']) == 0 and 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], **_CAUGHT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#compdef torch-pi2")
+
+
+# --- tables ---
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    for name in ("NO_COLOR", "FORCE_COLOR", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    return Terminal()
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+HEADER = ("layer", "form", *(f"column {i}" for i in range(12)), "recall")
+ROWS = [(f"model.layers.{n}.mlp", "relu(gate)*relu(up)", *(n * 1000 + i for i in range(12)), "91 %") for n in range(3)]
+
+
+def test_piped_tables_are_text() -> None:
+    shown = tables.table(("name", "n"), [("a", 1), ("bb", 22)])
+    assert shown == "name   n\n----  --\na      1\nbb    22"
+    with tables.shown_on(io.StringIO()):
+        assert tables.table(("name", "n"), [("a", 1), ("bb", 22)]) == shown
+
+
+def test_tables_fit_the_terminal(terminal: Terminal) -> None:
+    with tables.shown_on(terminal):
+        shown = tables.table(HEADER, ROWS)
+    assert "\x1b[" in shown
+    lines = plain(shown).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    for row in ROWS:
+        assert all(word in words for cell in row for word in str(cell).split())
+    assert words.count("model.layers.1.mlp") == lines.count("") + 1 > 1
+    assert len(tables.table(HEADER, ROWS).splitlines()[0]) > 80
+
+
+def test_long_words_are_folded_and_not_cut(terminal: Terminal) -> None:
+    get = "pip install executorch==1.5.1 'torchao<0.19,>=0.18' and much more that does not fit on any line"
+    with tables.shown_on(terminal):
+        shown = plain(tables.table(("extra", "missing", "get it with"), [("export[x]", "a" * 100, get)]))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("a") >= 100
+    assert "export[x]" in shown
+    assert all(word in shown for word in get.split())
+
+
+def test_colours_only_where_they_are_wanted(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    with tables.shown_on(terminal):
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", tables.table(HEADER, ROWS))
+    monkeypatch.setenv("TERM", "dumb")
+    with tables.shown_on(terminal):
+        assert "\x1b" not in tables.table(HEADER, ROWS)
+
+
+def test_doctor_in_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal)
+    cli.main(["doctor"])
+    assert "\x1b[" in terminal.getvalue()
+    shown = plain(terminal.getvalue()).splitlines()
+    assert max(map(len, shown[shown.index(next(x for x in shown if x.startswith("extra"))) :])) <= 80
+
+
+# --- folders that another verb is for ---
+
+MARKS = {
+    "bundle": "manifest.json",
+    "store": "pi2/model.pi2",
+    "quantised": "pi2/weights.safetensors",
+    "optimised": "pi2/plan.json",
+    "checkpoint": "config.json",
+    "statistics": "stats.safetensors",
+    "predictors": "predictors.safetensors",
+    "plan": "plan.json",
+}
+PAIRS = [
+    *((verb, "bundle", "torch-pi2 run ") for verb in ("profile", "fit", "optimize", "quantize", "pack", "plan")),
+    *((verb, "bundle", "torch-pi2 run ") for verb in ("export", "generate", "eval", "report")),
+    *((verb, "store", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize", "pack")),
+    *((verb, "quantised", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
+    ("run", "optimised", "torch-pi2 generate "),
+    *((verb, "checkpoint", "torch-pi2 optimize ") for verb in ("run", "inspect", "report")),
+    *((verb, "statistics", "torch-pi2 optimize MODEL --stats ") for verb in ("run", "generate", "pack", "report")),
+    *((verb, "predictors", "--stats STATS --predictors ") for verb in ("run", "generate", "eval")),
+    *((verb, "plan", "torch-pi2 inspect ") for verb in ("run", "generate", "export")),
+]
+#: What else a verb cannot do without.
+NEEDS = {
+    "run": ["--ids", "1"],
+    "generate": ["--prompt", "x"],
+    **{key: ["--out", "o"] for key in ("profile", "optimize", "export")},
+    "fit": ["--stats", "s", "--out", "o"],
+    **{key: ["o"] for key in ("pack", "quantize")},
+}
+
+
+@pytest.mark.parametrize(("verb", "kind", "fix"), PAIRS)
+def test_a_folder_for_another_verb(command: Command, tmp_path: Path, verb: str, kind: str, fix: str) -> None:
+    mark = tmp_path / "given" / MARKS[kind]
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    (tmp_path / "given" / "config.json").touch()  # beside it, as in most of ours
+    if kind in ("statistics", "predictors", "plan"):
+        (tmp_path / "given" / "config.json").unlink()
+    code, out, err = command(verb, tmp_path / "given", *NEEDS.get(verb, []))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"torch-pi2: torch-pi2 {verb} {tmp_path / 'given'}: expected a ")
+    assert fix in err
+    assert str(tmp_path / "given") in err.partition("Use: ")[2]
+    assert "usage:" not in err
+
+
+def test_commands_that_are_named_parse() -> None:
+    """Every ``Use:`` is a command line of ours."""
+    from torch_pi2.cli.folders import _KINDS
+
+    parse = cli.build_parser().parse_args
+    for _, command in _KINDS.values():
+        parse(command.format(folder="f").replace("'...'", "x").split()[1:])
