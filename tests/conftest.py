@@ -45,6 +45,17 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def nothing_is_remembered_for_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Code that tests trust is not trusted after them."""
+    from torch_pi2.store import trust
+
+    path = tmp_path_factory.mktemp("cache") / "trusted-code.txt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trust, "record_path", lambda: path)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def graphs_are_captured_once() -> Iterator[None]:
     from captures import remembering
 

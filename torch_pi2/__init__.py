@@ -14,7 +14,7 @@ from torch_pi2.base.version import __version__
 from torch_pi2.errors import Pi2Error
 
 if TYPE_CHECKING:
-    from torch_pi2.api import fit, optimize, plan, profile, restore
+    from torch_pi2.api import fit, optimize, plan, profile, quantize_, restore
     from torch_pi2.checkpoint.pack import pack
     from torch_pi2.checkpoint.quantize import quantize
     from torch_pi2.checkpoint.save_load import load, save
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 #: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
 _FROM = {
-    "api": ("fit", "optimize", "plan", "profile", "restore"),
+    "api": ("fit", "optimize", "plan", "profile", "quantize_", "restore"),
     "checkpoint.pack": ("pack",),
     "checkpoint.quantize": ("quantize",),
     "checkpoint.save_load": ("load", "save"),
@@ -84,6 +84,7 @@ __all__ = [
     "plan_for",
     "profile",
     "quantize",
+    "quantize_",
     "record_accesses",
     "restore",
     "save",

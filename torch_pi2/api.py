@@ -1,6 +1,7 @@
 """The public functions, in the order of the data flow (design section 2)::
 
     profile -> fit -> plan -> rewrite        all of them: optimize
+    quantize_                            without any sparsity
     save / load / restore
 
 Each has a CLI verb of the same name.
@@ -10,10 +11,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -21,13 +21,14 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.decode.adapt import follow, let_go
-from torch_pi2.errors import CalibrationError, DtypeError
+from torch_pi2.errors import CalibrationError, DtypeError, check_choice
 from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.loss import causal_lm_loss
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
+from torch_pi2.formats import QUANTIZED
 from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
@@ -43,13 +44,17 @@ from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
-from torch_pi2.spec.config import Config
+from torch_pi2.spec.config import Config, ConfigFields, configured
 from torch_pi2.spec.method import LOSSY, PREDICTED, Method
 from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.store.tokenizer import tokenizer_of
 
 _log = logging.getLogger("torch_pi2")
+
+#: A model: functions that change one in place give back what they were given.
+M = TypeVar("M", bound=nn.Module)
 
 #: Tokens that predictors are fitted to (sign-bit ones: calibrated on), and the memory their samples may take.
 _FIT_TOKENS = 20_000
@@ -57,11 +62,13 @@ _SIGNBIT_TOKENS = 8192
 _FIT_BYTES = 2 << 30
 
 
-def _calibration(data: Any, tokenizer: Any, config: Config) -> list[Batch]:
+def _calibration(model: nn.Module, data: Any, tokenizer: Any, config: Config) -> list[Batch]:
     """About ``config.calibration_tokens`` tokens of ``data``, as batches that can be read more than once.
 
     A batch whose tokens cannot be told counts as a full one, so that an endless stream ends.
     """
+    if tokenizer is None and (isinstance(data, str) or (isinstance(data, list | tuple) and _has_text(data))):
+        tokenizer = tokenizer_of(model, None, "calibration text", CalibrationError)
     kept: list[Batch] = []
     tokens = 0
     for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
@@ -70,6 +77,10 @@ def _calibration(data: Any, tokenizer: Any, config: Config) -> list[Batch]:
         if tokens >= config.calibration_tokens:
             break
     return kept
+
+
+def _has_text(data: Sequence[Any]) -> bool:
+    return bool(data) and isinstance(data[0], str)
 
 
 def _sites(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
@@ -111,7 +122,13 @@ def _find(model: nn.Module, data: list[Batch] | None) -> Found:
 @checked
 @fresh_settings()
 def profile(
-    model: nn.Module, data: Any, *, tokenizer: Any = None, config: Config | None = None, progress: bool = False
+    model: nn.Module,
+    data: Any,
+    *,
+    tokenizer: Any = None,
+    config: Config | None = None,
+    progress: bool = False,
+    **fields: Unpack[ConfigFields],
 ) -> ActivationStats:
     """Measure how often each FFN neuron of ``model`` fires on ``data``.
 
@@ -122,13 +139,14 @@ def profile(
     Args:
         model: any ``nn.Module`` on the CPU; it is run in evaluation mode and left as it was.
         data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
-        tokenizer: needed for text.
+        tokenizer: for text (default: that of the folder which the model was loaded from).
+        config, fields: settings, as one object or as keywords (``sparsity=0.7``).
 
     Raises:
         CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError.
     """
-    config = config or Config()
-    kept = _calibration(data, tokenizer, config)
+    config = configured(config, fields)
+    kept = _calibration(model, data, tokenizer, config)
     return _profile(model, kept, _sites(model, kept), config, progress)
 
 
@@ -186,6 +204,7 @@ def fit(
     tokenizer: Any = None,
     config: Config | None = None,
     progress: bool = False,
+    **fields: Unpack[ConfigFields],
 ) -> FittedPredictors:
     """Fit low-rank predictors for the cold neurons, sized until the model's loss changes less than the tolerance.
 
@@ -193,13 +212,13 @@ def fit(
     experts get none: the router has left out most of their neurons, and each would have to be trained.
 
     ``data`` must give next-token logits (a causal language model); for other models use
-    :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``.
+    :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``. The others are as in :func:`profile`.
 
     Raises:
         CalibrationError, StaleArtifactError (statistics of other weights), ConfigError.
     """
-    config = config or Config()
-    kept = _calibration(data, tokenizer, config)
+    config = configured(config, fields)
+    kept = _calibration(model, data, tokenizer, config)
     return _fit(model, kept, _search_of_stats(model, kept, stats).sites, stats, config, progress)
 
 
@@ -250,20 +269,23 @@ def plan(
     *,
     config: Config | None = None,
     example: Any = None,
+    **fields: Unpack[ConfigFields],
 ) -> Plan:
     """Decide hot and cold neurons, their order, and how the cold ones are chosen. The plan is bound to ``model``.
 
     Args:
         example: calibration data of which the first batch is used to capture a model whose inputs cannot be guessed
             (anything but a Hugging Face model).
+        config, fields: settings, as one object or as keywords.
 
     Raises:
         StaleArtifactError: ``stats`` or ``predictors`` are of other weights.
         ConfigError: ``lowrank`` without predictors.
     """
+    chosen = configured(config, fields)
     data = None if example is None else list(islice(batches(example), 1))
     found = _search_of_stats(model, data, stats)
-    return _plan(model, found, stats, predictors, config or Config()).bind(model)
+    return _plan(model, found, stats, predictors, chosen).bind(model)
 
 
 def _plan(
@@ -287,18 +309,17 @@ def _plan(
 @checked
 @fresh_settings()
 def optimize(
-    model: nn.Module,
+    model: M,
     calibration: Any = None,
     config: Config | None = None,
     *,
     tokenizer: Any = None,
     stats: ActivationStats | None = None,
     predictors: Mapping[str, AnyPredictor] | None = None,
-    weights: str | None = None,
-    activations: str | None = None,
     hardware: Any = None,
     progress: bool = False,
-) -> nn.Module:
+    **fields: Unpack[ConfigFields],
+) -> M:
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
 
     Without ``calibration`` only the lossless exact gate is possible, which skips something only in ReLU-family
@@ -311,11 +332,10 @@ def optimize(
 
     Args:
         model: any ``nn.Module`` on the CPU with feed-forward layers of a known form.
-        calibration: as ``data`` of :func:`profile`.
+        calibration: as ``data`` of :func:`profile`. tokenizer: as there.
+        config, fields: settings (:class:`torch_pi2.Config`), as one object or as keywords: ``method="exact"``,
+            ``weights="int4"``.
         stats, predictors: made earlier; what is given is not made again.
-        weights, activations: instead of those of ``config``: ``int4`` or ``int8`` weights for FFNs and all other large
-            linear layers, and ``int8`` inputs of these (lossy; ``model.torch_pi2.quantization`` has every layer's
-            error).
         hardware: also plan for a machine, and follow that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
             else what :func:`torch_pi2.plan_for` takes, which plans with more settings.
         progress: progress bars on standard error (terminals only).
@@ -323,14 +343,13 @@ def optimize(
     Raises:
         Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense.
     """
+    config = configured(config, fields)
     load_library()
     if hardware is not None:
         hardware = _machine(hardware, calibration is not None or stats is not None)
-    config = config or Config()
-    config = replace(config, weights=weights or config.weights, activations=activations or config.activations)
     if calibration is None and stats is None:
         return _optimize_without_data(model, config, progress)
-    data = None if calibration is None else _calibration(calibration, tokenizer, config)
+    data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
     found = _search(model, data)
     if stats is None:
         assert data is not None
@@ -365,7 +384,7 @@ def _say_lossy(parts: Optimized, config: Config, progress: bool) -> None:
         "what that does to the loss was not measured" if change is None else f"loss {change:+.2%} on held-out data",
     )
     if config.method == "auto":
-        _log.warning("method 'auto' chose what is %s; Config(method='exact') is lossless", line)
+        _log.warning("method 'auto' chose what is %s; method='exact' is lossless", line)
     elif progress and sys.stderr.isatty():
         from tqdm import tqdm
 
@@ -403,8 +422,8 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
     return True
 
 
-def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> nn.Module:
-    found = _search(model, None)
+def _optimize_without_data(model: M, config: Config, progress: bool, data: list[Batch] | None = None) -> M:
+    found = _search(model, data)
     sites = found.sites
     smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
     if config.method in LOSSY or (smooth and config.method == "auto"):
@@ -417,12 +436,47 @@ def _optimize_without_data(model: nn.Module, config: Config, progress: bool) -> 
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left
-    return apply(model, Optimized(made, FittedPredictors(), None), progress, config)
+    apply(model, Optimized(made, FittedPredictors(), None), progress, config, data)
+    return model
 
 
 @checked
 @fresh_settings()
-def restore(model: nn.Module) -> nn.Module:
+def quantize_(
+    model: M,
+    weights: str = "int4",
+    calibration: Any = None,
+    *,
+    activations: str = "float",
+    quantization: str = "rtn",
+    tokenizer: Any = None,
+    progress: bool = False,
+) -> M:
+    """Quantise the linear layers of ``model``, those of FFNs included, in place; returns ``model``. Lossy.
+
+    Nothing becomes sparse: every neuron is computed. Embeddings, norms and small layers stay as they are, and
+    ``model.torch_pi2.quantization`` has every layer's error. It is :func:`optimize` with ``method="dense"``, so that
+    :func:`torch_pi2.save`, ``generate`` and ``Decoder`` take the result; :func:`restore` cannot undo it. A checkpoint
+    too large for memory is quantised from folder to folder by :func:`torch_pi2.quantize`.
+
+    Args:
+        weights: ``int4`` or ``int8``, groups of 32 with a float16 scale: 4.5 and 8.5 bits per weight.
+        calibration: as ``data`` of :func:`profile`: needed by ``weighted``, and by models that are not of Hugging Face.
+        activations, quantization: see :class:`torch_pi2.Config`. tokenizer: as in :func:`profile`.
+
+    Raises:
+        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left as it was.
+    """
+    check_choice("quantize_(weights)", weights, QUANTIZED, "Choose one of these.")
+    config = Config(method="dense", weights=weights, activations=activations, quantization=quantization)
+    load_library()
+    data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
+    return _optimize_without_data(model, config, progress, data)
+
+
+@checked
+@fresh_settings()
+def restore(model: M) -> M:
     """Give the original modules and weights back, bit for bit; returns ``model``. A dense model is left alone.
 
     A plan that it follows (:func:`torch_pi2.follow`) is followed no more.

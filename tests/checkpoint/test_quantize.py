@@ -573,8 +573,6 @@ def test_what_cannot_be_loaded(trained: Path, tmp_path: Path) -> None:
         torch_pi2.load(trained, model=nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="expected float or int8, found 'int4'"):
         torch_pi2.load(trained, activations="int4")
-    with pytest.raises(ArtifactError, match="Pass trust_remote_code=True"):
-        torch_pi2.load(trained)
     torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "float")
     with pytest.raises(ConfigError, match="expected float, as the weights are float"):
         torch_pi2.load(tmp_path / "float", activations="int8")

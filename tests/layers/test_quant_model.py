@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -611,11 +610,9 @@ def test_settings_are_checked() -> None:
         )
 
 
-def test_shortcuts_override_the_config() -> None:
-    config = torch_pi2.Config(method="exact")
-    model = torch_pi2.optimize(tiny("drelu"), config=config, weights="int8", activations="int8")
+def test_fields_of_the_config_as_keywords() -> None:
+    model = torch_pi2.optimize(tiny("drelu"), method="exact", weights="int8", activations="int8")
     assert {(layer.weights, layer.int8_activations) for layer in sparse_layers(model)} == {("int8", True)}
-    assert config == replace(config, weights="float")
 
 
 def test_empty_ffn_waits_for_its_bundles() -> None:

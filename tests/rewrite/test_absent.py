@@ -45,7 +45,7 @@ def _exact(model: nn.Module, x: torch.Tensor) -> nn.Module:
 
 
 def _quantised(model: nn.Module, x: torch.Tensor) -> nn.Module:
-    return torch_pi2.optimize(model, config=torch_pi2.Config(method="exact"), weights="int8")
+    return torch_pi2.optimize(model, method="exact", weights="int8")
 
 
 WAYS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import numbers
 import os
@@ -46,6 +47,8 @@ def check_fields(made: Any) -> None:
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     signature, name = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
+    fields = _fields(function)
+    _check_names(name, signature, fields, kwargs)
     try:
         given = signature.bind_partial(*args, **kwargs).arguments
     except TypeError as error:
@@ -54,6 +57,9 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     for argument, value in given.items():
         if argument in hints:
             _check(hints[argument], value, f"{name}({argument})")
+    for field, hint in fields.items():
+        if field in kwargs:
+            _check(hint, kwargs[field], f"{name}({field})")
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -63,6 +69,35 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 def _wrong_call(name: str, signature: inspect.Signature, found: str) -> ConfigError:
     wanted = ", ".join(p.name for p in signature.parameters.values() if p.default is p.empty and p.name != "self")
     return ConfigError(f"{name}()", expected=f"arguments {wanted}", found=found, fix=f"See help(torch_pi2.{name}).")
+
+
+def _check_names(name: str, signature: inspect.Signature, fields: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a keyword that the function does not have, with the one that may have been meant."""
+    parameters = signature.parameters.values()
+    if not fields and any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return  # whatever it is given
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [*(p.name for p in parameters if p.kind in named and p.name != "self"), *fields]
+    for keyword in kwargs:
+        if keyword not in known:
+            near = difflib.get_close_matches(keyword, known, 1)
+            raise ConfigError(
+                f"{name}({keyword}=...)",
+                expected=f"one of {', '.join(known)}",
+                found=shown(keyword),
+                fix=f"Did you mean {near[0]}?" if near else f"See help(torch_pi2.{name}).",
+            )
+
+
+@cache
+def _fields(function: Callable[..., Any]) -> dict[str, Any]:
+    """By name: the annotations of what ``**fields: Unpack[SomeTypedDict]`` takes; nothing without such."""
+    scope = getattr(inspect.unwrap(function), "__globals__", {})
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD and str(parameter.annotation).startswith("Unpack["):
+            (fields,) = typing.get_args(eval(parameter.annotation, scope))
+            return typing.get_type_hints(fields)
+    return {}
 
 
 @cache
@@ -101,6 +136,8 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     """The types that an annotation allows; ``object`` for what cannot be compared."""
     if hint is None:
         return (type(None),)
+    if isinstance(hint, TypeVar):
+        return _kinds(hint.__bound__ or Any)
     if len(parts := _alternatives(hint)) > 1:
         return tuple(kind for part in parts for kind in _kinds(part))
     kind = typing.get_origin(hint) or hint

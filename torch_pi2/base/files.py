@@ -32,6 +32,12 @@ Tensors = Mapping[str, torch.Tensor]
 _PATIENCE_S = 10.0
 
 
+def cache_folder() -> Path:
+    """Where what is kept between runs is: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "torch_pi2"
+
+
 def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
     """Write ``data``, or its pieces, to ``path``. Raises ArtifactError if it cannot.
 

@@ -46,6 +46,7 @@ from torch_pi2.store.superblock import (
     MOST_CLUSTER,
     SECTOR,
 )
+from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import QuantizedWeights
 
 #: Of neurons; ``float``: what the model has, nothing is rounded.
@@ -126,6 +127,8 @@ def pack(
         report = _pack(made or source, staging, None if made else weights, slot_align, cluster, progress)
         for name in (_PROGRESS, _NEURONS):
             _remove(staging / name)
+    if trust_remote_code:
+        remember(folder)
     report.seconds = time.perf_counter() - start
     return report
 

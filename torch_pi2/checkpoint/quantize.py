@@ -37,6 +37,7 @@ from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
 from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, read_config
 from torch_pi2.store.names import ExpertMatrix, stored_name
 from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 
 #: Float32 bytes of the rows that are quantised at a time.
@@ -134,6 +135,8 @@ def convert(
             if (source / PI2_FOLDER / name).exists():
                 shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
         report.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
+    if trust_remote_code:
+        remember(folder)
     report.seconds = time.perf_counter() - start
     return report
 
@@ -158,7 +161,7 @@ def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
             expected="rtn",
             found=repr(quantization),
             fix="Weighted errors need the running model and text: torch_pi2.optimize(model, text, "
-            "Config(weights=..., quantization='weighted')) and save, or torch-pi2 optimize with these options.",
+            "weights=..., quantization='weighted') and save, or torch-pi2 optimize with these options.",
         )
     check_separate("quantize", source, folder)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -40,6 +40,10 @@ from torch_pi2.spec.plan import Plan, weights_hash
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, read_config
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
+from torch_pi2.store.trust import how_to_trust, remember, trusted
+
+if TYPE_CHECKING:
+    from torch_pi2.rewrite.handle import LoadedModel
 
 _WEIGHTS = "model.safetensors"
 
@@ -97,6 +101,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         save_predictors(staging / PI2_FOLDER, parts.predictors, parts.plan.model_hash)
         if parts.stats is not None:
             parts.stats.save(staging / PI2_FOLDER)
+    remember(folder)  # copies of what runs in this process
     return folder
 
 
@@ -153,15 +158,17 @@ def load(
     strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
     progress: bool = False,
-) -> nn.Module:
+) -> LoadedModel:
     """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
 
-    It is in evaluation mode. Quantised weights are read once, into the memory that they are computed from.
+    It is in evaluation mode, and a transformers model unless another was passed as ``model``. Quantised weights are
+    read once, into the memory that they are computed from.
 
     Args:
         folder: a Hugging Face checkpoint with a ``pi2/`` folder in it. Nothing is downloaded.
         model: an instance to load into, for models that transformers cannot build (float weights only).
-        trust_remote_code: passed to transformers, for checkpoints with modelling code of their own.
+        trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. Folders that were
+            made on this machine of a model whose code ran then need it no more (:mod:`torch_pi2.store.trust`).
         dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. Of a
             quantised folder or a store: that of what is float in it but neurons, and of the hidden states.
         activations: with quantised weights ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
@@ -226,12 +233,12 @@ def load(
     return _following(apply(model.eval(), Optimized(made, predictors, stats), progress))
 
 
-def _following(model: nn.Module) -> nn.Module:
+def _following(model: nn.Module) -> LoadedModel:
     """``model``, which follows its plan if that has a part for hardware."""
     plan = parts_of(model).plan
     if plan.hardware is not None:
         follow(model, plan)
-    return model
+    return cast("LoadedModel", model)
 
 
 def _offload_of(plan: Plan) -> OffloadConfig:
@@ -351,7 +358,7 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
         model: nn.Module
         model, loading = (named or AutoModelForCausalLM).from_pretrained(
             folder,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trusted(folder, trust_remote_code),
             dtype=dtype or "auto",
             local_files_only=True,
             output_loading_info=True,
@@ -363,7 +370,7 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             f"loading {folder}",
             expected="a model that transformers can build",
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            fix="Pass trust_remote_code=True if the checkpoint brings its own code, or model=... to load into.",
+            fix=f"{how_to_trust(folder)} Or pass model=... to load into.",
         ) from error
     if missing := sorted(loading["missing_keys"]):  # transformers gives them random numbers
         raise ArtifactError(

@@ -205,7 +205,10 @@ def _loading(what: str) -> Iterator[None]:
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, bool]:
-    return {"trust_remote_code": args.trust_remote_code, "local_files_only": not args.allow_download}
+    from torch_pi2.store.trust import trusted
+
+    trust = trusted(args.model, args.trust_remote_code)
+    return {"trust_remote_code": trust, "local_files_only": not args.allow_download}
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:

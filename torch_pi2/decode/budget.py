@@ -85,27 +85,48 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     return made
 
 
-def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
+class Stats(dict[str, Any]):
+    """What :func:`stats` returns: a dictionary whose text (``print``) is a line for people."""
+
+    @property
+    def generated(self) -> bool:
+        """Whether anything was computed since the last reset: without it there are no rates, and they are None."""
+        return bool(self["wanted"])
+
+    def __str__(self) -> str:
+        size = f"{self['cache_bytes'] / 2**20:.1f} MiB of cache"
+        if not self.generated:
+            return f"nothing generated yet ({size})"
+        waited = "" if self["wait_share"] is None else f", {self['wait_share']:.1%} of the time waiting for them"
+        return f"{self['hit_rate']:.1%} of {self['wanted']} neurons were in the cache{waited} ({size})"
+
+
+@checked
+def stats(model: nn.Module, *, reset: bool = False) -> Stats:
     """What a model over a store (:func:`torch_pi2.load` with a budget) has read since the last reset.
+
+    ``print`` shows it as a line. As long as nothing was generated, ``generated`` of it is False, its rates are None,
+    and the line says so.
 
     Returns:
         :meth:`Store.stats`; ``hit_rate``: of the neurons wanted, the share that was in the cache; ``wait_share``: of
-        the time of compute threads in layers, the share spent waiting for neurons; ``budget``: a
-        :class:`~torch_pi2.store.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether reads are as
-        slow as a described device's (``late`` of them took longer than there).
+        the time of compute threads in layers, the share spent waiting for neurons (both None: nothing generated yet);
+        ``budget``: a :class:`~torch_pi2.store.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether
+        reads are as slow as a described device's (``late`` of them took longer than there).
 
     Raises:
         ConfigError: the model has no store.
     """
     store, budget = store_and_budget(model)
     found: dict[str, Any] = store.stats(reset=reset)
-    return found | {
-        "hit_rate": found["hits"] / found["wanted"] if found["wanted"] else 0.0,
-        "wait_share": found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else 0.0,
-        "budget": budget,
-        "store": store,
-        "simulated": store.device is not None,
-    }
+    return Stats(
+        found,
+        hit_rate=found["hits"] / found["wanted"] if found["wanted"] else None,
+        wait_share=found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else None,
+        budget=budget,
+        store=store,
+        simulated=store.device is not None,
+    )
 
 
 def divide(

@@ -11,14 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import argument, shown
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decode import Decoder, check_vocabulary
 from torch_pi2.decode.growing import Growing, grow
@@ -26,6 +26,7 @@ from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, Pr
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import store_of
+from torch_pi2.store.tokenizer import tokenizer_of
 
 _log = logging.getLogger("torch_pi2")
 
@@ -58,6 +59,7 @@ class Generated:
         batches: for each step, how many sequences it was for. step_ms: how long it took, in milliseconds.
         prompt_ms: reading the prompt, by an assistant too.
         drafts: what became of guesses at next tokens; None: none were asked for.
+        prompt, tokenizer: that :attr:`text` goes on from, and is decoded with; None: it was asked with ids.
     """
 
     sequences: list[list[int]]
@@ -65,6 +67,25 @@ class Generated:
     step_ms: list[float]
     prompt_ms: float
     drafts: Drafts | None = None
+    prompt: list[int] = field(default_factory=list, repr=False)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """What follows the prompt in the first sequence. Raises ConfigError: :func:`generate` was asked with ids."""
+        return self.texts[0]
+
+    @property
+    def texts(self) -> list[str]:
+        """:attr:`text` of each sequence."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                "text of what was generated",
+                expected="a tokenizer",
+                found="none: generate was asked with token ids",
+                fix="Ask it with text, pass tokenizer=..., or decode sequences yourself.",
+            )
+        return [_continuation(self.tokenizer, self.prompt, tokens) for tokens in self.sequences]
 
     @property
     def steps(self) -> int:
@@ -75,8 +96,9 @@ class Generated:
 @checked
 def generate(
     model: nn.Module,
-    input_ids: torch.Tensor,
+    input_ids: torch.Tensor | str,
     *,
+    tokenizer: Any = None,
     num_return_sequences: int = 1,
     max_new_tokens: int = 64,
     do_sample: bool = False,
@@ -114,7 +136,8 @@ def generate(
 
     Args:
         model: see :class:`~torch_pi2.decode.decode.Decoder`; dense or optimised.
-        input_ids: int64 ``[1, T]``.
+        input_ids: int64 ``[1, T]``; or text, which makes ``text`` of the result readable.
+        tokenizer: for text (default: that of the folder which the model was loaded from).
         max_new_tokens: of each sequence, at most.
         do_sample: draw tokens from softmax(logits / ``temperature``), of which the ``top_k`` most likely are left (0:
             all), and of these the fewest that have a share of ``top_p`` together.
@@ -131,11 +154,15 @@ def generate(
             (default: 4). It has keys and values of its own.
 
     Raises:
-        ConfigError: a setting makes no sense. ShapeError: not one prompt.
+        ConfigError: a setting makes no sense, or text without a tokenizer. ShapeError: not one prompt.
         UnsupportedModelError: see :class:`~torch_pi2.decode.decode.Decoder`.
         ArtifactError: from a model over a store that cannot be read.
     """
+    if isinstance(input_ids, str):
+        tokenizer = tokenizer_of(model, tokenizer, "generate(text)")
+        input_ids = _ids_of(tokenizer, input_ids)
     _check(input_ids, num_return_sequences, max_new_tokens)
+    said: dict[str, Any] = {} if tokenizer is None else {"prompt": input_ids[0].tolist(), "tokenizer": tokenizer}
     guesses = _guesses(prompt_lookup, assistant_model, draft_tokens, num_return_sequences, do_sample)
     sampling = Sampling(temperature, top_k, top_p) if do_sample else None
     tokens = input_ids.shape[1]
@@ -150,7 +177,8 @@ def generate(
         sequence = Growing(0, seed, max_new_tokens, ends, streamer)
         if engine is not None:
             engine.batch(1)
-        return _speculated(decoder, sequence, input_ids, assistant_model, guesses, max_new_tokens)
+        made = _speculated(decoder, sequence, input_ids, assistant_model, guesses, max_new_tokens)
+        return replace(made, **said)
 
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids)
@@ -174,7 +202,24 @@ def generate(
         return zip(live, logits_BV, strict=True)
 
     grow(sequences, logits_BV[0], step, lambda logits_V, random: pick(logits_V, sampling, random))
-    return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
+    return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms, **said)
+
+
+def _ids_of(tokenizer: Any, text: str) -> torch.Tensor:
+    """``[1, T]`` of a prompt. Raises ConfigError: there is not a token in it."""
+    ids = list(tokenizer(text)["input_ids"])
+    if not ids:
+        raise ConfigError("generate(text)", expected="at least one token", found=shown(text), fix="Pass some text.")
+    return torch.tensor([ids], dtype=torch.int64, device="cpu")
+
+
+def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
+    """Text of ``tokens``, with the space that some tokenizers show only behind other words."""
+    before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + tokens))
+    found = (
+        whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens, skip_special_tokens=True)
+    )
+    return str(found)
 
 
 def _decoder(model: nn.Module, tokens: int, sequences: int, compiled: bool, engine: Engine | None) -> Decoder:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from torch_pi2.api import fit, optimize, profile
+from torch_pi2.base.arguments import checked
 from torch_pi2.eval.loss import bits_per_byte
 from torch_pi2.eval.work import work
-from torch_pi2.spec.config import Config
+from torch_pi2.spec.config import Config, ConfigFields, configured
 from torch_pi2.spec.method import PREDICTED, Method
 
 
@@ -38,17 +39,19 @@ class FormatLoss:
         return asdict(self)
 
 
+@checked
 def compare_formats(
     make: Callable[[], nn.Module],
     tokenizer: Any,
     text: str,
     calibration: Any,
-    config: Config,
+    config: Config | None = None,
     *,
     formats: Sequence[tuple[str, str]] = (("int8", "float"), ("int4", "float"), ("int4", "int8")),
     window: int = 256,
     max_tokens: int | None = None,
     progress: bool = False,
+    **fields: Unpack[ConfigFields],
 ) -> list[FormatLoss]:
     """Loss on ``text`` of the float dense model, and of every format dense and with ``config.method``.
 
@@ -56,12 +59,13 @@ def compare_formats(
 
     Args:
         make: returns a fresh dense model with the same weights each time; quantising cannot be undone.
-        text: nothing may have been fitted to it; calibration: as in :func:`torch_pi2.optimize`.
+        text: nothing may have been fitted to it; calibration, config, fields: as in :func:`torch_pi2.optimize`.
         formats: pairs of weights and activations.
 
     Raises:
         Pi2Error: see :func:`torch_pi2.optimize` and :func:`torch_pi2.eval.loss.bits_per_byte`.
     """
+    wanted = configured(config, fields)
 
     def loss(model: nn.Module) -> float:
         return bits_per_byte(
@@ -72,19 +76,19 @@ def compare_formats(
     base = loss(model)
     rows = [FormatLoss("float", "float", "dense", base, 0.0, 0.0, None)]
     settings: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress}
-    stats = profile(model, calibration, config=config, **settings)
+    stats = profile(model, calibration, config=wanted, **settings)
     predictors = None
-    if config.method in ("auto", *PREDICTED):
-        predictors = fit(model, calibration, stats=stats, config=config, **settings)
+    if wanted.method in ("auto", *PREDICTED):
+        predictors = fit(model, calibration, stats=stats, config=wanted, **settings)
     del model
-    methods = list(dict.fromkeys(("dense", config.method)))
+    methods = list(dict.fromkeys(("dense", wanted.method)))
     for weights, activations in (("float", "float"), *formats):
         dense = base
         for method in methods:
             if weights == "float" and method == Method.DENSE:
                 continue
-            chosen = replace(config, method=method, weights=weights, activations=activations)
-            given = predictors if method == config.method else None
+            chosen = replace(wanted, method=method, weights=weights, activations=activations)
+            given = predictors if method == wanted.method else None
             made = optimize(make(), calibration, chosen, stats=stats, predictors=given, **settings)
             with work() as done:
                 found = loss(made)

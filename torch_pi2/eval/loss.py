@@ -15,6 +15,7 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.store.tokenizer import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def bits_per_byte(
 
     Args:
         model: a causal language model; left in the mode it was in.
-        tokenizer: a Hugging Face tokenizer.
+        tokenizer: a Hugging Face tokenizer (None: that of the folder which the model was loaded from).
         text: what to score.
         window: scored tokens per row.
         batch_size: rows per forward pass.
@@ -177,7 +178,7 @@ def bits_per_byte(
 
     Raises:
         CalibrationError: the text is shorter than two tokens.
-        ConfigError: ``window``, ``batch_size`` or ``max_tokens`` below 1.
+        ConfigError: ``window``, ``batch_size`` or ``max_tokens`` below 1, or no tokenizer is known.
         NonFiniteError: the loss is NaN or infinite.
     """
     from tqdm import tqdm
@@ -185,6 +186,7 @@ def bits_per_byte(
     for name, value in (("window", window), ("batch_size", batch_size), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
             raise ConfigError(name, expected="a positive number", found=str(value), fix=f"Pass {name}=512 or so.")
+    tokenizer = tokenizer_of(model, tokenizer, "bits_per_byte(text)")
     scored = _encode(tokenizer, text, max_tokens)
     batches = _windows(scored, window, batch_size)
     hidden = not (progress and sys.stderr.isatty())

@@ -11,6 +11,7 @@ import torch
 
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.store.firing import TokenStream
+from torch_pi2.store.trust import trusted
 
 #: Of a text that a real model is fed with.
 TEXT_BYTES = 400_000
@@ -60,7 +61,9 @@ def _text_ids(folder: Path, split: str, vocabulary: int, trust_remote_code: bool
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trusted(folder, trust_remote_code), local_files_only=True
+        )
     except (OSError, ValueError):
         return None
     text = stdlib_text(split, max_bytes=TEXT_BYTES)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch_pi2.base import process as machine
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.files import cache_folder
 from torch_pi2.base.process import cores
 from torch_pi2.base.version import __version__
 from torch_pi2.errors import ConfigError
@@ -17,12 +18,11 @@ from torch_pi2.machine.presets import PRESETS, preset
 
 
 def cached_path() -> Path:
-    """Where what was measured on this machine with this version is kept: ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Where what was measured on this machine with this version is kept."""
     about = machine.describe()["machine"]
     parts = (about["cpu"], cores(), about["kernels"], __version__, VERSION)
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "torch_pi2" / f"hardware-{key}.json"
+    return cache_folder() / f"hardware-{key}.json"
 
 
 @checked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -93,6 +93,17 @@ class Optimized(Handle):
         if not self.lossy:
             return 0.0
         return None if self.weights != "float" else self.plan.made_by.get("loss_change")
+
+
+if TYPE_CHECKING:
+
+    class LoadedModel(nn.Module):
+        """What :func:`torch_pi2.load` gives, for type checkers: nn.Module alone says of each attribute "a tensor"."""
+
+        torch_pi2: Optimized
+        config: Any
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def parts_of(model: nn.Module) -> Optimized:

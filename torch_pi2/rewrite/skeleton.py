@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ArtifactError
+from torch_pi2.store.trust import how_to_trust, trusted
 
 #: Tensors of at least as many numbers are weights, to be read later; smaller ones (rotary frequencies) are computed.
 _LARGE = 1 << 10
@@ -42,7 +43,8 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        trust = trusted(folder, trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
     except MemoryError:
         raise
     except Exception as error:  # transformers raises what its classes do
@@ -82,14 +84,14 @@ def skeleton(
     Raises:
         ArtifactError: there is none, or transformers cannot build it. LibraryMissingError: no transformers.
     """
-    config = model_config(folder, trust_remote_code=trust_remote_code)
+    config, trust = model_config(folder, trust_remote_code=trust_remote_code), trusted(folder, trust_remote_code)
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     try:
         with _LargeOnMeta(), torch.random.fork_rng(devices=[]):
             kind = dtype or config.dtype or stored or torch.float32
             model: Any = (
-                AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=kind)
+                AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=kind)
                 if (named := named_class(config)) is None
                 else named._from_config(config, dtype=kind)
             )
@@ -108,7 +110,7 @@ def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
         f"loading {folder}",
         expected="a model that transformers can build",
         found=" ".join(str(error).split())[:300],
-        fix="Pass trust_remote_code=True if the checkpoint brings its own code.",
+        fix=how_to_trust(folder),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from torch_pi2.base.arguments import check_fields
 from torch_pi2.errors import ConfigError
@@ -21,7 +22,7 @@ LINEARS = ("float32", "int8", "int4")
 
 @dataclass(frozen=True)
 class Config:
-    """How a model is made sparse.
+    """How a model is made sparse. Functions that take a ``config`` take its fields as keywords, too.
 
     Attributes:
         method: how cold neurons are chosen. ``exact`` (lossless on ReLU-family activations: what is skipped is
@@ -81,3 +82,32 @@ class Config:
             if not good:
                 fix = "Leave it out for the default."
                 raise ConfigError(f"Config.{name}", expected=expected, found=repr(getattr(self, name)), fix=fix)
+
+
+class ConfigFields(TypedDict, total=False):
+    """The fields of :class:`Config`, as keywords of the functions that take one."""
+
+    method: str
+    hot_frequency: float
+    target_recall: float
+    tolerance: float
+    sparsity: float
+    weights: str
+    activations: str
+    quantization: str
+    calibration_tokens: int
+    batch_size: int
+    seq_len: int
+    seed: int
+
+
+def configured(config: Config | None, fields: ConfigFields) -> Config:
+    """``config``, or one of ``fields``. Raises ConfigError: both were given, or a field makes no sense."""
+    if config is not None and fields:
+        raise ConfigError(
+            f"config and {', '.join(fields)}",
+            expected="a Config, or its fields as keywords",
+            found="both",
+            fix=f"Pass dataclasses.replace(config, {', '.join(f'{name}=...' for name in fields)}) as config.",
+        )
+    return config or Config(**fields)

@@ -186,10 +186,7 @@ class Save(Writing):
         from tiny_models import tiny
 
         self.model, other = (
-            torch_pi2.optimize(
-                tiny("llama-relu", seed=seed), None, torch_pi2.Config(method="exact"), weights=self.weights
-            )
-            for seed in (0, 1)
+            torch_pi2.optimize(tiny("llama-relu", seed=seed), method="exact", weights=self.weights) for seed in (0, 1)
         )
         torch_pi2.save(other, self.older)
 

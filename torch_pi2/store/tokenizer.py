@@ -1,0 +1,52 @@
+"""The tokenizer of a model: the one that was passed, or that of the folder which the model was loaded from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.base.extras import missing_package
+from torch_pi2.errors import ConfigError, Pi2Error
+from torch_pi2.store.trust import trusted
+
+#: Without one of these transformers would make up a tokenizer that knows no words.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = ConfigError) -> Any:
+    """``tokenizer``, or if that is None the one beside the weights of ``model``. Nothing is downloaded.
+
+    Args:
+        what: that needs one, in messages.
+
+    Raises:
+        error: none was passed, and the folder of the model, if it has one, has none that can be loaded; or what
+            was passed cannot read text. LibraryMissingError: it is to be loaded, without transformers.
+    """
+    if tokenizer is not None:
+        if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+            raise error(
+                f"{what}: tokenizer",
+                expected="a tokenizer: called with text it gives input_ids, and it has decode",
+                found=f"a {type(tokenizer).__name__}",
+                fix="Pass AutoTokenizer.from_pretrained(...).",
+            )
+        return tokenizer
+    name = getattr(model, "name_or_path", None)
+    folder = Path(name) if isinstance(name, str) and name else None
+    if folder is None or not any((folder / file).is_file() for file in _FILES):
+        raise _unknown(error, what, f"none, and none in {folder}" if folder else "none, and a model of no folder")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as missing:
+        raise missing_package("transformers", "hf", missing) from missing
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted(folder, False))
+    except Exception as damage:  # transformers and tokenizers raise many types for damaged files
+        said = (str(damage).strip() or type(damage).__name__).splitlines()[0]
+        raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {said[:200]}") from damage
+
+
+def _unknown(error: type[Pi2Error], what: str, found: str) -> Pi2Error:
+    fix = "Pass tokenizer=AutoTokenizer.from_pretrained(...), or token ids instead of text."
+    return error(what, expected="a tokenizer to read text with", found=found, fix=fix)

@@ -1,0 +1,95 @@
+"""Modelling code that this user has had run, remembered by its bytes: folders of ours that bring it do not ask again.
+
+transformers runs the Python files of a checkpoint only with ``trust_remote_code=True``. A folder that we write from
+such a checkpoint brings copies of them. Nothing *in* a folder can say that they may run, as whoever makes a folder
+could write that, too; so what was allowed is kept outside, a hash in the user's cache. It is written when a folder is
+made from a model whose code runs already (:func:`torch_pi2.save`), or with ``trust_remote_code=True`` (``quantize``,
+``pack``). It is believed of folders with a ``pi2/`` whose Python files are these, byte by byte. One file more, or
+another byte, and consent is needed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.base.files import cache_folder
+from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.errors import ArtifactError
+
+_log = logging.getLogger("torch_pi2")
+
+#: Where transformers is told which class of which file is to run.
+_NAMING = ("config.json", "tokenizer_config.json")
+#: ``file.Class``: of this folder, and not of another one or of a repository.
+_CLASS = re.compile(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*", re.ASCII)
+
+
+def record_path() -> Path:
+    """Where hashes are kept, one a line; deleting it forgets them all."""
+    return cache_folder() / "trusted-code.txt"
+
+
+def trusted(folder: str | Path, asked: bool) -> bool:
+    """Whether code of ``folder`` may run: ``asked`` says so (``trust_remote_code``), or it is remembered."""
+    if asked:
+        return True
+    folder = Path(folder)
+    try:
+        if not (folder / "pi2").is_dir() or not _names_only_its_own(folder):
+            return False
+        found = _hash(folder)
+        return found is not None and found in record_path().read_text().split()
+    except (OSError, UnicodeDecodeError, RuntimeError, ArtifactError):  # RuntimeError: nobody has a home
+        return False
+
+
+def remember(folder: Path) -> None:
+    """The code in ``folder`` runs with the user's consent; nothing happens if there is none."""
+    try:
+        found, path = _hash(folder), record_path()
+        if found is None or (path.exists() and found in path.read_text().split()):
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as out:
+            out.write(f"{found}\n")
+    except (OSError, UnicodeDecodeError, RuntimeError, ArtifactError) as error:
+        _log.warning("%s: its code is not remembered, pass trust_remote_code=True to load it (%s)", folder, error)
+
+
+def how_to_trust(folder: str | Path) -> str:
+    """What to do where the code of ``folder`` may be needed."""
+    known = "" if not (Path(folder) / "pi2").is_dir() else " It is not the code of a model that was made here."
+    return f"Pass trust_remote_code=True if the checkpoint brings its own code and you have read it.{known}"
+
+
+def _hash(folder: Path) -> str | None:
+    """Of names and bytes of all Python files in ``folder``; None: there are none."""
+    files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py"))
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(f"{name}\0{hashlib.sha256(read_bytes(path)).hexdigest()}\n".encode())
+    return digest.hexdigest() if files else None
+
+
+def _names_only_its_own(folder: Path) -> bool:
+    """Whether transformers, told to trust ``folder``, would run no other code than that of files in it."""
+    if (folder / "adapter_config.json").exists():  # it names another model, which would be trusted as well
+        return False
+    for file in _NAMING:
+        path = folder / file
+        about: Any = parse(read_bytes(path), path, unique=False) if path.is_file() else {}
+        named = about.get("auto_map") if isinstance(about, dict) else None
+        if named is None:
+            continue
+        if not isinstance(named, dict):
+            return False
+        for classes in named.values():
+            for name in classes if isinstance(classes, list) else [classes]:
+                found = _CLASS.fullmatch(name) if isinstance(name, str) else None
+                if name is not None and (found is None or not (folder / f"{found[1]}.py").is_file()):
+                    return False
+    return True
