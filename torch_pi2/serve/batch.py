@@ -134,7 +134,6 @@ class Batch:
         self._most_waiting = waiting
         self._changed = threading.Condition()
         self._closing = False
-        self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="pi2-batch", daemon=True)
 
     def start(self) -> None:
@@ -188,7 +187,6 @@ class Batch:
         return self.lanes - len(self._live)
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # of OpenMP, which asks every thread of Python's anew
         while True:
             with self._changed:
                 while not (self._waiting or self._live or self._closing):
