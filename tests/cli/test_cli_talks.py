@@ -87,7 +87,7 @@ def test_folders_of_other_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "manifest.json").write_text("{}")
     for verb in ("chat", "serve"):
         assert main([verb, str(tmp_path)]) == 2
-        assert "found a bundle for ExecuTorch. Use `torch-pi2 run`, with --chat for a talk." in capsys.readouterr().err
+        assert f"found a bundle, written by export. Use: torch-pi2 run {tmp_path}" in capsys.readouterr().err
     assert main(["serve", str(folder), str(folder), "--trust-remote-code"]) == 2
     assert "folders: expected a name for each model, found talks, talks" in capsys.readouterr().err
 

@@ -259,17 +259,8 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
 
 def load_any(args: argparse.Namespace) -> nn.Module:
     """The model of folder ``args.model``, optimised or plain, in eval mode."""
-    from torch_pi2.errors import ConfigError
 
-    folder = Path(args.model)
-    if (folder / "manifest.json").is_file() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model {args.model}",
-            expected="a model folder",
-            found="a bundle for ExecuTorch",
-            fix="Use `torch-pi2 run`, with --chat for a talk.",
-        )
-    return load_sparse(args) if (folder / "pi2").is_dir() else load_dense(args)
+    return load_sparse(args) if (Path(args.model) / "pi2").is_dir() else load_dense(args)
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:

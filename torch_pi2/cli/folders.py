@@ -38,6 +38,8 @@ _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "export": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "run": ("bundle", "a bundle: a folder with manifest.json", ("bundle",)),
     "generate": ("model", "a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
+    "chat": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
+    "serve": ("models", "checkpoints, or models of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "eval": ("model", "a model of optimize", ("checkpoint", *_OPTIMISED)),
     "inspect": ("folder", "a folder that torch-pi2 wrote", tuple(kind for kind in _KINDS if kind != "checkpoint")),
     "report": ("folder", "a model of optimize, quantize or pack", _OPTIMISED),
@@ -66,11 +68,11 @@ def check(args: argparse.Namespace) -> None:
     if verb not in _TAKES:
         return
     name, taken, kinds = _TAKES[verb]
-    folder = getattr(args, name)
-    kind = None if folder is None else kind_of(Path(folder))
-    if kind is None or kind in kinds:
-        return
-    found, command = _KINDS[kind]
-    raise ArtifactError(
-        f"torch-pi2 {verb} {folder}", expected=taken, found=found, fix=f"Use: {command.format(folder=folder)}"
-    )
+    given = getattr(args, name)
+    for folder in given if isinstance(given, list) else [given]:
+        kind = None if folder is None else kind_of(Path(folder))
+        if kind is not None and kind not in kinds:
+            found, command = _KINDS[kind]
+            raise ArtifactError(
+                f"torch-pi2 {verb} {folder}", expected=taken, found=found, fix=f"Use: {command.format(folder=folder)}"
+            )
