@@ -1,10 +1,12 @@
-// Splits the positions into work items and puts their results together: see pi2/attention.h.
+// Tiles of queries, one after another over what they see; where there are few, splits of the positions as work items
+// whose results are put together: see pi2/attention.h.
 #include "pi2/attention.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "base/convert.h"
 #include "base/parallel.h"
@@ -17,13 +19,27 @@ namespace {
 
 constexpr std::int64_t kSplitWords = kAttentionSplit / kAttendWord;
 constexpr std::int64_t kTileRows = 64;  // queries, sums and scores of so many, and a word of keys, are in L2 together
-constexpr std::int64_t kAlone = 64;     // tiles that are enough work items for any number of threads
 constexpr std::int64_t kTinyMacs = 1 << 16;  // waking a thread costs a few microseconds
 constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// Eight bytes to a bit each, whatever is not zero in them.
+std::uint64_t bits_of(const std::uint8_t* bytes) {
+  std::uint64_t x;
+  std::memcpy(&x, bytes, sizeof(x));
+  x = ((x & 0x7f7f7f7f7f7f7f7f) + 0x7f7f7f7f7f7f7f7f) | x;
+  return ((x >> 7 & 0x0101010101010101) * 0x0102040810204080) >> 56;
+}
 
 // What the splits of a tile found: [splits, rows], y: [., ld].
 struct Found {
   float *max, *sum, *y;
+};
+
+// Queries of one key head and some tokens, and what these see.
+struct Tile {
+  std::int64_t b, head, token, tokens, rows;  // rows: tokens * group, token by token
+  std::uint64_t* mask = nullptr;              // [tokens, ld_mask]
+  std::int64_t ld_mask = 0, words = 0, splits = 0;
 };
 
 struct Work {
@@ -31,28 +47,56 @@ struct Work {
   AttendFn attend;
   std::int64_t group, ld;
   std::int64_t tile_tokens, tiles;  // of a key head: as many tokens as have kTileRows queries
-  std::int64_t words, splits;       // as far as any token sees
-  const std::uint64_t* mask;        // [batch, tokens, ld_mask]
-  std::int64_t ld_mask;
-  float* found;  // of all tiles, if their splits are work items of their own
+  // Of all tiles, where splits are work items of their own: masks and what was found.
+  Tile* shared = nullptr;
+  float* found = nullptr;
+  std::int64_t most_splits = 0;
 
   const char* at(const void* data, const std::int64_t (&strides)[3], std::int64_t b, std::int64_t head) const {
     return static_cast<const char*>(data) + (b * strides[0] + head * strides[1]) * row_bytes(args.dtype, 1);
   }
 
-  // Queries of one key head and some tokens.
-  struct Tile {
-    std::int64_t b, head, token, tokens, rows;  // rows: tokens * group, token by token
-  };
-
+  // Without its mask.
   Tile tile(std::int64_t index) const {
     const std::int64_t token = index % tiles * tile_tokens, tokens = std::min(tile_tokens, args.tokens - token);
-    return {index / tiles / args.key_heads, index / tiles % args.key_heads, token, tokens, tokens * group};
+    Tile t{index / tiles / args.key_heads, index / tiles % args.key_heads, token, tokens, tokens * group};
+    const std::int64_t most = args.mask == nullptr && args.causal ? std::min(token + tokens, args.length) : args.length;
+    t.ld_mask = (most + kAttendWord - 1) / kAttendWord;
+    return t;
   }
 
-  std::int64_t found_floats() const { return splits * tile_tokens * group * (ld + 2); }
+  // Fills in the mask, and how far it goes.
+  void see(Tile& t, std::uint64_t* mask) const {
+    t.mask = mask;
+    for (std::int64_t i = 0; i < t.tokens; ++i) {
+      std::uint64_t* row = mask + i * t.ld_mask;
+      pack(t.b, t.token + i, row, t.ld_mask);
+      std::int64_t last = t.ld_mask;
+      while (last > t.words && row[last - 1] == 0) --last;
+      t.words = last;
+    }
+    t.splits = (t.words + kSplitWords - 1) / kSplitWords;
+  }
 
-  Found found_at(float* memory) const {
+  void pack(std::int64_t b, std::int64_t token, std::uint64_t* out, std::int64_t words) const {
+    const std::uint8_t* mask = args.mask + b * args.mask_strides[0] + token * args.mask_strides[1];
+    const std::int64_t end = args.mask == nullptr && args.causal ? std::min(token + 1, args.length) : args.length;
+    for (std::int64_t w = 0; w < words; ++w) {
+      const std::int64_t first = w * kAttendWord, count = std::clamp<std::int64_t>(end - first, 0, kAttendWord);
+      std::uint64_t word = count == kAttendWord ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
+      if (args.mask != nullptr) {
+        word = 0;
+        std::int64_t i = 0;
+        for (; i + 8 <= count; i += 8) word |= bits_of(mask + first + i) << i;
+        for (; i < count; ++i) word |= static_cast<std::uint64_t>(mask[first + i] != 0) << i;
+      }
+      out[w] = word;
+    }
+  }
+
+  std::int64_t found_floats(std::int64_t splits) const { return splits * tile_tokens * group * (ld + 2); }
+
+  Found found_at(float* memory, std::int64_t splits) const {
     const std::int64_t rows = splits * tile_tokens * group;
     return {memory, memory + rows, memory + 2 * rows};
   }
@@ -80,10 +124,10 @@ struct Work {
     a.value = at(args.value, args.value_strides, t.b, t.head);
     a.key_stride = args.key_strides[2] * row_bytes(args.dtype, 1);
     a.value_stride = args.value_strides[2] * row_bytes(args.dtype, 1);
-    a.mask = mask + (t.b * args.tokens + t.token) * ld_mask;
-    a.words = ld_mask;
+    a.mask = t.mask;
+    a.words = t.ld_mask;
     a.begin = s * kSplitWords;
-    a.end = std::min(words, a.begin + kSplitWords);
+    a.end = std::min(t.words, a.begin + kSplitWords);
     a.scale = args.scale;
     a.scores = scratch(Scratch::kScores, t.rows * kAttendWord);
     a.max = found.max + s * t.rows;
@@ -100,10 +144,10 @@ struct Work {
     float* out = scratch(Scratch::kScores, ld);
     for (std::int64_t r = 0; r < t.rows; ++r) {
       float top = kNone;
-      for (std::int64_t s = 0; s < splits; ++s) top = std::max(top, found.max[s * t.rows + r]);
+      for (std::int64_t s = 0; s < t.splits; ++s) top = std::max(top, found.max[s * t.rows + r]);
       float total = 0;
       std::fill_n(out, ld, 0.0f);
-      for (std::int64_t s = 0; s < splits; ++s) {
+      for (std::int64_t s = 0; s < t.splits; ++s) {
         const std::int64_t at = s * t.rows + r;
         if (found.sum[at] == 0) continue;
         const float factor = std::exp(found.max[at] - top);
@@ -119,97 +163,60 @@ struct Work {
   }
 
   void split_item(std::int64_t item) const {
-    const Tile t = tile(item / splits);
-    split(t, item % splits, queries(t), found_at(found + item / splits * found_floats()));
+    const Tile& t = shared[item / most_splits];
+    if (item % most_splits < t.splits) split(t, item % most_splits, queries(t), found_of(item / most_splits));
   }
 
-  void combine_item(std::int64_t item) const { combine(tile(item), found_at(found + item * found_floats())); }
+  void combine_item(std::int64_t item) const { combine(shared[item], found_of(item)); }
+
+  Found found_of(std::int64_t tile) const {
+    return found_at(found + tile * found_floats(most_splits), shared[tile].splits);
+  }
 
   void whole_item(std::int64_t item) const {
     // those that see most first, so that no thread is left with a long one
-    const std::int64_t index = item / tiles * tiles + tiles - 1 - item % tiles;
-    const Tile t = tile(index);
-    const Found here = found_at(scratch(Scratch::kPartials, found_floats()));
+    Tile t = tile(item / tiles * tiles + tiles - 1 - item % tiles);
+    see(t, reinterpret_cast<std::uint64_t*>(scratch(Scratch::kMask, 2 * t.tokens * t.ld_mask)));
+    const Found here = found_at(scratch(Scratch::kPartials, found_floats(t.splits)), t.splits);
     const float* q = queries(t);
-    for (std::int64_t s = 0; s < splits; ++s) split(t, s, q, here);
+    for (std::int64_t s = 0; s < t.splits; ++s) split(t, s, q, here);
     combine(t, here);
-  }
-};
-
-// Eight bytes to a bit each, whatever is not zero in them.
-std::uint64_t bits_of(const std::uint8_t* bytes) {
-  std::uint64_t x;
-  std::memcpy(&x, bytes, sizeof(x));
-  x = ((x & 0x7f7f7f7f7f7f7f7f) + 0x7f7f7f7f7f7f7f7f) | x;
-  return ((x >> 7 & 0x0101010101010101) * 0x0102040810204080) >> 56;
-}
-
-struct Mask {
-  const AttentionArgs& args;
-  std::int64_t words;
-  std::uint64_t* out;  // [batch, tokens, words]
-
-  void pack(std::int64_t row) const {
-    const std::int64_t b = row / args.tokens, t = row % args.tokens;
-    const std::uint8_t* mask = args.mask + b * args.mask_strides[0] + t * args.mask_strides[1];
-    const std::int64_t end = args.mask == nullptr && args.causal ? std::min(t + 1, args.length) : args.length;
-    for (std::int64_t w = 0; w < words; ++w) {
-      const std::int64_t first = w * kAttendWord, count = std::clamp<std::int64_t>(end - first, 0, kAttendWord);
-      std::uint64_t word = count == kAttendWord ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
-      if (args.mask != nullptr) {
-        word = 0;
-        std::int64_t i = 0;
-        for (; i + 8 <= count; i += 8) word |= bits_of(mask + first + i) << i;
-        for (; i < count; ++i) word |= static_cast<std::uint64_t>(mask[first + i] != 0) << i;
-      }
-      out[row * words + w] = word;
-    }
-  }
-
-  // Words up to the last that any token sees.
-  std::int64_t seen() const {
-    std::int64_t seen = 0;
-    for (std::int64_t row = args.batch * args.tokens; row-- > 0;) {  // late tokens see most
-      std::int64_t last = words;
-      while (last > seen && out[row * words + last - 1] == 0) --last;
-      seen = last;
-    }
-    return seen;
   }
 };
 
 }  // namespace
 
 void attention(const AttentionArgs& args, const ParallelFor& parallel) {
-  const std::int64_t all_words = (args.length + kAttendWord - 1) / kAttendWord, masks = args.batch * args.tokens;
-  const Mask mask{args, all_words, reinterpret_cast<std::uint64_t*>(scratch(Scratch::kMask, 2 * masks * all_words))};
-  Dynamic::run(
-      masks * args.length < kTinyMacs ? serial() : parallel, masks,
-      [](void* m, std::int64_t row) { static_cast<const Mask*>(m)->pack(row); }, const_cast<Mask*>(&mask));
-
+  const TraceSpan span(Stage::kAttention, args.length, args.tokens);
   Work work{args, kernels().attend[static_cast<int>(args.dtype)]};
   work.group = args.heads / args.key_heads;
   work.ld = (args.width + kAttendPad - 1) / kAttendPad * kAttendPad;
   work.tile_tokens = std::clamp<std::int64_t>(kTileRows / work.group, 1, args.tokens);
   work.tiles = (args.tokens + work.tile_tokens - 1) / work.tile_tokens;
-  work.words = mask.seen();
-  work.splits = (work.words + kSplitWords - 1) / kSplitWords;
-  work.mask = mask.out;
-  work.ld_mask = all_words;
-  const TraceSpan span(Stage::kAttention, work.words * kAttendWord, args.tokens);
   const std::int64_t tiles = args.batch * args.key_heads * work.tiles;
-  if (tiles >= kAlone) {
+  if (tiles >= 2 * std::max(1, parallel.threads)) {  // enough of them for all threads
+    const bool tiny = args.batch * args.heads * args.tokens * args.length * args.width < kTinyMacs;
     Dynamic::run(
-        parallel, tiles, [](void* w, std::int64_t item) { static_cast<const Work*>(w)->whole_item(item); }, &work);
+        tiny ? serial() : parallel, tiles,
+        [](void* w, std::int64_t item) { static_cast<const Work*>(w)->whole_item(item); }, &work);
     return;
   }
-  work.found = scratch(Scratch::kPartials, tiles * work.found_floats());
-  const std::int64_t rows = args.batch * args.heads * args.tokens;
+  std::vector<Tile> shared;
+  const std::int64_t words = (args.length + kAttendWord - 1) / kAttendWord;
+  auto* masks = reinterpret_cast<std::uint64_t*>(scratch(Scratch::kMask, 2 * tiles * work.tile_tokens * words));
+  for (std::int64_t i = 0; i < tiles; ++i) {
+    shared.push_back(work.tile(i));
+    work.see(shared.back(), masks + i * work.tile_tokens * words);
+    work.most_splits = std::max(work.most_splits, shared.back().splits);
+  }
+  work.shared = shared.data();
+  work.found = scratch(Scratch::kPartials, tiles * work.found_floats(work.most_splits));
+  const std::int64_t rows = args.batch * args.heads * args.tokens, seen = work.most_splits * kAttentionSplit;
   Dynamic::run(
-      rows * work.words * kAttendWord * args.width < kTinyMacs ? serial() : parallel, tiles * work.splits,
+      rows * seen * args.width < kTinyMacs ? serial() : parallel, tiles * work.most_splits,
       [](void* w, std::int64_t item) { static_cast<const Work*>(w)->split_item(item); }, &work);
   Dynamic::run(
-      rows * work.splits * work.ld < kTinyMacs ? serial() : parallel, tiles,
+      rows * work.most_splits * work.ld < kTinyMacs ? serial() : parallel, tiles,
       [](void* w, std::int64_t item) { static_cast<const Work*>(w)->combine_item(item); }, &work);
 }
 

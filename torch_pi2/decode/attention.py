@@ -7,6 +7,7 @@ its mask says, and its sums depend on how many tokens there are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,10 @@ from torch_pi2.ops.dtypes import DTYPES
 NAME = "pi2_sdpa"
 #: What transformers may ask for besides, and the operator has not.
 _NOT_OURS = ("position_bias", "softcap", "s_aux", "cache")
+
+_lock = threading.Lock()
+#: id of a configuration that is changed -> how many have entered :func:`packed_attention` for it.
+_users: dict[int, int] = {}
 
 
 def packed_sdpa(
@@ -39,7 +44,8 @@ def packed_sdpa(
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
     known = query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    if not (plain and known and _for_all_heads(mask)) or query.requires_grad:
+    known = known and query.shape[0] == key.shape[0] and not any(t.requires_grad for t in (query, key, value))
+    if not (plain and known and _for_all_heads(mask)):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
@@ -67,18 +73,24 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
 
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     deaf = {id(part.config) for part in parts if not part._supports_attention_backend}
-    configs = (config for config in _configs(model.config) if id(config) not in deaf)
-    changed = [config for config in configs if config._attn_implementation == "sdpa"]
+    configs = [config for config in _configs(model.config) if id(config) not in deaf]
     load()
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    try:
+    with _lock:
+        changed = [config for config in configs if config._attn_implementation in ("sdpa", NAME)]
         for config in changed:
+            _users[id(config)] = _users.get(id(config), 0) + 1
             config._attn_implementation = {"": NAME}  # its own alone
+    try:
         yield
     finally:
-        for config in changed:
-            config._attn_implementation = {"": "sdpa"}
+        with _lock:
+            for config in changed:
+                _users[id(config)] -= 1
+                if _users[id(config)] == 0:  # the last of several threads
+                    del _users[id(config)]
+                    config._attn_implementation = {"": "sdpa"}
 
 
 def _configs(config: Any) -> Iterator[Any]:

@@ -7,7 +7,6 @@ runs without guards: this class owns everything that guards would look at.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import engine_of
@@ -23,20 +21,15 @@ from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.direct import Direct
 from torch_pi2.decode.kv import KeyValues
+from torch_pi2.decode.pieces import LEAST_TOKENS, pieces_without_loss, same_frequencies_up_to, takes_several_lengths
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError, UnsupportedModelError
-from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.layers.prompt import has_tiles, piece_of, steps_of_one
+from torch_pi2.layers.prompt import piece_of, steps_of_one
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import Handle, store_of
 
 #: Tokens of a :meth:`Decoder.verify`, at most: layers with int8 activations may have other last bits from 12 on.
 VERIFIED = 8
-
-#: Tokens of a piece of a prompt, of all sequences together, where pieces are lossless: activations of more leave the
-#: CPU's caches between layers. (Zen 5: 512 tokens of a 7B shape 15 % faster than whole, of a 1B shape 21 %.)
-PIECE_TOKENS = 256
 
 #: Inductor settings of the step. Asserts on sizes and guards cost more than the small kernels between our operators,
 #: which would lose by a second thread: waking it takes longer than they do. freezing would copy the weights.
@@ -73,30 +66,6 @@ def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "inp
         )
 
 
-def _takes_positions(model: nn.Module) -> bool:
-    """Whether ``model`` is told positions and masks: sequences may then be of several lengths."""
-    takes = inspect.signature(model.forward).parameters
-    named = "position_ids" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return named and attention == "sdpa"  # others' masks are not of bool
-
-
-def pieces_without_loss(model: nn.Module) -> int:
-    """``PIECE_TOKENS`` where the bits of a prompt do not depend on its pieces, else 0 (whole).
-
-    Nothing but the head, which sees one token, may be a product of PyTorch's: of another number of rows it has other
-    last bits.
-    """
-    ours = [m.int8_activations for m in model.modules() if isinstance(m, (QuantLinear, SparseFFN))]
-    if not ours or not all(ours) or not has_tiles():
-        return 0
-    lookups = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    known = {id(p) for part in (*lookups, head) if part is not None for p in part.parameters()}
-    left = (p for p in model.parameters() if p.dim() > 1 and id(p) not in known and not isinstance(p, AbsentParameter))
-    return PIECE_TOKENS if next(left, None) is None else 0
-
-
 class Decoder:
     """Greedy continuation of prompts, or of one prompt by several sequences (:meth:`fork`).
 
@@ -123,7 +92,9 @@ class Decoder:
             that they would for all: lossless but for the roundings of PyTorch's products, and of ours in pieces of
             fewer than 12 tokens. 0: at most so many of all sequences together: over a store as its budget has room for
             (``Budget.piece_tokens``: 1,024, or the context if that is less); in memory 256 where every product is one
-            of ours with int8 activations, which has no such roundings (AVX-512 VNNI); else whole.
+            of ours with int8 activations, which has no such roundings (AVX-512 VNNI); else whole. Whole in any case
+            are prompts of models whose rotary frequencies depend on the length that a call sees (longrope, dynamic
+            NTK), where they are longer than what these were trained with.
 
     Attributes:
         batch: sequences that are decoded now. lengths: of each, in tokens. length: of the longest. cache: theirs, a
@@ -164,9 +135,11 @@ class Decoder:
         self._most_tokens = 0
         if not chunk_tokens:
             self._most_tokens = pieces_without_loss(model) if budget is None else budget.piece_tokens
+        self._least_tokens = LEAST_TOKENS if budget is None else 1
         self._kv = KeyValues(model, max_tokens, batch)
         self.cache: Any = None
-        self._positions = _takes_positions(model)
+        self._positions = takes_several_lengths(model, max_tokens)
+        self._same_frequencies = same_frequencies_up_to(model)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
         self._backend, self.compiled = backend, compiled
         #: By sequences, tokens and whether all their logits are wanted: what is compiled, each after its first call.
@@ -203,8 +176,9 @@ class Decoder:
 
         Args:
             known: so many tokens of it are the first ones of the one sequence that there is, and not read again: the
-                next question of a talk. Lossless as pieces of a prompt are; for that the last 12 tokens are read in any
-                case, as fewer go another way through layers with int8 activations.
+                next question of a talk. Lossless as pieces of a prompt are (what steps have fed has the bits of
+                steps); for that the last 12 tokens are read in any case, as fewer go another way through layers with
+                int8 activations.
 
         Raises:
             ShapeError: more sequences than there is room for, a prompt that leaves no room, or one of which so many
@@ -229,13 +203,17 @@ class Decoder:
                 fix="Read it whole.",
             )
         self.lengths = []  # whatever happens below, what was before is gone
-        return self._read(ids_BT, max(0, min(known, tokens - constants().gemm_tokens)))
+        return self._read(ids_BT, known)
 
     @torch.inference_mode()
-    def join(self, ids_1T: torch.Tensor) -> torch.Tensor:
+    def join(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = ()) -> torch.Tensor:
         """Read the prompt of one more sequence, int64 ``[1, T]``, of any length; returns its next token ``[1, 1]``.
 
         It is the last row from now on, ``batch`` - 1; without others, the only one. If it fails, the others go on.
+
+        Args:
+            known: keys and values that :meth:`copied` gave of the same tokens as the first of these, part by part:
+                they are not read again, but for the last ones (:meth:`prompt`).
 
         Raises:
             ShapeError: there are as many sequences as there is room for, or a prompt that leaves no room.
@@ -253,20 +231,34 @@ class Decoder:
         if self.lengths and not self._positions:
             raise UnsupportedModelError(
                 type(self.model).__name__,
-                expected="a model that takes position_ids and uses sdpa, to decode sequences of several lengths",
-                found="another, or other attention",
+                expected="a model that takes position_ids, uses sdpa, and has rotary frequencies that do not depend on "
+                "the length, to decode sequences of several lengths",
+                found="another",
                 fix="Load it with attn_implementation='sdpa', or decode one after another.",
             )
-        return self._read(ids_1T)
+        tokens = 0
+        for part in known:
+            self._kv.put(len(self.lengths), tokens, part)
+            tokens += part[0].shape[1]
+        return self._read(ids_1T, tokens)
+
+    @torch.inference_mode()
+    def copied(self, row: int, first: int, last: int) -> list[torch.Tensor]:
+        """Keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`join`."""
+        return self._kv.copied(row, first, last)
 
     def _read(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
         """Prompts of more sequences, behind those that there are; of the first so many tokens are ``known``."""
         (new, tokens), before = ids_BT.shape, len(self.lengths)
+        known = max(0, min(known, tokens - constants().gemm_tokens))
+        whole = tokens > self._same_frequencies  # which then depend on what a call sees
+        known = 0 if whole else known
         for run in self._runs.values():
             run.forget()
         self._use(before + new)
         self._tell(before + new)  # after keys and values gave memory back, and before they want any
-        most = max(1, self._most_tokens // new) if self._most_tokens else self.chunk_tokens or tokens
+        most = max(self._least_tokens, self._most_tokens // new) if self._most_tokens else self.chunk_tokens
+        most = tokens if whole or not most else most
         cache = self._kv.reading(before, new, tokens, known)
         try:
             with packed_attention(self.model), piece_of(new * tokens):
@@ -378,6 +370,8 @@ class Decoder:
     def keep(self, rows: Sequence[int]) -> list[int]:
         """Go on with the sequences in these rows; the last of them move into the rows of those that leave.
 
+        None: all have ended, and the next prompt is the first.
+
         Over a store, the memory of keys and values that are not needed goes back to the system.
 
         Returns:
@@ -388,12 +382,15 @@ class Decoder:
         """
         self._check_read("keep")
         kept = sorted(set(rows))
-        if not kept or kept[0] < 0 or kept[-1] >= self.batch:
+        if not kept:
+            self.lengths = []
+            return []
+        if kept[0] < 0 or kept[-1] >= self.batch:
             raise ShapeError(
                 "keep",
                 expected=f"rows from 0 to {self.batch - 1}",
-                found=", ".join(map(str, rows)) or "none",
-                fix="Name the rows of sequences that go on; to end all, read another prompt.",
+                found=", ".join(map(str, rows)),
+                fix="Name the rows of sequences that go on.",
             )
         came_from = list(range(len(kept)))
         free = [row for row in came_from if row not in kept]

@@ -73,6 +73,16 @@ class KeyValues:
         cache.layers = layers
         return cache
 
+    def copied(self, row: int, first: int, last: int) -> list[torch.Tensor]:
+        """Keys and values ``[heads, last - first, width]`` of some tokens of a row, by layer."""
+        return [tensor[row, :, first:last].clone() for memory in self._memory for tensor in memory.tensors()]
+
+    def put(self, row: int, first: int, copied: list[torch.Tensor]) -> None:
+        """Put what :meth:`copied` gave into a row, from token ``first`` on."""
+        tensors = [tensor for memory in self._memory for tensor in memory.tensors()]
+        for tensor, part in zip(tensors, copied, strict=True):
+            tensor[row, :, first : first + part.shape[1]] = part
+
     def copy_row(self, source: int, target: int) -> None:
         """Row ``source`` into another."""
         tokens = int(self.lengths[source])

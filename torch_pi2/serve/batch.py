@@ -22,6 +22,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.generate import Sampling, pick
 from torch_pi2.decode.growing import Growing
 from torch_pi2.errors import BusyError, ConfigError, ShapeError
+from torch_pi2.serve.prefix import PrefixCache
 
 _log = logging.getLogger("torch_pi2")
 
@@ -117,18 +118,27 @@ class Batch:
         max_tokens: of each sequence, prompt and answer.
         lanes: sequences decoded together, at most. waiting: those that may wait for a lane.
         compiled: steps are compiled, those of each number of sequences when it first comes: a pause of seconds.
+        prefix_bytes: of keys and values of prompts that are kept for others that begin alike.
 
     Attributes:
-        counts: what has been done.
+        counts: what has been done. prefixes: what is kept of prompts.
     """
 
     def __init__(
-        self, model: nn.Module, *, max_tokens: int, lanes: int = 8, waiting: int = 64, compiled: bool = False
+        self,
+        model: nn.Module,
+        *,
+        max_tokens: int,
+        lanes: int = 8,
+        waiting: int = 64,
+        compiled: bool = False,
+        prefix_bytes: int = 0,
     ) -> None:
         if waiting < 0:
             raise ConfigError("waiting", expected="0 or more", found=str(waiting), fix="Choose a larger number.")
         self.max_tokens, self.lanes, self.counts = max_tokens, lanes, Counts()
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=lanes, compiled=compiled, logits=True)
+        self.prefixes = PrefixCache(prefix_bytes)
         self._live: list[Sequence] = []  # by row
         self._waiting: deque[Sequence] = deque()
         self._most_waiting = waiting
@@ -202,6 +212,7 @@ class Batch:
                 for sequence in self._live:
                     self._end(sequence, "error", error)
                 self._live = []
+                self._decoder.keep([])
 
     def _admit(self) -> None:
         """Read prompts of those that wait, while there are lanes."""
@@ -216,7 +227,7 @@ class Batch:
             ids_1T = torch.tensor([sequence.prompt], dtype=torch.int64)
             started = time.perf_counter()
             try:
-                logits_1V = self._decoder.join(ids_1T) if self._live else self._decoder.prompt(ids_1T)
+                logits_1V = self._read(ids_1T)
             except Exception as error:
                 self._end(sequence, "error", error)
                 continue
@@ -224,6 +235,12 @@ class Batch:
             self.counts.prompt_tokens += len(sequence.prompt)
             self._live.append(sequence)
             self._took([(sequence, logits_1V[0])])
+
+    def _read(self, ids_1T: torch.Tensor) -> torch.Tensor:
+        ids, row = ids_1T[0].tolist(), len(self._live)
+        logits_1V = self._decoder.join(ids_1T, self.prefixes.find(ids))
+        self.prefixes.add(ids, lambda first, last: self._decoder.copied(row, first, last))
+        return logits_1V
 
     def _step(self) -> None:
         self._drop([sequence for sequence in self._live if sequence._cancelled], "cancelled")
@@ -249,7 +266,7 @@ class Batch:
             return
         gone = set(map(id, sequences))
         kept = [row for row, sequence in enumerate(self._live) if id(sequence) not in gone]
-        rows = self._decoder.keep(kept) if kept else []
+        rows = self._decoder.keep(kept)
         self._live = [self._live[row] for row in rows]
         for sequence in sequences:
             self._end(sequence, reason)

@@ -7,7 +7,7 @@
 
 namespace pi2 {
 
-// Positions that one work item takes: fixed, so that the order of every sum is.
+// Positions that are taken together: fixed, so that the order of every sum is.
 constexpr std::int64_t kAttentionSplit = 512;
 
 // y[b, t, n] = softmax over the positions l that token t of sequence b sees (scale * query[b, n, t] . key[b, k, l])

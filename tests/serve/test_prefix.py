@@ -1,0 +1,92 @@
+"""``PrefixCache``: what prompts begin with is read once, and answers are what they are without it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import torch_pi2
+from torch_pi2.decode.generate import generate
+from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
+from torch_pi2.serve.prefix import PrefixCache
+
+
+def block(value: int) -> list[torch.Tensor]:
+    return [torch.full((1, 4, 2), float(value)), torch.zeros(1, 4, 2)]
+
+
+def numbered(first: int, last: int) -> list[torch.Tensor]:
+    return block(first)
+
+
+def test_blocks_are_found_by_all_that_is_before_them() -> None:
+    cache = PrefixCache(1 << 20, block_tokens=4)
+    cache.add(list(range(10)), numbered)
+    assert [part[0][0, 0, 0] for part in cache.find([*range(8), 99])] == [0, 4]
+    assert [part[0][0, 0, 0] for part in cache.find(list(range(10)))] == [0, 4]
+    assert len(cache.find(list(range(8)))) == 1  # a token is left to be read
+    assert cache.find([4, 5, 6, 7, 8]) == []  # the second block without the first
+    assert cache.find([0, 1, 2, 4, 4, 5, 6, 7, 8]) == []
+    assert cache.find([0, 1, 2]) == []
+    assert cache.tokens_found == 20
+
+
+def test_what_is_unused_longest_goes_first() -> None:
+    size = sum(tensor.nbytes for tensor in block(0))
+    cache = PrefixCache(3 * size, block_tokens=4)
+    for first in (0, 100, 200):
+        cache.add([*range(first, first + 4)], numbered)
+    assert cache.bytes == 3 * size
+    assert cache.find([*range(5)])
+    cache.add([*range(300, 304)], numbered)
+    assert cache.bytes == 3 * size
+    assert cache.find([*range(5)])
+    assert not cache.find([*range(100, 105)])
+    none = PrefixCache(0, block_tokens=4)
+    none.add([*range(9)], numbered)
+    assert none.bytes == 0
+    assert not none.find([*range(9)])
+
+
+def quantised() -> nn.Module:
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=90, hidden_act="relu")
+    torch.manual_seed(0)
+    return torch_pi2.optimize(transformers.LlamaForCausalLM(config).eval(), weights="int4", activations="int8")
+
+
+@pytest.mark.parametrize("prefix_bytes", [1 << 24, 40_000])
+def test_answers_are_those_without_it(prefix_bytes: int) -> None:
+    """Prompts that begin alike and go on otherwise, several at a time, also when blocks have to go."""
+    model, chosen = quantised(), random.Random(0)
+    stem = [chosen.randrange(3, 90) for _ in range(150)]
+    prompts = [
+        stem[: chosen.randrange(5, 150)] + [chosen.randrange(3, 90) for _ in range(chosen.randrange(1, 40))]
+        for _ in range(24)
+    ]
+    prompts += [stem[:64], stem[:65], stem[:96], stem]
+    wanted = [generate(model, torch.tensor([ids]), max_new_tokens=5, eos_token_id=[]).sequences[0] for ids in prompts]
+    batch = Batch(model, max_tokens=256, lanes=3, prefix_bytes=prefix_bytes)
+    found: list[list[int]] = [[] for _ in prompts]
+
+    def teller(i: int) -> Any:
+        def tell(what: Taken | Ended) -> None:
+            if isinstance(what, Taken):
+                found[i].append(what.token)
+            else:
+                assert what == Ended("length")
+
+        return tell
+
+    for i, ids in enumerate(prompts):
+        batch.submit(Sequence(ids, 5, teller(i)))
+    batch.start()
+    batch.close()
+    assert found == wanted
+    assert batch.prefixes.tokens_found > (1000 if prefix_bytes > 1 << 20 else 0)
+    assert batch.prefixes.bytes <= prefix_bytes

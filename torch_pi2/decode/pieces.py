@@ -1,0 +1,83 @@
+"""What a model allows: prompts in pieces without loss, sequences of several lengths in one step."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.prompt import has_tiles
+
+#: Tokens of a piece of a prompt, of all sequences together, where pieces are lossless: activations of more leave the
+#: CPU's caches between layers. (Zen 5: 512 tokens of a 7B shape 15 % faster than whole, of a 1B shape 21 %.)
+PIECE_TOKENS = 256
+#: Of each sequence in a piece, at least: the head is computed for each piece, too.
+LEAST_TOKENS = 64
+#: What attention of ours has not, as configurations call it, and values that mean nothing.
+_OTHER_ATTENTION = {"attn_logit_softcapping": None, "qk_rope_head_dim": None, "alibi": False}
+
+
+def pieces_without_loss(model: nn.Module) -> int:
+    """``PIECE_TOKENS`` where the bits of a prompt do not depend on its pieces, else 0 (whole).
+
+    Nothing but the head, which sees one token, may be a product of PyTorch's: of another number of rows it has other
+    last bits. That goes for attention, too.
+    """
+    ours = [m for m in model.modules() if isinstance(m, (QuantLinear, SparseFFN))]
+    if not ours or not all(m.int8_activations for m in ours) or not has_tiles() or not has_our_attention(model):
+        return 0
+    lookups = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    known = {id(p) for part in (*lookups, head) if part is not None for p in part.parameters()}
+    known |= {id(b) for part in ours for b in part.buffers()}
+    left = (t for t in (*model.parameters(), *model.buffers()) if t.dim() > 1 and id(t) not in known)
+    return 0 if any(t.is_floating_point() and not isinstance(t, AbsentParameter) for t in left) else PIECE_TOKENS
+
+
+def has_our_attention(model: nn.Module) -> bool:
+    """Whether :func:`~torch_pi2.decode.attention.packed_sdpa` computes all attention of a Hugging Face ``model``."""
+    from transformers import PreTrainedModel
+
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not all(p._supports_attention_backend and p.config._attn_implementation == "sdpa" for p in parts):
+        return False
+    others = [
+        getattr(p.config, name, none) not in (none, None) for p in parts for name, none in _OTHER_ATTENTION.items()
+    ]
+    return not any(others) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
+
+
+def same_frequencies_up_to(model: nn.Module) -> int:
+    """Tokens up to which rotary frequencies do not depend on the length that a call sees, as longrope's do beyond."""
+    lengths = [sys.maxsize]
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = list(kinds.values()) if isinstance(kinds, Mapping) else [kinds]
+        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+            lengths += _original_lengths(module)
+    return min(lengths)
+
+
+def _original_lengths(module: Any) -> Iterator[int]:
+    """That a rotary embedding was trained with, by all its accounts; 0: it gives none."""
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    found = [getattr(module, "original_max_seq_len", None)]
+    for part in (parameters, *(p for p in parameters.values() if isinstance(p, Mapping))):
+        found.append(part.get("original_max_position_embeddings"))
+    lengths = [length for length in found if isinstance(length, int)]
+    return iter(lengths or [0])
+
+
+def takes_several_lengths(model: nn.Module, max_tokens: int) -> bool:
+    """Whether ``model`` is told positions and masks, and each sequence is computed as if the others were not there."""
+    takes = inspect.signature(model.forward).parameters
+    named = "position_ids" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    masked = attention == "sdpa"  # others' masks are not of bool
+    return named and masked and max_tokens <= same_frequencies_up_to(model)
