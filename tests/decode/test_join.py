@@ -156,7 +156,7 @@ def test_refusals() -> None:
     eager.set_attn_implementation("eager")
     decoder = Decoder(eager, max_tokens=41, batch=2, compiled=False)
     decoder.join(PROMPTS[0])  # alone it may
-    with pytest.raises(UnsupportedModelError, match="uses sdpa, and has .* to decode sequences of several lengths"):
+    with pytest.raises(UnsupportedModelError, match=r"uses sdpa, and has .* to decode sequences of several lengths"):
         decoder.join(PROMPTS[1])
 
 

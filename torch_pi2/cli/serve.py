@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--activations", choices=("float", "int8"), default="float", help="int8: faster, lossy (default: float)")
     add("--budget", metavar="BYTES", help="memory of a packed store, such as 2GiB, of each model (default: all)")
+    add(
+        "--prefix-cache",
+        default="256MiB",
+        metavar="BYTES",
+        help="keys and values of prompts, of each model, for others that begin alike (default: 256MiB; 0: none)",
+    )
     add("--compile", action="store_true", help="compile steps: faster, after a pause of seconds for each batch size")
     common.add_loading(parser)
     parser.epilog = f"{parser.epilog}\n\nThe API key that clients have to send, if any, is the environment's {KEY}."
@@ -93,6 +99,7 @@ def _server(config: Any) -> Any:
 
 
 def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
+    from torch_pi2.base.units import parse_bytes
     from torch_pi2.serve.batch import Batch, context_of
     from torch_pi2.serve.served import Served
 
@@ -105,6 +112,7 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
         lanes=args.lanes,
         waiting=args.waiting,
         compiled=args.compile,
+        prefix_bytes=parse_bytes(args.prefix_cache),
     )
     return Served(name, model, common.load_tokenizer(of_this), batch)
 

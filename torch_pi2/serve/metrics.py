@@ -18,7 +18,7 @@ class _Collector:
         def counter(name: str, about: str) -> CounterMetricFamily:
             return CounterMetricFamily(f"torch_pi2_{name}", about, labels=["model", "kind"])
 
-        tokens = counter("tokens", "Tokens read of prompts and written of answers.")
+        tokens = counter("tokens", "Tokens of prompts, of these known from others (prefix), and of answers.")
         seconds = counter("seconds", "Seconds of reading prompts and of steps.")
         ended = counter("sequences", "Sequences that ended, by why.")
         now = GaugeMetricFamily("torch_pi2_sequences_now", "Sequences by what they do.", labels=["model", "kind"])
@@ -26,6 +26,7 @@ class _Collector:
             counts = served.batch.counts
             tokens.add_metric([name, "prompt"], counts.prompt_tokens)
             tokens.add_metric([name, "answer"], counts.answer_tokens)
+            tokens.add_metric([name, "prefix"], served.batch.prefixes.tokens_found)
             seconds.add_metric([name, "prompt"], counts.prompt_seconds)
             seconds.add_metric([name, "step"], counts.step_seconds)
             for reason, count in list(counts.ended.items()):
