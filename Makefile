@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install runner demo phone test test-python test-slow test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels clean
+.PHONY: install wheel runner demo phone test test-python test-slow test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -32,6 +32,13 @@ $(VENV)/.executorch: $(VENV)/.torch
 $(VENV)/.installed: $(VENV)/.executorch $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev]'
 	@$(BIN)/python -m pip list --disable-pip-version-check --format=freeze >$@
+
+# For other machines: dist/torch_pi2-*-manylinux_*.whl, with the tag that this machine's C library allows. Torch and
+# ExecuTorch stay outside, as dependencies; tests/project/test_wheel.py installs it in an environment of its own.
+wheel: install
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-build-isolation --no-deps -w build/wheel .
+	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libexecutorch*' -w dist build/wheel/*.whl
 
 demo: install
 	$(BIN)/python examples/demo.py --out demo-out

@@ -30,6 +30,7 @@ Operators, all under ``torch.ops.pi2``:
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import threading
 from collections.abc import Callable
@@ -92,13 +93,27 @@ _FAKES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+def check_platform(platform: str) -> None:
+    """Raises LibraryMissingError where there is no C++ library, and cannot be one; ``platform``: as of ``sys``."""
+    if platform != "linux":
+        found = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
+        raise LibraryMissingError(
+            "this platform",
+            expected="Linux (x86_64 or aarch64)",
+            found=f"{found}, which is not supported",
+            fix="On Windows use WSL 2 (wsl --install); on macOS a Linux container or machine.",
+        )
+
+
 def library_path(name: str | None = None) -> Path:
     """A C++ library of this installation (wheel, or editable install beside site-packages); torch's without a name.
 
     Raises:
-        LibraryMissingError: it was not built; the message names the places looked at and the command.
+        LibraryMissingError: it was not built; the message names the places looked at and the command. Or the platform
+            is not supported.
     """
     name = name or _LIBRARY
+    check_platform(sys.platform)
     package = Path(__file__).resolve().parent.parent
     places = [package / "_lib", Path(sysconfig.get_paths()["platlib"]) / "torch_pi2" / "_lib"]
     for place in places:
