@@ -32,6 +32,7 @@ from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.predictor import PredictorCard
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.spec.verdict import Loss, Speed, Verdict
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.storefile import StoreReader
@@ -71,6 +72,7 @@ TARGETS: dict[str, Target] = {
     "predictors": Target("predictors.safetensors", ("predictors", "report"), load_predictors, ("rounds", "layers")),
     "weights": Target("weights.safetensors", ("linears", "sites"), _open(QuantizedWeights)),
     "store": Target("model.pi2", ("layers", "checks", "linears", "sites", "provenance"), _open(StoreReader)),
+    "verdict": Target("verdict.json", None, lambda p: Verdict.load(p.parent), ("machine", "versions", "not_measured")),
     "hardware": Target("hardware.json", None, Hardware.load, ("notes", "machine", "versions")),
     "device": Target("device.json", None, find_device),
     "accesses": Target("accesses.safetensors", ("stored", "run", "place_bytes"), Accesses.load, ("engine",)),
@@ -121,6 +123,9 @@ def write_sound(root: Path) -> None:
         (root / name / TARGETS[name].file).write_text(text)
     with TensorWriter(root / "index" / "one.safetensors", {"w": Spec((2,), torch.float32)}, {}) as out:
         out.write("w", torch.zeros(2))
+    speed, loss = Speed(9.0, 3.0, 3.0, 2.5, 3.5, "x"), Loss(0.01, 64, "y")
+    about = ({"loss": "z"}, "2026-01-01T00:00:00+00:00", {"cpu": "x"}, {"torch": "2"})
+    Verdict(HASH, ("1 of 2 layers lowrank",), ("optimize",), 5, 9, speed, loss, *about).save(root / "verdict")
     _write_stores(root)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 
 from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, not_written
+from torch_pi2.base.progress import bar
 from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops.dtypes import dtype_name
@@ -162,8 +162,6 @@ class TensorWriter:
         return self._data + self._start[name]
 
     def __enter__(self) -> Self:
-        from tqdm import tqdm
-
         try:
             self._file = self._open()
             self._pwrite(memoryview(self._header), 0)
@@ -173,8 +171,7 @@ class TensorWriter:
         except BaseException:
             self._discard()
             raise
-        show = self._progress and sys.stderr.isatty()
-        self._bar = tqdm(total=self._total, desc="write", unit="B", unit_scale=True, disable=not show, delay=2)
+        self._bar = bar(None, "write", self._progress, total=self._total, unit="B", unit_scale=True, delay=2)
         return self
 
     def _open(self) -> int:

@@ -20,6 +20,7 @@ from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
+from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.float_neurons import float_neurons
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
 from torch_pi2.errors import ArtifactError, ConfigError
@@ -121,6 +122,7 @@ def pack(
     check_replaceable(folder)
     start = time.perf_counter()
     with replacing_folder(folder, keep=True) as staging:
+        keep_card(folder, staging)
         made = None
         if weights_path(source / PI2_FOLDER) is None:
             made = _as_neurons(source, staging / _NEURONS, weights or FLOAT, trust_remote_code, progress)

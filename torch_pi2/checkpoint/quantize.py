@@ -18,6 +18,7 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError, check_choice
 from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.graph.experts import check_known_experts
@@ -123,6 +124,7 @@ def convert(
     read_config(source)  # raises if there is none
     plan, linears = _layers_of(source, trust_remote_code, with_linears=with_linears)
     with replacing_folder(folder) as staging:
+        keep_card(folder, staging)
         (staging / PI2_FOLDER).mkdir()
         copy_small_files(source, staging)
         model = skeleton(source, trust_remote_code=trust_remote_code)

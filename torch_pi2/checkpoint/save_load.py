@@ -22,6 +22,7 @@ from torch_pi2.base.extras import how_to_install
 from torch_pi2.base.fields import argument
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.units import parse_bytes
+from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
@@ -83,6 +84,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     if quantised:
         check_known_experts(f"saving a quantised {type(model).__name__}", model)
     with replacing_folder(folder) as staging:
+        keep_card(folder, staging)
         if quantised:
             save_weights(model, parts.plan, staging / PI2_FOLDER)
             # configuration and modelling code, with a file of no weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.heap import trim
+from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
 from torch_pi2.errors import UnsupportedModelError
@@ -161,9 +161,7 @@ def load_sparse(
 
 
 def _shown(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:
-    from tqdm import tqdm
-
-    shown: Iterable[Any] = tqdm(list(items), f"load {what}", disable=not (progress and sys.stderr.isatty()), delay=2)
+    shown: Iterable[Any] = bar(list(items), f"load {what}", progress, delay=2)
     return shown
 
 

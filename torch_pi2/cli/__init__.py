@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from torch_pi2.base.fields import argument, shown
+from torch_pi2.base.progress import lines
 from torch_pi2.cli.logs import said
 from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.cli.parser import Help, Parser, Version
@@ -86,7 +87,7 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
     args = parser().parse_args(argv)
     args.stdout = sys.stdout  # for a verb that writes its result as it comes, or elsewhere
     # Standard output is for the result alone.
-    with said(args.verbose, args.quiet), contextlib.redirect_stdout(sys.stderr):
+    with said(args.verbose, args.quiet), lines("torch-pi2", not args.quiet), contextlib.redirect_stdout(sys.stderr):
         if getattr(args, "verb", None) not in _WITHOUT_TORCH:
             _begin(args)
         result = args.module.run(args)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.fields import shown
+from torch_pi2.base.progress import phase
 from torch_pi2.base.units import percent as percent
 from torch_pi2.base.units import size as size
 from torch_pi2.cli.tables import table as table
@@ -231,6 +232,7 @@ def dtype_of(args: argparse.Namespace) -> Any:
 
 def load_dense(args: argparse.Namespace) -> nn.Module:
     """The ordinary model of ``args.model``, in eval mode."""
+    phase(f"load {args.model}")
     with _loading(f"model {args.model}"):
         from transformers import AutoModelForCausalLM
 
@@ -249,6 +251,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
             found="no pi2/ in it" if Path(args.model).is_dir() else "no such folder",
             fix="Make one: torch-pi2 optimize MODEL --out DIR.",
         )
+    phase(f"load {args.model}")
     with _loading(f"model {args.model}"):
         dtype = None if args.dtype == "auto" else dtype_of(args)
         more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_pi2.cli import common
+from torch_pi2.cli import common, verdict
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.spec.config import LINEARS
+
+if TYPE_CHECKING:
+    from torch_pi2.spec.verdict import Verdict
 
 EXAMPLE = "torch-pi2 export my-sparse-model --out bundle --target xnnpack --max-tokens 512"
 _PRECISIONS = ("w4a16", "w8a16", "fp16")
@@ -62,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B=CHUNKS,...",
         help="chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)",
     )
+    verdict.add_arguments(parser)
     npu = parser.add_argument_group("hot neurons on the NPU (lossy)")
     npu.add_argument("--precision", choices=_PRECISIONS, default="w4a16", help="weights and inputs there")
     npu.add_argument("--outliers", type=int, default=64, metavar="N", help="of a chunk, neurons in 8 bits with w4a16")
@@ -94,7 +98,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
         progress=not args.quiet,
     )
-    return {"out": str(args.out), "manifest": Manifest.load(args.out).to_json()}
+    made = Manifest.load(args.out).to_json()
+    found = _verdict(args, model, made) if args.verdict else None
+    return {"out": str(args.out), "manifest": made, "verdict": None if found is None else found.to_json()}
+
+
+def _verdict(args: argparse.Namespace, model: Any, made: dict[str, Any]) -> Verdict:
+    """What was found of MODEL holds as far as the bundle computes the same; its speed is its device's."""
+    from dataclasses import replace
+
+    from torch_pi2.checkpoint.card import write_card
+    from torch_pi2.eval.verdict import unmeasured
+    from torch_pi2.rewrite.handle import parts_of
+
+    earlier, parts = verdict.read(Path(args.model)), parts_of(model)
+    settings = {"target": args.target} | ({} if args.linears == "float32" else {"linears": args.linears})
+    steps = [*verdict.before(Path(args.model)), verdict.step("export", args.model, settings)]
+    why = {"speed": f"it is that of the device: torch-pi2 run {args.out.name} here, or on the device, says it"}
+    found = unmeasured(args.out, parts.plan, parts.weights, made=steps, not_measured=why)
+    lossy = tuple(dict.fromkeys((*found.lossy, *made["lossy"])))
+    loss = earlier.loss if earlier is not None and not made["lossy"] else None
+    size = sum(entry["bytes"] for entry in made["files"].values())
+    dense_bytes = None if earlier is None else earlier.dense_bytes
+    found = replace(found, lossy=lossy, loss=loss, sparse_bytes=size, dense_bytes=dense_bytes)
+    found.save(args.out)
+    write_card(args.out, found, args.model, f"torch-pi2 run {args.out.resolve().name} --prompt 'Once upon a time'")
+    return found
 
 
 def _model(args: argparse.Namespace) -> Any:
@@ -135,5 +164,5 @@ def render(result: dict[str, Any]) -> str:
     return (
         f"{common.table(('file', 'bytes'), rows)}\n"
         f"{result['out']}: {made['kind']} for {made['target']}, methods {', '.join(made['methods'])}{lossy}\n"
-        f"run it: torch-pi2 run {result['out']} --prompt '...'"
+        f"run it: torch-pi2 run {result['out']} --prompt '...'{verdict.shown(result['verdict'])}"
     )

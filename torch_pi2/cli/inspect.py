@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.cli import common
+from torch_pi2.cli import common, verdict
 from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[str, Any]:
-    """What is in ``folder``: ``contains``, file sizes, one dict per layer, what a store's bytes are for, and budgets.
+    """What is in ``folder``: ``contains``, file sizes, one dict per layer, what a store's bytes are for, budgets,
+    and the verdict.
 
     A bundle has other facts: see :func:`torch_pi2.cli.inspect_bundle.describe_bundle`.
 
@@ -85,6 +86,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         store, slots = _store(inner / STORE_FILE, verify, progress) if has_store else (None, {})
         stats, predictors = parts.stats(), parts.predictors()
         plan = parts.plan() if parts.has("plan") else None
+    judged = verdict.read(folder, None if plan is None else plan.model_hash)
     layers: dict[str, dict[str, Any]] = {}
     for found in (_stats(stats), _predictors(predictors), _plan(plan), slots):
         for key, facts in found.items():
@@ -100,6 +102,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         "store": store,
         "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
         "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
+        "verdict": None if judged is None else judged.to_json(),
     }
 
 
@@ -114,6 +117,7 @@ def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
         "store": store,
         "budget": None,
         "fit": None,
+        "verdict": None,
     }
 
 
@@ -244,7 +248,8 @@ def render(result: dict[str, Any]) -> str:
     )
     stored = f"\n{_render_store(result['store'])}" if result["store"] else ""
     budget = f"\n{_render_budget(result['budget'])}" if result["budget"] else ""
-    return f"{', '.join(result['contains'])}: {files}\n{shown}{fitted}{stored}{budget}"
+    judged = verdict.shown(result["verdict"])
+    return f"{', '.join(result['contains'])}: {files}\n{shown}{fitted}{stored}{budget}{judged}"
 
 
 def _by_block(layers: Sequence[dict[str, Any]], fields: Iterable[str]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.cli import common
+from torch_pi2.cli import common, verdict
 from torch_pi2.errors import Pi2Error
 
 
@@ -55,6 +55,7 @@ def describe_bundle(folder: Path, verify: bool, progress: bool = True) -> dict[s
         "parts": parts | {"configuration and tokenizer": sum(others.values())},
         "unknown": unknown,
         "verified_bytes": read if verify else None,
+        "verdict": None if (found := verdict.read(folder)) is None else found.to_json(),
     }
 
 
@@ -124,6 +125,7 @@ def render_bundle(result: dict[str, Any]) -> str:
             common.table(("file", "bytes", "SHA-256"), hashes),
             *(f"lossy: {text}" for text in made["lossy"]),
             *(() if verified is None else (f"verified: {common.size(verified)} are as they were exported",)),
+            *filter(None, (verdict.shown(result["verdict"]).lstrip("\n"),)),
         )
     )
 

@@ -11,9 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.cli import common
+from torch_pi2.base.progress import phase
+from torch_pi2.cli import common, verdict
 from torch_pi2.cli.profile import render as render_profile
 from torch_pi2.errors import ConfigError
+from torch_pi2.spec.config import Config
 
 __all__ = ["EXAMPLE", "add_arguments", "render", "run"]
 
@@ -33,11 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_config(parser)
     common.add_storage(parser)
+    verdict.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.cli.inspect import describe
+    from torch_pi2.eval.verdict import bytes_of
     from torch_pi2.rewrite.handle import parts_of
     from torch_pi2.store.folder import check_replaceable, check_separate
 
@@ -54,6 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     predictors = common.load_predictors(args.predictors, stats.model_hash if stats else None)
     config, model, tokenizer, text = common.calibration(args)
+    dense_bytes = bytes_of(model)
     model = torch_pi2.optimize(
         model,
         text,
@@ -65,8 +70,30 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         progress=not args.quiet,
     )
     torch_pi2.save(model, args.out, tokenizer=tokenizer)
+    if args.verdict:
+        _judge(args, model, tokenizer, config, dense_bytes)
     errors = {name: asdict(error) for name, error in parts_of(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
+
+
+def _judge(args: argparse.Namespace, model: Any, tokenizer: Any, config: Config, dense_bytes: int) -> None:
+    from torch_pi2.eval.verdict import judge
+
+    phase("dense against sparse (--no-verdict leaves it out)")
+    dense, why = verdict.dense_of(args, dense_bytes)
+    given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
+    found = judge(
+        model,
+        dense,
+        args.out,
+        tokenizer=tokenizer,
+        made=[verdict.step("optimize", args.model, given)],
+        dense_bytes=dense_bytes,
+        not_measured=why,
+        lossy=["int8 activations"] if config.activations == "int8" else [],
+        trust_remote_code=args.trust_remote_code,
+    )
+    verdict.keep(args.out, found, args.model)
 
 
 def render(result: dict[str, Any]) -> str:

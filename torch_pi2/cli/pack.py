@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.cli import common
-from torch_pi2.formats import FLOAT, FORMATS
+from torch_pi2.cli import common, verdict
+from torch_pi2.formats import FLOAT, FLOATS, FORMATS
 
 EXAMPLE = "torch-pi2 pack my-int4-model my-store"
 
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="neurons that are read together (default: 1 with predictors, else some 200 KB)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
+    verdict.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -46,7 +47,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     how = common.given(args, "weights", "slot_align", "cluster", "trust_remote_code")
     report = torch_pi2.pack(args.source, args.out, **how, progress=not args.quiet)
-    return {"out": str(args.out), **report.to_json()}
+    if args.verdict:
+        rounded = [f"{args.weights} neurons"] if args.weights in FLOATS else []
+        verdict.of_folder(args, "pack", rounded)
+    judged = verdict.read(args.out)
+    return {"out": str(args.out), **report.to_json(), "verdict": None if judged is None else judged.to_json()}
 
 
 def render(result: dict[str, Any]) -> str:
@@ -56,5 +61,5 @@ def render(result: dict[str, Any]) -> str:
     return (
         f"{common.table(('part', 'bytes'), parts)}\n"
         f"{result['out']}: {result['neurons']} neurons of {result['layers']} layers{left}; "
-        f"{sizes} in {result['seconds']:.1f} s"
+        f"{sizes} in {result['seconds']:.1f} s{verdict.shown(result['verdict'])}"
     )

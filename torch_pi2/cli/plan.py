@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.cli import common
+from torch_pi2.cli import common, verdict
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 
@@ -97,8 +97,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.hardware is not None:
         from torch_pi2.cli.plan_machine import for_machine
 
-        return for_machine(args)
-    return _for_any_machine(args)
+        result = for_machine(args)
+    else:
+        result = _for_any_machine(args)
+    found = verdict.read(Path(args.model)) if Path(args.model).is_dir() else None
+    return result | {"verdict": None if found is None else found.to_json()}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -158,7 +161,7 @@ def render(result: dict[str, Any]) -> str:
     if "contains" in result:
         from torch_pi2.cli.inspect import render as render_folder
 
-        shown.append(render_folder(result))
+        shown.append(render_folder(result | {"verdict": None}))
     if "hardware" in result:
         from torch_pi2.cli.plan_machine import render_machine
 
@@ -167,6 +170,8 @@ def render(result: dict[str, Any]) -> str:
         shown.append(_render_moved(result["moved"]))
     if result.get("out"):
         shown.append(f"wrote {result['out']}")
+    if result["verdict"] is not None:
+        shown.append(f"what was measured of the model:{verdict.shown(result['verdict'])}")
     return "\n".join(shown)
 
 

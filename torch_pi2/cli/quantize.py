@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.cli import common
+from torch_pi2.cli import common, verdict
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.spec.config import QUANTIZATIONS
 
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rtn: to nearest; weighted is refused here, `torch-pi2 optimize` has it",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
+    verdict.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -37,7 +38,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     how = common.given(args, "weights", "quantization", "trust_remote_code")
     report = torch_pi2.quantize(args.source, args.out, **how, progress=not args.quiet)
-    return {"out": str(args.out), **report.to_json()}
+    if args.verdict:
+        verdict.of_folder(args, "quantize")
+    judged = verdict.read(args.out)
+    return {"out": str(args.out), **report.to_json(), "verdict": None if judged is None else judged.to_json()}
 
 
 def render(result: dict[str, Any]) -> str:
@@ -49,5 +53,5 @@ def render(result: dict[str, Any]) -> str:
     return (
         f"{common.table(('layer', 'relative error'), rows)}{left}\n"
         f"{result['out']}: {common.size(result['bytes_in'])} -> {common.size(result['bytes_out'])} {result['weights']} "
-        f"in {result['seconds']:.1f} s"
+        f"in {result['seconds']:.1f} s{verdict.shown(result['verdict'])}"
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.store.tokenizer import tokenizer_of
@@ -181,16 +181,13 @@ def bits_per_byte(
         ConfigError: ``window``, ``batch_size`` or ``max_tokens`` below 1, or no tokenizer is known.
         NonFiniteError: the loss is NaN or infinite.
     """
-    from tqdm import tqdm
-
     for name, value in (("window", window), ("batch_size", batch_size), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
             raise ConfigError(name, expected="a positive number", found=str(value), fix=f"Pass {name}=512 or so.")
     tokenizer = tokenizer_of(model, tokenizer, "bits_per_byte(text)")
     scored = _encode(tokenizer, text, max_tokens)
     batches = _windows(scored, window, batch_size)
-    hidden = not (progress and sys.stderr.isatty())
-    total, count = _summed_nats(model, tqdm(batches, desc="evaluating", unit="batch", disable=hidden))
+    total, count = _summed_nats(model, bar(batches, "evaluating", progress, unit="batch"))
     nats = total / count
     return LossReport(
         nats_per_token=nats,
@@ -199,3 +196,31 @@ def bits_per_byte(
         tokens=count,
         bytes=scored.text_bytes,
     )
+
+
+def paired_loss(
+    models: Sequence[nn.Module],
+    tokenizer: Any,
+    text: str,
+    *,
+    window: int = 256,
+    max_tokens: int | None = None,
+    until: Callable[[], bool] = lambda: False,
+) -> tuple[list[float], int]:
+    """Nats per token of each model on the same windows of ``text``, and how many tokens these have.
+
+    Models take turns, window by window, and no further one is begun once ``until`` says so: after any number of them
+    all were asked the same.
+
+    Raises:
+        CalibrationError, NonFiniteError: as :func:`bits_per_byte`.
+    """
+    totals, tokens = [0.0] * len(models), 0
+    for ids_1T in _windows(_encode(tokenizer, text, max_tokens), window, 1):
+        for i, model in enumerate(models):
+            nats, scored = _summed_nats(model, [ids_1T])
+            totals[i] += nats
+        tokens += scored
+        if until():
+            break
+    return [total / tokens for total in totals], tokens

@@ -35,10 +35,14 @@ class DecodeTiming:
 
 @dataclass(frozen=True)
 class DecodeComparison:
-    """Two models timed in alternating rounds; ``ffn_speedup`` and ``total_speedup`` are dense over sparse."""
+    """Two models timed in alternating rounds; ``ffn_speedup`` and ``total_speedup`` are dense over sparse.
+
+    ``speedups``: that in all, of each round.
+    """
 
     dense: DecodeTiming
     sparse: DecodeTiming
+    speedups: tuple[float, ...] = ()
 
     @property
     def total_speedup(self) -> float:
@@ -156,8 +160,9 @@ def compare_decode(
     ffn_modules: Iterable[str] = (),
 ) -> DecodeComparison:
     """As :func:`time_decode`, for two models in alternating rounds."""
-    settings = {"new_tokens": new_tokens, "warmup": warmup, "rounds": rounds}
-    return DecodeComparison(*time_decode_many([dense, sparse], input_ids, ffn_modules=ffn_modules, **settings))
+    both = _alternate([dense, sparse], input_ids, new_tokens, warmup, rounds, list(ffn_modules))
+    speedups = tuple(one[0] / other[0] for one, other in zip(*both, strict=True))
+    return DecodeComparison(_median(both[0]), _median(both[1]), speedups)
 
 
 def time_decode_many(
@@ -170,6 +175,14 @@ def time_decode_many(
     ffn_modules: Iterable[str] = (),
 ) -> list[DecodeTiming]:
     """As :func:`time_decode`, for any number of models in alternating rounds."""
+    kept = _alternate(models, input_ids, new_tokens, warmup, rounds, list(ffn_modules))
+    return [_median(of_model) for of_model in kept]
+
+
+def _alternate(
+    models: list[nn.Module], input_ids: torch.Tensor, new_tokens: int, warmup: int, rounds: int, names: list[str]
+) -> list[list[tuple[float, float]]]:
+    """Of each model its rounds, as :func:`_decode_round` measures them."""
     if new_tokens < 1 or rounds < 1 or warmup < 0:
         raise ConfigError(
             "new_tokens, rounds, warmup",
@@ -177,11 +190,10 @@ def time_decode_many(
             found=f"{new_tokens}, {rounds}, {warmup}",
             fix="Pass larger numbers.",
         )
-    names = list(ffn_modules)
     timings: list[list[tuple[float, float]]] = [[] for _ in models]
     for i in range(warmup + rounds):
         for model, kept in zip(models, timings):
             measured = _decode_round(model, input_ids, new_tokens, names)
             if i >= warmup:
                 kept.append(measured)
-    return [_median(kept) for kept in timings]
+    return timings

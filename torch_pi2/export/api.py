@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
+from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.chat import write_chat
 from torch_pi2.export.describe import manifest_of
@@ -70,7 +71,7 @@ def export(
         precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
             are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.
-        progress: progress bars on standard error (terminals only).
+        progress: bars on standard error in a terminal; elsewhere each phase goes to the log (:mod:`torch_pi2.base.progress`).
 
     Raises:
         ConfigError: a dense model, a setting that makes no sense, or more ``max_tokens`` than what is traced is right
@@ -115,6 +116,7 @@ def export(
         manifest = manifest_of(source, request, facts, staging, made.chunks, planned)
         manifest.save(staging)
         manifest.verify(staging)
+        keep_card(folder, staging)
     return folder
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.failures import named_failures
 from torch_pi2.export.memory import workspace_bytes
@@ -47,11 +47,8 @@ def trace(
     methods: Mapping[str, Method], name: str, *, progress: bool = False
 ) -> dict[str, torch.export.ExportedProgram]:
     """``torch.export`` of every method. Raises UnsupportedModelError, with torch's reason."""
-    from tqdm import tqdm
-
     programs = {}
-    show = progress and sys.stderr.isatty()
-    for key, method in tqdm(methods.items(), "trace", disable=not show, delay=2):
+    for key, method in bar(methods.items(), "trace", progress, delay=2):
         if method.prepare is not None:
             method.prepare()
         what = f"torch.export of {name}, method {key}"
@@ -132,17 +129,16 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
 @contextmanager
 def _counted(progress: bool) -> Iterator[None]:
     """A bar that counts the parts that XNNPACK takes, which is most of the time; how many there are is not known."""
-    if not (progress and sys.stderr.isatty()):
+    if not progress:
         yield
         return
     from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
-    from tqdm import tqdm
 
     before = XnnpackBackend.preprocess
-    with tqdm(desc="lower", unit=" parts", delay=2) as bar:
+    with bar(None, "lower", progress, unit=" parts", delay=2) as shown:
 
         def preprocess(*args: Any) -> Any:
-            bar.update()
+            shown.update()
             return before(*args)
 
         XnnpackBackend.preprocess = staticmethod(preprocess)

@@ -12,10 +12,15 @@ from typing import Any, Literal
 
 from torch_pi2.base.crc32c import continue_crc32c
 from torch_pi2.base.files import atomic_write, parse_json, read_text
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import FORMATS
+from torch_pi2.spec.verdict import VERDICT_FILE
+from torch_pi2.store.folder import CARD_FILE
 
 MANIFEST_FILE = "manifest.json"
+#: For people, and in no manifest: the verdict, and the card that a user may have changed.
+BESIDE = (VERDICT_FILE, CARD_FILE)
 FORMAT = "torch_pi2.bundle"
 VERSION = 3
 #: The two files that every bundle has: the program of ExecuTorch, and the neurons.
@@ -261,7 +266,8 @@ class Manifest:
             paths[STORE_FILE] = store
         for name, entry in self.files.items():
             _check_size(paths[name], entry)
-        others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*self.files, MANIFEST_FILE}
+        known = {*self.files, MANIFEST_FILE, *BESIDE}
+        others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - known
         if others:
             raise ArtifactError(
                 str(folder / min(others)),
@@ -271,13 +277,11 @@ class Manifest:
             )
         if what == "sizes":
             return 0
-        from tqdm import tqdm
-
         read = {name: e for name, e in self.files.items() if what == "all" or name != STORE_FILE}
         total = sum(entry.bytes for entry in read.values())
-        with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=not progress, leave=False) as bar:
+        with bar(None, "verify", progress, total=total, unit="B", unit_scale=True, leave=False) as shown:
             for name, entry in read.items():
-                _check_bytes(paths[name], entry, bar, hashes=what == "all")
+                _check_bytes(paths[name], entry, shown, hashes=what == "all")
         return total
 
 

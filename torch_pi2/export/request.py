@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.export.manifest import MANIFEST_FILE, Manifest
+from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
 from torch_pi2.spec.config import LINEARS
 
 #: Precision, outliers and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
@@ -105,7 +105,7 @@ def check_bundle_folder(folder: Path) -> None:
     if (folder / MANIFEST_FILE).is_file():
         with suppress(ArtifactError):  # somebody else's manifest.json
             ours |= Manifest.load(folder, verify=False).files.keys()
-    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in folder.iterdir()} - ours:
+    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in folder.iterdir()} - ours - {*BESIDE}:
         raise ArtifactError(
             str(folder),
             expected="a new or empty folder, or an earlier bundle",

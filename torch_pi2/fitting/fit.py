@@ -15,7 +15,6 @@ cards from.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.progress import bar
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
 from torch_pi2.fitting.sets import at_most, profiled_hash, split
@@ -82,8 +82,6 @@ def fit(
         StaleArtifactError: ``stats`` are of other weights. CalibrationError: too few sequences.
         ConfigError: samples that exceed ``settings.max_bytes``.
     """
-    from tqdm import tqdm
-
     settings = settings or FitSettings()
     check_sites(model, sites)
     model_hash = profiled_hash(model, sites, stats)
@@ -114,9 +112,8 @@ def fit(
         loss, skipped = mean_loss(model, parts["evaluate"], loss_fn, context)
         return loss / dense_loss - 1, skipped
 
-    total, hidden = len(layers) + settings.max_rounds, not (progress and sys.stderr.isatty())
-    with tqdm(total=total, desc="fit", unit="step", disable=hidden) as bar:
-        search = Search(layers, settings, change, bar.update)
+    with bar(None, "fit", progress, total=len(layers) + settings.max_rounds, unit="step") as shown:
+        search = Search(layers, settings, change, shown.update)
         search.run()
     result = FittedPredictors(_of_one_rank(search.predictors(), sites))
     result.model_hash = model_hash

@@ -31,13 +31,13 @@ def to_plain(value: Any) -> Any:
     return [to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def from_plain(kind: type[T], value: Any, path: str) -> T:
-    """Inverse of :func:`to_plain`; ``path`` leads to the value, for messages.
+def from_plain(kind: type[T], value: Any, path: str, fix: str = _FIX) -> T:
+    """Inverse of :func:`to_plain`; ``path`` leads to the value, and ``fix`` says what to do, for messages.
 
     Raises:
         ArtifactError: a field is missing, unknown, or not what it has to be.
     """
-    return _made(kind, Field(value, path, _FIX))
+    return _made(kind, Field(value, path, fix))
 
 
 def wrong(path: str, expected: str, found: object) -> NoReturn:

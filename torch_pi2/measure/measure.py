@@ -6,7 +6,6 @@ they were measured; ``error`` of each line, and ``warm`` of reads, say how stead
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch_pi2.base import process as machine
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.base.process import cores
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, LibraryMissingError
 from torch_pi2.machine.find import cached_path
 from torch_pi2.machine.hardware import Hardware
@@ -148,13 +148,11 @@ def _check_packages() -> None:
 @contextmanager
 def _bar(progress: bool) -> Iterator[Callable[[str, float], None]]:
     """``show(part, share)``: so much more of the whole is done, and ``part`` is next or under way."""
-    from tqdm import tqdm
-
     layout = "{desc:<18}{percentage:3.0f}%|{bar}| {elapsed}"
-    with tqdm(total=1.0, disable=not (progress and sys.stderr.isatty()), bar_format=layout) as bar:
+    with bar(None, "measure", progress, total=1.0, bar_format=layout) as shown:
 
         def show(name: str, share: float) -> None:
-            bar.set_description_str(name)
-            bar.update(share)
+            shown.set_description_str(name)
+            shown.update(share)
 
         yield show

@@ -6,13 +6,13 @@ The C++ core replays with the cache that runs in a store, so that what is compar
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.observe.accesses import Accesses
@@ -105,12 +105,10 @@ def replay_all(
     accesses: Accesses, policies: Sequence[str], slots: Sequence[int], *, progress: bool = False, **how: Any
 ) -> list[Replayed]:
     """:func:`replay`, for each number of slots with each policy; with a progress bar if it takes over two seconds."""
-    from tqdm import tqdm
-
     for policy in policies:
         _check(policy, min(slots, default=0), how.get("hot_share"), how.get("window"))
     all_of_them = [(policy, count) for count in slots for policy in policies]
-    shown = tqdm(all_of_them, "replay", disable=not (progress and sys.stderr.isatty()), delay=2)
+    shown = bar(all_of_them, "replay", progress, delay=2)
     return [replay(accesses, policy, count, **how) for policy, count in shown]
 
 

@@ -5,7 +5,6 @@ They are watched (:mod:`torch_pi2.observe.watch`) while they decode given tokens
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.progress import bar
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import CalibrationError, ConfigError, check_made_from
 from torch_pi2.layers.prompt import sparse_only
@@ -52,8 +52,6 @@ def watched_stats(
         ConfigError, UnsupportedModelError: what :class:`~torch_pi2.observe.watch.Watch` and
             :class:`~torch_pi2.decode.decode.Decoder` raise.
     """
-    from tqdm import tqdm
-
     counting = watch(model, batch_sizes=batches)
     sequences = counting.batch_sizes[-1]
     ids_BT = _ids(model, sequences, tokens, seed) if ids is None else _given(ids, sequences, tokens)
@@ -61,8 +59,7 @@ def watched_stats(
     with sparse_only():  # what is computed as a matrix product is not counted
         decoder.prompt(ids_BT[:, :1])
         with counting:
-            shown = not (progress and sys.stderr.isatty())
-            for t in tqdm(range(1, tokens + 1), desc="watch", unit="step", disable=shown, leave=False):
+            for t in bar(range(1, tokens + 1), "watch", progress, unit="step", leave=False):
                 decoder.step(ids_BT[:, t : t + 1])
     stats = counting.stats()
     stats.made_by |= {"ids": "given"} if ids is not None else {"ids": "synthetic", "seed": seed}

@@ -15,11 +15,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError
 from torch_pi2.planner.accelerator import caps
 from torch_pi2.planner.baselines import KINDS, simple_choice
@@ -122,10 +122,7 @@ class _Search:
         self._check_recall()
 
     def _ticks(self, what: str) -> Any:
-        from tqdm import tqdm
-
-        shown = self.task.progress and sys.stderr.isatty()
-        return lambda steps: tqdm(steps, f"plan, {what}", disable=not shown, delay=2)
+        return lambda steps: bar(steps, f"plan, {what}", self.task.progress, delay=2)
 
     def _check_recall(self) -> None:
         for batch, floor in self.task.floors():

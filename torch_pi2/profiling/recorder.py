@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.matmuls import MatmulIndex
 from torch_pi2.ops.activations import ACTIVATIONS
@@ -124,17 +125,14 @@ def record(
         UnsupportedModelError: a site's matmuls never ran with its own weights.
         CalibrationError: token ids outside the model's vocabulary.
     """
-    import sys
-
-    from tqdm import tqdm
 
     check_sites(model, sites)
     counts = {"tokens": 0, "sequences": 0, "batches": 0}
     recorder, routed = ActivationRecorder(model, sites, sink), RoutedRecorder(model, sites, sink)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    bar = tqdm(data, desc=label, unit="batch", disable=not (progress and sys.stderr.isatty()))
+    shown = bar(data, label, progress, unit="batch")
     with evaluating(model), routed:
-        for batch in bar:
+        for batch in shown:
             _check_vocabulary(batch, vocabulary)
             recorder.batch = routed.batch = batch
             with recorder if recorder.calls else nullcontext():  # a model of experts alone has nothing to intercept

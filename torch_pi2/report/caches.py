@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import check_made_from
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.observe.replay import OPTIMAL, replay, replay_all
@@ -77,11 +77,9 @@ def _over_time(
     accesses: Accesses, policies: list[str], ends: list[int], progress: bool
 ) -> dict[str, tuple[float, ...]]:
     """By policy the hit rate in each stretch: the beginning is replayed up to each end, and the hits subtracted."""
-    from tqdm import tqdm
-
     parts = [_beginning(accesses, calls) for calls in ends]
     every = [(policy, part) for policy in policies for part in parts]
-    shown = tqdm(every, "replay in windows", disable=not (progress and sys.stderr.isatty()), delay=2)
+    shown = bar(every, "replay in windows", progress, delay=2)
     made = [replay(part, policy, accesses.run["slots"]) for policy, part in shown]
     found: dict[str, tuple[float, ...]] = {}
     for number, policy in enumerate(policies):

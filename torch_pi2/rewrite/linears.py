@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import nn
 from torch_pi2.base.absent import take
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import own_forward, share_hooks
+from torch_pi2.base.progress import bar
 from torch_pi2.graph.capture import capture, example_inputs
 from torch_pi2.graph.experts import all_experts, known_experts, without_experts
 from torch_pi2.layers.linear import QuantLinear
@@ -162,12 +162,10 @@ def quantize_linears(
     Raises:
         DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see :func:`check_linears`.
     """
-    from tqdm import tqdm
-
     check_linears(linears, storage.weights, storage)
     errors: dict[str, LayerError] = {}
     made: dict[str, QuantLinear] = {}
-    for name in tqdm(list(linears), "quantise linear layers", disable=not (progress and sys.stderr.isatty())):
+    for name in bar(list(linears), "quantise linear layers", progress):
         linear = linears[name]
         made[name] = QuantLinear.from_linear(
             linear, storage.weights, storage.int8_activations, storage.importance(name), name=name

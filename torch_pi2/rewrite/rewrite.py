@@ -5,7 +5,6 @@ Where they stand is decided in :mod:`torch_pi2.rewrite.ways`; :mod:`torch_pi2.re
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.hooks import refuse_global_hooks
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, StaleArtifactError
 from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.reach import same_tokens
@@ -63,8 +63,6 @@ def rewrite(
         UnsupportedModelError: no way of rewriting a layer computes the same; the message names it.
         DeviceError, DtypeError, NonFiniteError, ShapeError: weights that cannot be used.
     """
-    from tqdm import tqdm
-
     if is_optimized(model):
         raise ConfigError(
             type(model).__name__,
@@ -81,7 +79,7 @@ def rewrite(
         for group in groups:
             _check_group(model, group, predictors or {}, storage)
     try:
-        for group in tqdm(groups, "rewrite", disable=not (progress and sys.stderr.isatty())):
+        for group in bar(groups, "rewrite", progress):
             if group[0].site.experts is not None:
                 _rewrite_experts(model, group, predictors or {}, storage)
             else:

@@ -12,12 +12,15 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.spec.stats import STATS_FILE
+from torch_pi2.spec.verdict import VERDICT_FILE
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.weights import WEIGHTS_FILE
 
 PI2_FOLDER = "pi2"
 #: What is written to ``pi2/``.
-_PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE)
+_PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE, VERDICT_FILE)
+#: The model card. Whoever replaces a folder keeps it: there may be a user's words in it.
+CARD_FILE = "README.md"
 #: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "*.tiktoken")
 #: Where transformers writes the chat templates of a tokenizer that has several.
@@ -57,7 +60,8 @@ def _stranger(folder: Path) -> str | None:
         kinds = _FOLDERS.get(path.name)
         if kinds and (path.is_symlink() or not path.is_dir()):
             return path.name
-        files, kinds = (sorted(path.iterdir()), kinds) if kinds else ([path], (*SMALL_FILES, "*.safetensors"))
+        files = sorted(path.iterdir()) if kinds else [path]
+        kinds = kinds or (*SMALL_FILES, "*.safetensors", CARD_FILE)
         for file in files:
             if not file.is_file() or not any(fnmatch.fnmatchcase(file.name, kind) for kind in kinds):
                 return str(file.relative_to(folder))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.formats import FORMATS, row_bytes
@@ -309,21 +309,18 @@ class StoreReader(QuantizedWeights):
         Raises:
             ArtifactError: naming the first neuron or tensor that is not what was packed.
         """
-        from tqdm import tqdm
-
         done = self.specs[SUPERBLOCK].nbytes
-        show = progress and sys.stderr.isatty()
-        with tqdm(total=self.file_bytes, desc="verify", unit="B", unit_scale=True, disable=not show, delay=2) as bar:
+        with bar(None, "verify", progress, total=self.file_bytes, unit="B", unit_scale=True, delay=2) as shown:
             for index, entry in enumerate(self.entries):
                 for _, neuron_rows in self._pieces(index, 0, entry.neurons):
                     done += neuron_rows.nbytes
-                    bar.update(len(neuron_rows) * entry.slot_bytes // entry.cluster)
+                    shown.update(len(neuron_rows) * entry.slot_bytes // entry.cluster)
             for name in self.checks:
                 size = self.specs[name].nbytes
                 blocks = []
                 for at in range(0, size, PIECE):
                     blocks.append(block_checks(self.read_bytes(name, at, min(at + PIECE, size))))
-                    bar.update(min(PIECE, size - at))
+                    shown.update(min(PIECE, size - at))
                 self.compare(name, blocks)
                 done += size
         return done

@@ -1,0 +1,233 @@
+"""The verdict: measured by verbs that write a model, kept in its folder, and shown; and the card that it is in."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_calls import Ran
+from huggingface_hub import ModelCard
+from shared import shared_folder
+from tiny_tokenizers import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torch_pi2 import cli
+from torch_pi2.checkpoint import card
+from torch_pi2.cli import verdict
+from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.spec.verdict import Loss, Speed, Verdict
+
+TEXT = "".join(f"def f{i}(x, y={i}):\n    return x * {i % 7} + y\n\n" for i in range(200))
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*argv: object, ok: bool = True) -> Ran:
+        code = cli.main([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert not ok or code == 0, err
+        return Ran(code, out, err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``model``, a dense one of somebody's; ``exact``, optimised."""
+
+    def make(root: Path) -> None:
+        model = root / "model"
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = LlamaConfig(vocab_size=300, hidden_act="relu", max_position_embeddings=512, **sizes)
+        LlamaForCausalLM(config).save_pretrained(model)
+        byte_tokenizer(TEXT).save_pretrained(model)
+        (model / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: some/where\n---\n\n# Mine\n")
+        (root / "text.py").write_text(TEXT)
+        argv = ["optimize", model, "--out", root / "exact", "--method", "exact", "--tokens", 2048]
+        assert cli.main([*map(str, argv), "--text", str(root / "text.py"), "--json"]) == 0
+
+    return shared_folder(tmp_path_factory, "verdicts", make)
+
+
+def test_optimize_measures(root: Path) -> None:
+    found = Verdict.load(root / "exact" / "pi2")
+    assert found.speed is not None
+    assert found.speed.dense
+    assert found.speed.ratio_low
+    assert found.speed.ratio_high
+    assert found.speed.ratio_low <= (found.speed.ratio or 0) <= found.speed.ratio_high
+    assert found.loss is not None
+    assert abs(found.loss.change) < 1e-5
+    assert found.loss.tokens > 100
+    assert found.lossy == ()
+    assert found.not_measured == {}
+    assert found.made == ("torch-pi2 optimize model --method exact --calibration-tokens 2048",)
+    files = [*(root / "exact").glob("*.safetensors"), root / "exact" / "pi2" / "predictors.safetensors"]
+    assert found.sparse_bytes == sum(path.stat().st_size for path in files if path.exists())
+    assert found.versions["torch"] == torch.__version__.partition("+")[0] or "torch" in found.versions
+    assert str(root) not in json.dumps(found.to_json()), "paths are nobody's business"
+
+
+def test_phases_are_lines_and_json_is_alone(root: Path, command: Any, tmp_path: Path) -> None:
+    argv = ("optimize", root / "model", "--method", "exact", "--tokens", 512, "--text", root / "text.py")
+    ran = command(*argv, "--out", tmp_path / "out", "--json")
+    for phase in ("load", "profil", "rewrite", "dense against sparse"):
+        assert f"torch-pi2: {phase}" in ran.err
+    assert ran.json["verdict"]["speed"]["sparse"] > 0
+    ran = command(*argv, "--out", tmp_path / "out", "--no-verdict")
+    assert "speed:" not in ran.out
+    assert not (tmp_path / "out" / "pi2" / "verdict.json").exists()
+    assert command("inspect", tmp_path / "out", "--json").json["verdict"] is None
+
+
+def test_inspect_shows_it(root: Path, command: Any) -> None:
+    out = command("inspect", root / "exact").out
+    assert "times as fast" in out
+    assert re.search(r"lossless; loss [+-]0.00%", out)
+    assert "made by:" in out
+    assert "measured:" in out
+
+
+def test_the_card_is_one_for_the_hub(root: Path) -> None:
+    made = ModelCard.load(root / "exact" / "README.md")
+    data = made.data.to_dict()
+    assert data["library_name"] == "torch_pi2"
+    assert data["license"] == "apache-2.0"
+    assert data["base_model"] == "some/where"
+    assert "sparse" in data["tags"]
+    assert "## Verdict" in made.text
+    assert "tokens/s" in made.text
+
+
+def some(**other: Any) -> Verdict:
+    about: dict[str, Any] = {"machine": {"cpu": "x|y"}, "versions": {"torch": "2"}, "not_measured": {}}
+    first = ("ab" * 32, (), ("torch-pi2 optimize <a>",), 5, None, None, None)
+    return Verdict(*first, date="2026-01-01T00:00:00+00:00", **(about | other))
+
+
+def test_a_users_own_card_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / card.CARD_FILE
+    path.write_bytes(b"# Mine\n\nwords \xff that are no UTF-8\n")
+    card.write_card(tmp_path, some(), "some/where", "run it")
+    once = path.read_bytes()
+    assert once.startswith(b"# Mine\n\nwords \xff that are no UTF-8\n")
+    assert b"not measured" in once
+    path.write_bytes(once + b"more words\n")
+    card.write_card(tmp_path, some(), "some/where", "run it otherwise")
+    again = path.read_bytes()
+    assert again.endswith(b"more words\n")
+    assert again.count(b"## Verdict") == 1
+    assert b"run it otherwise" in again
+    assert b"x\\|y" in again
+    assert b"&lt;a&gt;" in again
+
+
+def test_replacing_a_folder_keeps_its_card(root: Path, command: Any, tmp_path: Path) -> None:
+    argv = ("optimize", root / "model", "--method", "exact", "--tokens", 512, "--text", root / "text.py")
+    command(*argv, "--out", tmp_path / "out")
+    path = tmp_path / "out" / "README.md"
+    path.write_text(path.read_text() + "\nmine\n")
+    command(*argv, "--out", tmp_path / "out")
+    assert path.read_text().endswith("\nmine\n")
+    assert path.read_text().count("## Verdict") == 1
+    command(*argv, "--out", tmp_path / "out", "--no-verdict")
+    assert path.read_text().endswith("\nmine\n")
+    assert "## Verdict" not in path.read_text()
+
+
+def test_a_card_of_the_source_that_nobody_can_read(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: [a, {b: \n---\n")
+    assert "license" not in card.metadata(tmp_path)
+    (tmp_path / "README.md").write_text("---\nlicense: {a: 1}\nbase_model: [a/b, c/d]\n---\n")
+    assert card.metadata(tmp_path).get("base_model") == ["a/b", "c/d"]
+    assert "license" not in card.metadata(tmp_path)
+    assert card.metadata("owner/model")["base_model"] == "owner/model"
+
+
+def test_it_reads_what_it_wrote(tmp_path: Path) -> None:
+    whole = Verdict("cd" * 32, ("a",), ("b", "c"), 7, 9, Speed(3.0), Loss(-0.5, 3, "t"), {"dense": "gone"}, "d", {}, {})
+    whole.save(tmp_path)
+    assert Verdict.load(tmp_path) == whole
+    assert "3.0 tokens/s, dense not measured (gone)" in whole.lines()["speed"]
+    with pytest.raises(StaleArtifactError, match="verdict on FFN weights"):
+        Verdict.load(tmp_path, "ef" * 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{", "JSON"),
+        ('{"format": "torch_pi2.verdict", "version": 2}', "version 1"),
+        ('{"format": "torch_pi2.verdict", "version": 1}', "model_hash"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "verdict.json").write_text(text)
+    with pytest.raises(ArtifactError, match=found):
+        Verdict.load(tmp_path)
+
+
+def test_a_wrong_number_is_named(tmp_path: Path) -> None:
+    data = some().to_json() | {"sparse_bytes": -1}
+    (tmp_path / "verdict.json").write_text(json.dumps(data))
+    with pytest.raises(ArtifactError, match=r"sparse_bytes.*Remove it"):
+        Verdict.load(tmp_path)
+
+
+def test_packing_changes_no_number_and_keeps_the_verdict(root: Path, command: Any, tmp_path: Path) -> None:
+    before = Verdict.load(root / "exact" / "pi2")
+    ran = command("pack", root / "exact", tmp_path / "store", "--json")
+    assert ran.json["verdict"]["speed"] == before.to_json()["speed"]
+    assert ran.json["verdict"]["made"] == [*before.made, "torch-pi2 pack exact"]
+    assert ran.json["verdict"]["sparse_bytes"] == (tmp_path / "store" / "pi2" / "model.pi2").stat().st_size
+    assert 'license: "apache-2.0"' in (tmp_path / "store" / "README.md").read_text()
+    assert command("inspect", tmp_path / "store", "--json").json["verdict"] == ran.json["verdict"]
+
+
+def test_quantising_is_measured_beside_what_was_dense(root: Path, command: Any, tmp_path: Path) -> None:
+    found = command("quantize", root / "exact", tmp_path / "int4", "--json").json["verdict"]
+    assert found["lossy"] == ["int4 weights"]
+    assert found["speed"]["dense"] > 0
+    assert found["loss"]["change"] != 0
+    (tmp_path / "int4" / "pi2" / "verdict.json").unlink()
+    packed = command("pack", tmp_path / "int4", tmp_path / "store", "--json").json["verdict"]
+    assert packed["speed"]["dense"] is None
+    assert packed["loss"] is None
+    assert "quantised weights alone" in packed["not_measured"]["dense"]
+    assert "dense not measured" in command("inspect", tmp_path / "store").out
+
+
+def test_no_room_for_a_model_beside_another(
+    root: Path, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "free_bytes", lambda: 1000)
+    found = command("quantize", root / "exact", tmp_path / "int4", "--json").json["verdict"]
+    assert found["speed"] is None
+    assert "1.0 KB are free" in found["not_measured"]["speed"]
+    argv = ("optimize", root / "model", "--method", "exact", "--tokens", 512, "--text", root / "text.py")
+    found = command(*argv, "--out", tmp_path / "out", "--json").json["verdict"]
+    assert found["speed"]["dense"] is None
+    assert found["speed"]["sparse"] > 0
+    assert found["loss"] is None
+
+
+def test_plan_shows_what_was_measured_of_its_model(root: Path, command: Any, tmp_path: Path) -> None:
+    argv = ("plan", root / "exact", "--hardware", "sm8650-ufs4.0", "--out", tmp_path / "plan")
+    assert "what was measured of the model:\nspeed:" in command(*argv).out
+
+
+def test_a_bundle_has_a_card(root: Path, command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    argv = ("export", root / "exact", "--out", tmp_path / "bundle", "--batches", "1", "--max-tokens", "64")
+    found = command(*argv, "--max-prompt", "16", "--json").json["verdict"]
+    assert found["made"][-1] == "torch-pi2 export exact --target xnnpack"
+    assert found["loss"]["change"] < 1e-5
+    assert "torch-pi2 run bundle" in (tmp_path / "bundle" / "README.md").read_text()
+    out = command("inspect", tmp_path / "bundle", "--verify").out
+    assert "not measured (it is that of the device" in " ".join(out.split())

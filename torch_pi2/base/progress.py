@@ -1,0 +1,48 @@
+"""What takes long says so: a bar in a terminal; elsewhere, to the log, a line as each phase begins.
+
+The command line shows these lines on standard error; a program that uses the library sees them if it wants to
+(``logging.getLogger("torch_pi2.progress")``, level INFO).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+LOGGER = "torch_pi2.progress"
+_log = logging.getLogger(LOGGER)
+
+
+def bar(items: Iterable[Any] | None, what: str, progress: bool, **settings: Any) -> Any:
+    """A bar of tqdm over ``items`` (None: moved by hand), if ``progress`` is wanted; ``settings``: tqdm's."""
+    from tqdm import tqdm
+
+    shown = progress and sys.stderr is not None and sys.stderr.isatty()
+    if progress and not shown:
+        phase(what)
+    return tqdm(items, desc=what, disable=not shown, **settings)
+
+
+def phase(what: str) -> None:
+    """One that has no bar begins."""
+    _log.info("%s ...", what)
+
+
+@contextmanager
+def lines(prefix: str, wanted: bool = True) -> Iterator[None]:
+    """Write each phase to standard error meanwhile, or if it is not ``wanted`` none of them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{prefix}: %(message)s"))
+    before = (_log.level, _log.propagate)
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO if wanted else logging.ERROR)
+    _log.propagate = False
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        _log.setLevel(before[0])
+        _log.propagate = before[1]

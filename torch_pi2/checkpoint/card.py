@@ -1,0 +1,116 @@
+"""The model card: ``README.md`` of a folder of ours, with the verdict and the metadata that the Hub reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.base.files import atomic_write
+from torch_pi2.spec.verdict import Verdict
+from torch_pi2.store.folder import CARD_FILE
+
+#: What is between these lines is written anew each time; what is outside is the user's.
+BEGIN = "<!-- torch_pi2: begin (written by torch-pi2, and written anew; what is outside of these lines stays) -->"
+END = "<!-- torch_pi2: end -->"
+#: Of a Hub's name: owner and model.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_COPIED = ("license", "license_name", "license_link", "language", "base_model")
+
+
+def write_card(folder: Path, verdict: Verdict, source: str | Path, run: str) -> Path:
+    """Write or renew our part of the card in ``folder``; whatever else it says is kept, byte by byte.
+
+    A card that is not there yet also gets metadata for the Hub.
+
+    Args:
+        source: what the folder was made of: a folder, whose card's licence and base model are taken over, or a name on
+            the Hub, which is the base model. run: the command that uses the folder.
+
+    Raises:
+        ArtifactError: it cannot be written.
+    """
+    path, ours = folder / CARD_FILE, _section(verdict, run).encode()
+    before = path.read_bytes() if path.is_file() else b""
+    if _ours(before) is not None:
+        text = _with(before, ours)
+    elif before:
+        text = before.rstrip(b"\n") + b"\n\n" + ours + b"\n"
+    else:
+        title = f"# {folder.resolve().name}\n\n"
+        text = (_front_matter(metadata(source)) + title).encode() + ours + b"\n"
+    atomic_write(path, text)
+    return path
+
+
+def keep_card(folder: Path, staging: Path) -> None:
+    """Copy the card of ``folder``, if it has one, to ``staging``, which is going to replace it; our part is empty."""
+    if (folder / CARD_FILE).is_file():
+        before = (folder / CARD_FILE).read_bytes()
+        (staging / CARD_FILE).write_bytes(_with(before, f"{BEGIN}\n{END}".encode()))
+
+
+def _ours(text: bytes) -> tuple[int, int] | None:
+    """Where our part begins and ends."""
+    begin, end = text.find(BEGIN.encode()), text.find(END.encode())
+    return (begin, end + len(END)) if 0 <= begin < end else None
+
+
+def _with(text: bytes, ours: bytes) -> bytes:
+    """``text`` with ``ours`` in place of our part, if it has one."""
+    found = _ours(text)
+    return text if found is None else text[: found[0]] + ours + text[found[1] :]
+
+
+def metadata(source: str | Path) -> dict[str, Any]:
+    """What the Hub is told: library, tags, and of ``source`` licence and base model, where these are known."""
+    found: dict[str, Any] = {"library_name": "torch_pi2"}
+    about = _of_source(Path(source))
+    found |= {name: about[name] for name in _COPIED if _plain(about.get(name))}
+    if not Path(source).is_dir() and _HUB_NAME.fullmatch(str(source)):
+        found["base_model"] = str(source)
+    found["tags"] = ["torch_pi2", "sparse", "text-generation"]
+    return found
+
+
+def _of_source(folder: Path) -> Mapping[str, Any]:
+    """Metadata of a folder's card; empty where there is none, or one that nobody can read."""
+    if not (folder / CARD_FILE).is_file():
+        return {}
+    try:
+        from huggingface_hub import metadata_load
+    except ImportError:  # without the extra hf
+        return {}
+    try:
+        found = metadata_load(folder / CARD_FILE)
+    except Exception:  # yaml's own, or whatever else somebody's text makes it raise: it is no part of the model
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _plain(value: object) -> bool:
+    """Text, or a short list of it."""
+    if isinstance(value, list):
+        return 0 < len(value) <= 20 and all(isinstance(item, str) for item in value)
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _front_matter(data: Mapping[str, Any]) -> str:
+    """YAML; texts and lists of them are written as JSON, which YAML has inside."""
+    return "---\n" + "".join(f"{name}: {json.dumps(value)}\n" for name, value in data.items()) + "---\n\n"
+
+
+def _section(verdict: Verdict, run: str) -> str:
+    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in verdict.lines().items())
+    return (
+        f"{BEGIN}\n## Verdict\n\n| | |\n|---|---|\n{rows}\n"
+        "One run on one machine. Sparse is this folder; dense is the model that it was made of.\n\n"
+        f"```\n{run}\n```\n{END}"
+    )
+
+
+def _cell(text: str) -> str:
+    return escape(text, quote=False).replace("|", "\\|").replace("\n", " ")

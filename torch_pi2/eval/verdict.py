@@ -1,0 +1,153 @@
+"""Makes a :class:`torch_pi2.spec.verdict.Verdict`: dense against sparse, in some seconds whatever the model's size."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base import process
+from torch_pi2.eval.loss import paired_loss
+from torch_pi2.eval.timing import compare_decode, time_decode
+from torch_pi2.eval.token_source import Tokens, tokens_of
+from torch_pi2.formats import QUANTIZED
+from torch_pi2.profiling.text import stdlib_text
+from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.spec.plan import Plan, lossy_methods
+from torch_pi2.spec.verdict import Loss, Speed, Verdict
+from torch_pi2.store.folder import PI2_FOLDER
+
+#: Of a sequence that is decoded, before the clock starts.
+_PROMPT = 16
+_ROUNDS, _MOST_TOKENS = 5, 32
+#: Scored, at most: of a text of so many bytes.
+_SCORED, _TEXT_BYTES = 4096, 64_000
+
+
+def judge(
+    sparse: nn.Module,
+    dense: nn.Module | None,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    made: Sequence[str] = (),
+    dense_bytes: int | None = None,
+    not_measured: Mapping[str, str] | None = None,
+    lossy: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    seconds: float = 10.0,
+) -> Verdict:
+    """Measure an optimised model beside its dense form.
+
+    Two halves of ``seconds`` go to decoding (batch 1, rounds that alternate, medians) and to the loss on text that
+    nothing was fitted to (the held-out half of Python's standard library); a step or a window of text that takes
+    longer than its half is run a few times all the same.
+
+    Args:
+        sparse: optimised; in memory, or over a store. dense: the model that it was made of; None: there is none here.
+        folder: in which ``sparse`` is. tokenizer: None: no loss is measured. made: see the verdict's.
+        dense_bytes: None: taken from ``dense``. not_measured: why, by what, where it is known already.
+        lossy: beside what the plan and the weights say. trust_remote_code: for the folder's tokenizer.
+
+    Raises:
+        ConfigError: ``sparse`` is not optimised. NonFiniteError: a loss is no number.
+    """
+    folder, why = Path(folder), dict(not_measured or {})
+    parts = parts_of(sparse)
+    synthetic = bool(getattr(getattr(sparse, "config", None), "torch_pi2_synthetic", None))
+    if dense is None:
+        why.setdefault("dense", "the dense weights are not here")
+    if dense is None or tokenizer is None or synthetic:
+        no_text = why["dense"] if dense is None else "no tokenizer is there"
+        why.setdefault("loss", "the weights are random" if synthetic else no_text)
+    fed = tokens_of(sparse, folder, "heldout", 1, 0, trust_remote_code)
+    speed = _speed(sparse, dense, fed, seconds / 2)
+    loss = None if dense is None or "loss" in why else _loss(sparse, dense, tokenizer, seconds / 2)
+    if dense_bytes is None and dense is not None:
+        dense_bytes = bytes_of(dense)
+    found = unmeasured(folder, parts.plan, parts.weights, made=made, lossy=lossy, dense_bytes=dense_bytes)
+    return replace(found, speed=speed, loss=loss, not_measured=why)
+
+
+def unmeasured(
+    folder: str | Path,
+    plan: Plan,
+    weights: str,
+    *,
+    made: Sequence[str] = (),
+    lossy: Sequence[str] = (),
+    dense_bytes: int | None = None,
+    not_measured: Mapping[str, str] | None = None,
+) -> Verdict:
+    """What is known of ``folder`` without running it: arguments as of :func:`judge`; ``weights``: how they are kept."""
+    about = process.describe()
+    return Verdict(
+        model_hash=plan.model_hash,
+        lossy=(*_lossy(plan, weights), *lossy),
+        made=tuple(made),
+        sparse_bytes=weight_bytes(Path(folder)),
+        dense_bytes=dense_bytes,
+        speed=None,
+        loss=None,
+        not_measured=dict(not_measured or {}),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=_machine(about["machine"]),
+        versions=about["versions"],
+    )
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Of its parameters and buffers; what is shared counts once."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def weight_bytes(folder: Path) -> int:
+    """Of the files of a model folder that hold weights or predictors."""
+    names = ("weights.safetensors", "predictors.safetensors", "model.pi2")
+    inner = [folder / PI2_FOLDER / name for name in names]
+    return sum(path.stat().st_size for path in (*folder.glob("*.safetensors"), *inner) if path.is_file())
+
+
+def _machine(machine: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "cpu": str(machine["cpu"]),
+        "threads": f"{torch.get_num_threads()} threads on {machine['cores']} cores",
+        "kernels": f"kernels {str(machine['kernels']).strip()}",
+    }
+
+
+def _lossy(plan: Plan, weights: str) -> tuple[str, ...]:
+    """What changes numbers, in words."""
+    found = [f"{count} of {len(plan.layers)} layers {method}" for method, count in lossy_methods(plan).items()]
+    return (*found, *([f"{weights} weights"] if weights in QUANTIZED else []))
+
+
+def _speed(sparse: nn.Module, dense: nn.Module | None, fed: Tokens, seconds: float) -> Speed:
+    prompt = fed.draw(_PROMPT)
+    models = [sparse] if dense is None else [dense, sparse]
+    for model in models:  # pages that were never touched, memory that was never asked for
+        time_decode(model, prompt, new_tokens=1, warmup=0, rounds=1)
+    step_s = sum(time_decode(model, prompt, new_tokens=1, warmup=0, rounds=1).total_ms for model in models) / 1e3
+    tokens = max(1, min(_MOST_TOKENS, int(seconds / (_ROUNDS + 1) / step_s)))
+    how = f"greedy decoding of {tokens} tokens after {_PROMPT}, batch 1, steps not compiled"
+    if dense is None:
+        alone = time_decode(sparse, prompt, new_tokens=tokens, rounds=_ROUNDS)
+        return Speed(1e3 / alone.total_ms, how=how)
+    both = compare_decode(dense, sparse, prompt, new_tokens=tokens, rounds=_ROUNDS)
+    rates = (1e3 / both.sparse.total_ms, 1e3 / both.dense.total_ms)
+    return Speed(*rates, both.total_speedup, min(both.speedups), max(both.speedups), how)
+
+
+def _loss(sparse: nn.Module, dense: nn.Module, tokenizer: Any, seconds: float) -> Loss:
+    text, until = stdlib_text("heldout", max_bytes=_TEXT_BYTES), time.monotonic() + seconds
+    found = paired_loss([dense, sparse], tokenizer, text, max_tokens=_SCORED, until=lambda: time.monotonic() > until)
+    (dense_nats, sparse_nats), tokens = found
+    change = sparse_nats / dense_nats - 1 if dense_nats > 0 else math.inf
+    return Loss(min(change, 1e6), tokens, "held-out text (source of Python's standard library)")

@@ -1,0 +1,137 @@
+"""``Verdict``: what became of a model: how fast, how large and how good it is beside its dense form (verdict.json).
+
+What was not measured is None, and ``not_measured`` says why. Of one run on one machine: a figure to look at, and no
+benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.base.files import atomic_write, parse_json, read_text
+from torch_pi2.base.units import size
+from torch_pi2.errors import StaleArtifactError
+from torch_pi2.machine.json import from_plain, limited, to_plain
+
+FORMAT = "torch_pi2.verdict"
+VERSION = 1
+#: In ``pi2/`` of a model folder.
+VERDICT_FILE = "verdict.json"
+_FIX = "Remove it, or make the folder again; docs/FORMATS.md has its format."
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second, decoded one after another; medians of rounds that alternate.
+
+    Attributes:
+        sparse, dense: tokens a second; ``dense`` None: there was no dense model to run.
+        ratio, ratio_low, ratio_high: sparse over dense: of the medians, and the lowest and highest of a round.
+        how: what was run, in words.
+    """
+
+    sparse: float = limited(above=True)
+    dense: float | None = limited(above=True, default=None)
+    ratio: float | None = limited(above=True, default=None)
+    ratio_low: float | None = limited(above=True, default=None)
+    ratio_high: float | None = limited(above=True, default=None)
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """``change``: of the loss per token, relative to the dense model, 0.01: 1 %; on ``tokens`` of ``text``."""
+
+    change: float = limited(-1.0)
+    tokens: int = limited(1)
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one model folder.
+
+    Attributes:
+        model_hash: of the FFN weights, as of its plan.
+        lossy: what changes numbers, in words; none: the model computes what the dense one computes.
+        made: the steps that made the folder, the first one first.
+        sparse_bytes: weights and predictors in the folder. dense_bytes: weights of the dense model; None: not known.
+        speed, loss: None: not measured. not_measured: why not, by what (``dense``, ``speed``, ``loss``).
+        date: UTC, ISO 8601. machine, versions: in words.
+    """
+
+    model_hash: str
+    lossy: tuple[str, ...]
+    made: tuple[str, ...]
+    sparse_bytes: int
+    dense_bytes: int | None
+    speed: Speed | None
+    loss: Loss | None
+    not_measured: Mapping[str, str]
+    date: str
+    machine: Mapping[str, str]
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """With ``format`` and ``version`` first."""
+        return {"format": FORMAT, "version": VERSION, **to_plain(self)}
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``verdict.json`` into ``folder``. Raises ArtifactError: it cannot be written."""
+        atomic_write(Path(folder) / VERDICT_FILE, json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path, model_hash: str | None = None) -> Verdict:
+        """Inverse of :meth:`save`.
+
+        Raises:
+            ArtifactError: the file is missing or damaged. StaleArtifactError: it is of other weights.
+        """
+        path = Path(folder) / VERDICT_FILE
+        data = parse_json(read_text(path), path, FORMAT, VERSION)
+        fields = {name: value for name, value in data.items() if name not in ("format", "version")}
+        found = from_plain(cls, fields, str(path), _FIX)
+        if model_hash is not None and found.model_hash != model_hash:
+            raise StaleArtifactError(
+                str(path),
+                expected=f"a verdict on FFN weights {model_hash[:12]}",
+                found=found.model_hash[:12],
+                fix="Remove it: it is of another model.",
+            )
+        return found
+
+    def lines(self) -> dict[str, str]:
+        """In words, the most important first: what a terminal, a report and a model card show."""
+        words = ", ".join(f"{name} {value}" for name, value in self.versions.items())
+        return {
+            "speed": self._speed(),
+            "size": f"{size(self.sparse_bytes)}, dense "
+            + ("not known" if self.dense_bytes is None else size(self.dense_bytes)),
+            "quality": self._quality(),
+            "made by": "; ".join(self.made) or "not known",
+            "measured": f"{self.date} on {', '.join(self.machine.values())}",
+            "versions": words,
+        }
+
+    def _speed(self) -> str:
+        if self.speed is None:
+            return f"not measured ({self.not_measured.get('speed', 'nobody did')})"
+        dense, ratio = self.speed.dense, self.speed.ratio
+        sparse = f"{self.speed.sparse:.1f} tokens/s"
+        if dense is None or ratio is None:
+            return f"{sparse}, dense not measured ({self.not_measured.get('dense', 'nobody did')}); {self.speed.how}"
+        low, high = self.speed.ratio_low or ratio, self.speed.ratio_high or ratio
+        return (
+            f"{sparse}, dense {dense:.1f}: {ratio:.2f} times as fast ({low:.2f} to {high:.2f} in rounds that "
+            f"alternate); {self.speed.how}"
+        )
+
+    def _quality(self) -> str:
+        kind = f"lossy ({', '.join(self.lossy)})" if self.lossy else "lossless"
+        if self.loss is None:
+            return f"{kind}; change of the loss not measured ({self.not_measured.get('loss', 'nobody did')})"
+        return f"{kind}; loss {self.loss.change:+.2%} on {self.loss.tokens:,} tokens of {self.loss.text}"
