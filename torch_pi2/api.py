@@ -338,7 +338,7 @@ def optimize(
         stats, predictors: made earlier; what is given is not made again.
         hardware: also plan for a machine, and follow that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
             else what :func:`torch_pi2.plan_for` takes, which plans with more settings.
-        progress: bars on standard error in a terminal; elsewhere each phase goes to the log (:mod:`torch_pi2.base.progress`).
+        progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
 
     Raises:
         Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense.

@@ -71,7 +71,7 @@ def export(
         precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
             are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.
-        progress: bars on standard error in a terminal; elsewhere each phase goes to the log (:mod:`torch_pi2.base.progress`).
+        progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
 
     Raises:
         ConfigError: a dense model, a setting that makes no sense, or more ``max_tokens`` than what is traced is right
