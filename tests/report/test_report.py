@@ -21,10 +21,12 @@ import torch_pi2
 from torch_pi2 import report
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, LibraryMissingError, Pi2Error, StaleArtifactError
+from torch_pi2.eval.verdict import unmeasured
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.observe.replay import as_run
 from torch_pi2.report import facts, figures_plan, looks, page
 from torch_pi2.report.collect import firing
+from torch_pi2.report.glossary import GLOSSARY, marked
 from torch_pi2.report.measured import read_measured
 from torch_pi2.report.planned import planned
 from torch_pi2.report.style import THEMES
@@ -369,6 +371,10 @@ def test_the_command_writes_one_file(made: Made, tmp_path: Path, capsys: pytest.
     text = out.read_text()
     assert text.count("* plotly.js v") == 1
     ours = text[: text.index("* plotly.js v")] + text[text.rindex("<script>") :]
+    ours = re.sub("</?abbr[^>]*>", "", ours)
+    assert len(text) < 3_000_000
+    for said in ("This report", "torch-pi2 report store", "Nobody measured it"):
+        assert said in ours
     assert not re.search(r"https?:|\bsrc=|\bhref=|@import|url\(", ours)
     assert "default-src 'none'" in ours
     for said in ("PUBLISHED figures of made-up-phone", "12.0 MB", "LlamaForCausalLM", "hot (16)", "model.layers.1.mlp"):
@@ -464,7 +470,22 @@ def test_a_browser_draws_every_plot(whole: facts.Report, tmp_path: Path) -> None
     broken = tmp_path / "broken.html"
     text = (tmp_path / "r.html").read_text()
     broken.write_text(text[: text.index("</main>")] + text[text.rindex("<script>") :])  # without plotly.js
-    assert any("Plotly is not defined" in line for line in browsed(broken)[1])
+    assert any("TypeError" in line for line in browsed(broken)[1])
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome (Debian: chromium)")
+def test_a_browser_draws_32_layers(whole: facts.Report, tmp_path: Path) -> None:
+    keys = [f"model.layers.{i}.mlp" for i in range(32)]
+    assert whole.plan is not None
+    rows = tuple(replace(whole.plan.rows[0], key=key) for key in keys)
+    firing = tuple(replace(whole.firing[0], key=key) for key in keys)
+    path = report.write(replace(whole, firing=firing, plan=replace(whole.plan, rows=rows)), tmp_path / "r.html")
+    assert path.stat().st_size < 3_000_000
+    text, console = browsed(path)
+    assert console == []
+    assert len(re.findall(r'<div class="plot js-plotly-plot"', text)) == len(all_plots(whole))
+    assert len(re.findall(r"updatemenu-item-rect", text)) >= len(BATCHES)
 
 
 # --- what goes wrong ---
@@ -589,3 +610,49 @@ def test_a_page_on_standard_output_has_nothing_else_there(
 
 def test_every_activity_has_a_colour() -> None:
     assert set(ACTIVITIES.values()) <= set(looks.STAGES)
+
+
+def luminance(colour: str) -> float:
+    """Relative, of WCAG 2."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(a: str, b: str) -> float:
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_lines_and_buttons_are_seen(theme: str) -> None:
+    colours = THEMES[theme]
+    for count in (1, 2, 3, 4, 32):
+        assert min(contrast(looks.layer_colour(i, count), colours["card"]) for i in range(count)) >= 3
+    assert contrast(colours["ink"], colours["grid"]) >= 4.5  # a button that is pressed
+
+
+def test_hit_rates_are_drawn_to_all(whole: facts.Report) -> None:
+    for name in ("hits", "sizes"):
+        assert all_plots(whole)[name].figure["layout"]["yaxis"]["range"] == [0, 1.02]
+
+
+def test_words_have_their_meaning(whole: facts.Report, tmp_path: Path) -> None:
+    text = report.write(whole, tmp_path / "r.html").read_text()
+    for word in ("neuron", "hot", "cold", "plan", "store", "recall"):
+        assert f'<abbr title="{GLOSSARY[word]}">' in text
+    assert marked("<b> a Plan, plans") == f'&lt;b&gt; a <abbr title="{GLOSSARY["plan"]}">Plan</abbr>, plans'
+
+
+def test_the_verdict_is_first(made: Made, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made.saved, tmp_path / "judged"))
+    plan = Plan.load(folder / "pi2")
+    judged = unmeasured(folder, plan, "float", made=["torch-pi2 optimize <x>"], not_measured={"speed": "no time"})
+    judged.save(folder / "pi2")
+    text = report.write(report.collect(folder), tmp_path / "r.html").read_text()
+    head = text[: text.index('class="facts"')]
+    for said in ("not measured (no time)", "torch-pi2 optimize &lt;x&gt;", "2 of 2 layers lowrank", "lossy"):
+        assert said in head
+    replace(judged, model_hash="ab" * 32).save(folder / "pi2")
+    with pytest.raises(StaleArtifactError, match="verdict"):
+        report.collect(folder)

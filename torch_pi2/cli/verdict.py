@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -119,11 +118,9 @@ def inner(folder: Path) -> Path:
 
 def read(folder: Path, model_hash: str | None = None) -> Verdict | None:
     """That of a folder, if it has one."""
-    from torch_pi2.spec.verdict import VERDICT_FILE, Verdict
+    from torch_pi2.spec.verdict import Verdict
 
-    if not os.path.lexists(inner(folder) / VERDICT_FILE):
-        return None
-    return Verdict.load(inner(folder), model_hash)
+    return Verdict.find(inner(folder), model_hash)
 
 
 def before(folder: Path) -> Sequence[str]:

@@ -116,9 +116,10 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _machine(machine: Mapping[str, Any]) -> dict[str, str]:
+    threads = torch.get_num_threads()
     return {
         "cpu": str(machine["cpu"]),
-        "threads": f"{torch.get_num_threads()} threads on {machine['cores']} cores",
+        "threads": f"{threads} thread{'' if threads == 1 else 's'} on {machine['cores']} cores",
         "kernels": f"kernels {str(machine['kernels']).strip()}",
     }
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+import shlex
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from torch_pi2.base import process
+from torch_pi2.base.units import size
 from torch_pi2.checkpoint.save_load import planned_anew
 from torch_pi2.errors import ArtifactError
 from torch_pi2.report import missing
@@ -19,6 +23,7 @@ from torch_pi2.report.model import describe
 from torch_pi2.report.planned import planned
 from torch_pi2.report.timeline import read_trace
 from torch_pi2.spec.stats import ActivationStats, LayerStats
+from torch_pi2.spec.verdict import Verdict
 from torch_pi2.store.parts import Parts
 
 #: Points of a curve: as many as a line 300 pixels wide shows.
@@ -62,6 +67,7 @@ def collect(
         stats, predictors = parts.stats(model_hash), parts.predictors(model_hash)
     followed = planned_anew(own, plan, folder) if own else None
     model, neuron_bytes = describe(folder, inner, own, stats)
+    verdict = Verdict.find(inner, model.model_hash or None)
     runs = [read_measured(path) for path in measured]
     found = Report(
         model=model,
@@ -72,8 +78,25 @@ def collect(
         cache=None if accesses is None else read_accesses(accesses, model.model_hash, progress=progress),
         timeline=None if trace is None else read_trace(trace),
         missing=(),
+        verdict={} if verdict is None else verdict.lines(),
+        made=_made(folder, {"plan": plan, "trace": trace, "accesses": accesses}, measured),
     )
     return missing.completed(found, folder)
+
+
+def _made(folder: Path, files: Mapping[str, str | Path | None], measured: Sequence[str | Path]) -> dict[str, str]:
+    """When, by what command and on what machine; of files the names alone."""
+    about = process.describe()
+    given = [(name, path) for name, path in files.items() if path is not None]
+    given += [("measured", path) for path in measured]
+    words = [word for name, path in given for word in (f"--{name}", Path(path).name)]
+    machine = f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {size(about['machine']['memory_bytes'])}"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["torch-pi2", "report", folder.resolve().name, *words]),
+        "machine": machine,
+        "versions": ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
+    }
 
 
 def firing(stats: ActivationStats) -> tuple[Firing, ...]:
@@ -94,15 +117,15 @@ def _firing(key: str, layers: list[LayerStats]) -> Firing:
         active_share=float(np.mean([layer.active_share for layer in seen or layers])),
         cdf=_cdf(fired),
         by_batch={
-            size: float(np.mean([float(layer.frequency(size).mean()) for layer in seen]))
-            for size in sorted(set.intersection(*sizes))
+            batch: float(np.mean([float(layer.frequency(batch).mean()) for layer in seen]))
+            for batch in sorted(set.intersection(*sizes))
         },
     )
 
 
 def _sizes(layer: LayerStats) -> list[int]:
     """Of the batches that were seen."""
-    return [size for size, seen in zip(layer.batch_sizes, layer.batch_groups.tolist(), strict=True) if seen > 0]
+    return [batch for batch, seen in zip(layer.batch_sizes, layer.batch_groups.tolist(), strict=True) if seen > 0]
 
 
 def _cdf(fired_I: torch.Tensor) -> tuple[tuple[float, float], ...]:

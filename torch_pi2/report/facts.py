@@ -6,7 +6,7 @@ A *row* is a feed-forward layer, or all experts of a block together: a mixture h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,11 @@ class Missing:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it; what is None or empty is in ``missing``."""
+    """All of it; what is None or empty is in ``missing``.
+
+    Attributes:
+        verdict: on the model, in words; empty: nobody measured. made: the report itself: when, by what, on what.
+    """
 
     model: Model
     firing: tuple[Firing, ...]
@@ -225,3 +229,5 @@ class Report:
     cache: Cache | None
     timeline: Timeline | None
     missing: tuple[Missing, ...]
+    verdict: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, str] = field(default_factory=dict)

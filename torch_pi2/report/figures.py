@@ -43,7 +43,7 @@ def cdf(rows: Sequence[Firing]) -> Plot:
         "yanchor": "top",
     }
     note |= {"xanchor": "left", "xshift": 6, "yshift": -4, "showarrow": False, "bgcolor": "@card", "opacity": 0.85}
-    colours = "" if len(drawn) <= LABELS else " Yellow lines are the first layers, blue ones the last."
+    colours = "" if len(drawn) <= LABELS else " Amber lines are the first layers, blue ones the last."
     read = (
         "The steeper a line begins, the fewer neurons do most of the work. On a straight diagonal all would fire "
         "alike, and none would be worth calling hot." + colours
@@ -131,7 +131,7 @@ def predictors(rows: Sequence[Row]) -> Plot:
     recalls = [card.recall for card in cards] or [1.0]
     shown = [max(0.0, min(recalls) - 0.03), min(1.02, max(recalls) + 0.03)]
     read = (
-        "One bubble a layer, yellow for the first and blue for the last; the larger, the higher its rank. Up and left "
+        "One bubble a layer, amber for the first and blue for the last; the larger, the higher its rank. Up and left "
         "is better: what a predictor does not find is not computed, and what it weighs is read for every token."
     )
     return plot(

@@ -33,7 +33,12 @@ def hits_over_time(cache: Cache) -> Plot:
         "still learning; a dip is a prompt or another topic."
     )
     time = axis("tokens and prompts so far")
-    return plot("hits", "Cache hits over time", read, traces, xaxis=time, yaxis=axis("hit rate", tickformat=".0%"))
+    return plot("hits", "Cache hits over time", read, traces, xaxis=time, yaxis=_hit_rate())
+
+
+def _hit_rate() -> dict[str, Any]:
+    """To 100 %, so that what is missing is seen."""
+    return axis("hit rate", tickformat=".0%", range=[0, 1.02])
 
 
 def _line(policy: str, run: bool, **more: Any) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def hits_by_size(cache: Cache, buckets: Sequence[Bucket]) -> Plot:
         read,
         traces,
         xaxis=axis("cache, of all neurons of the store", range=[0, 1.02], tickformat=".0%"),
-        yaxis=axis("hit rate", tickformat=".0%"),
+        yaxis=_hit_rate(),
         shapes=shapes,
         annotations=notes,
     )

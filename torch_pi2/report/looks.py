@@ -53,8 +53,8 @@ POLICIES: Mapping[str, tuple[str, str]] = {
 }
 #: From few to many.
 SCALE = [[0, "#fff3d6"], [0.25, "#f9c66b"], [0.5, "#ee8a4a"], [0.75, "#c2445c"], [1, "#5b1a63"]]
-#: First to last layer.
-DEPTH = ["#f2b134", "#e4743b", "#b8456b", "#6d3f91", "#2d4b9a"]
+#: First to last layer: each, and each between two, at least 3 : 1 against a light card and a dark one.
+DEPTH = ["#b98200", "#d9602f", "#c2487a", "#9561c9", "#4a7bd0"]
 
 #: Layers that can have a label of their own.
 LABELS = 12

@@ -1,7 +1,9 @@
-"""The report as one HTML file: plotly.js inside, nothing loaded from elsewhere (the page itself forbids it)."""
+"""The report as one HTML file: plotly.js inside, compressed; nothing from elsewhere (the page itself forbids it)."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Iterator
 from html import escape
@@ -11,8 +13,9 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
 from torch_pi2.report import figures, figures_plan, figures_run
 from torch_pi2.report.facts import Report
+from torch_pi2.report.glossary import marked
 from torch_pi2.report.looks import Plot
-from torch_pi2.report.sections import header, layers, missing
+from torch_pi2.report.sections import header, layers, made, missing
 from torch_pi2.report.style import CSS, JS, THEMES
 
 _POLICY = (
@@ -81,9 +84,12 @@ def _page(report: Report, plotly_js: str) -> Iterator[str]:
             )
     yield layers(report)
     yield missing(report)
-    yield "</main>\n<script>"
-    yield plotly_js
-    yield f"</script>\n<script>{JS.replace('THEMES', json.dumps(THEMES))}</script>\n</body></html>\n"
+    yield made(report)
+    yield '</main>\n<script type="text/plain" id="plotly">'
+    yield base64.b64encode(gzip.compress(plotly_js.encode(), mtime=0)).decode()
+    licence = plotly_js.partition("*/")[0].replace("--", "- -")
+    yield f"</script>\n<!-- {licence} -->\n"
+    yield f"<script>{JS.replace('THEMES', json.dumps(THEMES))}</script>\n</body></html>\n"
 
 
 def _card(plot: Plot, together: int) -> str:
@@ -92,7 +98,7 @@ def _card(plot: Plot, together: int) -> str:
     # "<" would end the script element early, in a key of a damaged or hostile file.
     figure = json.dumps(plot.figure).replace("<", "\\u003c")
     return (
-        f'<section class="card{wide}"><h3>{escape(plot.title)}</h3><p>{escape(plot.read)}</p>'
+        f'<section class="card{wide}"><h3>{escape(plot.title)}</h3><p>{marked(plot.read)}</p>'
         f'<div class="plot" id="{plot.name}" style="height:{plot.height}px"></div>'
         f'<script type="application/json" id="{plot.name}-figure">{figure}</script></section>\n'
     )

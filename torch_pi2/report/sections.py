@@ -6,6 +6,7 @@ from html import escape
 
 from torch_pi2.base.units import percent, size
 from torch_pi2.report.facts import Report, Row
+from torch_pi2.report.glossary import marked
 
 _COLOURS = ("#4fa8a0", "#4e79a7", "#a76fa5", "#e3c23f", "#9aa0a6")
 _TEXT = ("layer", "method")
@@ -20,11 +21,26 @@ def header(report: Report) -> str:
         badges.insert(0, (f"SYNTHETIC: {model.synthetic}", " warn"))
     if plan and plan.hardware and plan.hardware.source == "published":
         badges.insert(0, (f"plan for PUBLISHED figures of {plan.hardware.name}, not measured", " warn"))
-    shown = "".join(f'<span class="badge{kind}">{escape(text)}</span>' for text, kind in badges)
+    shown = "".join(f'<span class="badge{kind}">{marked(text)}</span>' for text, kind in badges)
     shape = f'<p class="soft">{escape(model.shape)}</p>' if model.shape else ""
-    facts = "".join(f'<div class="fact"><span>{escape(n)}</span><b>{escape(v)}</b></div>' for n, v in _facts(report))
+    facts = "".join(f'<div class="fact"><span>{marked(n)}</span><b>{escape(v)}</b></div>' for n, v in _facts(report))
     title = f"<h1>{escape(model.name)}</h1>{shape}{shown}"
-    return f'{title}<div class="facts">{facts}</div>{_settings(report)}{_bytes(report)}\n'
+    return f'{title}{_verdict(report)}<div class="facts">{facts}</div>{_settings(report)}{_bytes(report)}\n'
+
+
+def _verdict(report: Report) -> str:
+    """What became of the model; in words."""
+    if not report.verdict:
+        how = "Nobody measured it: torch-pi2 optimize, quantize and pack do, unless with --no-verdict."
+        return f'<section class="card verdict"><h2>Verdict</h2><p>{how}</p></section>'
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{marked(text)}</dd>" for name, text in report.verdict.items())
+    return f'<section class="card verdict"><h2>Verdict</h2><dl>{rows}</dl></section>'
+
+
+def made(report: Report) -> str:
+    """HTML: when and how the page itself was made."""
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in report.made.items())
+    return f'<h2>This report</h2><section class="card verdict"><dl>{rows}</dl></section>\n' if rows else ""
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
@@ -69,7 +85,7 @@ def _bytes(report: Report) -> str:
     coloured = list(zip(parts.items(), (*_COLOURS, *_COLOURS), strict=False))
     bar = "".join(f'<div style="flex:{count};background:{colour}"></div>' for (_, count), colour in coloured)
     key = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(name)} {size(count)} ({count / total:.1%})</span>'
+        f'<span><i style="background:{colour}"></i>{marked(name)} {size(count)} ({count / total:.1%})</span>'
         for (name, count), colour in coloured
     )
     return (
@@ -87,7 +103,7 @@ def layers(report: Report) -> str:
     firing = {row.key: row.active_share for row in report.firing}
     columns = ["layer", "method", "neurons", *(["fire"] if firing else []), *hot, "cold computed"]
     columns += ["rank", "recall", "precision", "predictor", "neurons' bytes"]
-    head = "".join(f"<th{_kind(name)}>{escape(name)}</th>" for name in columns)
+    head = "".join(f"<th{_kind(name)}>{marked(name)}</th>" for name in columns)
     body = ""
     for row in report.plan.rows:
         cells = [_key(row), row.method, f"{row.neurons:,}", *([percent(firing.get(row.key))] if firing else [])]
@@ -96,7 +112,7 @@ def layers(report: Report) -> str:
         line = "".join(f"<td{_kind(name)}>{escape(cell)}</td>" for name, cell in zip(columns, cells, strict=True))
         body += f"<tr>{line}</tr>"
     return (
-        f'<h2>Layers</h2><section class="card"><p>{_NOTE}</p><div class="scroll"><table>'
+        f'<h2>Layers</h2><section class="card"><p>{marked(_NOTE)}</p><div class="scroll"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>\n"
     )
 

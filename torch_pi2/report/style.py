@@ -37,6 +37,11 @@ border:1px solid var(--grid);background:var(--card)}
 .bar{display:flex;height:22px;border-radius:6px;overflow:hidden;margin:10px 0 8px}
 .key{display:flex;flex-wrap:wrap;gap:4px 18px;font-size:14px}
 .key i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
+.verdict{margin-top:16px}.verdict h2{margin:0 0 8px}
+.verdict dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 16px;margin:0}
+.verdict dd{overflow-wrap:anywhere}
+abbr{text-decoration:underline dotted var(--soft);text-underline-offset:3px;cursor:help}
+.updatemenu-item-rect[style*="244, 250, 255"]{fill:var(--grid)!important;stroke:var(--soft)!important}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th,td{padding:5px 10px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--grid)}
@@ -67,6 +72,19 @@ function draw() {
     Plotly.react(plot, figure.data, figure.layout, options);
   }
 }
-draw();
-dark.addEventListener('change', draw);
+// The page carries plotly.js compressed: a third of the bytes.
+async function begin() {
+  const packed = document.getElementById('plotly').textContent;
+  const bytes = Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
+  const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
+  const script = document.createElement('script');
+  script.textContent = await new Response(plain).text();
+  document.head.append(script);
+  draw();
+  dark.addEventListener('change', draw);
+}
+begin().catch((error) => {
+  console.error(error);
+  for (const plot of document.querySelectorAll('.plot')) plot.textContent = 'The plots need a newer browser: ' + error;
+});
 """

@@ -7,6 +7,7 @@ benchmark.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,11 @@ class Verdict:
                 fix="Remove it: it is of another model.",
             )
         return found
+
+    @classmethod
+    def find(cls, folder: str | Path, model_hash: str | None = None) -> Verdict | None:
+        """As :meth:`load`; None where there is no such file."""
+        return cls.load(folder, model_hash) if os.path.lexists(Path(folder) / VERDICT_FILE) else None
 
     def lines(self) -> dict[str, str]:
         """In words, the most important first: what a terminal, a report and a model card show."""
