@@ -409,7 +409,7 @@ def test_save_does_not_replace_a_folder_of_other_files(drelu, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "stranger",
-    ["other/config.json", "README.md", "pi2/notes.txt", "pi2/plan.json/x", "additional_chat_templates/x.py", "-> pi2"],
+    ["other/config.json", "notes.md", "pi2/notes.txt", "pi2/plan.json/x", "additional_chat_templates/x.py", "-> pi2"],
 )
 def test_only_an_earlier_result_is_replaced(drelu, tmp_path: Path, stranger: str) -> None:
     torch_pi2.optimize(drelu)

@@ -80,7 +80,8 @@ def test_phases_are_lines_and_json_is_alone(root: Path, command: Any, tmp_path: 
     for phase in ("load", "profil", "rewrite", "dense against sparse"):
         assert f"torch-pi2: {phase}" in ran.err
     assert ran.json["verdict"]["speed"]["sparse"] > 0
-    ran = command(*argv, "--out", tmp_path / "out", "--no-verdict")
+    ran = command(*argv, "--out", tmp_path / "out", "--no-verdict", "-q")
+    assert "torch-pi2:" not in ran.err
     assert "speed:" not in ran.out
     assert not (tmp_path / "out" / "pi2" / "verdict.json").exists()
     assert command("inspect", tmp_path / "out", "--json").json["verdict"] is None
