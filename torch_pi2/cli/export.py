@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         progress=not args.quiet,
     )
     made = Manifest.load(args.out).to_json()
-    found = _verdict(args, model, made) if args.verdict else None
+    found = None if args.no_verdict else _verdict(args, model, made)
     return {"out": str(args.out), "manifest": made, "verdict": None if found is None else found.to_json()}
 
 

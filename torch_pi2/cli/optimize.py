@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         progress=not args.quiet,
     )
     torch_pi2.save(model, args.out, tokenizer=tokenizer)
-    if args.verdict:
+    if not args.no_verdict:
         _judge(args, model, tokenizer, config, dense_bytes)
     errors = {name: asdict(error) for name, error in parts_of(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     how = common.given(args, "weights", "slot_align", "cluster", "trust_remote_code")
     report = torch_pi2.pack(args.source, args.out, **how, progress=not args.quiet)
-    if args.verdict:
+    if not args.no_verdict:
         rounded = [f"{args.weights} neurons"] if args.weights in FLOATS else []
         verdict.of_folder(args, "pack", rounded)
     judged = verdict.read(args.out)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     how = common.given(args, "weights", "quantization", "trust_remote_code")
     report = torch_pi2.quantize(args.source, args.out, **how, progress=not args.quiet)
-    if args.verdict:
+    if not args.no_verdict:
         verdict.of_folder(args, "quantize")
     judged = verdict.read(args.out)
     return {"out": str(args.out), **report.to_json(), "verdict": None if judged is None else judged.to_json()}

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-verdict",
-        dest="verdict",
-        action="store_false",
-        help="do not measure dense against sparse at the end (default: some seconds, or some steps of a large model)",
+        action="store_true",
+        help="do not measure dense against sparse at the end, which takes some seconds, or some steps of a large model",
     )
 
 
