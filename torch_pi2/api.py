@@ -54,7 +54,7 @@ from torch_pi2.store.tokenizer import tokenizer_of
 _log = logging.getLogger("torch_pi2")
 
 #: A model: functions that change one in place give back what they were given.
-M = TypeVar("M", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
 #: Tokens that predictors are fitted to (sign-bit ones: calibrated on), and the memory their samples may take.
 _FIT_TOKENS = 20_000
@@ -309,7 +309,7 @@ def _plan(
 @checked
 @fresh_settings()
 def optimize(
-    model: M,
+    model: Model,
     calibration: Any = None,
     config: Config | None = None,
     *,
@@ -319,7 +319,7 @@ def optimize(
     hardware: Any = None,
     progress: bool = False,
     **fields: Unpack[ConfigFields],
-) -> M:
+) -> Model:
     """Replace the FFNs of ``model`` by predictor-gated neuron clusters, in place; returns ``model``.
 
     Without ``calibration`` only the lossless exact gate is possible, which skips something only in ReLU-family
@@ -422,7 +422,7 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
     return True
 
 
-def _optimize_without_data(model: M, config: Config, progress: bool, data: list[Batch] | None = None) -> M:
+def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
     found = _search(model, data)
     sites = found.sites
     smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
@@ -443,7 +443,7 @@ def _optimize_without_data(model: M, config: Config, progress: bool, data: list[
 @checked
 @fresh_settings()
 def quantize_(
-    model: M,
+    model: Model,
     weights: str = "int4",
     calibration: Any = None,
     *,
@@ -451,7 +451,7 @@ def quantize_(
     quantization: str = "rtn",
     tokenizer: Any = None,
     progress: bool = False,
-) -> M:
+) -> Model:
     """Quantise the linear layers of ``model``, those of FFNs included, in place; returns ``model``. Lossy.
 
     Nothing becomes sparse: every neuron is computed. Embeddings, norms and small layers stay as they are, and
@@ -476,7 +476,7 @@ def quantize_(
 
 @checked
 @fresh_settings()
-def restore(model: M) -> M:
+def restore(model: Model) -> Model:
     """Give the original modules and weights back, bit for bit; returns ``model``. A dense model is left alone.
 
     A plan that it follows (:func:`torch_pi2.follow`) is followed no more.

@@ -108,7 +108,7 @@ def takes(hint: str, kind: str) -> bool:
         "list": "Sequence" in hint,
         "dict": "Mapping[str, Any]" in hint,
         "tensor": "Tensor" in hint,
-        "model": "nn.Module" in hint or "Callable" in hint,
+        "model": "nn.Module" in hint or hint == "Model" or "Callable" in hint,
         "class": "Callable" in hint,
         "object": hint in ("object",),
     }.get(kind, False)

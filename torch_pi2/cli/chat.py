@@ -152,11 +152,7 @@ def _stats(model: Any, talk: Any) -> str:
         "no sparse layer ran" if share is None else f"{common.percent(share)} of FFN rows used since the start",
     ]
     if store_of(model) is not None:
-        stats = torch_pi2.stats(model)
-        lines.append(
-            f"{common.percent(stats['hit_rate'])} of neurons wanted were in memory, "
-            f"{common.percent(stats['wait_share'])} of the time in layers went into waiting for others"
-        )
+        lines.append(str(torch_pi2.stats(model)))
     return "\n".join(lines)
 
 
