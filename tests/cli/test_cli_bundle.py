@@ -244,10 +244,12 @@ def test_export_passes_on_what_is_asked(
     monkeypatch.setattr("torch_pi2.cli.export._model", lambda args: model)
     monkeypatch.setattr("torch_pi2.cli.common.load_tokenizer", lambda args: "tokenizer")
     out = tmp_path / "bundle"
-    ran = command("export", "m", "--out", out, "--max-tokens", 99, "--batches", "1,2", "--hot", "1=3,2=4")
+    ran = command(
+        "export", "m", "--out", out, "--max-tokens", 99, "--batches", "1,2", "--hot", "1=3,2=4", "--no-verdict"
+    )
     assert given["model"] is model
     assert (given["target"], given["max_tokens"], given["batches"]) == ("xnnpack", 99, (1, 2))
     assert (given["hot"], given["linears"], given["calibration"]) == ({1: 3, 2: 4}, "float32", None)
     assert f"{out}: decoder for xnnpack, methods prefill, decode_b1" in ran.out
-    found = command("export", "m", "--out", tmp_path / "two", "--json").json
+    found = command("export", "m", "--out", tmp_path / "two", "--json", "--no-verdict").json
     assert found["manifest"] == Manifest.load(folder).to_json()
