@@ -131,7 +131,8 @@ def test_calls_of_a_step_are_those_of_its_cache():
     model, decoder, next_B1 = stepping("llama")
     calls = attention.calls_of_step(model, decoder, next_B1)
     assert len(calls) == LAYERS
-    for _, (query, key, value, mask, _), kwargs in calls:
+    for _, (query, key, value, mask, _, causal), kwargs in calls:
+        assert not causal
         assert query.shape == (2, 4, 1, 8)
         assert key.shape == value.shape == (2, 2, decoder.max_tokens, 8)
         assert mask.shape == (2, 1, 1, decoder.max_tokens)

@@ -53,11 +53,11 @@ def test_what_inductor_keeps_on_disk_is_of_these_schemas(monkeypatch):
         return aot_eager(gm, inputs)
 
     monkeypatch.setattr(inductor, "compile_fx", noted)
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "the user's ")
-    compiled(relu_model())(X_BTH)
-    compiled(plain(nn.Linear(HIDDEN, HIDDEN)))(X_BTH)
+    with torch.compiler.config.patch(cache_key_tag="the user's "):
+        compiled(relu_model())(X_BTH)
+        compiled(plain(nn.Linear(HIDDEN, HIDDEN)))(X_BTH)
+        assert tags[1] == "the user's " == torch.compiler.config.cache_key_tag
     assert tags[0].startswith(f"the user's {torch.ops.pi2.sparse_ffn.default._schema}")
-    assert tags[1] == "the user's " == torch.compiler.config.cache_key_tag
 
 
 @torch.no_grad()
