@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_pi2
 from torch_pi2.decode.generate import Sampling
-from torch_pi2.errors import ShapeError
+from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.serve.talk import Talk
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
@@ -117,3 +117,14 @@ def test_a_talk_without_room(model: nn.Module, tokenizer: Any) -> None:
     with pytest.raises(ShapeError, match="talk: expected 1 to 39 tokens before an answer, found"):
         list(talk.say("b"))
     assert talk.messages == said
+
+
+def test_what_a_template_does_not_take(model: nn.Module, tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    tokenizer.chat_template += "{% endfor %}"
+    talk = Talk(model, tokenizer, max_tokens=40, limit=5, system="Be brief.")
+    with pytest.raises(ConfigError, match="messages: expected what the chat template takes, found no system"):
+        list(talk.say("a"))
+    assert talk.messages == [{"role": "system", "content": "Be brief."}]

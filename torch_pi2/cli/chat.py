@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.cli.output import emit
+from torch_pi2.cli.output import OutputError, emit
 
 EXAMPLE = "torch-pi2 chat my-sparse-model"
 
@@ -69,13 +69,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _answer(said: str, talk: Any, args: argparse.Namespace) -> None:
-    from torch_pi2.errors import ShapeError
+    from torch_pi2.errors import Pi2Error
 
     try:
         for piece in talk.say(said):
             if not args.json:
                 emit(args.stdout, piece)
-    except ShapeError as error:
+    except Pi2Error as error:
+        if isinstance(error, OutputError):
+            raise
         _tell(error)
         return
     except KeyboardInterrupt:

@@ -177,7 +177,7 @@ class Batch:
                 fix="Ask for less, or start with a longer context.",
             )
         with self._changed:
-            if self._closing or len(self._waiting) >= max(1, self._most_waiting) + self._free():
+            if self._closing or len(self._waiting) >= self._most_waiting + self._free():
                 found = "one that is being closed" if self._closing else f"{len(self._waiting)} that wait"
                 raise BusyError(
                     "sequences",

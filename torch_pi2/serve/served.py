@@ -15,6 +15,7 @@ from torch_pi2.decode.generate import Sampling, end_tokens
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
 from torch_pi2.serve.requests import Asked, Chat, Completion
+from torch_pi2.serve.template import ids_of_talk
 from torch_pi2.serve.text import Text
 
 
@@ -49,28 +50,11 @@ class Served:
             ConfigError: no tokens, tokens that the model has not, or a chat without a template.
         """
         if isinstance(asked, Chat):
-            return [self._checked(self._of_chat(asked))]
+            return [self._checked(ids_of_talk(self.tokenizer, asked.messages))]
         return [
             self._checked(prompt if isinstance(prompt, list) else self.tokenizer(prompt)["input_ids"])
             for prompt in asked.prompts
         ]
-
-    def _of_chat(self, asked: Chat) -> list[int]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ConfigError(
-                "messages",
-                expected="a model whose tokenizer has a chat template",
-                found=f"{self.name}, which has none",
-                fix="Use /v1/completions, or put a chat_template.jinja into the model's folder.",
-            )
-        try:
-            text = self.tokenizer.apply_chat_template(asked.messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template raises what its author likes
-            raise ConfigError(
-                "messages", expected="what the chat template takes", found=str(error), fix="Correct the messages."
-            ) from error
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
     def _checked(self, ids: list[int]) -> list[int]:
         wrong = next((token for token in ids if not 0 <= token < self._vocabulary), None)

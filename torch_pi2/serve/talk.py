@@ -14,6 +14,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.generate import Sampling, end_tokens, pick
 from torch_pi2.decode.growing import Growing
 from torch_pi2.errors import ShapeError
+from torch_pi2.serve.template import has_template, ids_of_talk
 from torch_pi2.serve.text import Text
 
 
@@ -62,7 +63,7 @@ class Talk:
         self._tokenizer, self._ends = tokenizer, end_tokens(model, None)
         self._limit, self._sampling, self._seed = limit, sampling, seed
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self.template = bool(getattr(tokenizer, "chat_template", None))
+        self.template = has_template(tokenizer)
         self.messages = list(self._system)
         self.last: Said | None = None
         self._fed: list[int] = []  # ids whose keys and values there are
@@ -75,19 +76,22 @@ class Talk:
         """The answer to ``text``, piece by piece. Whoever stops listening, or interrupts it, ends it there.
 
         Raises:
-            ShapeError: the talk has no room for an answer; it is as it was before.
+            ShapeError: the talk has no room for an answer. ConfigError: its template does not take it. It is as before.
         """
         self.messages.append({"role": "user", "content": text})
-        ids = self._ids()
-        room = self._decoder.max_tokens - len(ids)
-        if room < 1 or not ids:
+        try:
+            ids = self._ids()
+            room = self._decoder.max_tokens - len(ids)
+            if room < 1 or not ids:
+                raise ShapeError(
+                    "talk",
+                    expected=f"1 to {self._decoder.max_tokens - 1} tokens before an answer",
+                    found=str(len(ids)),
+                    fix="Begin another, or make room for more tokens.",
+                )
+        except BaseException:
             self.messages.pop()
-            raise ShapeError(
-                "talk",
-                expected=f"1 to {self._decoder.max_tokens - 1} tokens before an answer",
-                found=str(len(ids)),
-                fix="Begin another, or make room for more tokens.",
-            )
+            raise
         answer = ""
         try:
             for piece in self._answer(ids, min(self._limit, room)):
@@ -120,8 +124,6 @@ class Talk:
 
     def _ids(self) -> list[int]:
         if self.template:
-            text = self._tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self._tokenizer("".join(message["content"] for message in self.messages))["input_ids"]
+            return ids_of_talk(self._tokenizer, self.messages)
+        ids: list[int] = self._tokenizer("".join(message["content"] for message in self.messages))["input_ids"]
         return ids
