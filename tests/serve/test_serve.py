@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import torch
@@ -239,6 +241,87 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, changes: 
         with pytest.raises(openai.BadRequestError, match=message) as found:
             client.completions.create(**asked, stream=stream)
         assert found.value.body["type"] == "invalid_request_error"
+
+
+def a_schema(chosen: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Of values that end by themselves."""
+    kinds = ["string", "integer", "boolean", "enum"] + ["object", "object", "array", "anyOf"] * (depth < 3)
+    kind = chosen.choice(kinds)
+    if kind == "object":
+        names = chosen.sample(["name", "age", "tags", "a b", "x", "été", "id"], chosen.randrange(0, 4))
+        properties = {name: a_schema(chosen, depth + 1) for name in names}
+        required = [name for name in names if chosen.random() < 0.7]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    if kind == "array":
+        least = chosen.randrange(0, 3)
+        return {"type": "array", "items": a_schema(chosen, depth + 1), "minItems": least, "maxItems": least + 1}
+    if kind == "anyOf":
+        return {"anyOf": [a_schema(chosen, depth + 1), {"type": "null"}]}
+    if kind == "enum":
+        return {"enum": chosen.sample(["red", "green", 'a "quoted" one', 3, None, True], chosen.randrange(1, 4))}
+    if kind == "string":
+        return {"type": "string", "maxLength": chosen.randrange(0, 9)}
+    least = chosen.randrange(-50, 50)
+    return {"boolean": {"type": "boolean"}}.get(kind) or {"type": kind, "minimum": least, "maximum": least + 40}
+
+
+def answers_are_valid(client: openai.OpenAI, count: int, seed: int) -> None:
+    chosen = random.Random(seed)
+    schemas = [a_schema(chosen) for _ in range(count)]
+
+    def ask(schema: dict[str, Any]) -> Any:
+        wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+        return client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "JSON"}],
+            response_format=wanted,
+            max_completion_tokens=230,
+            seed=seed,
+        ).choices[0]
+
+    ended = 0
+    with ThreadPoolExecutor(4) as pool:
+        for schema, choice in zip(schemas, pool.map(ask, schemas), strict=True):
+            if choice.finish_reason == "stop":
+                jsonschema.validate(json.loads(choice.message.content), schema)
+                ended += 1
+    assert ended > 0.9 * count  # others are longer than the answer may be
+
+
+def test_answers_of_a_schema(client: openai.OpenAI) -> None:
+    answers_are_valid(client, 40, seed=1)
+
+
+@pytest.mark.slow
+def test_answers_of_a_thousand_schemas(client: openai.OpenAI) -> None:
+    answers_are_valid(client, 1000, seed=2)
+
+
+def test_answers_that_are_objects_of_any_kind(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "JSON"}], "max_tokens": 60}
+    made = client.chat.completions.create(**asked, temperature=0, response_format={"type": "json_object"}, n=2)
+    for choice in made.choices:
+        assert choice.message.content.lstrip().startswith("{")
+        assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+    chunks = client.chat.completions.create(
+        **asked,
+        stream=True,
+        response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": {"const": {"a": [1, "b"]}}}},
+    )
+    assert json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks)) == {"a": [1, "b"]}
+    asked["temperature"] = 0
+    text = client.chat.completions.create(**asked, response_format={"type": "text"})
+    assert text.choices[0].message == client.chat.completions.create(**asked).choices[0].message
+    for wrong, message in (
+        ({"type": "json_schema"}, "json_schema is missing"),
+        ({"type": "xml"}, "Input should be 'text', 'json_object' or 'json_schema'"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "nothing"}}},
+            "response_format: expected a JSON schema that can be followed",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**asked, response_format=wrong)
 
 
 def test_malformed_requests(server: Server) -> None:

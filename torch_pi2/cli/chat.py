@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.decode.generate import Sampling
-    from torch_pi2.serve.batch import context_of
-    from torch_pi2.serve.talk import Talk
+    from torch_pi2.serve.talk import Talk, context_of
 
     args.context = args.max_tokens or common.MOST_TOKENS
     model = common.load_any(args)

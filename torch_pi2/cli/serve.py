@@ -100,8 +100,9 @@ def _server(config: Any) -> Any:
 
 def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     from torch_pi2.base.units import parse_bytes
-    from torch_pi2.serve.batch import Batch, context_of
+    from torch_pi2.serve.batch import Batch
     from torch_pi2.serve.served import Served
+    from torch_pi2.serve.talk import context_of
 
     most = args.max_tokens or common.MOST_TOKENS
     of_this = argparse.Namespace(**vars(args) | {"model": folder, "context": args.lanes * most})

@@ -79,12 +79,18 @@ def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[st
     from torch_pi2.store.storefile import open_weights, weights_path
 
     needed, free, loading = weight_bytes(args.out), free_bytes(), _loading(args)
+    sparse, why = None, ""
     if free is not None and 1.2 * needed > free:
         why = f"it takes {common.size(needed)} in memory, and {common.size(free)} are free"
+    else:
+        try:
+            sparse = torch_pi2.load(args.out, trust_remote_code=args.trust_remote_code)
+        except Pi2Error as error:  # what was written is good all the same: a model that only its own code can build
+            why = f"it does not load without more: {error.found}"
+    if sparse is None:
         with Parts(args.out / "pi2") as parts, open_weights(args.out / "pi2") as weights:
             about: dict[str, Any] = {"not_measured": {"speed": why, "loss": why}, "made": made, "lossy": lossy}
             return unmeasured(args.out, parts.plan(), weights.kind, **about)
-    sparse = torch_pi2.load(args.out, trust_remote_code=args.trust_remote_code)
     if weights_path(args.source / "pi2") is None:
         dense, missing = dense_of(loading, weight_bytes(args.source))
     else:

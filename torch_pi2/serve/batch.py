@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from torch_pi2.decode.generate import Sampling, pick
 from torch_pi2.decode.growing import Growing
 from torch_pi2.errors import BusyError, ConfigError, ShapeError
 from torch_pi2.serve.prefix import PrefixCache
+
+if TYPE_CHECKING:
+    from torch_pi2.serve.constraint import Constraint
 
 _log = logging.getLogger("torch_pi2")
 
@@ -58,6 +61,7 @@ class Sequence:
         tell: called in the decoding thread with each :class:`Taken` and, once, an :class:`Ended`; it must not wait.
         sampling: None: greedy. seed: of its own generator. bias: id -> what is added to its logit.
         top: log probabilities of so many most likely tokens are wanted, and of the one taken; None: of none.
+        constraint: which tokens may come; None: any.
     """
 
     prompt: list[int]
@@ -68,6 +72,7 @@ class Sequence:
     seed: int = 0
     bias: Mapping[int, float] = field(default_factory=dict)
     top: int | None = None
+    constraint: Constraint | None = None
     _cancelled: bool = field(default=False, init=False)
     _growing: Growing = field(init=False)
 
@@ -84,8 +89,12 @@ class Sequence:
             scores_V = scores_V.clone()
             for token, bias in self.bias.items():
                 scores_V[token] += bias
+        if self.constraint is not None:
+            scores_V = self.constraint.allowed(scores_V)
         token = pick(scores_V, self.sampling, self._growing.random)
         self._growing.take(token)
+        if self.constraint is not None and self.constraint.take(token):
+            self._growing.ended = "eos"
         self.tell(_with_logprobs(token, logits_V, self.top))
 
 
@@ -274,9 +283,3 @@ class Batch:
     def _end(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
         sequence.tell(Ended(reason, error))
-
-
-def context_of(model: nn.Module, most: int) -> int:
-    """Tokens that ``model`` was made for, at most ``most``."""
-    config: Any = getattr(model, "config", None)
-    return min(int(getattr(config, "max_position_embeddings", most) or most), most)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -20,7 +20,6 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "response_format": (None, {"type": "text"}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "web_search_options": (None,),
@@ -29,6 +28,32 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """``schema`` under another name, which pydantic has for itself."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    wanted: dict[str, Any] | bool = Field(default=True, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is missing")
+        return self
+
+    @property
+    def schema_wanted(self) -> dict[str, Any] | bool | None:
+        """What an answer has to be; None: any text."""
+        if self.type == "json_schema" and self.json_schema is not None:
+            return self.json_schema.wanted
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class Asked(BaseModel):
@@ -46,6 +71,7 @@ class Asked(BaseModel):
     stop: list[str] = Field(default_factory=list, max_length=4)
     seed: int | None = None
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
+    response_format: ResponseFormat | None = None
 
     @field_validator("stop", mode="before")
     @classmethod

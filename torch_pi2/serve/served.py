@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch_pi2.decode.generate import Sampling, end_tokens
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
+from torch_pi2.serve.constraint import Constraint, Grammars
 from torch_pi2.serve.requests import Asked, Chat, Completion
 from torch_pi2.serve.template import ids_of_talk
 from torch_pi2.serve.text import Text
@@ -42,6 +43,12 @@ class Served:
         self.name, self.tokenizer, self.batch, self.created = name, tokenizer, batch, int(time.time())
         self._ends = end_tokens(model, None)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._grammars = Grammars(tokenizer, self._ends, self._vocabulary)
+
+    def constraints(self, asked: Completion | Chat, count: int) -> list[Constraint | None]:
+        """Of each of ``count`` choices: ``response_format``. Raises ConfigError: it cannot be followed."""
+        wanted = None if asked.response_format is None else asked.response_format.schema_wanted
+        return [None if wanted is None else self._grammars.of_schema(wanted) for _ in range(count)]
 
     def prompts(self, asked: Completion | Chat) -> list[list[int]]:
         """Token ids of each prompt.
@@ -67,7 +74,7 @@ class Served:
             )
         return ids
 
-    async def answer(self, asked: Completion | Chat, prompts: Iterable[list[int]]) -> AsyncIterator[tuple[int, Piece]]:
+    async def answer(self, asked: Completion | Chat, prompts: list[list[int]]) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces of the answers as they come, each with the number of its choice: ``asked.n`` of each prompt.
 
         Whoever stops listening cancels what is not done.
@@ -76,9 +83,10 @@ class Served:
             ShapeError: prompt and answer have no room. BusyError: too many wait. ConfigError: of the request.
         """
         told: asyncio.Queue[tuple[int, Taken | Ended]] = asyncio.Queue()
+        constraints = await asyncio.to_thread(self.constraints, asked, asked.n * len(prompts))
         sequences = [
-            self._sequence(asked, ids, number, told)
-            for number, ids in enumerate(ids for ids in prompts for _ in range(asked.n))
+            self._sequence(asked, prompts[number // asked.n], number, told, constraint)
+            for number, constraint in enumerate(constraints)
         ]
         texts = [Text(self.tokenizer, asked.stop) for _ in sequences]
         try:
@@ -98,7 +106,14 @@ class Served:
             for sequence in sequences:
                 sequence.cancel()
 
-    def _sequence(self, asked: Completion | Chat, ids: list[int], number: int, told: asyncio.Queue[Any]) -> Sequence:
+    def _sequence(
+        self,
+        asked: Completion | Chat,
+        ids: list[int],
+        number: int,
+        told: asyncio.Queue[Any],
+        constraint: Constraint | None,
+    ) -> Sequence:
         loop = asyncio.get_running_loop()
         wrong = next((token for token in asked.logit_bias if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
@@ -118,6 +133,7 @@ class Served:
             seed=seed + number % asked.n,
             bias=asked.logit_bias,
             top=asked.top,
+            constraint=constraint,
         )
 
 
