@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install wheel runner demo phone test test-python test-slow test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels clean
+.PHONY: install wheel runner demo first-hour phone docs test test-python test-slow test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -42,6 +42,11 @@ wheel: install
 
 demo: install
 	$(BIN)/python examples/demo.py --out demo-out
+
+# What README and docs show, typed by a clean user in a clean clone of the last commit, as a page with pictures:
+# build/first-hour/index.html. FIRST_HOUR=--here: with this checkout and its environment, in some minutes (needs chromium).
+first-hour: install
+	$(BIN)/python tests/project/first_hour.py $(FIRST_HOUR)
 
 # The model of `make demo` as a bundle, through everything that runs bundles (the aarch64 runner, if make test-arm has built
 # it; PHONE=--arm: it must be there): the same tokens and logits, or it fails.
@@ -174,6 +179,11 @@ lint: install
 	@command -v clang++ >/dev/null || { echo "without clang++ nothing checks who holds the engine's lock: apt-get install clang" >&2; exit 0; }; \
 	  clang++ -std=c++17 -fsyntax-only -Wthread-safety -Werror -Icsrc -Icsrc/include csrc/engine/*.cc
 
+# docs/ as a site that needs no network, every link of it checked: build/site. `python -m http.server -d build/site` shows it
+# (as files it opens, too, but for the search).
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -203,6 +213,10 @@ bench: install
 	  done; \
 	done
 	$(BIN)/python -m benchmarks.table $(BENCH_OUT)
+
+# The plots of README and docs/RESULTS.md, from what there is in benchmarks/results.
+figures: install
+	$(BIN)/python -m benchmarks.drawings docs/images
 
 # Every kernel of csrc/kernels/list.inc and the cache in google-benchmark (Debian: libbenchmark-dev).
 bench-kernels: install

@@ -1,7 +1,7 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
 `ffn` and `layer` are one feed-forward layer, `attention` is attention alone; `decode`, `offload`, `best-of`,
-`speculate` and `plan` are whole models.
+`speculate` and `plan` are whole models; `serve` and `prefix` are servers of one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ BENCHMARKS = {
     "layer": "one gated layer over shares of active neurons, against the memory roofline",
     "attention": "new tokens over a static cache: our operator, torch's SDPA and the memory roofline",
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",
+    "generate": "model.generate over our steps, beside transformers' own and torch_pi2.generate",
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "best-of": "several sequences of which one ends every few steps, under plans that follow or not",
     "speculate": "guessed next tokens, verified together, against plain decoding",
+    "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
+    "prefix": "the first text of an answer whose prompt begins as one before did",
     "plan": "the solved plan against greedy, all-hot, all-cold and random ones, by batch and memory",
 }
 

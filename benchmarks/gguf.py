@@ -7,12 +7,13 @@ writes the header. A Q4_0 block is a float16 scale and 32 4-bit values: 18 bytes
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.words import END, END_ID, MERGES
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 
@@ -57,11 +58,13 @@ def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and "ffn_gate_inp" not in name
 
 
-def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
+def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence[str] = ()) -> Path:
     """Write the file, streaming and atomically; one of the same sizes that is there is kept, another is replaced.
 
     Args:
         config: a Hugging Face configuration of type llama, mistral, mixtral or qwen2.
+        tokens: of :func:`benchmarks.words.vocabulary`, for who reads and writes text: the end of a text, whose row in
+            the head is zero, never is the likeliest. Empty: the file has no tokenizer.
 
     Returns:
         ``path``. Every matrix is Q4_0, the head too (llama.cpp's own tool gives it 6 bits): fewer bytes to read.
@@ -89,7 +92,7 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if _write(gguf, temporary, config, np.random.Generator(np.random.SFC64(seed)), unless=path):
+        if _write(gguf, temporary, config, tokens, np.random.Generator(np.random.SFC64(seed)), unless=path):
             os.replace(temporary, path)
     except OSError as error:
         raise ArtifactError(
@@ -103,21 +106,26 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0) -> Path:
     return path
 
 
-def _write(gguf: Any, path: Path, config: Any, generator: np.random.Generator, unless: Path) -> bool:
+def _write(
+    gguf: Any, path: Path, config: Any, vocabulary: Sequence[str], generator: np.random.Generator, unless: Path
+) -> bool:
     """Write ``path``, or only its header if ``unless`` is such a file already; whether it was written."""
     tensors = list(_tensors(config))
     writer = gguf.GGUFWriter(path, _ARCHITECTURES[config.model_type])
     try:
-        _write_header(gguf, writer, config, tensors)
+        _write_header(gguf, writer, config, tensors, vocabulary)
         file = writer.fout[0]
         file.flush()
         if unless.exists():
             if _is_such_a_file(unless, path.read_bytes(), tensors, writer.data_alignment):
                 return False
             _check_ours(gguf, unless)
+        head = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
         for name, shape in tensors:
             writer.write_padding(file, file.tell())
-            for part in _data(name, shape, generator):
+            for i, part in enumerate(_data(name, shape, generator)):
+                if vocabulary and name == head and i == 0:
+                    part.reshape(-1)[: _stored(shape)[1]] = 0  # END_ID is the first row
                 part.tofile(file)
             writer.write_padding(file, file.tell())
     finally:
@@ -125,7 +133,9 @@ def _write(gguf: Any, path: Path, config: Any, generator: np.random.Generator, u
     return True
 
 
-def _write_header(gguf: Any, writer: Any, config: Any, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+def _write_header(
+    gguf: Any, writer: Any, config: Any, tensors: list[tuple[str, tuple[int, ...]]], vocabulary: Sequence[str]
+) -> None:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = getattr(config, "rope_parameters", None) or {}
@@ -146,7 +156,7 @@ def _write_header(gguf: Any, writer: Any, config: Any, tensors: list[tuple[str, 
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
+    _write_tokenizer(gguf, writer, vocabulary)
     q4 = gguf.GGMLQuantizationType.Q4_0
     for name, shape in tensors:
         if _is_quantised(name, shape):
@@ -157,6 +167,20 @@ def _write_header(gguf: Any, writer: Any, config: Any, tensors: list[tuple[str, 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+
+
+def _write_tokenizer(gguf: Any, writer: Any, vocabulary: Sequence[str]) -> None:
+    writer.add_tokenizer_model("gpt2" if vocabulary else "none")
+    if not vocabulary:
+        return
+    kinds = [gguf.TokenType.CONTROL if token == END else gguf.TokenType.NORMAL for token in vocabulary]
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(list(vocabulary))
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(END_ID)
+    writer.add_add_bos_token(False)
 
 
 def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:

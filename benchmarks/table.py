@@ -341,6 +341,61 @@ def _speculate_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+_SERVE = (
+    "run", "server", "clients", "requests/s", "range", "tokens/s", "p50 ms", "p99 ms", "first text p50 ms", "p99 ms",
+    "requests/s / its", "range", "its p50 / p50", "its p99 / p99", "its first p50 / p50", "its first p99 / p99",
+)  # fmt: skip
+_SERVE_NOTE = """
+Clients that each send their next request when the last is answered, streamed and greedy over loopback; half of the
+prompts begin alike, and none comes twice. Prompts and answers have as many tokens in all servers. One server at a time
+has something to do. p50 and p99 are of all rounds together. llama-cpp-python's server answers one request at a time,
+and reads again what a prompt does not have in common with the one before. *Its* is that server's: above 1, ours is
+ahead.
+"""
+
+
+def _serve_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    waits = ("latency_p50_ms", "latency_p99_ms", "first_p50_ms", "first_p99_ms")
+    rows = []
+    for server, measured in result["servers"].items():
+        for at, over in zip(measured["loads"], result["over"], strict=True):
+            ratio = over["ours"].get(server)
+            row = [_about(name, result), server + (", compiled" if measured["about"].get("compiled") else "")]
+            row += [str(at["clients"]), _number(at["requests_per_s"]), _range(at["spread"]["requests_per_s"])]
+            row += [_number(at["tokens_per_s"], 1), *(_number(at[wait], 0) for wait in waits)]
+            row += ["", "", *[""] * len(waits)] if ratio is None else [
+                _number(ratio["requests_per_s"]), _range(ratio["spread"]), *(_number(ratio[wait]) for wait in waits)
+            ]  # fmt: skip
+            rows.append(row)
+    return rows
+
+
+_PREFIX = ("run", "server", "prompt", "new ms", "range", "warm ms", "range", "end alone ms", "new / warm", "range")
+_PREFIX_NOTE = """
+Milliseconds to the first text of an answer, over loopback: of prompts that are all new, of those that begin as the one
+before (*warm*), and of their last tokens alone, which is what would be left if known tokens cost nothing.
+"""
+
+
+def _prefix_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            _about(name, result),
+            server + (", compiled" if measured["about"].get("compiled") else ""),
+            f"{result['prefix']} + {row['suffix']}",
+            _number(row["cold_ms"], 1),
+            _range(row["spread"]["cold_ms"], 1),
+            _number(row["warm_ms"], 1),
+            _range(row["spread"]["warm_ms"], 1),
+            _number(row["alone_ms"], 1),
+            _number(row["ratio"], 1),
+            _range(row["spread"]["ratio"], 1),
+        ]
+        for server, measured in result["servers"].items()
+        for row in measured["rows"]
+    ]
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
@@ -348,6 +403,8 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("decode", "### Other engines, in alternation", _PEERS, _peer_rows),
     ("decode", "### Batches", _BATCHES, _batch_rows),
     ("speculate", f"## Guessed tokens\n{_SPECULATE_NOTE}", _SPECULATE, _speculate_rows),
+    ("serve", f"## Servers under load\n{_SERVE_NOTE}", _SERVE, _serve_rows),
+    ("prefix", f"### Prompts that begin alike\n{_PREFIX_NOTE}", _PREFIX, _prefix_rows),
     ("offload", f"## Larger than memory\n{_OFFLOAD_NOTE}", _OFFLOAD, _offload_rows),
     ("plan", f"## Planned against fixed plans\n{_PLAN_NOTE}", _PLAN, _plan_rows),
     ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),

@@ -2,7 +2,8 @@
 
 Loads the dReLU language model of this repository as any user would, profiles it, fits predictors, and compares
 three forms of it on held-out text: dense, exact gate (lossless), low-rank predictor (lossy). Then times one
-feed-forward layer of a 7B model, where the speed is. Nothing is downloaded. `make demo` runs it.
+feed-forward layer of a 7B model, where the speed is, and ends with the verdict on the low-rank form and how to talk
+to it. Nothing is downloaded. `make demo` runs it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,14 @@ from transformers.utils import logging as transformers_logging
 
 import torch_pi2
 from torch_pi2.base.files import atomic_write
-from torch_pi2.cli import doctor
+from torch_pi2.base.progress import lines
+from torch_pi2.cli import doctor, verdict
 from torch_pi2.cli.common import percent, size, stdlib_sample, table
+from torch_pi2.cli.logs import said
 from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode_many, work
+from torch_pi2.eval.verdict import judge
 from torch_pi2.spec.config import Config
+from torch_pi2.spec.verdict import Loss, Verdict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import ffn
@@ -123,6 +131,21 @@ def comparison_table(results: dict[str, dict[str, Any]], cards: list[Any]) -> st
     return table(("", *FORMS), rows)
 
 
+def verdict_on(sparse: Any, dense: Any, folder: Path, tokenizer: Any, compared: dict[str, Any]) -> Verdict:
+    """That on ``sparse``, saved in ``folder``, with the loss that was found above, of more text; kept in the folder."""
+    found = judge(sparse, dense, folder, made=["make demo"], not_measured={"loss": "it was, above"})
+    loss = Loss(compared["loss_change"], compared["tokens"], "held-out text (source of Python's standard library)")
+    found = replace(found, loss=loss, not_measured={})
+    verdict.keep(folder, found, MODEL)
+    return found
+
+
+def command() -> str:
+    """``torch-pi2`` of this environment, as it can be typed here."""
+    ours = Path(sys.executable).with_name("torch-pi2")
+    return "torch-pi2" if shutil.which("torch-pi2") == str(ours) else os.path.relpath(ours)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     # Layers this small gain nothing from a second thread, and threads that wait for each other on a busy machine
@@ -169,6 +192,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         results = compare(forms, tokenizer, plan, args)
         used = [cards[layer.site.key] for layer in plan.layers if layer.site.key in cards]
         print(comparison_table(results, used))
+        change, skipped = results["low-rank"]["loss_change"], 1 - results["low-rank"].get("cold_computed", 1.0)
+        print(f"low-rank: loss {change:+.2%} (aim: within 1 %), {skipped:.0%} of cold neurons skipped (aim: 70 %)")
         print("Scored: excerpts of held-out files. Times: batch 1. On a model this small Python dominates, and")
         print("its weights fit in the cache; a layer of real size (below) is where sparsity saves time.")
 
@@ -184,27 +209,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(ffn.render(layer_times))
 
     out = Path(args.out)
-    with section("artefacts"):
+    with section("verdict: low-rank beside dense"):
         torch_pi2.save(forms[2], out / "model", tokenizer=tokenizer)
-        report = {
-            "results": results,
-            "predictors": {key: card.to_json() for key, card in cards.items()},
-            "stats": stats.summary(),
-            "generated": texts,
-            "exact_gate_same_text": same,
-            "bench_ffn": layer_times,
-            "seconds": {**SECONDS, "total": round(time.perf_counter() - started, 1)},
-            "machine": doctor.run(args),
-        }
-        atomic_write(out / "demo.json", json.dumps(report, indent=1) + "\n")
-        print(f"optimised model   {out / 'model'}   (try: torch-pi2 inspect {out / 'model'})")
-        print(f"all numbers       {out / 'demo.json'}")
-    change, skipped = results["low-rank"]["loss_change"], 1 - results["low-rank"].get("cold_computed", 1.0)
-    print(
-        f"\nlow-rank: loss {change:+.2%} (aim: within 1 %), {skipped:.0%} of cold neurons skipped (aim: 70 %); "
-        f"7B layer: {layer_times['sparse_over_dense']:.2f} of the dense time. "
-        f"In all {time.perf_counter() - started:.0f} s."
-    )
+        found = verdict_on(forms[2], model, out / "model", tokenizer, results["low-rank"]).to_json()
+        print(verdict.shown(found).lstrip("\n"))
+        print(f"A layer of a 7B model: {layer_times['sparse_over_dense']:.2f} of the dense time.")
+    total = round(time.perf_counter() - started, 1)
+    report = {
+        "results": results,
+        "predictors": {key: card.to_json() for key, card in cards.items()},
+        "stats": stats.summary(),
+        "generated": texts,
+        "exact_gate_same_text": same,
+        "bench_ffn": layer_times,
+        "verdict": found,
+        "seconds": {**SECONDS, "total": total},
+        "machine": doctor.run(args),
+    }
+    atomic_write(out / "demo.json", json.dumps(report, indent=1) + "\n")
+    print(f"\n{total:.0f} s. All numbers are in {out / 'demo.json'}, the model is in {out / 'model'}.")
+    print(f"Talk to it:   {command()} chat {out / 'model'}")
+    print(f"In a browser: {command()} serve {out / 'model'}    and open http://127.0.0.1:8000/")
     return report
 
 
@@ -221,7 +246,8 @@ def main() -> None:
     if not MODEL.joinpath("config.json").is_file():
         sys.exit(f"no trained model in {MODEL}: make one with examples/train_drelu_lm.py")
     try:
-        run(args)
+        with said(), lines("demo"):
+            run(args)
     except torch_pi2.Pi2Error as error:
         sys.exit(f"demo: {error}")
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
+from torch_pi2.decode import loop
 from torch_pi2.decode.adapt import follow, let_go
 from torch_pi2.errors import CalibrationError, DtypeError, check_choice
 from torch_pi2.fitting.fit import cold_neurons
@@ -366,6 +367,7 @@ def optimize(
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
     apply(model, Optimized(made, fitted, stats), progress, config, data)
+    loop.attach(model)
     if hardware is not None:
         parts_of(model).plan = plan_for(model, hardware, progress=progress)
         follow(model, parts_of(model).plan)
@@ -437,6 +439,7 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left
     apply(model, Optimized(made, FittedPredictors(), None), progress, config, data)
+    loop.attach(model)
     return model
 
 
@@ -487,4 +490,5 @@ def restore(model: Model) -> Model:
     restore_modules(model)
     let_go(model)
     Handle.detach(model)
+    loop.detach(model)
     return model

@@ -56,12 +56,16 @@ struct Work {
     return static_cast<const char*>(data) + (b * strides[0] + head * strides[1]) * row_bytes(args.dtype, 1);
   }
 
+  // Behind the last position that it may see.
+  std::int64_t end_of(std::int64_t token) const {
+    return args.mask == nullptr && args.causal ? std::min(token + 1, args.length) : args.length;
+  }
+
   // Without its mask.
   Tile tile(std::int64_t index) const {
     const std::int64_t token = index % tiles * tile_tokens, tokens = std::min(tile_tokens, args.tokens - token);
     Tile t{index / tiles / args.key_heads, index / tiles % args.key_heads, token, tokens, tokens * group};
-    const std::int64_t most = args.mask == nullptr && args.causal ? std::min(token + tokens, args.length) : args.length;
-    t.ld_mask = (most + kAttendWord - 1) / kAttendWord;
+    t.ld_mask = (end_of(token + tokens - 1) + kAttendWord - 1) / kAttendWord;
     return t;
   }
 
@@ -80,7 +84,7 @@ struct Work {
 
   void pack(std::int64_t b, std::int64_t token, std::uint64_t* out, std::int64_t words) const {
     const std::uint8_t* mask = args.mask + b * args.mask_strides[0] + token * args.mask_strides[1];
-    const std::int64_t end = args.mask == nullptr && args.causal ? std::min(token + 1, args.length) : args.length;
+    const std::int64_t end = end_of(token);
     for (std::int64_t w = 0; w < words; ++w) {
       const std::int64_t first = w * kAttendWord, count = std::clamp<std::int64_t>(end - first, 0, kAttendWord);
       std::uint64_t word = count == kAttendWord ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;

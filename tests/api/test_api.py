@@ -150,7 +150,7 @@ def test_swiglu_by_thresholds(sparsity: float, tmp_path: Path) -> None:
     with sparse_only():
         found = logits(model, ids())
     done = counters.read()
-    assert done["up_rows"] / done["gate_rows"] == pytest.approx(1 - sparsity, abs=0.06)  # what README says is dropped
+    assert done["up_rows"] / done["gate_rows"] == pytest.approx(1 - sparsity, abs=0.06)  # as docs/LOSSLESS.md says
     assert relative(found, wanted) > 0
     torch_pi2.save(model, tmp_path / "m")
     with sparse_only():

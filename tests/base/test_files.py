@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from torch_pi2.base import files
 from torch_pi2.base.files import replacing_folder
@@ -129,3 +131,11 @@ def test_killed_between_the_two_renames_the_earlier_folder_comes_back(earlier: P
         raise ConfigError("x", expected="y", found="z", fix="w")
     assert content(earlier.parent) == {"m/old": "old"}
     assert os.listdir(earlier.parent) == ["m"]
+
+
+def test_others_may_read_what_safetensors_makes_for_its_owner(tmp_path: Path) -> None:
+    with replacing_folder(tmp_path / "m") as staging:
+        save_file({"a": torch.zeros(3)}, staging / "model.safetensors")
+        (staging / "private").touch(0o600)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "m").iterdir()}
+    assert modes == {"model.safetensors": (tmp_path / "m").stat().st_mode & 0o666, "private": 0o600}

@@ -59,18 +59,6 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*argv: object, ok: bool = True) -> Ran:
-        code = cli.main([str(a) for a in argv])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        assert not ok or code == 0, err
-        return Ran(code, out, err)
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def made(model_dir: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders written by profile, fit, plan and optimize."""
@@ -233,6 +221,15 @@ def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
 def test_generate_for_people_starts_with_the_prompt(command, made) -> None:
     argv = ["generate", made["lowrank"], "--prompt", "def f1(", "--max-new-tokens", "3", "--trust-remote-code"]
     assert command(*argv).out.startswith("def f1(")
+
+
+def test_generate_shows_what_json_says_and_takes_plain_checkpoints(command, made, model_dir) -> None:
+    argv = ["--prompt", "def f1(", "--max-new-tokens", "12", "--trust-remote-code"]
+    said = command("generate", made["exact"], *argv, "--json").json
+    assert command("generate", made["exact"], *argv).out.startswith(f"def f1({said['text']}\n[")
+    plain = command("generate", model_dir, *argv, "--json").json
+    assert (plain["text"], plain["sparse"]) == (said["text"], False)
+    assert command("generate", made["exact"], *argv, "--compile", "--json").json["text"] == said["text"]
 
 
 def test_generate_records_a_trace(command, made, tmp_path) -> None:
@@ -421,7 +418,7 @@ def test_folders_that_hold_something_else(command, model_dir, tmp_path) -> None:
     for argv in (
         ["inspect", tmp_path / "empty"],
         ["inspect", tmp_path / "nowhere"],
-        ["generate", model_dir, "--prompt", "x"],
+        ["eval", model_dir],
         ["eval", tmp_path / "nowhere"],
         ["plan", model_dir, "--stats", tmp_path / "empty", "--out", tmp_path / "p"],
         ["plan", model_dir, "--stats", tmp_path / "empty", "--predictors", tmp_path / "empty", "--out", tmp_path / "p"],

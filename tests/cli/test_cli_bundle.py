@@ -63,10 +63,6 @@ def test_run_says_nothing_of_executorch(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_bundle_is_for_run(command: Any, folder: Path) -> None:
-    assert f"Use: torch-pi2 run {folder} --prompt" in command("generate", folder, "--prompt", "x", code=2).err
-
-
 def test_text_comes_while_it_is_generated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is written and flushed before the next token is computed."""
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_pi2
 from torch_pi2.cli import main
+from torch_pi2.cli.serve import url_of
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
 
@@ -39,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def talk(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(typed: str, *more: str) -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    def run(typed: str, *more: str, **stdin: io.TextIOWrapper | None) -> Ran:
+        monkeypatch.setattr(sys, "stdin", stdin.get("stdin", io.StringIO(typed)))
         asked = ["chat", str(folder), "--trust-remote-code", "--max-new-tokens", "9", "--activations", "int8", *more]
         code = main(asked)
         return Ran(code, *capsys.readouterr())
@@ -76,20 +78,69 @@ def test_what_can_be_typed_besides(talk: Any) -> None:
     assert ran.out.strip() == ""
     assert "nothing was answered yet" in ran.err
     assert "/nothing is not known" in ran.err
-    assert "/budget is not known" in ran.err
+    assert "how much, as in /budget 2GB" in ran.err
+    assert "the budget is" not in ran.err  # as it could not be
     assert "expected a model over a neuron store, found one in memory" in ran.err
+    assert talk("/EXIT now\nnever read\n").out.strip() == ""
+    assert [said["content"] for said in talk('"""\na\n b', "--json").json["messages"][:1]] == ["a\n b"]
     full = talk("def main(\n" + "x " * 60 + "\n", "--max-tokens", "30")
     assert full.code == 0
     assert "talk: expected 1 to 29 tokens before an answer" in full.err
 
 
+def test_the_budget_of_a_talk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch_pi2.pack(folder, tmp_path / "store", trust_remote_code=True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def main(\n/budget 1MB\n/budget 60MB\ndef main(\n/stats\n"))
+    asked = ["chat", str(tmp_path / "store"), "--trust-remote-code", "--max-new-tokens", "9", "--budget", "50MB"]
+    assert main([*asked, "--max-tokens", "200"]) == 0
+    ran = Ran(0, *capsys.readouterr())
+    assert "the budget is 60MB from now on" in ran.err
+    assert "the budget is 1MB" not in ran.err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_what_is_typed_in_another_encoding(talk: Any, folder: Path, errors: str) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\ndef main(\n"), "utf-8", errors)
+    ran = talk("", stdin=typed)
+    assert ran.code == 0
+    assert "this line is not UTF-8: nothing of it was read" in ran.err
+    assert ran.out == f"{alone(folder, 'def main(', 9)}\n\n"
+
+
+def test_a_closed_standard_input_is_the_end(talk: Any) -> None:
+    ran = talk("", stdin=None)
+    assert (ran.code, ran.out) == (0, "\n")
+
+
 def test_folders_of_other_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    for verb in ("chat", "serve"):
+    for verb, use in (("chat", f"run {tmp_path} --chat"), ("serve", f"generate {tmp_path}")):
         assert main([verb, str(tmp_path)]) == 2
-        assert f"found a bundle, written by export. Use: torch-pi2 run {tmp_path}" in capsys.readouterr().err
+        assert f"found a bundle, written by export. Use: torch-pi2 {use} --prompt" in capsys.readouterr().err
     assert main(["serve", str(folder), str(folder), "--trust-remote-code"]) == 2
     assert "folders: expected a name for each model, found talks, talks" in capsys.readouterr().err
+
+
+def test_addresses_that_cannot_be_listened_on(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """They are refused before a model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for options, found in (
+            (["--port", str(taken.getsockname()[1])], "and a port that is free, found Address already in use. Name"),
+            (["--host", "192.0.2.1"], "found Cannot assign requested address"),
+        ):
+            assert main(["serve", str(folder), *options]) == 2
+            said = capsys.readouterr().err
+            assert found in said
+            assert "load" not in said
+    assert main(["serve", str(folder), "--port", "65536"]) == 2
+    assert "argument --port: expected at most 65535, found 65536" in capsys.readouterr().err
+
+
+def test_addresses_as_urls() -> None:
+    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert url_of("::1", 8000) == "http://[::1]:8000"
 
 
 @pytest.fixture

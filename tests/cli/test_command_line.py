@@ -353,8 +353,9 @@ MARKS = {
     "plan": "plan.json",
 }
 PAIRS = [
-    *((verb, "bundle", "torch-pi2 run ") for verb in ("profile", "fit", "optimize", "quantize", "pack", "plan")),
-    *((verb, "bundle", "torch-pi2 run ") for verb in ("export", "generate", "eval", "report")),
+    *((verb, "bundle", "torch-pi2 generate ") for verb in ("profile", "fit", "optimize", "quantize", "pack", "plan")),
+    *((verb, "bundle", "torch-pi2 generate ") for verb in ("export", "eval", "report")),
+    ("chat", "bundle", "torch-pi2 run "),
     *((verb, "store", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize", "pack")),
     *((verb, "quantised", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
     ("run", "optimised", "torch-pi2 generate "),
@@ -391,8 +392,8 @@ def test_a_folder_for_another_verb(command: Command, tmp_path: Path, verb: str, 
 
 def test_commands_that_are_named_parse() -> None:
     """Every ``Use:`` is a command line of ours."""
-    from torch_pi2.cli.folders import _KINDS
+    from torch_pi2.cli.folders import _KINDS, _NEAREST
 
     parse = cli.build_parser().parse_args
-    for _, command in _KINDS.values():
+    for command in [*(command for _, command in _KINDS.values()), *_NEAREST.values()]:
         parse(command.format(folder="f").replace("'...'", "x").split()[1:])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import torch_pi2
 from torch_pi2.base.files import atomic_write, is_standard_output, replacing_folder
+from torch_pi2.cli import main
 from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.errors import ArtifactError
 from torch_pi2.observe.trace import check_path
@@ -199,3 +204,81 @@ sys.exit({function}())
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.startswith("torch-pi2: interrupted")
     assert "Traceback" not in done.stderr
+
+
+#: A command that gets a signal when it makes a file at a path with the word.
+_SIGNALLED = """
+import os, signal, sys
+word, number, *sys.argv[1:] = sys.argv[1:]
+def hook(event, arguments, sent=[]):
+    if event == "open" and word in str(arguments[0]) and not sent:
+        sent.append(True)
+        os.kill(os.getpid(), int(number))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
+sys.addaudithook(hook)
+from torch_pi2.cli import main
+sys.exit(main())
+"""
+
+
+def _signalled(word: str, number: int, *argv: object) -> tuple[int, str]:
+    command = [sys.executable, "-c", _SIGNALLED, word, str(int(number)), *map(str, argv), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_ended_by_a_signal_while_it_writes(tmp_path: Path) -> None:
+    out, store = tmp_path / "out", tmp_path / "store"
+    how = ("synthetic", out, "--shape", "tiny", "--layers", "1")
+    assert _signalled(".partial/", signal.SIGTERM, *how) == (143, "torch-pi2: ended by SIGTERM\n")
+    assert _signalled(".partial/", signal.SIGINT, *how) == (
+        130,
+        "torch-pi2: interrupted; nothing was left half-written\n",
+    )
+    assert os.listdir(tmp_path) == []
+    torch_pi2.synthetic(out, "tiny", layers=1)
+    left = f"the same command goes on with what is in {tmp_path / '.store.partial'}"  # pack goes on where it was
+    assert _signalled(".store.partial/", signal.SIGINT, "pack", out, store) == (
+        130,
+        f"torch-pi2: interrupted; {left}\n",
+    )
+    assert sorted(os.listdir(tmp_path)) == [".store.partial", "out"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (SystemExit, 143)])
+def test_an_interrupt_that_python_drops_comes_again(
+    error: type[BaseException], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Dropping:
+        def __del__(self) -> None:
+            raise error
+
+    class Verb:
+        @staticmethod
+        def run(_args: argparse.Namespace) -> dict[str, object]:
+            Dropping()
+            time.sleep(60)
+            return {}
+
+    def parser() -> argparse.ArgumentParser:
+        made = argparse.ArgumentParser()
+        made.set_defaults(module=Verb, verbose=False, quiet=True, json=True, verb="completion")
+        return made
+
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main([], parser))
+    assert ended.value.code == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    """Where transformers cannot keep its copy of a model's code: it is not the model's folder that is wrong."""
+    model = REPO / "examples" / "models" / "drelu-stdlib-5m"
+    command = [sys.executable, "-m", "torch_pi2", "generate", str(model), "--prompt", "a", "--trust-remote-code"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"HF_HOME": "/proc/nope"}
+    )
+    assert done.returncode == 2
+    assert "found [Errno 2] No such file or directory: '/proc/nope" in done.stderr
+    assert "transformers keeps copies there: let HF_HOME name a folder that can be written." in done.stderr

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cli_calls import Ran
 from huggingface_hub import ModelCard
 from shared import shared_folder
 from tiny_tokenizers import byte_tokenizer
@@ -22,18 +21,6 @@ from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.spec.verdict import Loss, Speed, Verdict
 
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x * {i % 7} + y\n\n" for i in range(200))
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*argv: object, ok: bool = True) -> Ran:
-        code = cli.main([str(a) for a in argv])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        assert not ok or code == 0, err
-        return Ran(code, out, err)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +54,7 @@ def test_optimize_measures(root: Path) -> None:
     assert found.loss.tokens > 100
     assert found.lossy == ()
     assert found.not_measured == {}
-    assert found.made == ("torch-pi2 optimize model --method exact --calibration-tokens 2048",)
+    assert found.made == ("torch-pi2 optimize model --method exact --tokens 2048",)
     files = [*(root / "exact").glob("*.safetensors"), root / "exact" / "pi2" / "predictors.safetensors"]
     assert found.sparse_bytes == sum(path.stat().st_size for path in files if path.exists())
     assert found.versions["torch"] == torch.__version__.partition("+")[0] or "torch" in found.versions
@@ -184,11 +171,28 @@ def test_a_wrong_number_is_named(tmp_path: Path) -> None:
 def test_packing_changes_no_number_and_keeps_the_verdict(root: Path, command: Any, tmp_path: Path) -> None:
     before = Verdict.load(root / "exact" / "pi2")
     ran = command("pack", root / "exact", tmp_path / "store", "--json")
-    assert ran.json["verdict"]["speed"] == before.to_json()["speed"]
+    speed = before.to_json()["speed"]
+    assert ran.json["verdict"]["speed"] == speed | {"how": f"{speed['how']}; in memory, of exact, before pack"}
     assert ran.json["verdict"]["made"] == [*before.made, "torch-pi2 pack exact"]
     assert ran.json["verdict"]["sparse_bytes"] == (tmp_path / "store" / "pi2" / "model.pi2").stat().st_size
     assert 'license: "apache-2.0"' in (tmp_path / "store" / "README.md").read_text()
     assert command("inspect", tmp_path / "store", "--json").json["verdict"] == ran.json["verdict"]
+
+
+@pytest.mark.parametrize("verb", ["optimize", "quantize"])
+def test_interrupted_while_it_is_measured(
+    root: Path, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    def stop(*_args: Any, **_kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_pi2.eval.verdict.judge", stop)
+    more = {"optimize": [root / "model", "--method", "exact", "--out", tmp_path / "new"], "quantize": [root / "exact"]}
+    out = [] if verb == "optimize" else [tmp_path / "new"]
+    ran = command(verb, *more[verb], *out, ok=False)
+    assert ran.code == 130
+    assert f"interrupted; {tmp_path / 'new'} is whole, but for the verdict" in ran.err
+    assert "exact" in command("inspect", tmp_path / "new").out  # it opens
 
 
 def test_quantising_is_measured_beside_what_was_dense(root: Path, command: Any, tmp_path: Path) -> None:

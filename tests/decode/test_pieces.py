@@ -14,7 +14,13 @@ from torch import nn
 import torch_pi2
 from torch_pi2.decode.attention import packed_attention, packed_sdpa
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.pieces import PIECE_TOKENS, pieces_without_loss, same_frequencies_up_to
+from torch_pi2.decode.pieces import (
+    PIECE_TOKENS,
+    has_our_attention,
+    pieces_without_loss,
+    same_frequencies_up_to,
+    takes_several_lengths,
+)
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.prompt import has_tiles
 
@@ -77,10 +83,10 @@ def test_frequencies_that_depend_on_the_length(name: str, rope: dict[str, Any]) 
         assert torch.allclose(decoder.prompt(IDS), wanted, atol=1e-3)
         assert torch.allclose(decoder.prompt(IDS, known=250), wanted, atol=1e-3)  # whatever was known of it
     with pytest.raises(UnsupportedModelError, match="rotary frequencies that do not depend on the length"):
-        decoder.join(IDS)
+        decoder.joining(IDS)
     decoder = Decoder(model, max_tokens=200, batch=2, compiled=False)  # so far they are the same
-    decoder.join(IDS[:, :50])
-    decoder.join(IDS[:, :60])
+    for tokens in (50, 60):
+        assert list(decoder.joining(IDS[:, :tokens])) == [0]
     assert same_frequencies_up_to(made("Llama")) > 1 << 40
 
 
@@ -99,6 +105,17 @@ def test_who_computes_attention() -> None:
     buffers = quantised("Llama")
     buffers.model.layers[0].self_attn.register_buffer("mixing", torch.eye(4))
     assert pieces_without_loss(buffers) == 0
+
+
+def test_what_a_model_takes_while_another_thread_steps() -> None:
+    """Its configuration names our attention meanwhile, which is sdpa's."""
+    models = [quantised("Llama"), quantised("Llama", attn_implementation="eager")]
+    for model in models:
+        found = takes_several_lengths(model, 64), has_our_attention(model), pieces_without_loss(model)
+        with packed_attention(model):
+            during = takes_several_lengths(model, 64), has_our_attention(model), pieces_without_loss(model)
+        assert during == found
+    assert [has_our_attention(model) for model in models] == [True, False]
 
 
 def test_two_threads_in_one_model() -> None:

@@ -27,6 +27,7 @@ from torch_pi2.observe.accesses import Accesses, StoredLayer
 from torch_pi2.predict.file import FitReport, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit
+from torch_pi2.serve.prefix_file import read_block, write_block
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.predictor import PredictorCard
@@ -65,6 +66,9 @@ def _open(kind: Any) -> Callable[[Path], object]:
     return read
 
 
+#: Of the block of a prefix.
+_BLOCK = ([Spec((2, 4), torch.float32), Spec((2, 4), torch.bfloat16)], HASH, HASH[:32])
+
 TARGETS: dict[str, Target] = {
     "plan": Target("plan.json", None, lambda p: Plan.load(p.parent), ("made_by", "made_for")),
     "orders": Target("plan.safetensors", (), lambda p: Plan.load(p.parent)),
@@ -72,6 +76,7 @@ TARGETS: dict[str, Target] = {
     "predictors": Target("predictors.safetensors", ("predictors", "report"), load_predictors, ("rounds", "layers")),
     "weights": Target("weights.safetensors", ("linears", "sites"), _open(QuantizedWeights)),
     "store": Target("model.pi2", ("layers", "checks", "linears", "sites", "provenance"), _open(StoreReader)),
+    "prefix": Target(f"{HASH[:32]}.prefix", (), lambda p: read_block(p, *_BLOCK)),
     "verdict": Target("verdict.json", None, lambda p: Verdict.load(p.parent), ("machine", "versions", "not_measured")),
     "hardware": Target("hardware.json", None, Hardware.load, ("notes", "machine", "versions")),
     "device": Target("device.json", None, find_device),
@@ -113,6 +118,8 @@ def write_sound(root: Path) -> None:
     wanted = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8))
     (root / "accesses").mkdir(parents=True)
     Accesses(stored, HASH, 512, run, *wanted).save(root / "accesses" / "accesses.safetensors")
+    (root / "prefix").mkdir()
+    write_block(path_of(root, "prefix"), [torch.ones(s.shape, dtype=s.dtype) for s in _BLOCK[0]], *_BLOCK[1:])
     texts = {"hardware": _machine().to_json(), "device": json.dumps(PRESETS["ufs-4.0"])}
     texts |= {
         "config": '{"model_type": "llama", "layers": [{"a": 1}]}',

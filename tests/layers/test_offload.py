@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from offloading import CONFIGS, IDS, logits, smallest
 from shared import small_store
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_pi2
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store
+from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store, open_stores
 from torch_pi2.ops import load, reference_store
 from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.spec.offload import OffloadConfig
@@ -116,6 +120,31 @@ def test_two_models_over_one_store_and_closing(folders: tuple[Path, Path]) -> No
     with pytest.raises(ArtifactError, match=r"and an open store, found a store that has been closed"):
         logits(first)
     assert torch.equal(logits(second), wanted)
+
+
+def test_a_store_collected_in_the_middle_of_a_trace_is_not_in_it(folders: tuple[Path, Path]) -> None:
+    """Garbage is collected anywhere; CI once had ``store_close`` in a graph of ``opcheck``."""
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    store = Store(folders[1] / "pi2" / "model.pi2", 1 << 20)
+    number = store.number
+    with Functions(), Dispatch():
+        del store
+        gc.collect()
+    assert not any("store_close" in name for name in seen)
+    assert number not in open_stores
+    with pytest.raises(RuntimeError, match="closed"):
+        torch.ops.pi2.store_layers(number)
 
 
 def test_damage_after_loading_is_an_error_and_repair_heals_it(folders: tuple[Path, Path], tmp_path: Path) -> None:

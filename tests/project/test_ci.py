@@ -17,8 +17,8 @@ RUN = (ROOT / ".ci" / "run").read_text()
 
 
 def readme_commands() -> list[str]:
-    """Of the section "Two commands"."""
-    section = (ROOT / "README.md").read_text().split("## Two commands")[1].split("\n## ")[0]
+    """Of the section "Install"."""
+    section = (ROOT / "README.md").read_text().split("## Install")[1].split("\n## ")[0]
     return re.findall(r"^\$ (make [\w-]+)", section, flags=re.MULTILINE)
 
 

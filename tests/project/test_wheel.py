@@ -45,6 +45,9 @@ def test_its_tag_and_what_is_in_it(wheel: Path) -> None:
         metadata = file.read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode()
     assert {f"torch_pi2/_lib/{name}.so" for name in ("libpi2", "libpi2_torch")} <= libraries
     assert all(name.startswith("torch_pi2/_lib/libpi2") for name in libraries)
+    page = {path.relative_to(REPO).as_posix() for path in (REPO / "torch_pi2" / "serve" / "page").iterdir()}
+    assert page
+    assert page <= set(names)
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "csrc"))]
     assert "Project-URL: Homepage, " in metadata
     assert str(REPO) not in metadata

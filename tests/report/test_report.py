@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from html import unescape
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from browsing import Tab, browser, needs_browser
 from tiny_models import tiny
 
 import torch_pi2
@@ -37,7 +37,6 @@ from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.parts import Parts
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BATCHES = (1, 4, 16)
 MS = {"attention": 1.0, "predictor": 0.5, "hot": 0.25, "cold": 2.0, "io": 1.5, "glue": 0.75}
 DECODE = {
@@ -431,20 +430,13 @@ def test_names_in_files_are_no_code(whole: facts.Report, tmp_path: Path) -> None
 
 def browsed(path: Path) -> tuple[str, list[str]]:
     """The page's elements once its scripts ran, and what they said on the console."""
-    assert BROWSER is not None
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
-    done = subprocess.run(
-        [BROWSER, *options, "--enable-logging=stderr", "--dump-dom", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    with browser() as found, Tab(found) as tab:
+        tab.page.goto(path.as_uri())
+        tab.page.evaluate("new Promise((done) => requestIdleCallback(done))")
+        return tab.page.content(), tab.complaints
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome (Debian: chromium)")
+@needs_browser
 def test_a_browser_draws_every_plot(whole: facts.Report, tmp_path: Path) -> None:
     page_text, console = browsed(report.write(whole, tmp_path / "r.html"))
     assert console == []
@@ -473,8 +465,7 @@ def test_a_browser_draws_every_plot(whole: facts.Report, tmp_path: Path) -> None
     assert any("TypeError" in line for line in browsed(broken)[1])
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome (Debian: chromium)")
+@needs_browser
 def test_a_browser_draws_32_layers(whole: facts.Report, tmp_path: Path) -> None:
     keys = [f"model.layers.{i}.mlp" for i in range(32)]
     assert whole.plan is not None

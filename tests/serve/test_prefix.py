@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from serving import greedy_alone
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.generate import generate
 from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
 from torch_pi2.serve.prefix import PrefixCache
 
@@ -28,12 +28,22 @@ def test_blocks_are_found_by_all_that_is_before_them() -> None:
     cache = PrefixCache(1 << 20, block_tokens=4)
     cache.add(list(range(10)), numbered)
     assert [part[0][0, 0, 0] for part in cache.find([*range(8), 99])] == [0, 4]
-    assert [part[0][0, 0, 0] for part in cache.find(list(range(10)))] == [0, 4]
-    assert len(cache.find(list(range(8)))) == 1  # a token is left to be read
+    assert [part[0][0, 0, 0] for part in cache.find(list(range(12)))] == [0, 4, 8]  # the last one of 2 tokens
+    assert len(cache.find(list(range(8)))) == 2
     assert cache.find([4, 5, 6, 7, 8]) == []  # the second block without the first
     assert cache.find([0, 1, 2, 4, 4, 5, 6, 7, 8]) == []
     assert cache.find([0, 1, 2]) == []
-    assert cache.tokens_found == 20
+    assert cache.tokens_found == 8 + 10 + 8
+    cache.add(list(range(9)), numbered)
+    assert len(cache.find([*range(10), 99])) == 3  # the longest that there is
+    assert cache.tokens_found == 26 + 10
+
+
+def test_prompts_of_other_lengths_may_be_computed_otherwise() -> None:
+    cache = PrefixCache(1 << 20, block_tokens=4, ways=(5, 9))
+    cache.add(list(range(8)), numbered)
+    assert cache.find(list(range(4))) == cache.find(list(range(9))) == []
+    assert len(cache.find(list(range(5)))) == 1
 
 
 def test_what_is_unused_longest_goes_first() -> None:
@@ -53,6 +63,17 @@ def test_what_is_unused_longest_goes_first() -> None:
     assert not none.find([*range(9)])
 
 
+def test_of_a_prompt_the_last_blocks_go_first() -> None:
+    size = sum(tensor.nbytes for tensor in block(0))
+    cache = PrefixCache(3 * size, block_tokens=4)
+    cache.add([*range(20)], numbered)  # five, of which three have room
+    assert len(cache.find([*range(20)])) == 3
+    cache.add([*range(100, 108)], numbered)
+    assert len(cache.find([*range(20)])) == 1
+    assert len(cache.find([*range(100, 109)])) == 2
+    assert cache.bytes == 3 * size
+
+
 def quantised() -> nn.Module:
     sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=90, hidden_act="relu")
@@ -70,7 +91,7 @@ def test_answers_are_those_without_it(prefix_bytes: int) -> None:
         for _ in range(24)
     ]
     prompts += [stem[:64], stem[:65], stem[:96], stem]
-    wanted = [generate(model, torch.tensor([ids]), max_new_tokens=5, eos_token_id=[]).sequences[0] for ids in prompts]
+    wanted = [greedy_alone(model, ids, 5) for ids in prompts]
     batch = Batch(model, max_tokens=256, lanes=3, prefix_bytes=prefix_bytes)
     found: list[list[int]] = [[] for _ in prompts]
 

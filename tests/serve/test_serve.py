@@ -2,67 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import random
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import openai
 import pytest
 import torch
-import uvicorn
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from serving import Server, greedy_alone, quantised, tokenizer_of_example
 
-import torch_pi2
-from torch_pi2.serve.app import application
-from torch_pi2.serve.batch import Batch
+from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
+from torch_pi2.serve.requests import Completion
 from torch_pi2.serve.served import Served
 
-MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
-TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 PROMPTS = ["def main(", "import os\n\nclass", "for", "    return self._", "if __name__ == '__main__':\n    "]
-
-
-def quantised() -> nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(MODEL, trust_remote_code=True, dtype="float32").eval()
-    return torch_pi2.optimize(model, weights="int4", activations="int8")
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    found = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=True)
-    found.chat_template = TEMPLATE
-    return found
-
-
-class Server:
-    """``application`` on a port of its own, in a thread."""
-
-    def __init__(self, model: nn.Module, tokenizer: Any, *, api_key: str | None = None, **settings: Any) -> None:
-        self.batch = Batch(model, **{"max_tokens": 256, "lanes": 4} | settings)
-        self.batch.start()
-        app = application({"tiny": Served("tiny", model, tokenizer, self.batch)}, api_key=api_key)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
-        self._thread.start()
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self.batch.close(0)
+    return tokenizer_of_example()
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +45,8 @@ def alone(tokenizer: Any) -> Any:
     model = quantised()
 
     def text(prompt: str, tokens: int) -> str:
-        ids_1T = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        made = torch_pi2.generate(model, ids_1T, max_new_tokens=tokens)
-        found: str = tokenizer.decode(made.sequences[0], skip_special_tokens=True)
+        made = greedy_alone(model, tokenizer(prompt)["input_ids"], tokens, {tokenizer.eos_token_id})
+        found: str = tokenizer.decode(made, skip_special_tokens=True)
         return found
 
     return text
@@ -158,12 +119,14 @@ def test_many_at_once_have_the_text_of_each_alone(client: openai.OpenAI, alone: 
                 assert found == wanted[case], case
 
 
-def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, alone: Any) -> None:
+def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, server: Server, alone: Any) -> None:
     whole = alone(PROMPTS[1], 60)
     stop = whole[20:26]
     asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[1], "max_tokens": 60, "temperature": 0}
+    before = dict(server.batch.counts.ended)
     made = client.completions.create(**asked, stop=[stop, "never there"])
     assert made.choices[0].text == whole[: whole.find(stop)]
+    until(lambda: server.batch.counts.ended == before | {"stop": before.get("stop", 0) + 1})
     assert made.choices[0].finish_reason == "stop"
     streamed = list(client.completions.create(**asked, stop=stop, stream=True))
     assert "".join(chunk.choices[0].text for chunk in streamed) == made.choices[0].text
@@ -195,6 +158,10 @@ def test_log_probabilities(client: openai.OpenAI, server: Server) -> None:
         assert top[token] == value == max(top.values()) <= 0
         assert len(top) == 2
     assert made.logprobs.text_offset[1] == len(made.logprobs.tokens[0])
+    held = {"stop": made.text + "\0"}  # what may be a beginning of it is sent in the end
+    streamed = list(client.completions.create(**asked, prompt=PROMPTS[0], logprobs=2, stream=True, extra_body=held))
+    offsets = [offset for chunk in streamed for offset in chunk.choices[0].logprobs.text_offset]
+    assert offsets == made.logprobs.text_offset
     messages = [{"role": "user", "content": "Hello"}]
     chat = client.chat.completions.create(**asked, messages=messages, logprobs=True, top_logprobs=4)
     content = chat.choices[0].logprobs.content
@@ -212,89 +179,26 @@ def test_log_probabilities(client: openai.OpenAI, server: Server) -> None:
         ({"stop": ["a"] * 5}, "stop: List should have at most 4 items"),
         ({"stop": [""]}, "a stop string is empty"),
         ({"logit_bias": {"999999": 1}}, "logit_bias: expected tokens of 0 to .*found 999999"),
-        ({"frequency_penalty": 1}, "frequency_penalty is not supported"),
-        ({"echo": True}, "echo is not supported"),
         ({"prompt": ""}, "prompt: expected one token or more.*found none"),
         ({"prompt": [10**6]}, "found the token 1000000"),
         ({"prompt": "x " * 300}, "prompt and answer: expected .*at most 256 together"),
         ({"max_tokens": 300}, "prompt and answer: expected .*at most 256 together"),
-        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt: .*expected a text, token ids, or a list of texts or of lists of token ids"),
+        ({"prompt": [10**30]}, "prompt: expected tokens of 0 to"),
+        ({"prompt": [-1]}, "found the token -1"),
+        ({"best_of": 2}, "best_of is not supported, unless it is n"),
+        ({"suffix": "y"}, "suffix is not supported"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1: Input should be less than or equal to 100"),
+        ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options is for streams"),
     ],
     ids=str,
 )
 def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, changes: dict[str, Any], message: str) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 4} | changes
-    known = {
-        "frequency_penalty",
-        "echo",
-        "logit_bias",
-        "stop",
-        "n",
-        "top_p",
-        "temperature",
-        "max_tokens",
-        "prompt",
-        "model",
-    }
-    assert set(asked) <= known
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=message) as found:
-            client.completions.create(**asked, stream=stream)
+            client.completions.create(**{"stream": stream} | asked)
         assert found.value.body["type"] == "invalid_request_error"
-
-
-def a_schema(chosen: random.Random, depth: int = 0) -> dict[str, Any]:
-    """Of values that end by themselves."""
-    kinds = ["string", "integer", "boolean", "enum"] + ["object", "object", "array", "anyOf"] * (depth < 3)
-    kind = chosen.choice(kinds)
-    if kind == "object":
-        names = chosen.sample(["name", "age", "tags", "a b", "x", "été", "id"], chosen.randrange(0, 4))
-        properties = {name: a_schema(chosen, depth + 1) for name in names}
-        required = [name for name in names if chosen.random() < 0.7]
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    if kind == "array":
-        least = chosen.randrange(0, 3)
-        return {"type": "array", "items": a_schema(chosen, depth + 1), "minItems": least, "maxItems": least + 1}
-    if kind == "anyOf":
-        return {"anyOf": [a_schema(chosen, depth + 1), {"type": "null"}]}
-    if kind == "enum":
-        return {"enum": chosen.sample(["red", "green", 'a "quoted" one', 3, None, True], chosen.randrange(1, 4))}
-    if kind == "string":
-        return {"type": "string", "maxLength": chosen.randrange(0, 9)}
-    least = chosen.randrange(-50, 50)
-    return {"boolean": {"type": "boolean"}}.get(kind) or {"type": kind, "minimum": least, "maximum": least + 40}
-
-
-def answers_are_valid(client: openai.OpenAI, count: int, seed: int) -> None:
-    chosen = random.Random(seed)
-    schemas = [a_schema(chosen) for _ in range(count)]
-
-    def ask(schema: dict[str, Any]) -> Any:
-        wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
-        return client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "JSON"}],
-            response_format=wanted,
-            max_completion_tokens=230,
-            seed=seed,
-        ).choices[0]
-
-    ended = 0
-    with ThreadPoolExecutor(4) as pool:
-        for schema, choice in zip(schemas, pool.map(ask, schemas), strict=True):
-            if choice.finish_reason == "stop":
-                jsonschema.validate(json.loads(choice.message.content), schema)
-                ended += 1
-    assert ended > 0.9 * count  # others are longer than the answer may be
-
-
-def test_answers_of_a_schema(client: openai.OpenAI) -> None:
-    answers_are_valid(client, 40, seed=1)
-
-
-@pytest.mark.slow
-def test_answers_of_a_thousand_schemas(client: openai.OpenAI) -> None:
-    answers_are_valid(client, 1000, seed=2)
 
 
 def test_answers_that_are_objects_of_any_kind(client: openai.OpenAI) -> None:
@@ -312,8 +216,14 @@ def test_answers_that_are_objects_of_any_kind(client: openai.OpenAI) -> None:
     asked["temperature"] = 0
     text = client.chat.completions.create(**asked, response_format={"type": "text"})
     assert text.choices[0].message == client.chat.completions.create(**asked).choices[0].message
+    anything = {"type": "json_schema", "json_schema": {"name": "it"}}
+    assert client.chat.completions.create(**asked, response_format=anything).choices[0].message.content
     for wrong, message in (
         ({"type": "json_schema"}, "json_schema is missing"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "it", "schema": {"$ref": "#"}}},
+            r"found one that no text is of\. Correct the schema\.$",
+        ),
         ({"type": "xml"}, "Input should be 'text', 'json_object' or 'json_schema'"),
         (
             {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "nothing"}}},
@@ -333,6 +243,15 @@ def test_malformed_requests(server: Server) -> None:
     assert httpx.post(f"{server.url}/v1/completions", content=iter([b"{}"])).status_code == 413
     assert httpx.get(f"{server.url}/nothing").status_code == 404
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert httpx.head(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/v1/completions").headers["allow"] == "POST"
+    for body, message in (
+        (b'{"model": ', "expected a body of JSON, found none: Expecting value (character 10)"),
+        (b'{"model": NaN}', "NaN and Infinity are no numbers of JSON"),
+    ):
+        headers = {"Content-Type": "application/json"}
+        error = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers).json()["error"]
+        assert (error["message"], error["param"]) == (message, None)
 
 
 def test_a_chat_without_a_template_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
@@ -360,6 +279,59 @@ def test_whoever_leaves_frees_a_lane(server: Server, client: openai.OpenAI, alon
     until(lambda: server.batch.counts.ended.get("cancelled", 0) >= before + 2)
     until(lambda: server.batch.state() == {"live": 0, "waiting": 0})
     assert client.completions.create(**asked | {"max_tokens": 6}).choices[0].text == alone(PROMPTS[0], 6)
+
+
+def test_whoever_leaves_while_waiting_is_in_nobodys_way(tokenizer: Any) -> None:
+    server = Server(quantised(), tokenizer, lanes=1, waiting=2, max_tokens=2048)
+    try:
+        asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 2000, "logit_bias": {"0": -100}}
+        stream = server.client().completions.create(**asked, stream=True)
+        next(iter(stream))
+        read = server.batch.counts.prompt_tokens
+        for streamed in (False, True):
+            with pytest.raises(openai.APITimeoutError):
+                server.client().completions.create(**asked, stream=streamed, timeout=0.2)
+        until(lambda: server.batch.state() == {"live": 1, "waiting": 0})
+        assert server.batch.counts.ended == {"cancelled": 2}
+        stream.close()
+        until(lambda: server.batch.state() == {"live": 0, "waiting": 0})
+        assert server.batch.counts.prompt_tokens == read
+    finally:
+        server.close()
+
+
+def test_more_answers_than_can_ever_be_are_refused(tokenizer: Any) -> None:
+    server = Server(quantised(), tokenizer, lanes=1, waiting=2)
+    try:
+        asked: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
+        assert len(server.client().completions.create(**asked, prompt=["x", "y", "z"]).choices) == 3
+        for more in ({"prompt": ["x", "y"], "n": 2}, {"prompt": "x", "n": 4}):
+            with pytest.raises(openai.BadRequestError, match=r"n: expected at most 3 answers .*, found 4"):
+                server.client().completions.create(**asked, **more)
+    finally:
+        server.close()
+
+
+def test_who_is_told_after_the_loop_has_ended(tokenizer: Any) -> None:
+    """As where a server is ended before its answers."""
+    model = quantised()
+    batch = Batch(model, max_tokens=64)
+    served = Served("tiny", model, tokenizer, batch)
+    asked = Completion(model="tiny", prompt="x")
+
+    async def leave() -> None:
+        answer = asyncio.ensure_future(anext(served.answer(asked, served.prompts(asked))))
+        while not batch.state()["waiting"]:
+            await asyncio.sleep(0.01)
+        answer.cancel()
+
+    asyncio.run(leave())
+    told: list[Taken | Ended] = []
+    batch.submit(Sequence([5], 1, told.append))
+    batch.start()
+    batch.close()
+    assert told[-1] == Ended("length")
+    assert batch.counts.ended == {"cancelled": 1, "length": 1}
 
 
 def test_too_many_are_told_to_come_again(tokenizer: Any) -> None:
@@ -416,3 +388,42 @@ def test_a_model_that_fails_fails_the_request_alone(server: Server, client: open
         with pytest.raises(openai.InternalServerError, match="RuntimeError while answering"):
             client.completions.create(**asked)
     assert client.completions.create(**asked).choices[0].text == alone(PROMPTS[0], 6)
+
+
+def test_penalties_and_echo(client: openai.OpenAI, tokenizer: Any, alone: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+    token = tokenizer("z")["input_ids"][0]
+    # a bias that is as large as can be comes again, until what has come is less
+    biased = client.completions.create(**asked, logit_bias={str(token): 100}, logprobs=0)
+    assert biased.choices[0].logprobs.tokens == ["z"] * 12
+    bias = {str(token): 100, str(tokenizer("y")["input_ids"][0]): 99.5}
+    for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2}):
+        tokens = client.completions.create(**asked, logit_bias=bias, logprobs=0, **penalty).choices[0].logprobs.tokens
+        assert set(tokens) == {"z", "y"}, tokens
+    for ids in (PROMPTS[0], tokenizer(PROMPTS[0])["input_ids"]):
+        echoed = client.completions.create(**asked | {"prompt": ids}, echo=True)
+        assert echoed.choices[0].text == PROMPTS[0] + alone(PROMPTS[0], 12)
+        assert echoed.usage.completion_tokens == 12
+    chunks = client.completions.create(**asked, echo=True, stream=True, n=2)
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [PROMPTS[0] + alone(PROMPTS[0], 12)] * 2
+
+
+def test_bytes_of_parts_of_characters(client: openai.OpenAI, tokenizer: Any) -> None:
+    first, second = tokenizer("é")["input_ids"]  # a token for each byte
+    schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"const": "é"}}}
+    made = client.completions.create(
+        model="tiny", prompt="x", max_tokens=9, temperature=0, logprobs=1, extra_body={"response_format": schema}
+    ).choices[0]
+    assert made.text == '"é"'
+    assert made.logprobs.tokens[1:3] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert made.logprobs.text_offset[:4] == [0, 1, 1, 2]
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], response_format=schema, logprobs=True, max_tokens=9
+    ).choices[0]
+    content = chat.logprobs.content
+    assert bytes(byte for token in content for byte in token.bytes).decode().startswith('"é"')
+    assert [token.bytes for token in content[1:3]] == [[0xC3], [0xA9]]
+    assert tokenizer.decode([first, second]) == "é"

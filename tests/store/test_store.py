@@ -879,6 +879,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert "59 neurons of 2 layers" in text
     assert "slot padding" in text
+    with StoreReader(store_of(out)) as store:
+        shares = [1 - entry.cluster * entry.neuron_bytes / entry.slot_bytes for entry in store.entries]
+        assert store.entries[0].cluster > 1
+    assert main(["inspect", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [layer["padding_share"] for layer in found["layers"]] == shares
     assert main(["pack", str(source), str(out), "--slot-align", "1024", "--cluster", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["file_bytes"] == store_of(out).stat().st_size == sum(found["regions"].values())

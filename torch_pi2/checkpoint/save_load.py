@@ -27,6 +27,7 @@ from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
+from torch_pi2.decode.loop import attach
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, check_choice
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.graph.experts import check_known_experts
@@ -236,7 +237,8 @@ def load(
 
 
 def _following(model: nn.Module) -> LoadedModel:
-    """``model``, which follows its plan if that has a part for hardware."""
+    """``model``, which generates with our steps, and follows its plan if that has a part for hardware."""
+    attach(model)
     plan = parts_of(model).plan
     if plan.hardware is not None:
         follow(model, plan)

@@ -3,7 +3,7 @@
 ``run`` returns a JSON-able dict; ``--json`` prints it as the only thing on standard output, otherwise
 ``render`` makes text of it. Everything else (progress, logs, what libraries print) goes to standard error.
 Exit codes: 0 done, 1 ``doctor`` found something wrong, 2 a mistake of the user's (a ``Pi2Error``) or standard output
-that cannot be written, 130 interrupted, 141 whoever read standard output has closed it.
+that cannot be written, 130 interrupted, 141 whoever read standard output has closed it, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import contextlib
 import importlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from torch_pi2.base.fields import argument, shown
@@ -24,6 +22,7 @@ from torch_pi2.base.progress import lines
 from torch_pi2.cli.logs import said
 from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.cli.parser import Help, Parser, Version
+from torch_pi2.cli.signals import ending, quiet_interrupts
 from torch_pi2.cli.tables import shown_on
 from torch_pi2.errors import ArtifactError, Pi2Error
 
@@ -39,8 +38,8 @@ VERBS = {
     "pack": "write a model as a neuron store, to be read from storage",
     "synthetic": "write a model of real sizes with random weights, to measure speed",
     "export": "write a model as a bundle for ExecuTorch, on a phone or here",
-    "run": "continue a prompt with a bundle",
-    "generate": "continue a prompt with an optimised (or dense) model",
+    "run": "continue a prompt with a bundle, with all that bundles take",
+    "generate": "continue a prompt with a model of any kind of folder",
     "chat": "talk with a model in the terminal",
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "eval": "dense against sparse: held-out loss, work and time",
@@ -90,7 +89,8 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
     with said(args.verbose, args.quiet), lines("torch-pi2", not args.quiet), contextlib.redirect_stdout(sys.stderr):
         if getattr(args, "verb", None) not in _WITHOUT_TORCH:
             _begin(args)
-        result = args.module.run(args)
+        with ending():
+            result = args.module.run(args)
         with shown_on(args.stdout):
             text = json.dumps(result) if args.json else args.module.render(result)
     return result, text, args.stdout
@@ -98,7 +98,7 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
 
 def _begin(args: argparse.Namespace) -> None:
     """Import what nearly all verbs use, and refuse a folder that another verb is for."""
-    with _quiet_interrupts():
+    with quiet_interrupts():
         import torch
 
         import torch_pi2.api  # noqa: F401 (what nearly all verbs use)
@@ -106,24 +106,6 @@ def _begin(args: argparse.Namespace) -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     folders.check(args)
-
-
-@contextlib.contextmanager
-def _quiet_interrupts() -> Iterator[None]:
-    """Ctrl-C ends the process: nothing has been begun, and an exception would end up in what is being imported."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # nohup: leave it so
-        yield
-        return
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        os.write(2, b"torch-pi2: interrupted\n")
-        os._exit(130)
-
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) -> int:
@@ -140,8 +122,8 @@ def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) 
             if error.filename is None or isinstance(error, BrokenPipeError):
                 raise
             return _refused(_of_system(error), "--json" in argv)
-    except KeyboardInterrupt:
-        _say("interrupted; nothing was left half-written")
+    except KeyboardInterrupt as stop:
+        _say(f"interrupted; {str(stop) or 'nothing was left half-written'}")
         return 130
     except MemoryError:
         _say("memory: expected what the command takes, found none left")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 from typing import Any
 
@@ -19,7 +20,7 @@ HELP = '''Type what you want to say. A line that ends with \\ goes on in the nex
 /stats         speed of the last answer, neurons computed, what was read of a store
 /budget BYTES  memory of a packed store from now on, such as 2GB
 /reset         forget what was said
-/exit          leave (also Ctrl-D). Ctrl-C ends an answer.'''
+/exit          leave (also Ctrl-D). Ctrl-C ends an answer. What begins with a space is no command.'''
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,22 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=common.temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--top-p", type=float, default=1.0, metavar="P", help="of the most likely tokens (default: 1, all)")
     add("--seed", type=common.seed, default=0, help="of the first answer; the next has this and 1 (default: 0)")
-    add("--activations", choices=("float", "int8"), default="float", help="int8: faster, lossy (default: float)")
-    add("--budget", metavar="BYTES", help="memory of a packed store, such as 2GiB (default: all)")
-    add("--compile", action="store_true", help="compile steps: faster, after a pause of seconds")
+    common.add_decoding(parser)
     common.add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.decode.generate import Sampling
-    from torch_pi2.serve.talk import Talk, context_of
+    from torch_pi2.serve.talk import Talk
 
     args.context = args.max_tokens or common.MOST_TOKENS
     model = common.load_any(args)
     talk = Talk(
         model,
         common.load_tokenizer(args),
-        max_tokens=args.max_tokens or context_of(model, common.MOST_TOKENS),
+        max_tokens=common.max_tokens(args, model),
         limit=args.max_new_tokens,
         sampling=Sampling(args.temperature, 0, args.top_p) if args.temperature > 0 else None,
         seed=args.seed,
@@ -55,13 +54,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     if not talk.template:
         _tell("this model's tokenizer has no chat template: it continues what you type")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is refused, and the next one read
     with contextlib.suppress(EOFError):
         while True:
             said = _read(args)
-            if said == "/exit":
+            name, _, value = said.partition(" ")
+            if name.lower() == "/exit":
                 break
-            if said.startswith("/"):
-                _command(said, model, talk)
+            if name.startswith("/"):
+                _command(name.lower(), value.strip(), model, talk)
             elif said:
                 _answer(said, talk, args)
     return {"messages": talk.messages}
@@ -94,10 +96,18 @@ def _read(args: argparse.Namespace) -> str:
     while True:
         try:
             line = _line("... " if lines or block else "> ", args)
+            line.encode()
+        except UnicodeEncodeError:
+            _tell("this line is not UTF-8: nothing of it was read")
+            continue
         except KeyboardInterrupt:
             _tell("")
             lines, block = [], False
             continue
+        except EOFError:
+            if not lines:
+                raise
+            return "\n".join(lines)  # an open block: the next line is the end
         if line.strip() == '"""':
             if block:
                 return "\n".join(lines)
@@ -111,28 +121,32 @@ def _read(args: argparse.Namespace) -> str:
 
 
 def _line(prompt: str, args: argparse.Namespace) -> str:
+    if sys.stdin is None:  # closed
+        raise EOFError
     if not sys.stdin.isatty():
         return input()
     with contextlib.redirect_stdout(args.stdout):
         return input(prompt)
 
 
-def _command(said: str, model: Any, talk: Any) -> None:
+def _command(name: str, value: str, model: Any, talk: Any) -> None:
     import torch_pi2
     from torch_pi2.errors import Pi2Error
 
-    name, _, value = said.partition(" ")
     if name == "/reset":
         talk.reset()
     elif name == "/stats":
         _tell(_stats(model, talk))
     elif name == "/budget" and value:
         try:
-            torch_pi2.set_budget(model, value.strip())
+            torch_pi2.set_budget(model, value)
+            _tell(f"the budget is {value} from now on")
         except Pi2Error as error:
             _tell(error)
+    elif name == "/budget":
+        _tell("how much, as in /budget 2GB")
     else:
-        _tell(HELP if name == "/help" else f"{said} is not known\n{HELP}")
+        _tell(HELP if name == "/help" else f"{name} is not known\n{HELP}")
 
 
 def _stats(model: Any, talk: Any) -> str:

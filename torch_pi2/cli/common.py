@@ -54,6 +54,11 @@ def threads(text: str) -> int:
     return _whole(text, 1, 1024)
 
 
+def port(text: str) -> int:
+    """Of TCP, or 0: any that is free; for argparse."""
+    return _whole(text, 0, 65535)
+
+
 def seed(text: str) -> int:
     """What every random generator takes, for argparse."""
     return _whole(text, 0, (1 << 62) - 1)
@@ -85,6 +90,25 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights (default: auto, the checkpoint's)")
     group.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
     group.add_argument("--allow-download", action="store_true", help="fetch MODEL if it is not here (default: never)")
+
+
+def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
+    """How a model that is loaded decodes."""
+    add = parser.add_argument
+    add("--activations", choices=("float", "int8"), default="float", help="int8: faster, lossy (default: float)")
+    add("--budget", metavar="BYTES", help=f"memory of a packed store, such as 2GiB{of_each} (default: all)")
+    add(
+        "--compile",
+        action="store_true",
+        help="compile steps: a little faster, after a pause of seconds, longer the first time on a machine",
+    )
+
+
+def max_tokens(args: argparse.Namespace, model: nn.Module) -> int:
+    """``--max-tokens``, or as many as ``model`` was made for, within reason."""
+    config: Any = getattr(model, "config", None)
+    made_for = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
+    return int(args.max_tokens or min(made_for, MOST_TOKENS))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -199,10 +223,19 @@ def _loading(what: str) -> Iterator[None]:
         message = " ".join(str(error).split())
         if "trust_remote_code" in message:
             fix = "Read the modelling code in that folder; if you trust it, pass --trust-remote-code."
+        elif isinstance(error, OSError) and error.errno and _is_transformers_own(error.filename):
+            fix = "transformers keeps copies there: let HF_HOME name a folder that can be written."
         else:
             fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
         found = message if len(message) <= 300 else message[:300] + " ..."
         raise ConfigError(what, expected="a Hugging Face causal language model", found=found, fix=fix) from error
+
+
+def _is_transformers_own(path: Any) -> bool:
+    """Whether it is in the folder of copies, or above it."""
+    from huggingface_hub.constants import HF_HOME
+
+    return isinstance(path, str) and (Path(path) in Path(HF_HOME).parents or Path(path).is_relative_to(HF_HOME))
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, bool]:

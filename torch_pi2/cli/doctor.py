@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "executorch", "tor
 _EXPORT = (
     ("executorch", (1, 5, 1), (1, 5, 2)),
     ("torchao", (0, 18), (0, 19)),
-    ("transformers", (5, 0), (6, 0)),
+    ("transformers", (5, 5), (6, 0)),
 )
 
 #: CPU flags that matter to the kernels.

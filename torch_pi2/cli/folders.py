@@ -13,9 +13,12 @@ from torch_pi2.store.weights import WEIGHTS_FILE
 
 #: kind -> what it is, and what is done with it; {folder}: its name.
 _KINDS = {
-    "bundle": ("a bundle, written by export", "torch-pi2 run {folder} --prompt '...'"),
+    "bundle": ("a bundle, written by export", "torch-pi2 generate {folder} --prompt '...'"),
     "store": ("a neuron store, written by pack", "torch-pi2 generate {folder} --prompt '...'"),
-    "quantised": ("a model with quantised weights", "torch-pi2 generate {folder} --prompt '...'"),
+    "quantised": (
+        "a model of quantize or synthetic, whose neurons are in rows already",
+        "torch-pi2 generate {folder} --prompt '...'",
+    ),
     "optimised": ("an optimised model", "torch-pi2 generate {folder} --prompt '...'"),
     "checkpoint": ("a checkpoint that is not optimised", "torch-pi2 optimize {folder} --out DIR"),
     "statistics": ("statistics, written by profile", "torch-pi2 optimize MODEL --stats {folder} --out DIR"),
@@ -25,8 +28,11 @@ _KINDS = {
     ),
     "plan": ("a plan", "torch-pi2 inspect {folder}"),
 }
+#: (verb, kind) -> what comes nearest to what the verb would have done.
+_NEAREST = {("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'"}
 _FLOAT = ("checkpoint", "optimised")
 _OPTIMISED = ("optimised", "quantised", "store")
+_TALKING = ("checkpoint", *_OPTIMISED, "bundle")
 #: verb -> its argument that is a folder, what it takes, in words, and the kinds of that.
 _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "profile": ("model", "a checkpoint with float weights", _FLOAT),
@@ -37,7 +43,7 @@ _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "plan": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "export": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "run": ("bundle", "a bundle: a folder with manifest.json", ("bundle",)),
-    "generate": ("model", "a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
+    "generate": ("model", "a checkpoint, a model of optimize, quantize or pack, or a bundle", _TALKING),
     "chat": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "serve": ("models", "checkpoints, or models of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "eval": ("model", "a model of optimize", ("checkpoint", *_OPTIMISED)),
@@ -63,16 +69,38 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ArtifactError: the verb was given a folder that another verb is for. What is no folder is the verb's."""
+    """Raises ArtifactError: the verb was given a folder that another verb is for, or a file of one.
+
+    What is neither is the verb's: it may be a name on the Hub.
+    """
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
         return
     name, taken, kinds = _TAKES[verb]
     given = getattr(args, name)
-    for folder in given if isinstance(given, list) else [given]:
-        kind = None if folder is None else kind_of(Path(folder))
-        if kind is not None and kind not in kinds:
-            found, command = _KINDS[kind]
-            raise ArtifactError(
-                f"torch-pi2 {verb} {folder}", expected=taken, found=found, fix=f"Use: {command.format(folder=folder)}"
-            )
+    for path in given if isinstance(given, list) else [given]:
+        if path is None:
+            continue
+        folder, kind, of = Path(path), kind_of(Path(path)), ""
+        if kind is None and verb != "inspect":  # which takes a store's file
+            folder, kind, of = *_holder(folder), "a part of "
+        if kind is None or (kind in kinds and not of):
+            continue
+        found, command = _KINDS[kind]
+        command = _NEAREST.get((verb, kind), command) if kind not in kinds else f"torch-pi2 {verb} {{folder}} ..."
+        raise ArtifactError(
+            f"torch-pi2 {verb} {path}",
+            expected=taken,
+            found=of + found,
+            fix=f"Use: {command.format(folder=folder)}",
+        )
+
+
+def _holder(path: Path) -> tuple[Path, str | None]:
+    """The folder of ours that ``path``, a file or the folder ``pi2``, is in, and its kind; None: there is none."""
+    if path.is_file() or path.name == "pi2":
+        for folder in list(path.absolute().parents)[:2]:
+            kind = kind_of(folder)
+            if kind is not None:
+                return folder, kind
+    return path, None

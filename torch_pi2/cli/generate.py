@@ -1,4 +1,4 @@
-"""Continue a prompt with an optimised model, or with its dense form."""
+"""Continue a prompt with a model of any kind of folder: a checkpoint, optimised, packed, or a bundle for ExecuTorch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
+from torch_pi2.cli.output import emit
+
+if TYPE_CHECKING:
+    from torch_pi2.decode.generate import Generated
 
 EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tokens 64"
 
+#: Options that bundles do not take, with their defaults; options of ``run`` that this verb has not.
+_OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0}
+_OF_MODELS |= {"dtype": "auto", "trust_remote_code": False, "allow_download": False}
+_OF_RUN = dict.fromkeys(("ids", "system", "store", "io_threads", "engine", "policy", "verify")) | {"chat": False}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="DIR", help="folder written by optimize")
+    parser.add_argument(
+        "model", metavar="DIR", help="folder written by optimize, quantize, pack or export, or a plain checkpoint"
+    )
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most so many")
     parser.add_argument(
@@ -44,19 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="greedy: guess up to K tokens (1 to 7) from what followed the last ones before, and verify them together",
     )
-    parser.add_argument("--dense", action="store_true", help="run the dense model instead (DIR may be any checkpoint)")
+    parser.add_argument("--dense", action="store_true", help="run the dense model of the folder instead")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
+    common.add_decoding(parser)
     common.add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
     from torch_pi2.base.files import is_standard_output
+    from torch_pi2.cli.folders import kind_of
     from torch_pi2.decode.decode import check_vocabulary
     from torch_pi2.decode.generate import generate
-    from torch_pi2.errors import ConfigError
+    from torch_pi2.errors import ConfigError, UnsupportedModelError
     from torch_pi2.observe.trace import trace
+    from torch_pi2.rewrite.handle import Handle
+    from torch_pi2.serve.text import Text
 
     if not 0 < args.top_p <= 1:
         raise ConfigError(
@@ -72,57 +85,103 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found=f"{args.num_return_sequences} sequences that would all be the most likely one",
             fix="Pass --temperature 0.8, for instance, or leave it out.",
         )
+    if kind_of(Path(args.model)) == "bundle":
+        return _of_bundle(args)
     recorded = trace(args.trace) if args.trace else None  # a path that cannot be written is found before loading
     if args.trace and is_standard_output(args.trace):
         args.stdout = sys.stderr
-    model: Any = common.load_dense(args) if args.dense else common.load_sparse(args)
+    args.context = common.MOST_TOKENS
+    model: Any = common.load_dense(args) if args.dense else common.load_any(args)
     tokenizer = common.load_tokenizer(args)
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
     check_vocabulary(model, inputs["input_ids"])
-    ours, prompt = args.num_return_sequences > 1 or args.prompt_lookup > 0, inputs["input_ids"].shape[1]
-    sampling = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens}
+    prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1
+    text = Text(tokenizer, before=prompt)
+    how = common.given(args, "num_return_sequences", "max_new_tokens", "seed", "prompt_lookup")
     if args.temperature > 0:
-        sampling |= {"temperature": args.temperature, "top_p": args.top_p}
-    torch.manual_seed(args.seed)
-    started, more = time.perf_counter(), {}
-    with recorded or nullcontext(), torch.no_grad():
-        if ours:
-            how = common.given(args, "num_return_sequences", "seed", "prompt_lookup")
-            made = generate(model, inputs["input_ids"], **how, **sampling)
-            found = made.sequences
-        else:
-            sampling |= {"top_k": 0} if args.temperature > 0 else {}
-            found = [model.generate(**inputs, pad_token_id=_pad_token(tokenizer), **sampling)[0, prompt:]]
-        elapsed = time.perf_counter() - started
-    texts, count = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found], sum(map(len, found))
-    if ours:
-        more = {"texts": texts, "sequences_by_step": made.batches, "drafts": made.drafts and asdict(made.drafts)}
+        how |= {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
+    if shown:
+        emit(args.stdout, args.prompt)
+        how["streamer"] = lambda _, token: emit(args.stdout, text.add(token))
+    started = time.perf_counter()
+    with recorded or nullcontext():
+        try:
+            made = generate(model, inputs["input_ids"], tokenizer=tokenizer, compiled=args.compile, **how)
+        except UnsupportedModelError:  # its cache cannot be static
+            if args.num_return_sequences > 1 or args.prompt_lookup:
+                raise
+            made = _by_transformers(model, inputs, tokenizer, args)
+            if shown:
+                emit(args.stdout, made.text)
+    elapsed = time.perf_counter() - started
+    if shown:
+        emit(args.stdout, text.end())
+    texts, count = made.texts, sum(map(len, made.sequences))
+    more: dict[str, Any] = {"shown": True} if shown else {}
+    if len(texts) > 1 or made.drafts is not None:
+        more |= {"texts": texts, "sequences_by_step": made.batches, "drafts": made.drafts and asdict(made.drafts)}
     return {
         "prompt": args.prompt,
         "text": texts[0],
-        "prompt_tokens": int(prompt),
+        "prompt_tokens": len(prompt),
         "new_tokens": count,
         "ms_per_token": elapsed * 1e3 / max(1, count),
-        "sparse": not args.dense,
+        "sparse": Handle.of(model) is not None,
         "trace": recorded and recorded.summary(),
         **more,
     }
 
 
-def _pad_token(tokenizer: Any) -> int | None:
-    pad: int | None = tokenizer.pad_token_id
-    return tokenizer.eos_token_id if pad is None else pad
+def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
+    """With ExecuTorch: what ``run`` says, and what this verb says of every kind of folder."""
+    from torch_pi2.cli import run
+    from torch_pi2.errors import ConfigError
+
+    for name, default in _OF_MODELS.items():
+        if getattr(args, name) != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} with {args.model}",
+                expected="an option of bundles, which were compiled as they are",
+                found="one of models that PyTorch runs",
+                fix="Leave it out; torch-pi2 run --help has what bundles take.",
+            )
+    said = run.run(argparse.Namespace(**vars(args), **_OF_RUN, bundle=Path(args.model)))
+    count, seconds = said["new_tokens"], said["prompt_seconds"] + said["decode_seconds"]
+    texts = [sequence["text"] for sequence in said["sequences"]]
+    both = {"text": texts[0], "texts": texts, "ms_per_token": seconds * 1e3 / max(1, count)}
+    return said | both
+
+
+def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace) -> Generated:
+    import torch
+
+    from torch_pi2.decode.generate import Generated
+
+    torch.manual_seed(args.seed)
+    how: dict[str, Any] = {"do_sample": False}
+    if args.temperature > 0:
+        how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    with torch.no_grad():
+        ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)[0].tolist()
+    prompt = inputs["input_ids"][0].tolist()
+    return Generated([ids[len(prompt) :]], [], [], 0.0, prompt=prompt, tokenizer=tokenizer)
 
 
 def render(result: dict[str, Any]) -> str:
+    if "bundle" in result:
+        from torch_pi2.cli import run
+
+        return run.render(result)
     kind = "sparse" if result["sparse"] else "dense"
     speed = f"{result['new_tokens']} tokens, {result['ms_per_token']:.1f} ms each with the prompt, {kind}"
     if result["trace"]:
         speed += f", while recording {result['trace']['events']} events into {result['trace']['path']}"
     if result.get("drafts"):
         speed += ", {accepted} of {drafted} guessed tokens right".format_map(result["drafts"])
+    if result.get("shown"):
+        return f"\n[{speed}]"
     texts = result.get("texts", [result["text"]])
     heads = [f"--- {i + 1} of {len(texts)}\n" if len(texts) > 1 else "" for i in range(len(texts))]
     said = "\n".join(f"{head}{result['prompt']}{text}" for head, text in zip(heads, texts, strict=True))

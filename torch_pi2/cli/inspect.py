@@ -183,7 +183,7 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
                 "hot": entry.n_hot,
                 "bundle_bytes": entry.neuron_bytes,
                 "slot_bytes": entry.slot_bytes,
-                "padding_share": 1 - entry.neuron_bytes / entry.slot_bytes,
+                "padding_share": 1 - entry.cluster * entry.neuron_bytes / entry.slot_bytes,
             }
             for key, entry in zip(store.keys, store.entries, strict=True)
         }

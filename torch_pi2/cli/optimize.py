@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.progress import phase
 from torch_pi2.cli import common, verdict
 from torch_pi2.cli.profile import render as render_profile
 from torch_pi2.errors import ConfigError
@@ -71,7 +70,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     torch_pi2.save(model, args.out, tokenizer=tokenizer)
     if not args.no_verdict:
-        _judge(args, model, tokenizer, config, dense_bytes)
+        with verdict.judging(args.out):
+            _judge(args, model, tokenizer, config, dense_bytes)
     errors = {name: asdict(error) for name, error in parts_of(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
 
@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _judge(args: argparse.Namespace, model: Any, tokenizer: Any, config: Config, dense_bytes: int) -> None:
     from torch_pi2.eval.verdict import judge
 
-    phase("dense against sparse (--no-verdict leaves it out)")
     dense, why = verdict.dense_of(args, dense_bytes)
     given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
     found = judge(

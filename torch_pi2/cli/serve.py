@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("models", nargs="+", metavar="DIR", help="folders written by optimize, quantize or pack, or plain checkpoints")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine alone)")
-    add("--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)")
+    add("--port", type=common.port, default=8000, metavar="N", help="0: any that is free (default: 8000)")
     add("--lanes", type=common.positive, default=8, metavar="N", help="sequences decoded together (default: 8)")
     add("--waiting", type=int, default=64, metavar="N", help="sequences that may wait for a lane (default: 64)")
     add(
@@ -32,24 +33,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of each, with its prompt (default: 4096 or the model's)",
     )
-    add("--activations", choices=("float", "int8"), default="float", help="int8: faster, lossy (default: float)")
-    add("--budget", metavar="BYTES", help="memory of a packed store, such as 2GiB, of each model (default: all)")
+    common.add_decoding(parser, ", of each model")
     add(
         "--prefix-cache",
         default="256MiB",
         metavar="BYTES",
         help="keys and values of prompts, of each model, for others that begin alike (default: 256MiB; 0: none)",
     )
-    add("--compile", action="store_true", help="compile steps: faster, after a pause of seconds for each batch size")
+    add("--prefix-dir", metavar="DIR", help="keep them on disk as well, for the next run and for other servers")
+    add(
+        "--prefix-dir-bytes",
+        default="4GiB",
+        metavar="BYTES",
+        help="of DIR, at most; what was not used for longest goes first (default: 4GiB)",
+    )
     common.add_loading(parser)
     parser.epilog = f"{parser.epilog}\n\nThe API key that clients have to send, if any, is the environment's {KEY}."
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
 
-        from torch_pi2.serve.app import application
+        import torch_pi2.serve.app  # noqa: F401
     except ImportError as error:
         from torch_pi2.base.extras import missing_package
 
@@ -61,18 +67,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             "folders", expected="a name for each model", found=", ".join(names), fix="Rename one of the folders."
         )
+    with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listening:
+        # before models are loaded, which takes long; nobody can connect yet
+        with _address(args):
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((args.host, args.port))
+        return _run(args, names, listening)
+
+
+def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -> dict[str, Any]:
+    import uvicorn
+
+    from torch_pi2.serve.app import application
+
     models = {name: _served(args, name, folder) for name, folder in zip(names, args.models, strict=True)}
     app = application(models, api_key=os.environ.get(KEY) or None)
-    config = uvicorn.Config(
-        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=30, server_header=False
-    )
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30, server_header=False)
     server = _server(config)
     for served in models.values():
         served.batch.start()
     try:
-        listening = config.bind_socket()
-        host, port = listening.getsockname()[:2]
-        print(f"torch-pi2: {', '.join(names)} at http://{host}:{port}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        with _address(args):
+            listening.listen(config.backlog)  # who reads the line below may connect at once
+        where = url_of(*listening.getsockname()[:2])
+        print(f"torch-pi2: {', '.join(names)} at {where}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        print(f"torch-pi2: a page to talk to them, and to look on: {where}/", file=sys.stderr, flush=True)
         server.run(sockets=[listening])
     finally:
         for served in models.values():
@@ -80,10 +99,36 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {name: vars(served.batch.counts) for name, served in models.items()}
 
 
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _address(args: argparse.Namespace) -> Iterator[None]:
+    """Raises ConfigError: what it is given cannot be listened on."""
+    from torch_pi2.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--host {args.host} --port {args.port}",
+            expected="an address of this machine, and a port that is free",
+            found=error.strerror or str(error),
+            fix="Name another --port (0: any that is free), or another --host.",
+        ) from error
+
+
 def _server(config: Any) -> Any:
     import uvicorn
 
     class Server(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            """As uvicorn has it, but that streams of figures, which never end by themselves, are not waited for."""
+            for live in self.config.app.state.live.values():  # type: ignore[union-attr]
+                live.close()
+            await super().shutdown(sockets)
+
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             """As uvicorn has it, but that signals which ended the server do not end the process, too."""
@@ -102,18 +147,19 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     from torch_pi2.base.units import parse_bytes
     from torch_pi2.serve.batch import Batch
     from torch_pi2.serve.served import Served
-    from torch_pi2.serve.talk import context_of
 
     most = args.max_tokens or common.MOST_TOKENS
     of_this = argparse.Namespace(**vars(args) | {"model": folder, "context": args.lanes * most})
     model = common.load_any(of_this)
     batch = Batch(
         model,
-        max_tokens=args.max_tokens or context_of(model, most),
+        max_tokens=common.max_tokens(args, model),
         lanes=args.lanes,
         waiting=args.waiting,
         compiled=args.compile,
         prefix_bytes=parse_bytes(args.prefix_cache),
+        prefix_folder=args.prefix_dir,
+        prefix_folder_bytes=parse_bytes(args.prefix_dir_bytes),
     )
     return Served(name, model, common.load_tokenizer(of_this), batch)
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def step(verb: str, source: str | Path, settings: Mapping[str, Any]) -> str:
-    """How a folder was made, without the paths of the machine."""
-    words = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
+    """How a folder was made, without the paths of the machine. settings: fields of Config."""
+    options = {"calibration_tokens": "tokens"}
+    words = [f"--{options.get(name, name).replace('_', '-')} {value}" for name, value in settings.items()]
     return " ".join([f"torch-pi2 {verb}", _named(source), *words])
 
 
@@ -56,7 +57,7 @@ def dense_of(args: argparse.Namespace, needed: int | None = None) -> tuple[nn.Mo
 def of_folder(args: argparse.Namespace, verb: str, lossy: Sequence[str] = ()) -> None:
     """Judge the folder ``args.out`` that ``verb`` made of the folder ``args.source``.
 
-    Where no number changed, what was found of the source holds, and is not measured again.
+    Where no number changed, what was found of the source holds, and is not measured again: it says so.
     """
     from dataclasses import replace
 
@@ -65,11 +66,23 @@ def of_folder(args: argparse.Namespace, verb: str, lossy: Sequence[str] = ()) ->
     earlier, rounded = read(args.source), getattr(args, "weights", None) not in (None, "float")
     made = [*before(args.source), step(verb, args.source, {"weights": args.weights} if rounded else {})]
     if earlier is not None and not rounded:
-        found = replace(earlier, made=tuple(made), sparse_bytes=weight_bytes(args.out))
+        how = f"in memory, of {_named(args.source)}, before {verb}"
+        speed = earlier.speed and replace(earlier.speed, how="; ".join(filter(None, (earlier.speed.how, how))))
+        found = replace(earlier, made=tuple(made), sparse_bytes=weight_bytes(args.out), speed=speed)
     else:
-        phase("dense against sparse (--no-verdict leaves it out)")
-        found = _of_folder(args, made, lossy)
+        with judging(args.out):
+            found = _of_folder(args, made, lossy)
     keep(args.out, found, args.source)
+
+
+@contextlib.contextmanager
+def judging(folder: Path) -> Iterator[None]:
+    """Says that ``folder``, which is written, is measured from here on. Ctrl-C leaves it without a verdict."""
+    phase("dense against sparse (--no-verdict leaves it out)")
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{folder} is whole, but for the verdict") from None
 
 
 def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[str]) -> Verdict:

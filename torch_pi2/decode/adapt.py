@@ -27,6 +27,7 @@ from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.layers.prompt import within_piece
 from torch_pi2.rewrite.handle import Handle
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
 from torch_pi2.spec.plan import Plan
@@ -290,7 +291,7 @@ class Engine:
 
     def _see(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The first layer is called: ``x [B, T, H]`` has B sequences, ``[n, H]`` of a small n probably a step of n."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or within_piece():  # of a prompt that others are decoded beside: was told
             return
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if x is None or x.dim() < 2:

@@ -61,6 +61,16 @@ def _for_all_heads(mask: torch.Tensor | None) -> bool:
     return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
 
 
+def uses_sdpa(config: Any) -> bool:
+    """Whether a model of this configuration does, or would if no step were running elsewhere."""
+    return getattr(config, "_attn_implementation", None) in ("sdpa", NAME)
+
+
+def adds_masks(config: Any) -> bool:
+    """Whether a model of this configuration adds masks to its scores, as eager attention does (Gemma 2)."""
+    return getattr(config, "_attn_implementation", None) == "eager"
+
+
 @contextmanager
 def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     """While this is entered, a Hugging Face ``model`` that uses ``sdpa`` uses :func:`packed_sdpa`.
@@ -78,7 +88,7 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     with _lock:
-        changed = [config for config in configs if config._attn_implementation in ("sdpa", NAME)]
+        changed = [config for config in configs if uses_sdpa(config)]
         for config in changed:
             _users[id(config)] = _users.get(id(config), 0) + 1
             config._attn_implementation = {"": NAME}  # its own alone

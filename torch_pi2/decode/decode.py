@@ -1,8 +1,8 @@
-"""``Decoder``: decoding over a static KV cache, one compiled graph a step.
+"""``Decoder``: decoding over a static KV cache, a step as one graph.
 
 What Hugging Face's forward spends in Python (about 140 us a layer) is as much as a sparse layer of a small model.
-The whole step is therefore captured once (``fullgraph``), with our operators as calls that Inductor leaves alone, and
-runs without guards: this class owns everything that guards would look at.
+The calls of a step are therefore recorded, and made again (:mod:`torch_pi2.decode.recorded`); or compiled, with our
+operators as calls that Inductor leaves alone. Neither has guards: this class owns everything that these would look at.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import argument
-from torch_pi2.decode.adapt import engine_of
-from torch_pi2.decode.attention import packed_attention
+from torch_pi2.decode.adapt import Engine, engine_of
+from torch_pi2.decode.attention import adds_masks, packed_attention
 from torch_pi2.decode.budget import room_for_compiling
-from torch_pi2.decode.direct import Direct
 from torch_pi2.decode.kv import KeyValues
 from torch_pi2.decode.pieces import LEAST_TOKENS, pieces_without_loss, same_frequencies_up_to, takes_several_lengths
+from torch_pi2.decode.recorded import Forward, Replay, State, record
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError, UnsupportedModelError
 from torch_pi2.layers.prompt import piece_of, steps_of_one
 from torch_pi2.ops.constants import constants
@@ -43,6 +43,21 @@ _INDUCTOR = {
 }
 
 
+def _through_dynamo(forward: Forward, backend: str | Callable[..., Any]) -> Forward:
+    """``forward`` compiled so that hooks see each step, and without guards."""
+    compile_step: Any = torch.compile
+    compiled: Forward = compile_step(
+        forward,
+        fullgraph=True,
+        dynamic=False,
+        backend=backend,
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+        # every step's own: with the guards gone, another one's code would fit too
+        isolate_recompiles=True,
+    )
+    return compiled
+
+
 def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
     """Raises ShapeError or DtypeError unless these are token ids ``[B, T]``."""
     is_tensor = isinstance(ids_BT, torch.Tensor)
@@ -51,6 +66,11 @@ def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
         raise ShapeError(what, expected="a tensor of ids [B, T]", found=found, fix="A row for each sequence.")
     if ids_BT.is_floating_point() or ids_BT.is_complex() or ids_BT.dtype is torch.bool:
         raise DtypeError(what, expected="integer token ids", found=dtype_name(ids_BT.dtype), fix="Tokenise the text.")
+
+
+def _is_idle(hook: Any) -> bool:
+    """Whether it is one that transformers leaves on modules once it was asked for what layers return: nobody is now."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "input_ids") -> None:
@@ -69,20 +89,24 @@ def check_vocabulary(model: nn.Module, input_ids: torch.Tensor, what: str = "inp
 class Decoder:
     """Greedy continuation of prompts, or of one prompt by several sequences (:meth:`fork`).
 
-    Each step is one forward for all sequences: weights are read once. Others join (:meth:`join`), those that end leave
-    (:meth:`keep`), and a model that follows a plan (:func:`torch_pi2.follow`) is told how many there are.
+    Each step is one forward for all sequences: weights are read once. Others join (:meth:`joining`), those that end
+    leave (:meth:`keep`), and a model that follows a plan (:func:`torch_pi2.follow`) is told how many there are.
 
-    The model must not be changed (rewritten, moved, converted, planned anew, hooked) while a compiled decoder of it is
-    in use: that would not be seen. New values in the same tensors are, and other tensors in their places from the next
-    prompt on.
+    The model must not be changed (rewritten, moved, converted, planned anew, hooked) between a prompt and the last step
+    that goes on from it: that would not be seen. New values in the same tensors are; all else from the next prompt on,
+    but for what is inside of objects that modules hold (lists and mappings are looked at). Compiled, a model must not
+    change itself in its steps (counters, moving averages).
 
     Args:
         model: a Hugging Face causal language model on the CPU, dense or optimised, in evaluation mode.
         max_tokens: room of the KV cache, prompt and answer together.
         batch: sequences decoded together, at most.
         backend: what compiles a step; ``torch_pi2`` makes one call of linears with the same input.
-        compiled: run each step through ``torch.compile`` (compiled at the first step of each number of sequences: 5 to
-            30 s for 32 layers). Lossless but for roundings: Inductor keeps float32 between operations that it fuses.
+        compiled: run each step through Inductor (compiled at the first step of each number of sequences, which takes a
+            second a layer, or where it has been on this machine, 2 to 5 s in all, and makes that step two more times,
+            as counters see). Lossless but for roundings: Inductor keeps float32 between operations that it fuses.
+            False: steps are recorded and made again, which has the model's bits, needs no compiler, and most of the
+            gain.
         cpp_wrapper: let Inductor write the code between kernels in C++ too: per layer and token some 10 us less, but a
             minute more to compile (Inductor keeps both on disk).
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of what comes next, for sampling, instead
@@ -130,32 +154,44 @@ class Decoder:
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
-        handle = Handle.of(model)
-        budget = None if handle is None else handle.budget
-        self._most_tokens = 0
-        if not chunk_tokens:
-            self._most_tokens = pieces_without_loss(model) if budget is None else budget.piece_tokens
-        self._least_tokens = LEAST_TOKENS if budget is None else 1
+        self._look()
         self._kv = KeyValues(model, max_tokens, batch)
         self.cache: Any = None
-        self._positions = takes_several_lengths(model, max_tokens)
-        self._same_frequencies = same_frequencies_up_to(model)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
         self._backend, self.compiled = backend, compiled
-        #: By sequences, tokens and whether all their logits are wanted: what is compiled, each after its first call.
-        self._runs: dict[tuple[int, int, bool], Direct] = {}
+        #: By sequences, tokens and whether all their logits are wanted: what is compiled, or recorded, of their steps.
+        self._runs: dict[tuple[int, int, bool], Forward] = {}
+        self._replays: dict[tuple[int, int, bool], Replay] = {}
+        self._state: State | None = None
+        #: The row of the sequence that :meth:`joining` reads; None: of none.
+        self._joining: int | None = None
 
     @property
     def length(self) -> int:
         return max(self.lengths, default=0)
+
+    def _look(self) -> None:
+        """What the model allows now."""
+        handle = Handle.of(self.model)
+        budget = None if handle is None else handle.budget
+        self._most_tokens = 0
+        if not self.chunk_tokens:
+            self._most_tokens = pieces_without_loss(self.model) if budget is None else budget.piece_tokens
+        self._least_tokens = LEAST_TOKENS if budget is None else 1
+        self._short_pieces = self._most_tokens > 0 and budget is None
+        self._positions = takes_several_lengths(self.model, self.max_tokens)
+        self._same_frequencies = same_frequencies_up_to(self.model)
 
     def _inputs(self, ids_BT: torch.Tensor) -> dict[str, Any]:
         """Of a step: each sequence has a position of its own, and sees what is before it."""
         inputs = {"input_ids": ids_BT, "past_key_values": self.cache, "use_cache": True}
         if self._positions:
             batch, tokens = ids_BT.shape
-            positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens)
-            mask_B1TL = torch.arange(self.max_tokens) <= positions_BT[:, None, :, None]
+            positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens, device="cpu")
+            mask_B1TL = torch.arange(self.max_tokens, device="cpu") <= positions_BT[:, None, :, None]
+            if adds_masks(self.model.config):
+                dtype: Any = self.model.dtype
+                mask_B1TL = torch.where(mask_B1TL, 0.0, torch.finfo(dtype).min).to(dtype)
             inputs |= {"position_ids": positions_BT, "attention_mask": mask_B1TL}
         return inputs
 
@@ -186,6 +222,7 @@ class Decoder:
         """
         _check_ids(ids_BT, "prompt")
         check_vocabulary(self.model, ids_BT, "prompt")
+        self._check_not_joining("prompt")
         batch, tokens = ids_BT.shape
         if not (1 <= batch <= self.rows and 1 <= tokens < self.max_tokens):
             rows = f"1 to {self.rows}" if self.rows > 1 else "1"
@@ -205,25 +242,32 @@ class Decoder:
         self.lengths = []  # whatever happens below, what was before is gone
         return self._read(ids_BT, known)
 
-    @torch.inference_mode()
-    def join(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = ()) -> torch.Tensor:
-        """Read the prompt of one more sequence, int64 ``[1, T]``, of any length; returns its next token ``[1, 1]``.
+    def joining(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = ()) -> Iterator[int]:
+        """Read the prompt of one more sequence, int64 ``[1, T]``, of any length, by pieces: steps may come between.
 
-        It is the last row from now on, ``batch`` - 1; without others, the only one. If it fails, the others go on.
+        Gives how many tokens are left after each piece. Once it is exhausted the sequence is the last row, ``batch`` -
+        1, with all its tokens but the last, which the next step is to feed: others are in no one's way for it. What
+        becomes of a sequence does not depend on who else is decoded. If it fails or is closed, the others go on.
+
+        While there are others, pieces are short where that is lossless (``chunk_tokens``).
 
         Args:
             known: keys and values that :meth:`copied` gave of the same tokens as the first of these, part by part:
-                they are not read again, but for the last ones (:meth:`prompt`).
+                they are not read again, but for up to 12 (:meth:`prompt`) if more come that are not known, before the
+                last.
 
         Raises:
-            ShapeError: there are as many sequences as there is room for, or a prompt that leaves no room.
+            ShapeError: there are as many sequences as there is room for, one is being read, or a prompt that leaves no
+                room.
             UnsupportedModelError: the model cannot have sequences of several lengths.
         """
-        _check_ids(ids_1T, "join")
-        check_vocabulary(self.model, ids_1T, "join")
+        _check_ids(ids_1T, "joining")
+        check_vocabulary(self.model, ids_1T, "joining")
+        self._check_not_joining("joining")
+        self._look()
         if len(self.lengths) == self.rows or len(ids_1T) != 1 or not 1 <= ids_1T.shape[1] < self.max_tokens:
             raise ShapeError(
-                "join",
+                "joining",
                 expected=f"[1, 1 to {self.max_tokens - 1}] while there are fewer than {self.rows} sequences",
                 found=f"{list(ids_1T.shape)} beside {len(self.lengths)}",
                 fix="Let others leave first (keep), or make a Decoder for more.",
@@ -236,44 +280,85 @@ class Decoder:
                 found="another",
                 fix="Load it with attn_implementation='sdpa', or decode one after another.",
             )
-        tokens = 0
-        for part in known:
-            self._kv.put(len(self.lengths), tokens, part)
-            tokens += part[0].shape[1]
-        return self._read(ids_1T, tokens)
+        return self._join(ids_1T, known)
+
+    @torch.inference_mode()
+    def _join(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> Iterator[int]:
+        self._check_not_joining("joining")  # another may have begun since
+        fed = ids_1T.shape[1] - 1
+        tokens = max(1, fed)  # one in any case, which makes the memory of keys and values
+        row = self._joining = len(self.lengths)
+        try:
+            at = 0
+            for part in known:
+                self._kv.put(row, at, part)
+                at += part[0].shape[1]
+            at = at if at == fed > 0 else self._known(at, tokens)
+            cache = self._kv.reading(row, 1, tokens, at)
+            while left := tokens - at:
+                self._tell(row + 1)
+                most = self._least_tokens if self.lengths and self._short_pieces else self._most_of(1)
+                most = most if most and tokens <= self._same_frequencies else tokens
+                piece = -(-left // -(-left // most))  # as tensor_split has it
+                self._read_piece(ids_1T[:, at : at + piece], cache, tokens)
+                at += piece
+                yield tokens - at
+            self._kv.check_used()
+            new = len(self.lengths)  # some may have left
+            self._kv.lengths[row] = fed
+            if new != row:
+                self._kv.copy_row(row, new)
+            self.lengths.append(fed)
+            self._use(new + 1)
+            self.cache = self._kv.stepping(new + 1)
+            self._forget()
+        finally:
+            self._joining = None
+            self._give_back()
 
     @torch.inference_mode()
     def copied(self, row: int, first: int, last: int) -> list[torch.Tensor]:
-        """Keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`join`."""
+        """Keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`joining`."""
         return self._kv.copied(row, first, last)
 
     def _read(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
-        """Prompts of more sequences, behind those that there are; of the first so many tokens are ``known``."""
-        (new, tokens), before = ids_BT.shape, len(self.lengths)
-        known = max(0, min(known, tokens - constants().gemm_tokens))
-        whole = tokens > self._same_frequencies  # which then depend on what a call sees
-        known = 0 if whole else known
-        for run in self._runs.values():
-            run.forget()
-        self._use(before + new)
-        self._tell(before + new)  # after keys and values gave memory back, and before they want any
-        most = max(self._least_tokens, self._most_tokens // new) if self._most_tokens else self.chunk_tokens
-        most = tokens if whole or not most else most
-        cache = self._kv.reading(before, new, tokens, known)
+        """Prompts of all sequences; of the first so many tokens are ``known``."""
+        rows, tokens = ids_BT.shape
+        self._look()
+        known = self._known(known, tokens)
+        self._use(rows)
+        self._tell(rows)  # after keys and values gave memory back, and before they want any
+        most = (self._most_of(rows) if tokens <= self._same_frequencies else 0) or tokens
+        cache = self._kv.reading(0, rows, tokens, known)
         try:
-            with packed_attention(self.model), piece_of(new * tokens):
-                # pieces of equal length: a short one at the end might be taken for a step
-                for piece_BT in ids_BT[:, known:].tensor_split(-(-(tokens - known) // most), 1):
-                    output = self.model(input_ids=piece_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                    result = self._answer(output.logits)
+            # pieces of equal length: a short one at the end might be taken for a step
+            for piece_BT in ids_BT[:, known:].tensor_split(-(-(tokens - known) // most), 1):
+                result = self._read_piece(piece_BT, cache, rows * tokens)
             self._kv.check_used()
         except BaseException:
-            self._use(max(1, before))
+            self._use(1)
             raise
-        self._kv.lengths[before : before + new] = tokens
-        self.lengths += [tokens] * new
-        self.cache = self._kv.stepping(self.batch)
+        self._kv.lengths[:rows] = tokens
+        self.lengths = [tokens] * rows
+        self.cache = self._kv.stepping(rows)
+        self._forget()
         return result
+
+    def _known(self, known: int, tokens: int) -> int:
+        """Tokens, of as many as are known of a prompt, that are not read again: others have the bits that they have."""
+        if tokens > self._same_frequencies:  # which then depend on what a call sees
+            return 0
+        return max(0, min(known, tokens - constants().gemm_tokens))
+
+    def _most_of(self, rows: int) -> int:
+        """Tokens of each of ``rows`` sequences in a piece, at most; 0: any."""
+        return max(self._least_tokens, self._most_tokens // rows) if self._most_tokens else self.chunk_tokens
+
+    def _read_piece(self, ids_BT: torch.Tensor, cache: Any, of_tokens: int) -> torch.Tensor:
+        """Some tokens of prompts of so many; what comes next."""
+        with packed_attention(self.model), piece_of(of_tokens):
+            output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return self._answer(output.logits)
 
     @torch.inference_mode()
     def step(self, next_B1: torch.Tensor) -> torch.Tensor:
@@ -353,6 +438,7 @@ class Decoder:
             ShapeError: no prompt has been read, there are several sequences already, or no room for so many.
         """
         self._check_read("fork")
+        self._check_not_joining("fork")
         if self.batch != 1 or not 1 <= sequences <= self.rows:
             raise ShapeError(
                 "fork",
@@ -401,7 +487,7 @@ class Decoder:
         self._use(len(kept))
         return came_from
 
-    def _fed(self, ids_BT: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _fed(self, ids_BT: torch.Tensor, forward: Forward) -> torch.Tensor:
         """What ``forward`` says of tokens that come next. If it fails, it is as if they had not been fed."""
         ids_BT = ids_BT.to(torch.int64).contiguous()  # compiled code has no guards that would see another layout
         of_each = forward == self._forward_each
@@ -413,13 +499,45 @@ class Decoder:
             elif self.compiled:
                 result = self._first_run(ids_BT, forward, of_each)
             else:
-                with self._attending(of_each):
-                    result = forward(ids_BT)
+                result = self._replay(ids_BT, forward, of_each)(ids_BT)
         except BaseException:
             check_vocabulary(self.model, ids_BT, "token")  # what may have been wrong, and is said by no name
             raise
         self._add(ids_BT.shape[1])
         return result
+
+    def _forget(self) -> None:
+        """After a prompt: what was made of steps, if the model has changed since; or in it, by itself."""
+        before, self._state = self._state, State(self.model)
+        if self._state != before:
+            self._runs, self._replays = {}, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: what was made of steps has this one's keys and values."""
+        return vars(self) | {
+            "_runs": {},
+            "_replays": {},
+            "_state": None,
+            "_joining": None,
+            "cache": None if self.cache is None else True,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.cache is not None:
+            self.cache = self._kv.stepping(self.batch)
+
+    def is_hooked(self) -> bool:
+        """Whether somebody sees what modules do; a plan that is followed is told of steps in any case."""
+        hooks = (h for m in self.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
+        others = any(not isinstance(getattr(hook, "__self__", None), Engine) and not _is_idle(hook) for hook in hooks)
+        return others or nn.modules.module._has_any_global_hook()
+
+    @torch.inference_mode()
+    def rest(self) -> None:
+        """Forget all sequences; the memory of their keys and values goes back to the system until the next prompt."""
+        self.lengths = []
+        self._kv.give_back(0)
 
     def _add(self, tokens: int) -> None:
         """Each sequence has so many tokens more."""
@@ -433,7 +551,7 @@ class Decoder:
             yield
 
     def _check_read(self, what: str) -> None:
-        if self.length == 0:
+        if not self.lengths:
             raise ShapeError(
                 what,
                 expected="a prompt before it",
@@ -441,27 +559,61 @@ class Decoder:
                 fix="Call prompt(ids) first; it returns the token to begin with.",
             )
 
+    def _check_not_joining(self, what: str) -> None:
+        if self._joining is not None:
+            raise ShapeError(
+                what,
+                expected="no sequence whose prompt is being read",
+                found="one that is joining",
+                fix="Go on with joining(...) to its end, or close() it.",
+            )
+
     def _use(self, batch: int) -> None:
         """From now on there are so many sequences."""
         fewer, self.batch = batch < self.batch, batch
         if self.cache is not None:  # there are keys and values
             self.cache = self._kv.stepping(batch)
-            if fewer and store_of(self.model) is not None:
-                self._kv.give_back(batch)
+            if fewer:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Over a store, memory of keys and values of rows that nobody has goes back to the system."""
+        if store_of(self.model) is not None:
+            self._kv.give_back(self.batch if self._joining is None else self._joining + 1)
 
     def _tell(self, batch: int) -> None:
         engine = engine_of(self.model)
         if engine is not None:
             engine.batch(batch)
 
-    def _first_run(
-        self, ids_BT: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor], of_each: bool
-    ) -> torch.Tensor:
+    def _replay(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> Replay:
+        key = self.batch, ids_BT.shape[1], of_each
+        if key not in self._replays:
+
+            def attending(ids_BT: torch.Tensor) -> torch.Tensor:
+                with self._attending(of_each):
+                    return forward(ids_BT)
+
+            self._replays[key] = Replay(attending, lambda: not self.is_hooked(), lambda: State(self.model))
+        return self._replays[key]
+
+    def _first_run(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> torch.Tensor:
         import torch._inductor.config as inductor
 
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules())
-        run = Direct(forward, self._backend, stay=hooked)
+        hooked = self.is_hooked()
         with self._attending(of_each), inductor.patch(self._settings), room_for_compiling(self.model):
-            result: torch.Tensor = run(ids_BT)
+            run = None if hooked else self._compiled(ids_BT, forward)
+            run = _through_dynamo(forward, self._backend) if run is None else run
+            result = run(ids_BT)
         self._runs[self.batch, ids_BT.shape[1], of_each] = run
         return result
+
+    def _compiled(self, ids_BT: torch.Tensor, forward: Forward) -> Forward | None:
+        """``forward`` compiled as it was recorded; None: it cannot be."""
+        other_BT = (ids_BT + 1) % self.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        before = State(self.model)
+        (_, first), (_, recorded) = record(forward, other_BT), record(forward, ids_BT)
+        if recorded is None or first is None or not first.is_same(recorded) or before != State(self.model):
+            return None
+        backend = torch._dynamo.lookup_backend(self._backend)
+        return recorded.compiled(backend, ids_BT, self.model)

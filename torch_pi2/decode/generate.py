@@ -22,10 +22,11 @@ from torch_pi2.base.fields import argument, shown
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decode import Decoder, check_vocabulary
 from torch_pi2.decode.growing import Growing, grow
+from torch_pi2.decode.kept import decoder_for
+from torch_pi2.decode.loop import kept_of
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.ops.dtypes import dtype_name
-from torch_pi2.rewrite.handle import store_of
 from torch_pi2.store.tokenizer import tokenizer_of
 
 _log = logging.getLogger("torch_pi2")
@@ -168,25 +169,41 @@ def generate(
     tokens = input_ids.shape[1]
     ends = end_tokens(model, eos_token_id)
     _say_what_is_not_done(model)
-    if decoder is None:
-        decoder = _decoder(model, tokens + max_new_tokens, num_return_sequences, compiled, engine)
-    else:
+    kept = None if compiled or decoder is not None else kept_of(model)
+    if decoder is not None:
         _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
+    elif kept is not None:
+        decoder = kept.borrow(model, tokens + max_new_tokens, num_return_sequences)
+    else:
+        decoder = decoder_for(model, tokens + max_new_tokens, num_return_sequences, compiled, engine)
     check_vocabulary(model, input_ids)  # of a model that has ids, which a decoder sees to
+    sequences = [Growing(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     if guesses:
-        sequence = Growing(0, seed, max_new_tokens, ends, streamer)
         if engine is not None:
             engine.batch(1)
-        made = _speculated(decoder, sequence, input_ids, assistant_model, guesses, max_new_tokens)
-        return replace(made, **said)
+        made = _speculated(decoder, sequences[0], input_ids, assistant_model, guesses, max_new_tokens)
+    else:
+        made = _continued(decoder, sequences, input_ids, sampling, max_new_tokens, engine)
+    if kept is not None:
+        kept.give_back(decoder)
+    return replace(made, **said)
 
+
+def _continued(
+    decoder: Decoder,
+    sequences: list[Growing],
+    input_ids: torch.Tensor,
+    sampling: Sampling | None,
+    limit: int,
+    engine: Engine | None,
+) -> Generated:
+    """``sequences``, a token of each a step."""
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
-    sequences = [Growing(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     live, step_ms, batches = sequences, list[float](), list[int]()
-    if num_return_sequences > 1 and max_new_tokens > 1:
-        decoder.fork(num_return_sequences)
+    if len(sequences) > 1 and limit > 1:
+        decoder.fork(len(sequences))
 
     def step(going: list[Growing]) -> Iterable[tuple[Growing, torch.Tensor]]:
         nonlocal live
@@ -202,7 +219,7 @@ def generate(
         return zip(live, logits_BV, strict=True)
 
     grow(sequences, logits_BV[0], step, lambda logits_V, random: pick(logits_V, sampling, random))
-    return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms, **said)
+    return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
 
 
 def _ids_of(tokenizer: Any, text: str) -> torch.Tensor:
@@ -220,19 +237,6 @@ def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
         whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens, skip_special_tokens=True)
     )
     return str(found)
-
-
-def _decoder(model: nn.Module, tokens: int, sequences: int, compiled: bool, engine: Engine | None) -> Decoder:
-    following = engine or engine_of(model)
-    over_store = following is not None and store_of(model) is not None
-    return Decoder(
-        model,
-        max_tokens=tokens,
-        batch=sequences,
-        compiled=compiled,
-        logits=True,
-        chunk_tokens=following.plan.prompt.chunk_tokens if over_store and following is not None else 0,
-    )
 
 
 def _speculated(

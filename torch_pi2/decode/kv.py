@@ -38,6 +38,10 @@ class KeyValues:
         self._most = [0] * rows  # that each row may have had
         self._stepping: dict[int, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: pickled, views would be of other memory than what they are views of."""
+        return vars(self) | {"_stepping": {}}
+
     def reading(self, first: int, rows: int, tokens: int, known: int = 0) -> Any:
         """A cache for prompts of ``tokens`` of ``rows`` sequences from row ``first`` on; ``known`` of them are there.
 
@@ -79,6 +83,9 @@ class KeyValues:
 
     def put(self, row: int, first: int, copied: list[torch.Tensor]) -> None:
         """Put what :meth:`copied` gave into a row, from token ``first`` on."""
+        for memory, keys, values in zip(self._memory, copied[::2], copied[1::2], strict=True):
+            if memory.keys is None:
+                memory.make(keys[None], values[None])
         tensors = [tensor for memory in self._memory for tensor in memory.tensors()]
         for tensor, part in zip(tensors, copied, strict=True):
             tensor[row, :, first : first + part.shape[1]] = part

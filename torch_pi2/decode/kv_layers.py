@@ -102,12 +102,12 @@ class Stepping(_Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds ``[B, heads, T, width]`` each, behind what each row has; all the room."""
         rows, new = key_states.shape[0], key_states.shape[2]
-        at_BT = self._lengths_B[:, None] + torch.arange(new)
+        at_BT = self._lengths_B[:, None] + torch.arange(new, device="cpu")
         for all_rows, states in ((self.keys, key_states), (self.values, value_states)):
             if rows == 1:
                 all_rows.index_copy_(2, at_BT[0], states)
             else:
-                all_rows[torch.arange(rows)[:, None], :, at_BT] = states.transpose(1, 2)
+                all_rows[torch.arange(rows, device="cpu")[:, None], :, at_BT] = states.transpose(1, 2)
         return self.keys, self.values
 
     def get_seq_length(self) -> torch.Tensor:

@@ -10,12 +10,14 @@ from typing import Any
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.decode.attention import adds_masks, uses_sdpa
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.layers.prompt import has_tiles
+from torch_pi2.layers.prompt import has_tiles, prompt_from
+from torch_pi2.ops.constants import constants
 
 #: Tokens of a piece of a prompt, of all sequences together, where pieces are lossless: activations of more leave the
-#: CPU's caches between layers. (Zen 5: 512 tokens of a 7B shape 15 % faster than whole, of a 1B shape 21 %.)
+#: CPU's caches between layers.
 PIECE_TOKENS = 256
 #: Of each sequence in a piece, at least: the head is computed for each piece, too.
 LEAST_TOKENS = 64
@@ -40,12 +42,21 @@ def pieces_without_loss(model: nn.Module) -> int:
     return 0 if any(t.is_floating_point() and not isinstance(t, AbsentParameter) for t in left) else PIECE_TOKENS
 
 
+def ways_of_prompts(model: nn.Module) -> tuple[int, ...]:
+    """Tokens from which on prompts go another way through layers of ours than shorter ones, ascending.
+
+    Keys and values of the same tokens have the same bits in prompts that go one way.
+    """
+    layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
+    return tuple(sorted({constants().gemm_tokens, *map(prompt_from, layers)} - {0}))
+
+
 def has_our_attention(model: nn.Module) -> bool:
     """Whether :func:`~torch_pi2.decode.attention.packed_sdpa` computes all attention of a Hugging Face ``model``."""
     from transformers import PreTrainedModel
 
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if not all(p._supports_attention_backend and p.config._attn_implementation == "sdpa" for p in parts):
+    if not all(p._supports_attention_backend and uses_sdpa(p.config) for p in parts):
         return False
     others = [
         getattr(p.config, name, none) not in (none, None) for p in parts for name, none in _OTHER_ATTENTION.items()
@@ -78,6 +89,6 @@ def takes_several_lengths(model: nn.Module, max_tokens: int) -> bool:
     """Whether ``model`` is told positions and masks, and each sequence is computed as if the others were not there."""
     takes = inspect.signature(model.forward).parameters
     named = "position_ids" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    masked = attention == "sdpa"  # others' masks are not of bool
+    config = getattr(model, "config", None)
+    masked = uses_sdpa(config) or (adds_masks(config) and "position_ids" in takes)  # without them: ALiBi
     return named and masked and max_tokens <= same_frequencies_up_to(model)

@@ -1,7 +1,7 @@
 """Milliseconds per generated token, in all and inside the feed-forward layers.
 
-Decoding is a plain greedy loop over the model's own KV cache, one token a step, so that what is timed is the
-model and not ``generate``'s bookkeeping. Two models are compared by *alternating* rounds: a machine that
+Decoding is a plain greedy loop, one token a step, over the model's own KV cache or a Decoder's, so that what is timed
+is the model and not ``generate``'s bookkeeping. Two models are compared by *alternating* rounds: a machine that
 slows down for a while slows both.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
+from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.spec.site import FFNSite
 
@@ -88,8 +89,16 @@ def _hooked(model: nn.Module, names: Iterable[str]) -> Iterator[_FFNClock]:
             handle.remove()
 
 
-def _decode_round(model: nn.Module, ids_BT: torch.Tensor, new_tokens: int, names: Iterable[str]) -> tuple[float, float]:
+def _decode_round(
+    model: nn.Module | Decoder, ids_BT: torch.Tensor, new_tokens: int, names: Iterable[str]
+) -> tuple[float, float]:
     """(total, ffn) milliseconds per decoding step; the prompt is processed before the clock starts."""
+    if isinstance(model, Decoder):
+        next_B1 = model.prompt(ids_BT)
+        started = time.perf_counter()
+        for _ in range(new_tokens):
+            next_B1 = model.step(next_B1)
+        return (time.perf_counter() - started) * 1e3 / new_tokens, 0.0
     with evaluating(model):
         output = model(input_ids=ids_BT, use_cache=True)
         with _hooked(model, names) as clock:
@@ -125,7 +134,7 @@ def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
 
 
 def time_decode(
-    model: nn.Module,
+    model: nn.Module | Decoder,
     input_ids: torch.Tensor,
     *,
     new_tokens: int = 32,
@@ -136,7 +145,8 @@ def time_decode(
     """Time greedy decoding of ``new_tokens`` after a prompt.
 
     Args:
-        model: a Hugging Face causal model with a KV cache, dense or optimised.
+        model: a Hugging Face causal model with a KV cache, dense or optimised; or one's Decoder, whose steps run no
+            hooks and have no ``ffn_ms``.
         input_ids: int64 ``[B, T]`` prompt; not part of the time.
         new_tokens: decoding steps per round.
         warmup, rounds: rounds thrown away, and rounds whose median is reported.
@@ -150,8 +160,8 @@ def time_decode(
 
 
 def compare_decode(
-    dense: nn.Module,
-    sparse: nn.Module,
+    dense: nn.Module | Decoder,
+    sparse: nn.Module | Decoder,
     input_ids: torch.Tensor,
     *,
     new_tokens: int = 32,
@@ -166,7 +176,7 @@ def compare_decode(
 
 
 def time_decode_many(
-    models: list[nn.Module],
+    models: Sequence[nn.Module | Decoder],
     input_ids: torch.Tensor,
     *,
     new_tokens: int = 32,
@@ -180,7 +190,12 @@ def time_decode_many(
 
 
 def _alternate(
-    models: list[nn.Module], input_ids: torch.Tensor, new_tokens: int, warmup: int, rounds: int, names: list[str]
+    models: Sequence[nn.Module | Decoder],
+    input_ids: torch.Tensor,
+    new_tokens: int,
+    warmup: int,
+    rounds: int,
+    names: list[str],
 ) -> list[list[tuple[float, float]]]:
     """Of each model its rounds, as :func:`_decode_round` measures them."""
     if new_tokens < 1 or rounds < 1 or warmup < 0:

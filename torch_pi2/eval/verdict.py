@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from torch_pi2.base import process
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.eval.loss import paired_loss
 from torch_pi2.eval.timing import compare_decode, time_decode
 from torch_pi2.eval.token_source import Tokens, tokens_of
@@ -132,18 +134,29 @@ def _lossy(plan: Plan, weights: str) -> tuple[str, ...]:
 
 def _speed(sparse: nn.Module, dense: nn.Module | None, fed: Tokens, seconds: float) -> Speed:
     prompt = fed.draw(_PROMPT)
-    models = [sparse] if dense is None else [dense, sparse]
-    for model in models:  # pages that were never touched, memory that was never asked for
-        time_decode(model, prompt, new_tokens=1, warmup=0, rounds=1)
-    step_s = sum(time_decode(model, prompt, new_tokens=1, warmup=0, rounds=1).total_ms for model in models) / 1e3
+    models, steps = _as_generated([sparse] if dense is None else [dense, sparse], prompt)
+    for model in models:  # pages that were never touched, memory that was never asked for, steps not recorded yet
+        time_decode(model, prompt, new_tokens=2, warmup=0, rounds=1)
+    step_s = sum(time_decode(model, prompt, new_tokens=1, warmup=0, rounds=3).total_ms for model in models) / 1e3
     tokens = max(1, min(_MOST_TOKENS, int(seconds / (_ROUNDS + 1) / step_s)))
-    how = f"greedy decoding of {tokens} tokens after {_PROMPT}, batch 1, steps not compiled"
+    how = f"greedy decoding of {tokens} token{'s' if tokens > 1 else ''} after {_PROMPT}, batch 1, {steps}"
     if dense is None:
-        alone = time_decode(sparse, prompt, new_tokens=tokens, rounds=_ROUNDS)
+        alone = time_decode(models[0], prompt, new_tokens=tokens, rounds=_ROUNDS)
         return Speed(1e3 / alone.total_ms, how=how)
-    both = compare_decode(dense, sparse, prompt, new_tokens=tokens, rounds=_ROUNDS)
+    both = compare_decode(models[0], models[1], prompt, new_tokens=tokens, rounds=_ROUNDS)
     rates = (1e3 / both.sparse.total_ms, 1e3 / both.dense.total_ms)
     return Speed(*rates, both.total_speedup, min(both.speedups), max(both.speedups), how)
+
+
+def _as_generated(models: Sequence[nn.Module], prompt: torch.Tensor) -> tuple[Sequence[nn.Module | Decoder], str]:
+    """Each with the steps that :func:`torch_pi2.generate` runs, or all with those of transformers; how, in words."""
+    try:
+        decoders = [Decoder(model, max_tokens=_PROMPT + _MOST_TOKENS, compiled=False) for model in models]
+        for decoder in decoders:
+            decoder.prompt(prompt)
+    except UnsupportedModelError:
+        return models, "steps of transformers"
+    return decoders, "steps recorded, of both" if len(models) > 1 else "steps recorded"
 
 
 def _loss(sparse: nn.Module, dense: nn.Module, tokenizer: Any, seconds: float) -> Loss:

@@ -39,7 +39,8 @@ aten = torch.ops.aten
 class Scorer(Protocol):
     """The part of a predictor that the modes use."""
 
-    threshold: float
+    @property
+    def threshold(self) -> float: ...
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor: ...
 

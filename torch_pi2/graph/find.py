@@ -365,7 +365,7 @@ def _nothing_found(model: nn.Module, all_seen: Sequence[Seen], experts: Mapping[
         f"feed-forward layers of {type(model).__name__}",
         expected="linear -> activation (* linear) -> linear",
         found="; ".join(parts),
-        fix="If it has one, its form is not known yet; see the list of supported forms in the README.",
+        fix="If it has one, its form is not known yet; docs/MODELS.md lists the supported ones.",
     )
 
 

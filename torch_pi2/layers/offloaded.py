@@ -18,6 +18,7 @@ from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, told
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
+from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.spec.site import FFNSite
@@ -69,7 +70,7 @@ class Store:
         self.device = None if self.config.device is None else find_device(self.config.device)
         self.number = self._open(cache_bytes)
         open_stores[self.number] = self
-        self._close = weakref.finalize(self, torch.ops.pi2.store_close, self.number)
+        self._close = weakref.finalize(self, _close, self.number)
 
     def _hot_share(self, cache_bytes: int) -> float:
         if self.config.hot_share is not None:
@@ -248,6 +249,11 @@ class Store:
         with explained(str(self.path)):
             values = torch.ops.pi2.store_stats(self.number, reset).tolist()
         return dict(zip(STATISTICS, map(int, values), strict=True))
+
+
+def _close(number: int) -> bool:
+    with unseen_by_modes():
+        return bool(torch.ops.pi2.store_close(number))
 
 
 def _reason(error: RuntimeError, path: Path) -> str:

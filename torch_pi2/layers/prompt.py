@@ -72,6 +72,11 @@ def piece_of(tokens: int) -> Iterator[None]:
         _off.whole = before
 
 
+def within_piece() -> bool:
+    """Whether this is within :func:`piece_of`."""
+    return getattr(_off, "whole", 0) > 0
+
+
 @contextmanager
 def sparse_only() -> Iterator[None]:
     """Within it layers work as in decoding, whatever the number of tokens: for measuring loss and sparsity.
@@ -149,10 +154,14 @@ def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or getattr(_off, "on", False):
         return True
-    least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
-    if layer.by_batch:
-        least = least and max(least, layer.by_batch[-1][0] + 1)
+    least = prompt_from(layer)
     return least == 0 or max(x.numel() // layer.site.hidden, getattr(_off, "whole", 0)) < least
+
+
+def prompt_from(layer: PromptLayer) -> int:
+    """Tokens from which on a call is a prompt to ``layer``; 0: never."""
+    least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
+    return max(least, layer.by_batch[-1][0] + 1) if least and layer.by_batch else least
 
 
 @torch.autocast("cpu", enabled=False)

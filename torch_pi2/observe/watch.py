@@ -39,6 +39,7 @@ from torch_pi2.layers.offloaded import OffloadedFFN, explained
 from torch_pi2.observe.drift import LIMIT, Drift, drift
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
+from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.profiling.recorder import threshold_map
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.spec.plan import Plan
@@ -172,6 +173,14 @@ class Watch:
         made_by: dict[str, Any] = {"verb": "watch", "watched": True, "tokens": tokens}
         return ActivationStats(layers, self.plan.model_hash, made_by | ({"predictors": predicted} if predicted else {}))
 
+    def counts(self, *, reset: bool = False) -> list[tuple[SparseFFN, torch.Tensor]]:
+        """Of each layer int64 ``[1 + I]``: its tokens, and for how many each neuron fired; hot neurons first.
+
+        Much cheaper than :meth:`stats`. Any thread, also while the model runs. ``reset``: counting begins anew.
+        """
+        with self._turn:
+            return [(y, group.counts(i, reset)[0]) for group in self._groups for i, y in enumerate(group.layers)]
+
     def check(self, plan: Plan | None = None, *, limit: float | None = None, batch: int = 1) -> Drift:
         """Compare the hot neurons of ``plan`` (the model's) with what fires; log a warning above ``limit``.
 
@@ -228,7 +237,7 @@ class _Group:
         self._number = number
 
     def stop(self) -> None:
-        self._before = [self._counts(i, False) for i in range(len(self.layers))]
+        self._before = [self.counts(i, False) for i in range(len(self.layers))]
         self.drop()
 
     def drop(self) -> None:
@@ -244,7 +253,7 @@ class _Group:
             total += int(torch.ops.pi2.firing_tokens(self._number))
         return total / (len(self.layers) if self.grouped else len({y.site.experts for y in self.layers}))
 
-    def _counts(self, index: int, reset: bool) -> torch.Tensor:
+    def counts(self, index: int, reset: bool) -> torch.Tensor:
         """``[1 + sizes, 1 + I]``, in plan order."""
         found = self._before[index]
         if self._number:
@@ -257,7 +266,7 @@ class _Group:
         return {y.site.key: self._layer_stats(i, y, reset) for i, y in enumerate(self.layers)}
 
     def _layer_stats(self, index: int, layer: SparseFFN, reset: bool) -> LayerStats:
-        counts, n, cut = self._counts(index, reset), layer.site.intermediate, self.cuts[index]
+        counts, n, cut = self.counts(index, reset), layer.site.intermediate, self.cuts[index]
         tokens = int(counts[0, 0])
         grouped_KI = torch.empty((len(counts), n), dtype=torch.int64)
         grouped_KI[:, layer.order] = counts[:, 1:]
@@ -281,8 +290,9 @@ class _Group:
 
 def _end(groups: Sequence[_Group]) -> None:
     """Of a watch that is gone: the core need count for it no more."""
-    for group in groups:
-        group.drop()
+    with unseen_by_modes():
+        for group in groups:
+            group.drop()
 
 
 class _Checker:

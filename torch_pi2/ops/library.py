@@ -33,11 +33,13 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
 from torch_pi2.ops import (
@@ -155,6 +157,16 @@ def load() -> None:
                 found=str(error),
                 fix="Build it again: 'make install' in a checkout.",
             ) from error
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """Operators called inside pass every torch mode by: for finalizers, which run wherever garbage is collected.
+
+    A tracer that happens to be at work would write their calls into its graph.
+    """
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _check_instruction_set() -> None:

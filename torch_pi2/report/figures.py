@@ -25,7 +25,7 @@ def cdf(rows: Sequence[Firing]) -> Plot:
     for index, row in enumerate(drawn):
         x, y = zip(*row.cdf, strict=True)
         line = {"color": layer_colour(index, len(drawn)), "width": 1.2}
-        shown = {"opacity": 0.75, "showlegend": len(drawn) <= LABELS}
+        shown = {"showlegend": len(drawn) <= LABELS}
         traces.append(trace("scatter", x, y, escape(row.key), hover, mode="lines", line=line, **shown))
     at = np.linspace(0, 1, 101)
     mean = np.mean([np.interp(at, [x for x, _ in row.cdf], [y for _, y in row.cdf]) for row in drawn], axis=0)

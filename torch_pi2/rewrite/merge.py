@@ -6,6 +6,7 @@ own tensors become views of it, so that nothing is held twice.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -97,17 +98,13 @@ def _merge(gm: fx.GraphModule, group: Sequence[_Linear], tensors: Mapping[fx.Nod
         pieces.meta["example_value"] = torch.split(merged.meta["example_value"], sizes, -1)
         results = []
         for i, linear in enumerate(group):
-            result = gm.graph.call_function(_item, (pieces, i))
+            result = gm.graph.call_function(operator.getitem, (pieces, i))
             result.meta = dict(linear.node.meta)
             results.append(result)
     for linear, result in zip(group, results):
         linear.node.replace_all_uses_with(result)
         gm.graph.erase_node(linear.node)
     return extra
-
-
-def _item(pieces: Sequence[torch.Tensor], i: int) -> torch.Tensor:
-    return pieces[i]
 
 
 #: Rows that were moved -> the piece they are in now.

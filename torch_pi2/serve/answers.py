@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from typing import Any
 
 from torch_pi2.serve.batch import Taken
-from torch_pi2.serve.requests import Asked
-from torch_pi2.serve.served import Piece
+from torch_pi2.serve.calls import Called, Calls
+from torch_pi2.serve.requests import Chat, Completion
+from torch_pi2.serve.served import Piece, Served
 
 
 class Answer:
     """An answer of several choices, as it grows.
 
     Args:
-        name: its id. model: its name. created: seconds since 1970. prompts: token ids.
+        name: its id. created: seconds since 1970. served: what answers. prompts: token ids.
     """
 
     kind = chunk_kind = ""
 
     def __init__(
-        self, name: str, model: str, created: int, tokenizer: Any, asked: Asked, prompts: list[list[int]]
+        self, name: str, created: int, served: Served, asked: Completion | Chat, prompts: list[list[int]]
     ) -> None:
-        self._head = {"id": name, "created": created, "model": model}
-        self._tokenizer, self._asked = tokenizer, asked
+        self._head = {"id": name, "created": created, "model": served.name}
+        self._served, self._asked = served, asked
         count = asked.n * len(prompts)
         self._texts, self._tokens = [""] * count, [list[Taken]() for _ in range(count)]
         self._finish: list[str | None] = [None] * count
@@ -48,7 +50,9 @@ class Answer:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_kind, "choices": choices}
+        options = self._asked.stream_options
+        told = {} if options is None or not options.include_usage else {"usage": None}
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **told}
 
     def chunks(self, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """What is sent of a piece."""
@@ -58,8 +62,12 @@ class Answer:
         raise NotImplementedError
 
     def _text(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token])
-        return text
+        """Of a token; of a part of a character its bytes, as OpenAI says them."""
+        known = self._served.bytes_of(token)
+        try:
+            return known.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in known)
 
 
 class CompletionAnswer(Answer):
@@ -67,22 +75,30 @@ class CompletionAnswer(Answer):
 
     kind = chunk_kind = "text_completion"
 
+    def __init__(self, name: str, created: int, served: Served, asked: Completion, prompts: list[list[int]]) -> None:
+        super().__init__(name, created, served, asked, prompts)
+        count = len(self._texts)
+        self._letters, self._decoders = [0] * count, [getincrementaldecoder("utf-8")("ignore") for _ in range(count)]
+
     def chunks(self, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        offset = len(self._texts[number])
         self.add(number, piece)
         if piece.text or piece.finish or (piece.tokens and self._asked.top is not None):
-            yield self.chunk([self._choice(number, piece.text, piece.tokens, offset)])
+            yield self.chunk([self._choice(number, piece.text, piece.tokens)])
 
-    def _choice(self, number: int, text: str, tokens: list[Taken], offset: int = 0) -> dict[str, Any]:
+    def _offset(self, number: int, token: int) -> int:
+        """Letters of the tokens before this one, whether they are sent or held back."""
+        before = self._letters[number]
+        self._letters[number] += len(self._decoders[number].decode(self._served.bytes_of(token)))
+        return before
+
+    def _choice(self, number: int, text: str, tokens: list[Taken]) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
         if self._asked.top is not None:
-            texts = [self._text(taken.token) for taken in tokens]
-            offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
             logprobs = {
-                "tokens": texts,
+                "tokens": [self._text(taken.token) for taken in tokens],
                 "token_logprobs": [taken.logprob for taken in tokens],
                 "top_logprobs": [{self._text(token): value for token, value in taken.top} for taken in tokens],
-                "text_offset": offsets,
+                "text_offset": [self._offset(number, taken.token) for taken in tokens],
             }
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": self._finish[number]}
 
@@ -92,21 +108,48 @@ class ChatAnswer(Answer):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, name: str, created: int, served: Served, asked: Chat, prompts: list[list[int]]) -> None:
+        super().__init__(name, created, served, asked, prompts)
+        offer, count = served.offer(asked), len(self._texts)
+        names = [] if offer is None else [function.name for function in offer.functions]
+        self._readers = [None if offer is None else Calls(offer.form, names) for _ in range(count)]
+        self._calls: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        self._begun = [False] * count
+
+    def add(self, number: int, piece: Piece) -> None:
+        self._delta(number, piece)
+
     def chunks(self, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        first = not self._tokens[number] and self._finish[number] is None
-        self.add(number, piece)
-        delta: dict[str, Any] = {"role": "assistant", "content": piece.text} if first else {}
-        if piece.text:
-            delta["content"] = piece.text
+        delta = self._delta(number, piece)
+        if not self._begun[number]:
+            self._begun[number] = True
+            delta = {"role": "assistant", "content": None if self._readers[number] else ""} | delta
         if delta or piece.finish or (piece.tokens and self._asked.top is not None):
             logprobs = self._logprobs(piece.tokens)
-            more = {"delta": delta, "logprobs": logprobs, "finish_reason": piece.finish}
+            more = {"delta": delta, "logprobs": logprobs, "finish_reason": self._finish[number]}
             yield self.chunk([{"index": number, **more}])
 
+    def _delta(self, number: int, piece: Piece) -> dict[str, Any]:
+        """What is new, added to what was."""
+        reader, text, calls = self._readers[number], piece.text, list[dict[str, Any]]()
+        if reader is not None:
+            parts = list(reader.add(piece.text, last=piece.finish is not None))
+            text = "".join(part for part in parts if isinstance(part, str))
+            calls = _merged([part for part in parts if isinstance(part, Called)])
+            for call in calls:
+                _extend(self._calls[number], call)
+        super().add(number, Piece(text, piece.tokens, piece.finish))
+        if piece.finish == "stop" and reader is not None and reader.count:
+            self._finish[number] = "tool_calls"
+        return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+
     def _choice(self, number: int, text: str, tokens: list[Taken]) -> dict[str, Any]:
+        called = self._calls[number]
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in called]
+        message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         return {
             "index": number,
-            "message": {"role": "assistant", "content": text},
+            "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": self._logprobs(tokens),
             "finish_reason": self._finish[number],
         }
@@ -125,5 +168,22 @@ class ChatAnswer(Answer):
         }
 
     def _said(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": self._text(token), "logprob": logprob, "bytes": list(self._served.bytes_of(token))}
+
+
+def _merged(parts: list[Called]) -> list[dict[str, Any]]:
+    """OpenAI's deltas of calls, one of each."""
+    made: list[dict[str, Any]] = []
+    for part in parts:
+        head = {} if part.name is None else {"id": part.id, "type": "function"}
+        function = {} if part.name is None else {"name": part.name}
+        _extend(made, {"index": part.number, **head, "function": {**function, "arguments": part.arguments}})
+    return made
+
+
+def _extend(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+    """Add a delta to the calls, of which it begins another or is more of the last."""
+    if calls and calls[-1]["index"] == delta["index"]:
+        calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+    else:
+        calls.append({**delta, "function": dict(delta["function"])})

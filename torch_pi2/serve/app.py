@@ -8,25 +8,32 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torch_pi2.errors import BusyError, Pi2Error
-from torch_pi2.serve.answers import ChatAnswer, CompletionAnswer
+from torch_pi2.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from torch_pi2.serve.browser import add_page, page_files
+from torch_pi2.serve.live import Live
 from torch_pi2.serve.metrics import metrics
 from torch_pi2.serve.requests import Asked, Chat, Completion
 from torch_pi2.serve.served import Served
+from torch_pi2.serve.template import has_template
 
 _log = logging.getLogger("torch_pi2")
 
 #: Bytes of a request, at most.
 MOST_BYTES = 8 << 20
+
+_Done = TypeVar("_Done")
 
 
 class Refusal(Exception):
@@ -57,7 +64,7 @@ class Allowed:
     """Refuses requests without the key, and bodies that are too long, before anything of them is read."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app, self._key = app, api_key
+        self._app, self._key, self._open = app, api_key, {"/health", *page_files()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -65,7 +72,7 @@ class Allowed:
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         headers = Headers(scope=scope)
-        if self._key is not None and scope["path"] != "/health":
+        if self._key is not None and scope["path"] not in self._open:
             sent = headers.get("authorization", "")
             if not hmac.compare_digest(sent.encode(), f"Bearer {self._key}".encode()):
                 message = "expected the server's API key as a bearer token, found another or none"
@@ -78,32 +85,54 @@ class Allowed:
 
 
 def application(models: Mapping[str, Served], *, api_key: str | None = None) -> FastAPI:
-    """``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/health`` and ``/metrics``.
+    """``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/live``, ``/health``, ``/metrics``; ``/``.
 
     Args:
-        models: by name. api_key: that clients have to send as a bearer token (all but ``/health``); None: none.
+        models: by name. api_key: that clients have to send as a bearer token (for all but ``/health`` and the page's
+            files); None: none.
+
+    ``app.state.live``: by name what :class:`~torch_pi2.serve.live.Live` tells; closed, their streams end.
     """
     app = FastAPI(title="torch_pi2", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Allowed, api_key=api_key)
+    add_page(app)
+    app.state.live = lives = {name: Live(served, together=len(models)) for name, served in models.items()}
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        why = first.get("ctx", {}).get("error")
+        if first["type"] == "json_invalid":
+            message = f"expected a body of JSON, found none: {why} (character {first['loc'][-1]})"
+            return Refusal(400, message, "invalid_request_error").response()
         param = ".".join(str(part) for part in first["loc"] if part != "body") or None
-        message = f"{param}: {first['msg']}" if param else first["msg"]
+        told = str(why) if isinstance(why, ValueError) else first["msg"]
+        message = f"{param}: {told}" if param else told
         return Refusal(400, message, "invalid_request_error", param=param).response()
 
     @app.exception_handler(Refusal)
     async def refused(_: Request, error: Refusal) -> JSONResponse:
         return error.response()
 
-    @app.get("/health")
+    @app.exception_handler(HTTPException)
+    async def nowhere(_: Request, error: HTTPException) -> JSONResponse:
+        response = Refusal(error.status_code, str(error.detail), "invalid_request_error").response()
+        response.headers.update(error.headers or {})  # of 405, which methods there are
+        return response
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/metrics")
     async def told() -> PlainTextResponse:
         return PlainTextResponse(metrics(models), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/live")
+    async def live(model: str | None = None) -> StreamingResponse:
+        name = next(iter(models)) if model is None else _known(models, model).name
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_told(lives[name]), media_type="text/event-stream", headers=headers)
 
     @app.get("/v1/models")
     async def listed() -> dict[str, Any]:
@@ -125,7 +154,8 @@ def application(models: Mapping[str, Served], *, api_key: str | None = None) -> 
 
 
 def _described(served: Served) -> dict[str, Any]:
-    return {"id": served.name, "object": "model", "created": served.created, "owned_by": "torch_pi2"}
+    ours = {"max_tokens": served.batch.max_tokens, "chat": has_template(served.tokenizer)}
+    return {"id": served.name, "object": "model", "created": served.created, "owned_by": "torch_pi2", **ours}
 
 
 def _known(models: Mapping[str, Served], name: str) -> Served:
@@ -144,22 +174,31 @@ async def _answer(served: Served, asked: Completion | Chat, request: Request) ->
 
 async def _answered(served: Served, asked: Completion | Chat, request: Request) -> Any:
     prompts = await asyncio.to_thread(served.prompts, asked)
-    kind = ChatAnswer if isinstance(asked, Chat) else CompletionAnswer
-    ids = f"{'chatcmpl' if isinstance(asked, Chat) else 'cmpl'}-{uuid.uuid4().hex}"
-    answer = kind(ids, served.name, int(time.time()), served.tokenizer, asked, prompts)
+    named, now = uuid.uuid4().hex, int(time.time())
+    answer: Answer
+    if isinstance(asked, Chat):
+        answer = ChatAnswer(f"chatcmpl-{named}", now, served, asked, prompts)
+    else:
+        answer = CompletionAnswer(f"cmpl-{named}", now, served, asked, prompts)
     pieces = served.answer(asked, prompts)
+    if not asked.stream:
+        return JSONResponse(await _unless_gone(request, _whole(answer, pieces)))
     # what can be refused is, before a stream begins
-    first = await anext(pieces)
-    if asked.stream:
-        return StreamingResponse(_events(asked, answer, first, pieces), media_type="text/event-stream")
-    gone = asyncio.ensure_future(_gone(request))
-    whole = asyncio.ensure_future(_whole(answer, first, pieces))
+    first = await _unless_gone(request, anext(pieces))
+    if first is None:
+        return JSONResponse(None)
+    return StreamingResponse(_events(asked, answer, first, pieces), media_type="text/event-stream")
+
+
+async def _unless_gone(request: Request, doing: Awaitable[_Done]) -> _Done | None:
+    """What it comes to; None: who asked has gone, and it is cancelled."""
+    gone, done = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(doing)
     try:
-        await asyncio.wait({gone, whole}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(whole.result() if whole.done() else None)
+        await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
+        return done.result() if done.done() else None
     finally:
-        for task in (gone, whole):
-            task.cancel()
+        gone.cancel()
+        done.cancel()
 
 
 async def _gone(request: Request) -> None:
@@ -167,8 +206,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _whole(answer: Any, first: Any, pieces: AsyncIterator[Any]) -> dict[str, Any]:
-    answer.add(*first)
+async def _whole(answer: Any, pieces: AsyncIterator[Any]) -> dict[str, Any]:
     async for number, piece in pieces:
         answer.add(number, piece)
     body: dict[str, Any] = answer.body()
@@ -189,6 +227,15 @@ async def _events(asked: Asked, answer: Any, first: Any, pieces: AsyncIterator[A
         yield _event(_refusal(error).body)
     finally:
         await pieces.aclose()  # type: ignore[attr-defined]
+
+
+async def _told(live: Live) -> AsyncIterator[str]:
+    async with aclosing(live.events()) as events:
+        try:
+            async for name, body in events:
+                yield f"event: {name}\n{_event(body)}"
+        except Exception as error:  # the status has been sent
+            yield f"event: error\n{_event(_refusal(error).body)}"
 
 
 def _event(body: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """``Batch``: sequences that join and leave what is decoded together, between steps (continuous batching).
 
-One thread reads prompts and steps; whoever submits a :class:`Sequence` is told of its tokens by a function that this
-thread calls. Greedy tokens are those that the sequence has alone where products are ours
-(:meth:`torch_pi2.decode.decode.Decoder.join`).
+One thread reads prompts, a piece between two steps of the others, and steps; whoever submits a :class:`Sequence` is
+told of its tokens by a function that this thread calls. Greedy tokens are those that the sequence has alone where
+products are ours (:meth:`torch_pi2.decode.decode.Decoder.joining`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from torch_pi2.base.tensorfile import Spec
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.generate import Sampling, pick
 from torch_pi2.decode.growing import Growing
+from torch_pi2.decode.pieces import takes_several_lengths, ways_of_prompts
 from torch_pi2.errors import BusyError, ConfigError, ShapeError
-from torch_pi2.serve.prefix import PrefixCache
+from torch_pi2.observe.meter import Meter
+from torch_pi2.serve.identity import identity
+from torch_pi2.serve.prefix import BLOCK_TOKENS, PrefixCache
+from torch_pi2.serve.prefix_folder import PrefixFolder
 
 if TYPE_CHECKING:
     from torch_pi2.serve.constraint import Constraint
@@ -73,15 +79,21 @@ class Sequence:
     bias: Mapping[int, float] = field(default_factory=dict)
     top: int | None = None
     constraint: Constraint | None = None
-    _cancelled: bool = field(default=False, init=False)
+    _cancelled: str | None = field(default=None, init=False)
+    _failed: Exception | None = field(default=None, init=False)
     _growing: Growing = field(init=False)
 
     def __post_init__(self) -> None:
         self._growing = Growing(0, self.seed, self.limit, self.ends)
 
-    def cancel(self) -> None:
-        """It leaves before the next step, from whatever thread this is called."""
-        self._cancelled = True
+    def cancel(self, reason: str = "cancelled") -> None:
+        """It leaves before the next step, from whatever thread this is called. ``reason``: it ends by, the first."""
+        self._cancelled = self._cancelled or reason
+
+    def _last(self) -> int:
+        """The token that the next step feeds."""
+        tokens = self._growing.tokens
+        return tokens[-1] if tokens else self.prompt[-1]
 
     def _take(self, logits_V: torch.Tensor) -> None:
         scores_V = logits_V.float()
@@ -125,12 +137,15 @@ class Batch:
     Args:
         model: see :class:`~torch_pi2.decode.decode.Decoder`.
         max_tokens: of each sequence, prompt and answer.
-        lanes: sequences decoded together, at most. waiting: those that may wait for a lane.
+        lanes: sequences decoded together, at most; one where a model needs them of one length.
+            waiting: those that may wait for a lane.
         compiled: steps are compiled, those of each number of sequences when it first comes: a pause of seconds.
         prefix_bytes: of keys and values of prompts that are kept for others that begin alike.
+        prefix_folder: where they are kept on disk, too (as far as ``prefix_folder_bytes``), for other runs.
 
     Attributes:
-        counts: what has been done. prefixes: what is kept of prompts.
+        counts: what has been done. prefixes: what is kept of prompts. most: sequences that are taken at a time.
+        meter: is told what the thread does: ``idle``, ``prompt`` or ``step``; None: nobody looks.
     """
 
     def __init__(
@@ -142,18 +157,45 @@ class Batch:
         waiting: int = 64,
         compiled: bool = False,
         prefix_bytes: int = 0,
+        prefix_folder: str | Path | None = None,
+        prefix_folder_bytes: int = 4 << 30,
     ) -> None:
         if waiting < 0:
             raise ConfigError("waiting", expected="0 or more", found=str(waiting), fix="Choose a larger number.")
+        if lanes > 1 and not takes_several_lengths(model, max_tokens):
+            _log.warning("%s answers one request at a time: its sequences need one length", type(model).__name__)
+            lanes = 1
         self.max_tokens, self.lanes, self.counts = max_tokens, lanes, Counts()
+        self.most = lanes + waiting
+        self.meter: Meter | None = None
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=lanes, compiled=compiled, logits=True)
-        self.prefixes = PrefixCache(prefix_bytes)
+        on_disk = (
+            None if prefix_folder is None else self._folder(model, prefix_folder, prefix_folder_bytes, prefix_bytes)
+        )
+        self.prefixes = PrefixCache(prefix_bytes, ways=ways_of_prompts(model), folder=on_disk)
+        self._reading: tuple[Sequence, Generator[int]] | None = None
         self._live: list[Sequence] = []  # by row
         self._waiting: deque[Sequence] = deque()
         self._most_waiting = waiting
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="pi2-batch", daemon=True)
+
+    def _folder(self, model: nn.Module, path: str | Path, budget_bytes: int, memory_bytes: int) -> PrefixFolder:
+        if memory_bytes == 0:
+            raise ConfigError(
+                "prefix_bytes",
+                expected="memory for keys and values that are in a folder, too",
+                found="0",
+                fix="Give it some (--prefix-cache), or name no folder (--prefix-dir).",
+            )
+        of_model = identity(model)
+        # the first prompt makes the memory, into which others' keys and values go, and says their shapes
+        self._decoder.prompt(torch.zeros(1, 1, dtype=torch.int64))
+        shapes = [(tensor.shape, tensor.dtype) for tensor in self._decoder.copied(0, 0, 1)]
+        self._decoder.keep([])
+        specs = [Spec((heads, BLOCK_TOKENS, width), dtype) for (heads, _, width), dtype in shapes]
+        return PrefixFolder(path, budget_bytes, of_model, specs, waiting_bytes=memory_bytes)
 
     def start(self) -> None:
         self._thread.start()
@@ -163,13 +205,14 @@ class Batch:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if not self._thread.is_alive():
-            return
-        self._thread.join(seconds)
-        with self._changed:
-            for sequence in [*self._waiting, *self._live]:
-                sequence.cancel()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+            with self._changed:
+                reading = [] if self._reading is None else [self._reading[0]]
+                for sequence in [*self._waiting, *reading, *self._live]:
+                    sequence.cancel()
+            self._thread.join()
+        self.prefixes.close()
 
     def submit(self, sequence: Sequence) -> None:
         """Decode it as soon as there is a lane.
@@ -198,22 +241,27 @@ class Batch:
             self._changed.notify()
 
     def state(self) -> dict[str, int]:
-        """Sequences that are decoded (``live``) and that wait (``waiting``) now."""
+        """Sequences that are read or decoded (``live``) and that wait (``waiting``) now."""
         with self._changed:
-            return {"live": len(self._live), "waiting": len(self._waiting)}
+            return {"live": self.lanes - self._free(), "waiting": len(self._waiting)}
+
+    def _enter(self, work: str) -> None:
+        if (meter := self.meter) is not None:
+            meter.enter(work)
 
     def _free(self) -> int:
-        return self.lanes - len(self._live)
+        return self.lanes - len(self._live) - (self._reading is not None)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or self._live or self._closing):
+                while not (self._waiting or self._live or self._reading or self._closing):
+                    self._enter("idle")
                     self._changed.wait()
-                if self._closing and not (self._waiting or self._live):
+                if self._closing and not (self._waiting or self._live or self._reading):
                     return
             try:
-                self._admit()
+                self._read()
                 if self._live:
                     self._step()
             except Exception as error:
@@ -223,50 +271,83 @@ class Batch:
                 self._live = []
                 self._decoder.keep([])
 
-    def _admit(self) -> None:
-        """Read prompts of those that wait, while there are lanes."""
-        while self._free():
-            with self._changed:
-                if not self._waiting:
-                    return
-                sequence = self._waiting.popleft()
-            if sequence._cancelled:
-                self._end(sequence, "cancelled")
-                continue
-            ids_1T = torch.tensor([sequence.prompt], dtype=torch.int64)
+    def _read(self) -> None:
+        """Let those that wait join, up to a piece of a prompt: what is known of prompts takes no time."""
+        while self._reading is not None or self._begin():
+            assert self._reading is not None
+            sequence, pieces = self._reading
+            self._enter("prompt")
             started = time.perf_counter()
             try:
-                logits_1V = self._read(ids_1T)
+                left = None if sequence._cancelled else next(pieces, None)
+                if left:
+                    return
+                if left == 0:
+                    next(pieces, None)
             except Exception as error:
-                self._end(sequence, "error", error)
-                continue
-            self.counts.prompt_seconds += time.perf_counter() - started
-            self.counts.prompt_tokens += len(sequence.prompt)
-            self._live.append(sequence)
-            self._took([(sequence, logits_1V[0])])
+                sequence._failed = error
+            finally:
+                self.counts.prompt_seconds += time.perf_counter() - started
+            pieces.close()
+            self._reading = None
+            joined = len(self._decoder.lengths) > len(self._live)
+            if joined:
+                self.counts.prompt_tokens += len(sequence.prompt)
+                self._live.append(sequence)  # who was cancelled meanwhile leaves in the step: there is a row of theirs
+            if sequence._failed is not None and joined:
+                self._drop([sequence], "error")
+            elif joined and left is not None:
+                return
+            elif not joined:
+                self._end(sequence, "error" if sequence._failed else sequence._cancelled or "", sequence._failed)
 
-    def _read(self, ids_1T: torch.Tensor) -> torch.Tensor:
-        ids, row = ids_1T[0].tolist(), len(self._live)
-        logits_1V = self._decoder.join(ids_1T, self.prefixes.find(ids))
-        self.prefixes.add(ids, lambda first, last: self._decoder.copied(row, first, last))
-        return logits_1V
+    def _begin(self) -> bool:
+        """Whether there is a lane and somebody who waits for it: theirs is read from now on."""
+        with self._changed:
+            if not self._waiting or not self._free():
+                return False
+            sequence = self._waiting.popleft()
+            self._reading = sequence, self._pieces(sequence.prompt)
+            return True
+
+    def _pieces(self, ids: list[int]) -> Generator[int]:
+        """Of a prompt, as :meth:`Decoder.joining` reads them, but for what is kept of others."""
+        read = ids[:-1]
+        yield from self._decoder.joining(torch.tensor([ids], dtype=torch.int64), self.prefixes.find(read))
+        row = len(self._live)
+        self.prefixes.add(read, lambda first, last: self._decoder.copied(row, first, last))
 
     def _step(self) -> None:
-        self._drop([sequence for sequence in self._live if sequence._cancelled], "cancelled")
+        self._forget()
+        for reason in ("stop", "cancelled"):
+            self._drop([sequence for sequence in self._live if sequence._cancelled == reason], reason)
         if not self._live:
             return
-        ids_B1 = torch.tensor([[sequence._growing.tokens[-1]] for sequence in self._live], dtype=torch.int64)
+        self._enter("step")
+        ids_B1 = torch.tensor([[sequence._last()] for sequence in self._live], dtype=torch.int64)
         started = time.perf_counter()
         logits_BV = self._decoder.step(ids_B1)
         self.counts.step_seconds += time.perf_counter() - started
         self.counts.steps += 1
         self._took(list(zip(self._live, logits_BV, strict=True)))
 
+    def _forget(self) -> None:
+        """Who left while they waited are in nobody's way."""
+        with self._changed:
+            gone = [sequence for sequence in self._waiting if sequence._cancelled]
+            for sequence in gone:
+                self._waiting.remove(sequence)
+        for sequence in gone:
+            self._end(sequence, sequence._cancelled or "")
+
     def _took(self, logits: list[tuple[Sequence, torch.Tensor]]) -> None:
         for sequence, logits_V in logits:
-            sequence._take(logits_V)
+            try:
+                sequence._take(logits_V)
+            except Exception as error:  # of its constraint: what others say does not depend on it
+                sequence._failed, sequence._growing.ended = error, "error"
         self.counts.answer_tokens += len(logits)
-        for ended, reason in (("eos", "stop"), ("length", "length")):
+        for ended, reason in (("error", "error"), ("eos", "stop"), ("length", "length")):
             self._drop([sequence for sequence, _ in logits if sequence._growing.ended == ended], reason)
 
     def _drop(self, sequences: list[Sequence], reason: str) -> None:
@@ -278,7 +359,7 @@ class Batch:
         rows = self._decoder.keep(kept)
         self._live = [self._live[row] for row in rows]
         for sequence in sequences:
-            self._end(sequence, reason)
+            self._end(sequence, reason, sequence._failed)
 
     def _end(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1

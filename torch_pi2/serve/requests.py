@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -10,20 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 MOST_LOGPROBS = 20
 #: Fields that would change the answer and are not done, and the values that mean nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
     "audio": (None,),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
     "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
+    "moderation": (None,),
+    "reasoning_effort": (None,),
+    "suffix": (None, ""),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
+_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(BaseModel):
@@ -56,10 +55,134 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class FunctionCall(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    arguments: str = ""
+
+    @property
+    def values(self) -> Any:
+        """The arguments as templates want them: a dict; what is none stays text."""
+        try:
+            found = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
+
+
+class Call(BaseModel):
+    """A call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """Of a talk. What else it has (``name``, ``reasoning_content``) is the template's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _of_parts(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        texts = []
+        for number, part in enumerate(value):
+            kind = part.get("type") if isinstance(part, dict) else None
+            text = part.get(kind) if kind in ("text", "refusal") else None
+            if not isinstance(text, str):
+                found = kind if isinstance(kind, str) and kind not in ("text", "refusal") else "what it has"
+                raise ValueError(f"part {number}: {found[:40]} is not supported, these models read text alone")
+            texts.append(text)
+        return "".join(texts)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content is missing")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id is missing")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As Hugging Face's templates take it: without what is not there, arguments as dicts."""
+        made = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        made |= {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.values},
+                }
+                | ({} if call.id is None else {"id": call.id})
+                for call in self.tool_calls
+            ]
+        return made if self.tool_call_id is None else made | {"tool_call_id": self.tool_call_id}
+
+
+class ToolFunction(BaseModel):
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_wanted(self) -> dict[str, Any]:
+        """What arguments have to be; without ``parameters`` there are none."""
+        none = {"type": "object", "properties": {}, "additionalProperties": False}
+        return none if self.parameters is None else {"type": "object"} | self.parameters
+
+    def for_template(self) -> dict[str, Any]:
+        """As Hugging Face's templates take it."""
+        parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        about = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": parameters}}
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and value.get("type", "object") != "object":
+            raise ValueError("expected the schema of an object")
+        return value
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class ChosenFunction(BaseModel):
+    type: Literal["function"]
+    function: _Named
+
+
+class _Allowed(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1)
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+
 class Asked(BaseModel):
     """What completions and chats have in common. Fields that nobody knows are left out of account, as OpenAI does."""
 
     model_config = ConfigDict(extra="allow")
+    not_done: ClassVar[dict[str, tuple[Any, ...]]] = _NOT_DONE
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -70,7 +193,9 @@ class Asked(BaseModel):
     stream_options: StreamOptions | None = None
     stop: list[str] = Field(default_factory=list, max_length=4)
     seed: int | None = None
-    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
+    logit_bias: dict[int, _Bias] = Field(default_factory=dict, max_length=1024)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     response_format: ResponseFormat | None = None
 
     @field_validator("stop", mode="before")
@@ -85,7 +210,32 @@ class Asked(BaseModel):
             raise ValueError("a stop string is empty")
         return value
 
-    @field_validator("temperature", "top_p", "n", "logit_bias", mode="before")
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_said(cls, value: Any) -> Any:
+        """Half a surrogate pair is no text, and NaN no JSON: neither can be tokenised, or said in an error."""
+        if isinstance(value, bytes):
+            raise ValueError("expected JSON, said to be so (Content-Type: application/json)")
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("a text has half of a surrogate pair") from error
+        except RecursionError as error:
+            raise ValueError("lists or objects are too deep in each other") from error
+        except ValueError as error:
+            raise ValueError("NaN and Infinity are no numbers of JSON") from error
+        return value
+
+    @field_validator(
+        "temperature",
+        "top_p",
+        "n",
+        "logit_bias",
+        "stream",
+        "frequency_penalty",
+        "presence_penalty",
+        mode="before",
+    )
     @classmethod
     def _default(cls, value: Any, info: Any) -> Any:
         """OpenAI's null is the default."""
@@ -93,9 +243,11 @@ class Asked(BaseModel):
 
     @model_validator(mode="after")
     def _done(self) -> Asked:
-        for name, nothing in _NOT_DONE.items():
+        for name, nothing in self.not_done.items():
             if (self.model_extra or {}).get(name) not in nothing:
                 raise ValueError(f"{name} is not supported")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams: stream is not true")
         return self
 
     @property
@@ -107,8 +259,43 @@ class Asked(BaseModel):
 class Completion(Asked):
     """``POST /v1/completions``. ``prompt``: texts or token ids, one or several."""
 
+    not_done = _NOT_DONE | {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True),
+    }
+
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _of_one_kind(cls, value: Any) -> Any:
+        several = value if isinstance(value, list) else [value]
+        ids = all(type(token) is int for token in several)
+        if (
+            not several
+            or all(isinstance(text, str) for text in several)
+            or (isinstance(value, list) and ids)
+            or all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in several)
+        ):
+            return value
+        raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
+
+    @field_validator("echo", mode="before")
+    @classmethod
+    def _no_echo(cls, value: Any) -> Any:
+        return False if value is None else value
+
+    @model_validator(mode="after")
+    def _simple(self) -> Completion:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of is not supported, unless it is n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs is not supported with echo: there are none of prompts")
+        return self
 
     @property
     def top(self) -> int | None:
@@ -119,16 +306,95 @@ class Completion(Asked):
         if isinstance(self.prompt, str):
             return [self.prompt]
         several: list[Any] = self.prompt
-        return [several] if several and isinstance(several[0], int) else several
+        return several if several and not isinstance(several[0], int) else [several]
 
 
 class Chat(Asked):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    not_done = _NOT_DONE | {"best_of": (None, 1), "echo": (None, False)}
+
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
+    parallel_tool_calls: bool = True
+
+    @field_validator("tools", "parallel_tool_calls", mode="before")
+    @classmethod
+    def _no_tools(cls, value: Any, info: Any) -> Any:
+        return cls.model_fields[info.field_name].get_default(call_default_factory=True) if value is None else value
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _one_choice(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") == "function":
+            return ChosenFunction.model_validate(value)
+        if isinstance(value, dict) and value.get("type") == "allowed_tools":
+            return AllowedTools.model_validate(value)
+        if value not in (None, "none", "auto", "required"):
+            raise ValueError("expected none, auto, required, a function or allowed_tools")
+        return value
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Chat:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two functions have the same name")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice: there are no tools")
+        missing = [name for name in self._chosen or [] if name not in names]
+        if missing:
+            raise ValueError(f"tool_choice: {missing[0][:64]} is none of the tools {', '.join(names)}")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: logprobs is not true")
+        return self
+
+    @property
+    def _chosen(self) -> list[str] | None:
+        if isinstance(self.tool_choice, ChosenFunction):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that may be called."""
+        chosen = self._chosen
+        none = self.tool_choice == "none"
+        return [tool for tool in self.tools if not none and (chosen is None or tool.function.name in chosen)]
+
+    @property
+    def needed(self) -> bool:
+        """Whether one has to be called."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, ChosenFunction)
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one may be."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, ChosenFunction)
+
+    @property
+    def tools_told(self) -> list[dict[str, Any]] | None:
+        """As templates take them; None: none may be called."""
+        return [tool.function.for_template() for tool in self.offered] or None
+
+    @property
+    def talk(self) -> list[dict[str, Any]]:
+        """The messages as templates take them; results of tools have the name of the function."""
+        names: dict[str | None, str] = {}
+        made = []
+        for message in self.messages:
+            names |= {call.id: call.function.name for call in message.tool_calls or []}
+            known = {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
+            made.append((known if message.role == "tool" else {}) | message.for_template())
+        return made
 
     @property
     def top(self) -> int | None:

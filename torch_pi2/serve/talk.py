@@ -127,9 +127,3 @@ class Talk:
             return ids_of_talk(self._tokenizer, self.messages)
         ids: list[int] = self._tokenizer("".join(message["content"] for message in self.messages))["input_ids"]
         return ids
-
-
-def context_of(model: nn.Module, most: int) -> int:
-    """Tokens that ``model`` was made for, at most ``most``."""
-    config: Any = getattr(model, "config", None)
-    return min(int(getattr(config, "max_position_embeddings", most) or most), most)

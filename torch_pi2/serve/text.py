@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+
+
+def begun(text: str, marks: Sequence[str]) -> int:
+    """Letters at the end of ``text`` that may be the beginning of one of ``marks``."""
+    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
 
 
 class Text:
@@ -14,15 +19,23 @@ class Text:
     Args:
         tokenizer: of Hugging Face.
         stops: strings before which the text ends.
+        hidden: ids that have no text; None: those that the tokenizer calls special.
+        before: ids that stand before it, on which its first space may depend.
 
     Attributes:
         stopped: whether one of them has come: what follows is nobody's.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops, self.stopped = tokenizer, tuple(stops), False
-        self._ids: list[int] = []
-        self._from = self._to = 0  # ids whose text is known begins and ends here
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        hidden: Collection[int] | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer, self._stops, self._hidden, self.stopped = tokenizer, tuple(stops), hidden, False
+        self._ids = list(before)
+        self._from, self._to = 0, len(before)  # ids whose text is known begins and ends here
         self._held = ""
 
     def add(self, token: int) -> str:
@@ -48,7 +61,9 @@ class Text:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        if self._hidden is not None:
+            ids = [token for token in ids if token not in self._hidden]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None)
         return text
 
     def _sure(self, more: str) -> str:
@@ -57,6 +72,6 @@ class Text:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        held = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        held = begun(text, self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -37,11 +37,15 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
     if folder is None or not any((folder / file).is_file() for file in _FILES):
         raise _unknown(error, what, f"none, and none in {folder}" if folder else "none, and a model of no folder")
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedConfig
     except ImportError as missing:
         raise missing_package("transformers", "hf", missing) from missing
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted(folder, False))
+        # read from the folder it would be without the folder's code, and transformers would warn of that
+        config = getattr(model, "config", None)
+        known = {"config": config} if isinstance(config, PreTrainedConfig) else {}
+        trust = trusted(folder, False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust, **known)
     except Exception as damage:  # transformers and tokenizers raise many types for damaged files
         said = (str(damage).strip() or type(damage).__name__).splitlines()[0]
         raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {said[:200]}") from damage

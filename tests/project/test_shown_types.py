@@ -1,27 +1,31 @@
-"""Python that README.md shows passes mypy as written, and public functions have the types that one expects."""
+"""Python that README and docs show passes mypy as written, and public functions have the types that one expects."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import pasted
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: What blocks use and leave to the reader.
+#: What blocks of pages that are no scripts (README and docs/USING.md are) use and leave to the reader.
 GIVEN = """
 from typing import Any
 import torch
 from torch import nn
 import torch_pi2
+from torch_pi2 import OffloadConfig
 ids: torch.Tensor
-inputs: dict[str, torch.Tensor]
-plan: Any
-predictors: dict[str, Any]
+model: Any
+small: nn.Module
+text: str
+tokenizer: Any
 """
+SCRIPTS = [ROOT / "README.md", ROOT / "docs" / "USING.md"]
 
 #: Lines that mypy has to refuse say so; it complains of those that it does not.
 PROMISED = """
@@ -51,25 +55,31 @@ torch_pi2.set_budget(loaded, "1GB")
 """
 
 
-def checked(text: str, folder: Path) -> str:
-    """What mypy says of ``text`` in a file of its own, with this project's settings."""
-    (folder / "shown.py").write_text(text)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(folder / "shown.py")]
+def checked(texts: Mapping[str, str], folder: Path) -> str:
+    """What mypy says of ``texts`` in files of their names, with this project's settings."""
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    files = [str(folder / f"{name}.py") for name in texts]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+def shown(page: Path) -> str:
+    """The Python of ``page``, with what it leaves to the reader."""
+    code = "\n".join(block.code for block in pasted.blocks(page) if block.language == "python")
+    return code if not code or page in SCRIPTS else f"{GIVEN}\n{code}"
 
 
 @pytest.mark.slow
-def test_readme_passes_mypy(tmp_path: Path) -> None:
-    shown = blocks()
-    assert shown
-    assert checked("\n".join([GIVEN, *shown]), tmp_path).startswith("Success")
+def test_pages_pass_mypy(tmp_path: Path) -> None:
+    pages = {page.stem: shown(page) for page in (*SCRIPTS, *sorted((ROOT / "docs").glob("*.md")))}
+    texts = {name: text for name, text in pages.items() if text}
+    assert {"README", "USING", "SPECULATION"} <= {*texts}
+    said = checked(texts, tmp_path)
+    assert said.startswith("Success"), said
 
 
 @pytest.mark.slow
 def test_public_functions_have_the_types_that_one_expects(tmp_path: Path) -> None:
-    assert checked(PROMISED, tmp_path).startswith("Success")
+    assert checked({"promised": PROMISED}, tmp_path).startswith("Success")

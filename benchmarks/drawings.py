@@ -1,0 +1,286 @@
+"""The plots of README and docs/RESULTS.md: ``python -m benchmarks.drawings docs/images`` (``make figures``).
+
+Every figure in them is in a file of ``benchmarks/results`` (other folders: ``--results``); nothing is measured or
+smoothed here, and what a file lacks is not drawn. What was drawn stands in the SVG's description, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.table import read_result
+from torch_pi2.base.extras import missing_package
+from torch_pi2.base.files import atomic_write
+from torch_pi2.errors import ArtifactError
+from torch_pi2.report.style import THEMES
+
+RESULTS = Path(__file__).parent / "results"
+OURS, PEER = "torch_pi2", "llama.cpp"
+#: Of a light page and of a dark one; told apart by most eyes.
+_COLOURS = {OURS: ("#0072b2", "#56b4e9"), PEER: ("#b34700", "#ff9e4a"), "prompt": ("#00785a", "#3fc79a")}
+_MARKS = {OURS: "o", PEER: "s", "prompt": "^"}
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+class Point(NamedTuple):
+    """``x``: a number, or the name of a bar. Median, slowest and fastest of the rounds (one round: the same)."""
+
+    x: float | str
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """``lines``: points by name. ``level``: a height worth a line of its own. ``sources``: files without ``.json``."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[Point]]
+    sources: Sequence[str]
+    level: float | None = None
+    log_x: bool = False
+
+    def data(self) -> dict[str, list[list[float | str]]]:
+        return {name: [list(point) for point in points] for name, points in self.lines.items()}
+
+
+def memory(results: Results) -> Drawing:
+    """Decoding a 7B model against the share of its neurons that memory holds."""
+    sweep = _named(results, "offload-mistral-7b-int4-int8", lambda r: "pipeline" in r["modes"] and not r.get("prompt"))
+    whole = "decode-mistral-7b-int4-int8"
+    ours, peer = [], []
+    for result in sweep.values():
+        at = 100 * result["ffn_in_memory"]
+        ours.append(_point(at, result["modes"]["pipeline"]))
+        peer += [Point(at, *[p["tokens_per_s"]] * 3) for name, p in result["peers"].items() if name == PEER]
+    both = results[whole]["peers"][PEER]
+    ours.append(_point(100, both, "our_"))
+    peer.append(_point(100, both))
+    return Drawing(
+        "Mistral-7B shape, 4-bit weights, 10 % of neurons active, two CPU threads",
+        "share of feed-forward neurons in memory, % (the rest is read from a drive)",
+        "tokens/s",
+        {OURS: sorted(ours), PEER: sorted(peer)},
+        [*sweep, whole],
+    )
+
+
+def modes(results: Results) -> Drawing:
+    """Ways to run a model of which half of the neurons fit."""
+    name = "offload-mistral-7b-int4-int8"
+    result = results[name]
+    bars = [_point(mode, m) for mode, m in result["modes"].items()]
+    bars += [Point(peer, *[p["tokens_per_s"]] * 3) for peer, p in result["peers"].items()]
+    title = f"Mistral-7B shape, {100 * result['ffn_in_memory']:.0f} % of neurons in memory"
+    return Drawing(title, "", "tokens/s", {OURS: bars}, [name])
+
+
+def active(results: Results) -> Drawing:
+    """How many times as fast as llama.cpp, against the share of neurons that are active."""
+    runs = _named(results, "decode-llama-1b-int4-int8", lambda r: PEER in r["peers"])
+    of = {name: (100 * r["synthetic"]["active"], r["peers"][PEER]) for name, r in runs.items()}
+    lines = {
+        OURS: sorted(Point(at, p["ratio"], *p["spread"]["ratio"]) for at, p in of.values()),
+        "prompt": sorted(Point(at, p["prompt_ratio"], *p["spread"]["prompt_ratio"]) for at, p in of.values()),
+    }
+    labels = {OURS: "decoding", "prompt": "prompt of 128 tokens"}
+    return Drawing(
+        "Llama-1B shape, 4-bit weights, two CPU threads: llama.cpp = 1",
+        "active neurons, %",
+        "times as fast as llama.cpp",
+        {labels[name]: points for name, points in lines.items()},
+        list(of),
+        level=1,
+        log_x=True,
+    )
+
+
+def batches(results: Results) -> Drawing:
+    """Tokens/s of all sequences together."""
+    name = "decode-mistral-7b-int4-int8-batches"
+    pairs = results[name]["peers"][PEER]["batches"]
+    return Drawing(
+        "Mistral-7B shape, 4-bit weights, two CPU threads",
+        "sequences decoded together",
+        "tokens/s of all",
+        {
+            OURS: [_point(str(pair["batch"]), pair, "our_") for pair in pairs],
+            PEER: [_point(str(pair["batch"]), pair) for pair in pairs],
+        },
+        [name],
+    )
+
+
+DRAWINGS: dict[str, Callable[[Results], Drawing]] = {
+    "memory": memory, "modes": modes, "active": active, "batches": batches,
+}  # fmt: skip
+
+
+def _named(results: Results, start: str, wanted: Callable[[Mapping[str, Any]], bool]) -> dict[str, Mapping[str, Any]]:
+    """Results whose name is ``start`` alone or with a number behind it."""
+    found = {}
+    for name, result in results.items():
+        rest = name.removeprefix(start).removeprefix("-").replace(".", "", 1)
+        if name.startswith(start) and (not rest or rest.isdigit()) and wanted(result):
+            found[name] = result
+    return found
+
+
+def _point(x: float | str, of: Mapping[str, Any], whose: str = "") -> Point:
+    return Point(x, of[f"{whose}tokens_per_s"], *of["spread"][f"{whose}tokens_per_s"])
+
+
+def read(folder: str | Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Results by name. Raises ArtifactError, as :func:`benchmarks.table.write`."""
+    return {
+        path.stem: read_result(path) for path in sorted(Path(folder).glob("*.json")) if not path.stem.startswith("qnn-")
+    }
+
+
+def draw(target: str | Path, results: str | Path = RESULTS) -> list[Path]:
+    """Write ``NAME.svg`` of every drawing into the folder ``target``; returns their paths.
+
+    Raises:
+        LibraryMissingError: no matplotlib. ArtifactError: a result that a drawing needs is missing or damaged.
+    """
+    found, written = read(results), []
+    for name, make in DRAWINGS.items():
+        try:
+            drawing = make(found)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(
+                str(results),
+                expected=f"the results that {name}.svg is drawn of",
+                found=f"one missing or damaged ({type(error).__name__}: {error})",
+                fix="docs/RESULTS.md has the command of each.",
+            ) from error
+        written.append(Path(target) / f"{name}.svg")
+        atomic_write(written[-1], _svg(drawing, found))
+    return written
+
+
+def _svg(drawing: Drawing, results: Results) -> str:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_package("matplotlib", "bench", error) from error
+    light, text = THEMES["light"], io.StringIO()
+    ink, soft, grid = light["ink"], light["soft"], light["grid"]
+    looks = {
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "xtick.color": soft,
+        "ytick.color": soft,
+        "axes.edgecolor": soft,
+    }
+    # text stays text, and the same results make the same file
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "pi2", "font.size": 11, "font.family": "sans-serif"}
+    with mpl.rc_context({**settings, **looks}):
+        figure = Figure(figsize=(8, 4), layout="constrained", facecolor=light["card"])
+        axes = figure.add_subplot(facecolor=light["card"])
+        _bars(axes, drawing) if _is_bars(drawing) else _lines(axes, drawing)
+        if drawing.level is not None:
+            axes.axhline(drawing.level, color=soft, linewidth=1, linestyle="--")
+        axes.set(xlabel=drawing.x_label, ylabel=drawing.y_label, ylim=(0, 1.08 * axes.get_ylim()[1]))
+        axes.grid(axis="y", color=grid, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(drawing.lines) > 1:
+            axes.legend(loc="best", frameon=False)
+        axes.set_title(drawing.title, loc="left", fontsize=12)
+        figure.supxlabel(_machine(drawing, results), fontsize=8, color=soft)
+        about = json.dumps(drawing.data())
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Description": about})
+    return _with_dark(text.getvalue())
+
+
+def _is_bars(drawing: Drawing) -> bool:
+    return any(isinstance(point.x, str) for points in drawing.lines.values() for point in points)
+
+
+def _look(index: int, name: str) -> tuple[str, str]:
+    """Colour and mark of the line ``name``, which is the ``index``-th."""
+    kind = name if name in _COLOURS else (OURS, "prompt")[index]
+    return _COLOURS[kind][0], _MARKS[kind]
+
+
+def _ranges(points: Sequence[Point]) -> list[list[float]]:
+    return [[p.median - p.low for p in points], [p.high - p.median for p in points]]
+
+
+def _label(axes: Any, x: float | str, point: Point, colour: str) -> None:
+    said = f"{point.median:.2f}" if point.median < 3 else f"{point.median:.1f}"
+    axes.annotate(said, (x, point.high), (0, 6), textcoords="offset points", ha="center", color=colour, fontsize=9)
+
+
+def _lines(axes: Any, drawing: Drawing) -> None:
+    for index, (name, points) in enumerate(drawing.lines.items()):
+        colour, mark = _look(index, name)
+        axes.errorbar(
+            [p.x for p in points], [p.median for p in points], _ranges(points), label=name, color=colour, marker=mark,
+            linewidth=2 if len(points) > 2 else 0, markersize=6, elinewidth=1, capsize=3,
+        )  # fmt: skip
+        for p in points if drawing.level is None else ():
+            _label(axes, p.x, p, colour)
+    if drawing.log_x:
+        shown = sorted({float(p.x) for points in drawing.lines.values() for p in points})
+        axes.set_xscale("log")
+        axes.set_xticks(shown, [f"{x:g}" for x in shown])
+        axes.minorticks_off()
+
+
+def _bars(axes: Any, drawing: Drawing) -> None:
+    width = 0.8 / len(drawing.lines)
+    for index, (name, points) in enumerate(drawing.lines.items()):
+        at = [i + (index - (len(drawing.lines) - 1) / 2) * width for i in range(len(points))]
+        colours = [_look(index, str(p.x) if p.x in _COLOURS else name)[0] for p in points]
+        ink = THEMES["light"]["ink"]
+        axes.bar(
+            at, [p.median for p in points], width * 0.92, yerr=_ranges(points), label=name, color=colours,
+            error_kw={"elinewidth": 1, "capsize": 3, "ecolor": ink},
+        )  # fmt: skip
+        for x, p in zip(at, points, strict=True):
+            _label(axes, x, p, ink)
+    names = [str(p.x) for p in next(iter(drawing.lines.values()))]
+    axes.set_xticks(range(len(names)), names)
+
+
+def _machine(drawing: Drawing, results: Results) -> str:
+    machine = results[drawing.sources[0]]["machine"]
+    return f"synthetic weights; {machine['cpu']}, {machine['kernels']}; medians, slowest to fastest round"
+
+
+def _with_dark(svg: str) -> str:
+    """``svg`` with a style sheet for dark pages; who does not know it sees the light one, on a ground of its own."""
+    of = dict(_COLOURS.values())
+    of |= {THEMES["light"][name]: THEMES["dark"][name] for name in ("ink", "soft", "grid", "card")}
+    rules = "".join(
+        f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+        for light, dark in of.items()
+        for what in ("fill", "stroke")
+    )
+    head, end, body = svg.partition("</metadata>")
+    return f"{head}{end}\n <style>@media (prefers-color-scheme:dark){{{rules}}}</style>{body}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    draw(args.target, args.results)
+
+
+if __name__ == "__main__":
+    main()

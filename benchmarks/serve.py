@@ -1,0 +1,349 @@
+"""Servers under load: requests/s, and how long clients wait, beside llama-cpp-python's own server.
+
+Synthetic weights of the same sizes in both, the same requests (:mod:`benchmarks.words`), greedy, streamed, over
+loopback. All servers stay loaded; one at a time has something to do, in alternation. Each of so many clients sends its
+next request when the last is answered. Half of the prompts begin alike. The figures speak of speed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import server as servers
+from benchmarks.arguments import list_of
+from benchmarks.clients import Load, Request, check, load
+from benchmarks.figures import alternate, at_least, known, label, over, spread
+from benchmarks.gguf import write_gguf
+from benchmarks.memory import Memory
+from benchmarks.server import Server
+from benchmarks.subject import FIRING, WORK
+from benchmarks.words import save_tokenizer, text, vocabulary
+from torch_pi2.base import process as machine
+from torch_pi2.cli import common
+from torch_pi2.errors import ConfigError
+from torch_pi2.formats import ACTIVATIONS
+from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.store.folder import PI2_FOLDER
+
+PEERS = ("llama.cpp",)
+#: In milliseconds: of whole answers, and of their first text.
+_WAITS: dict[str, Callable[[Any], float]] = {"latency": lambda a: a.whole_s, "first": lambda a: a.first_s}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_server(parser)
+    add(
+        "--clients",
+        type=list_of(common.positive),
+        default=[1, 4, 16],
+        metavar="N,...",
+        help="that ask at once, comma-separated (default: 1,4,16)",
+    )
+    add("--requests", type=common.positive, default=8, metavar="N", help="of a round, or one a client if that is more")
+    add("--rounds", type=common.positive, default=3, metavar="N", help="alternating; one more before is warm-up")
+    lengths = list_of(common.positive)
+    add("--prompts", type=lengths, default=[32, 256], metavar="FROM,TO", help="tokens of prompts (default: 32,256)")
+    add("--answers", type=lengths, default=[16, 128], metavar="FROM,TO", help="tokens of answers (default: 16,128)")
+    add("--shared", type=int, default=128, metavar="T", help="tokens that half of the prompts begin with, at most")
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """What is served, and how."""
+    add = parser.add_argument
+    add("--shape", default="llama-1b", help="synthetic, made in work/bench if it is not there (default: llama-1b)")
+    add("--weights", default="int4", choices=("int4", "int8"))
+    add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
+    add("--lanes", type=common.positive, default=8, metavar="N", help="sequences we decode together (default: 8)")
+    add("--compile", dest="compiled", action="store_true", help="compile our steps")
+    add(
+        "--prefix-cache",
+        dest="prefix_caches",
+        type=list_of(str),
+        default=["256MiB", "0"],
+        metavar="BYTES,...",
+        help="a server of ours with each, comma-separated (default: 256MiB,0)",
+    )
+    add("--peer", dest="peers", action="append", default=[], choices=PEERS, help="llama-cpp-python's own server (Q4_0)")
+    add("--seed", type=common.seed, default=0)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served: sizes, quantisation, and of our servers how.
+
+    Attributes:
+        threads: of each server. context: tokens of a prompt and its answer, at most. The others: as the options.
+    """
+
+    shape: str
+    weights: str
+    activations: str
+    threads: int
+    lanes: int
+    compiled: bool
+    prefix_caches: Sequence[str]
+    peers: Sequence[str]
+    context: int
+    seed: int
+
+    def files(self) -> tuple[Path, Path | None]:
+        """The folder and, for peers, the GGUF file, made if they are not there."""
+        import torch_pi2
+
+        firing = {"active": 0.1} | FIRING.get(self.shape, {})
+        folder = WORK / f"{self.shape}-{self.weights}-{firing['active']:g}"
+        if not (folder / PI2_FOLDER).is_dir():
+            torch_pi2.synthetic(folder, self.shape, weights=self.weights, seed=self.seed, **firing)
+        config = model_config(folder)
+        save_tokenizer(folder, config.vocab_size)
+        if not self.peers:
+            return folder, None
+        words = vocabulary(config.vocab_size)
+        return folder, write_gguf(WORK / f"{self.shape}-words.q4_0.gguf", config, seed=self.seed, tokens=words)
+
+    @contextlib.contextmanager
+    def servers(self) -> Iterator[dict[str, Server]]:
+        """By name, ours first; they end with the context."""
+        known("peer", self.peers, PEERS)
+        folder, gguf = self.files()
+        with contextlib.ExitStack() as stack:
+            found: dict[str, Server] = {}
+            for prefix_cache in self.prefix_caches:
+                started = servers.ours(
+                    folder,
+                    activations=self.activations,
+                    threads=self.threads,
+                    lanes=self.lanes,
+                    prefix_cache=prefix_cache,
+                    compiled=self.compiled,
+                    context=self.context,
+                )
+                stack.callback(started.close)
+                found[started.name] = started
+            if gguf is not None:
+                started = servers.llama(gguf, threads=self.threads, context=self.context)
+                stack.callback(started.close)
+                found[started.name] = started
+            yield found
+
+    def about(self) -> dict[str, Any]:
+        import transformers
+
+        config: Any = transformers.AutoConfig.from_pretrained(self.files()[0], local_files_only=True)
+        named = {name: getattr(self, name) for name in ("shape", "weights", "activations", "threads")}
+        return {**named, "synthetic": config.torch_pi2_synthetic}
+
+
+def run(
+    shape: str = "llama-1b",
+    weights: str = "int4",
+    *,
+    activations: str = "int8",
+    lanes: int = 8,
+    compiled: bool = False,
+    prefix_caches: Sequence[str] = ("256MiB", "0"),
+    peers: Sequence[str] = (),
+    clients: Sequence[int] = (1, 4, 16),
+    requests: int = 8,
+    rounds: int = 3,
+    prompts: Sequence[int] = (32, 256),
+    answers: Sequence[int] = (16, 128),
+    shared: int = 128,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Measure servers with torch's current number of threads each.
+
+    Returns:
+        ``servers``, by name: what it is (``about``), ``peak_rss_bytes``, and ``loads``, for each number of ``clients``
+        what :func:`_summary` gives. ``over``: for each number of clients, how many times as fast as the peer each of
+        ours is, of requests/s within each round, and of waits of all rounds.
+
+    Raises:
+        ConfigError: a setting makes no sense. PeerError: a server ended, or did not answer as it should.
+        Pi2Error: what :func:`torch_pi2.synthetic` and :func:`benchmarks.gguf.write_gguf` raise.
+    """
+    at_least(1, rounds=rounds, requests=requests, clients=min(clients, default=0))
+    _check("prompts", prompts)
+    _check("answers", answers)
+    if not 0 <= shared < prompts[1]:
+        raise ConfigError(
+            "shared",
+            expected=f"less than {prompts[1]} tokens",
+            found=str(shared),
+            fix="Prompts have an end of their own.",
+        )
+    if not prefix_caches:
+        raise ConfigError("prefix-cache", expected="one or more", found="none", fix="Give 0 for none.")
+    served = Served(
+        shape, weights, activations, torch.get_num_threads(), lanes, compiled, prefix_caches, peers,
+        context=prompts[1] + answers[1], seed=seed,
+    )  # fmt: skip
+    drawn = Requests(prompts, answers, shared, seed)
+    memory = Memory(1 << 14, 0.1, seed=seed)
+    with served.servers() as running:
+        for server in running.values():
+            check(server, drawn.of("check", 3))
+            load(server, drawn.falling(lanes), lanes)
+
+        def one(name: str, index: int) -> tuple[float, list[Load]]:
+            read = memory.read_gb_per_s()
+            asked = [drawn.of(f"{index} {count}", max(requests, count)) for count in clients]
+            return read, [load(running[name], r, count) for r, count in zip(asked, clients, strict=True)]
+
+        kept = alternate(list(running), rounds, one)
+        peaks = {name: server.peak_rss_bytes() for name, server in running.items()}
+    loads = {name: [[r[i] for _, r in every] for i in range(len(clients))] for name, every in kept.items()}
+    reads = [read for every in kept.values() for read, _ in every]
+    return {
+        "what": "serve",
+        **served.about(),
+        "clients": list(clients),
+        "requests": [max(requests, count) for count in clients],
+        "rounds": rounds,
+        "prompts": list(prompts),
+        "answers": list(answers),
+        "shared": shared,
+        "read_gb_per_s": round(statistics.median(reads), 3),
+        "servers": {
+            name: {
+                "about": running[name].about,
+                "peak_rss_bytes": peaks[name],
+                "loads": [{"clients": n, **_summary(r)} for n, r in zip(clients, loads[name], strict=True)],
+            }
+            for name in running
+        },
+        "over": [
+            {"clients": n, **_over({name: of[i] for name, of in loads.items()}, [*running][len(prefix_caches) :])}
+            for i, n in enumerate(clients)
+        ],
+        "seed": seed,
+        **machine.describe(),
+    }
+
+
+def _check(name: str, lengths: Sequence[int]) -> None:
+    if len(lengths) != 2 or not 1 <= lengths[0] <= lengths[1]:
+        found = ",".join(map(str, lengths))
+        raise ConfigError(name, expected="the least and the most, such as 32,256", found=found, fix="Give both.")
+
+
+class Requests:
+    """Drawn requests: no two of a run have the same prompt, but every other one begins with the same text.
+
+    Args:
+        prompts, answers: tokens, the least and the most. shared: tokens of that text, at most.
+    """
+
+    def __init__(self, prompts: Sequence[int], answers: Sequence[int], shared: int, seed: int) -> None:
+        self._prompts, self._answers, self._seed = prompts, answers, seed
+        self._begin = text(shared, random.Random(f"{seed} shared"))
+
+    def of(self, what: str, count: int) -> list[Request]:
+        """``what``: the same gives the same requests."""
+        drawn = random.Random(f"{self._seed} {what}")
+        return [self._one(drawn, drawn.randint(*self._answers), i % 2 == 0) for i in range(count)]
+
+    def falling(self, count: int) -> list[Request]:
+        """So many at once, which end one after another: each number of sequences comes once."""
+        drawn = random.Random(f"{self._seed} falling")
+        least = min(2, self._answers[1])
+        return [self._one(drawn, min(least + 2 * i, self._answers[1]), i % 2 == 0) for i in range(count)]
+
+    def _one(self, drawn: random.Random, answer: int, shares: bool) -> Request:
+        tokens = drawn.randint(*self._prompts)
+        begin = self._begin[: max(0, tokens - self._prompts[0] // 2)] if shares else ""
+        return Request(begin + text(tokens - len(begin), drawn), tokens, answer)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least of ``values`` that so large a share of them is not above."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _rates(rounds: Sequence[Load]) -> dict[str, list[float]]:
+    return {
+        "requests_per_s": [len(r.answers) / r.wall_s for r in rounds],
+        "tokens_per_s": [sum(a.answer_tokens for a in r.answers) / r.wall_s for r in rounds],
+    }
+
+
+def _waits(rounds: Sequence[Load]) -> dict[str, float]:
+    """Of all rounds together, since one has few answers."""
+    found: dict[str, float] = {}
+    for name, seconds in _WAITS.items():
+        values = [seconds(answer) * 1e3 for r in rounds for answer in r.answers]
+        found |= {f"{name}_p50_ms": percentile(values, 0.5), f"{name}_p99_ms": percentile(values, 0.99)}
+    return found
+
+
+def _summary(rounds: Sequence[Load]) -> dict[str, Any]:
+    """Medians and ranges of rates over rounds; waits of all answers, which end at their last or begin at their first
+    text; ``client_share``: of one processor, that the clients took."""
+    rates = _rates(rounds)
+    return {
+        **{name: round(statistics.median(values), 3) for name, values in rates.items()},
+        **{name: round(value, 1) for name, value in _waits(rounds).items()},
+        "answers": sum(len(r.answers) for r in rounds),
+        "client_share": round(sum(r.client_s for r in rounds) / sum(r.wall_s for r in rounds), 3),
+        "spread": {name: spread(values) for name, values in rates.items()},
+    }
+
+
+def _over(loads: Mapping[str, Sequence[Load]], peers: Sequence[str]) -> dict[str, Any]:
+    """By each of ours: ``requests_per_s`` over the peer's, and the peer's waits over ours: above 1, ours is ahead."""
+    found: dict[str, Any] = {}
+    for peer in peers:
+        for name in (name for name in loads if name not in peers):
+            pair = {name: _rates(loads[name])["requests_per_s"], peer: _rates(loads[peer])["requests_per_s"]}
+            ratios = over(pair, name)[peer]
+            own, its = _waits(loads[name]), _waits(loads[peer])
+            found[name] = {
+                "peer": peer,
+                "requests_per_s": round(statistics.median(ratios), 3),
+                "spread": spread(ratios),
+                **{wait: round(its[wait] / own[wait], 3) for wait in own},
+            }
+    return {"ours": found}
+
+
+def render(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            at["clients"],
+            f"{at['requests_per_s']:.2f}",
+            f"{at['tokens_per_s']:.1f}",
+            "{:.1f} to {:.1f}".format(*at["spread"]["tokens_per_s"]),
+            *(f"{at[wait]:.0f}" for wait in ("latency_p50_ms", "latency_p99_ms", "first_p50_ms", "first_p99_ms")),
+        )
+        for name, server in result["servers"].items()
+        for at in server["loads"]
+    ]
+    header = ("server", "clients", "requests/s", "tokens/s", "from - to", "p50 ms", "p99 ms", "first p50", "first p99")
+    lines = [
+        f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
+        f"{result['machine']['kernels']} kernels, prompts of {result['prompts'][0]} to {result['prompts'][1]}, answers "
+        f"of {result['answers'][0]} to {result['answers'][1]}",
+        common.table(header, rows),
+    ]
+    for at in result["over"]:
+        for name, ratio in at["ours"].items():
+            low, high = ratio["spread"]
+            lines.append(
+                f"{at['clients']} clients: {name} answers {ratio['requests_per_s']:.2f} times as many as "
+                f"{ratio['peer']} ({low:.2f} to {high:.2f}), whose answers take {ratio['latency_p50_ms']:.2f} (p50) "
+                f"and {ratio['latency_p99_ms']:.2f} (p99) times as long, first text "
+                f"{ratio['first_p50_ms']:.2f} and {ratio['first_p99_ms']:.2f}"
+            )
+    return "\n".join([*lines, label(result)])

@@ -1,0 +1,55 @@
+"""A vocabulary of made-up words, for synthetic models that are served: the same for a folder and for a GGUF file.
+
+Every letter of a prompt is one token in both, so that as many letters are as many tokens. Answers have all tokens, each
+of which is text that can be sent as soon as it comes. The end of a text is token 0.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.errors import ConfigError
+
+#: Begins and ends texts. In GGUF files of :mod:`benchmarks.gguf` it never wins, our synthetic folders have no end.
+END, END_ID = "<s>", 0
+#: Pairs that tokenizers join: no tokenizer is without one. Prompts have no spaces.
+MERGES = (("Ġ", "Ġ"),)
+_LETTERS = ["Ġ", "Ċ", *string.ascii_letters, *string.digits, *string.punctuation]
+
+
+def vocabulary(size: int) -> list[str]:
+    """Tokens as byte-level tokenizers write them (a space is a G with a dot).
+
+    Raises:
+        ConfigError: fewer than letters need.
+    """
+    fixed = [END, *_LETTERS, *("".join(pair) for pair in MERGES)]
+    if size < len(fixed):
+        raise ConfigError(
+            "vocabulary",
+            expected=f"{len(fixed)} tokens or more, for letters",
+            found=str(size),
+            fix="Choose another shape.",
+        )
+    return fixed + [f"Ġw{number}" for number in range(size - len(fixed))]
+
+
+def save_tokenizer(folder: Path, size: int) -> None:
+    """Write it as one of Hugging Face into a model's folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: number for number, token in enumerate(vocabulary(size))}
+    raw = Tokenizer(models.BPE(ids, list(MERGES)))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=END, eos_token=END, pad_token=END)
+    tokenizer.save_pretrained(folder)
+
+
+def text(tokens: int, drawn: random.Random) -> str:
+    """So many tokens."""
+    return "".join(drawn.choices(string.ascii_lowercase, k=tokens))

@@ -1,0 +1,174 @@
+"""Every kind of path, given to every verb that talks: what it does, or which verb it names instead."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cli_calls import Ran
+from shared import shared_folder
+from tiny_bundle import shared_bundle
+from tiny_models import randomise
+from tiny_tokenizers import TEXT, byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import torch_pi2
+from torch_pi2.cli import folders
+from torch_pi2.errors import ArtifactError
+from torch_pi2.export.run import Bundle
+
+Command = Callable[..., Ran]
+
+
+def _write(base: Path) -> None:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=300, max_position_embeddings=64, hidden_act="relu", eos_token_id=0)
+    dense = randomise(LlamaForCausalLM(config).eval())
+    tokenizer = byte_tokenizer(TEXT)
+    for made in (dense, tokenizer):
+        made.save_pretrained(base / "checkpoint")
+    torch_pi2.save(torch_pi2.optimize(dense), base / "optimised", tokenizer=tokenizer)
+    torch_pi2.pack(base / "optimised", base / "store")
+    torch_pi2.quantize(base / "checkpoint", base / "quantised", weights="int8")
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A path of every kind, by name."""
+    base, bundle = shared_folder(tmp_path_factory, "every-folder", _write), shared_bundle(tmp_path_factory)
+    own = tmp_path_factory.mktemp("others")
+    for name in ("stats.safetensors", "predictors.safetensors", "plan.json"):
+        (own / name.partition(".")[0]).mkdir()
+        (own / name.partition(".")[0] / name).touch()
+    (own / "notes").mkdir()
+    (own / "notes" / "notes.txt").write_text("nothing of ours\n")
+    return {
+        **{name: base / name for name in ("checkpoint", "optimised", "quantised", "store")},
+        "bundle": bundle,
+        "program": bundle / "model.pte",
+        "store's file": base / "store" / "pi2" / "model.pi2",
+        "store's pi2": base / "store" / "pi2",
+        "weights": base / "checkpoint" / "model.safetensors",
+        **{name: own / name for name in ("stats", "predictors", "plan", "notes")},
+        "a file": own / "notes" / "notes.txt",
+        "missing": own / "missing",
+    }
+
+
+GENERATES = ("checkpoint", "optimised", "quantised", "store", "bundle")
+TALKS = ("checkpoint", "optimised", "quantised", "store")
+#: What is named instead, by verb and kind. Given folders stand for ``{}``, those that hold what was given for ``{..}``.
+INSTEAD = {
+    ("generate", "program"): "torch-pi2 generate {..} ...",
+    ("generate", "store's file"): "torch-pi2 generate {../..} ...",
+    ("generate", "store's pi2"): "torch-pi2 generate {..} ...",
+    ("generate", "weights"): "torch-pi2 generate {..} ...",
+    ("run", "program"): "torch-pi2 run {..} ...",
+    ("run", "store's file"): "torch-pi2 generate {../..} --prompt '...'",
+    ("run", "store's pi2"): "torch-pi2 generate {..} --prompt '...'",
+    ("run", "weights"): "torch-pi2 optimize {..} --out DIR",
+    **{("run", kind): "torch-pi2 generate {} --prompt '...'" for kind in ("optimised", "quantised", "store")},
+    ("run", "checkpoint"): "torch-pi2 optimize {} --out DIR",
+    ("chat", "bundle"): "torch-pi2 run {} --chat --prompt '...'",
+    ("chat", "program"): "torch-pi2 run {..} --chat --prompt '...'",
+    ("serve", "bundle"): "torch-pi2 generate {} --prompt '...'",
+    ("serve", "program"): "torch-pi2 generate {..} --prompt '...'",
+    **{(verb, "store's file"): f"torch-pi2 {verb} {{../..}} ..." for verb in ("chat", "serve")},
+    **{
+        (verb, kind): f"torch-pi2 {verb} {{..}} ..."
+        for verb in ("chat", "serve")
+        for kind in ("store's pi2", "weights")
+    },
+    **{
+        (verb, kind): command
+        for verb in ("generate", "run", "chat", "serve")
+        for kind, command in (
+            ("stats", "torch-pi2 optimize MODEL --stats {} --out DIR"),
+            ("predictors", "torch-pi2 optimize MODEL --stats STATS --predictors {} --out DIR"),
+            ("plan", "torch-pi2 inspect {}"),
+        )
+    },
+}
+NEEDS = {"generate": ["--prompt", "x"], "run": ["--prompt", "x"], "chat": [], "serve": []}
+
+
+@pytest.mark.parametrize(("verb", "kind"), INSTEAD)
+def test_the_verb_that_is_named(command: Command, kinds: dict[str, Path], verb: str, kind: str) -> None:
+    given, wanted = kinds[kind], INSTEAD[verb, kind]
+    for mark, folder in (("{../..}", given.parent.parent), ("{..}", given.parent), ("{}", given)):
+        wanted = wanted.replace(mark, str(folder))
+    ran = command(verb, given, *NEEDS[verb], ok=False)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.endswith(f"Use: {wanted}\n")
+
+
+@pytest.mark.parametrize("verb", NEEDS)
+@pytest.mark.parametrize("kind", ["notes", "a file", "missing"])
+def test_what_is_nothing_of_ours(command: Command, kinds: dict[str, Path], verb: str, kind: str) -> None:
+    ran = command(verb, kinds[kind], *NEEDS[verb], ok=False)
+    assert (ran.code, ran.out) == (2, "")
+    last = ran.err.splitlines()[-1]
+    assert last.startswith("torch-pi2: ")
+    assert str(kinds[kind]) in last
+    assert "expected" in last
+    assert "found" in last
+
+
+def test_generate_takes_every_kind_of_model(command: Command, kinds: dict[str, Path]) -> None:
+    texts = {}
+    for kind in GENERATES:
+        asked = ["generate", kinds[kind], "--prompt", "def f", "--max-new-tokens", "9"]
+        said = command(*asked, "--json").json
+        texts[kind] = said["text"]
+        assert (said["prompt"], said["prompt_tokens"]) == ("def f", 2)
+        assert 0 < said["new_tokens"] <= 9
+        assert said["ms_per_token"] > 0
+        assert command(*asked).out.startswith(f"def f{said['text']}\n["), kind
+    assert texts["checkpoint"] == texts["optimised"] == texts["store"]
+    with Bundle(kinds["bundle"]) as opened:
+        assert texts["bundle"] == opened.generate("def f", 9).text
+
+
+def test_a_bundle_has_the_settings_of_models(command: Command, kinds: dict[str, Path], tmp_path: Path) -> None:
+    asked = ("--prompt", "def f", "--max-new-tokens", "5", "--temperature", "1", "--top-p", "0.9", "--seed", "3")
+    said = command("generate", kinds["bundle"], *asked, "--num-return-sequences", "2", "--json", "--budget", "1GB").json
+    with Bundle(kinds["bundle"]) as opened:
+        how = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "num_return_sequences": 2}
+        assert said["texts"] == [s.text for s in opened.generate("def f", 5, **how).sequences]
+    for option in (
+        ["--dense"],
+        ["--compile"],
+        ["--activations", "int8"],
+        ["--prompt-lookup", "2"],
+        ["--dtype", "float32"],
+    ):
+        ran = command("generate", kinds["bundle"], "--prompt", "x", *option, ok=False)
+        assert ran.code == 2
+        assert f"{option[0]} with {kinds['bundle']}: expected an option of bundles" in ran.err
+    damaged = tmp_path / "damaged"
+    shutil.copytree(kinds["bundle"], damaged)
+    (damaged / "model.pte").write_bytes(b"")
+    assert "model.pte" in command("generate", damaged, "--prompt", "x", ok=False).err
+
+
+@pytest.mark.parametrize("kind", TALKS)
+def test_chat_takes_every_kind_of_model_of_pytorch(
+    command: Command, kinds: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    wanted = command("generate", kinds[kind], "--prompt", "def f", "--max-new-tokens", "5", "--json").json["text"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def f\n"))
+    assert command("chat", kinds[kind], "--max-new-tokens", "5").out.strip() == wanted.strip()
+
+
+def test_serve_takes_what_chat_takes(kinds: dict[str, Path]) -> None:
+    """Loading is the same for both; the server itself is tested elsewhere."""
+    folders.check(Namespace(verb="serve", models=[str(kinds[kind]) for kind in TALKS]))
+    with pytest.raises(ArtifactError, match="a bundle, written by export"):
+        folders.check(Namespace(verb="serve", models=[str(kinds[kind]) for kind in (*TALKS, "bundle")]))

@@ -1,0 +1,443 @@
+"""Steps that are recorded: the calls of the model, bit by bit, or the model itself where they could be others."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import EXPECTED, tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.decode import recorded
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.recorded import Replay, record
+from torch_pi2.errors import ArtifactError
+
+IDS = torch.arange(6)[None]
+
+
+def steps(decoder: Decoder, count: int = 14, first: int = 0) -> torch.Tensor:
+    """Logits of some steps."""
+    decoder.prompt(IDS)
+    return torch.stack([decoder.step(torch.tensor([[first + i]]))[0] for i in range(count)])
+
+
+def replay(decoder: Decoder, batch: int = 1) -> Replay:
+    return decoder._replays[batch, 1, False]
+
+
+def never_recorded(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **how: int) -> torch.Tensor:
+    """:func:`steps` as the model alone makes them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded, "_BEFORE", 1000)
+        return steps(Decoder(model, max_tokens=40, logits=True, compiled=False), **how)
+
+
+# --- functions ---
+
+
+def test_calls_of_every_form_are_made_again() -> None:
+    weight, room = torch.randn(4, 4), torch.zeros(9, 4)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        x = weight[ids[0]]
+        room[1 : 1 + x.shape[0]] = x  # __setitem__
+        low, high = torch.split(x, [1, x.shape[1] - 1], dim=-1)
+        best = torch.cat([high, low], -1).topk(2)
+        y = torch.nn.functional.silu(best.values.T) if x.dim() == 2 else x
+        y = 1 - y * 2.5 + torch.arange(y.shape[1], dtype=torch.float32)
+        y.add_(room.sum())
+        return y[..., :2, None].to(torch.float64).reshape(-1)
+
+    ids = torch.tensor([[0, 1, 2]])
+    result, made = record(forward, ids)
+    assert made is not None
+    for other in (ids, torch.tensor([[3, 1, 0]])):
+        assert torch.equal(made(other), forward(other))
+    assert result.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * len(x.tolist()),
+        lambda x: x * float(x[0, 0]),
+        lambda x: x * torch.equal(x, x),
+        lambda x: x[:, x.max().long() - 1 :],
+        lambda x: x.cpu().detach().apply_(lambda v: v + 1),
+    ],
+)
+def test_what_depends_on_values_is_not_recorded(asks: Any) -> None:
+    result, made = record(asks, torch.ones(1, 2))
+    assert made is None
+    assert isinstance(result, torch.Tensor)
+
+
+def test_what_nobody_saw_depend_on_values_is_found_out() -> None:
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            secret = ids * 2
+        return secret + 1
+
+    made = Replay(forward, lambda: True)
+    for i in range(14):
+        assert torch.equal(made(IDS + i), (IDS + i) * 2 + 1)
+    assert not made._sure
+
+
+def test_a_call_that_fails_is_the_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "_BEFORE", 1)
+    weight, box = torch.randn(8, 2), {"down": False}
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        if box["down"]:
+            raise OSError("the model knows why")
+        return weight[ids]
+
+    made = Replay(forward, lambda: True)
+    for _ in range(3):
+        made(IDS)
+    assert made._sure
+    box["down"] = True
+    assert torch.equal(made(IDS), weight[IDS])
+    with pytest.raises(OSError, match="the model knows why"):
+        made(IDS + 100)
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_step_depends_on_the_default_device(compiled: bool) -> None:
+    model = tiny("llama-relu")
+
+    def found() -> list[torch.Tensor]:
+        decoder = Decoder(model, max_tokens=40, batch=2, logits=True, compiled=compiled, backend="eager")
+        decoder.prompt(ids)
+        decoder.fork(2)
+        made = [decoder.step(fed[:2]) for _ in range(12)]
+        decoder.keep([1])
+        return [*made, *(decoder.step(fed[2:]) for _ in range(12))]
+
+    ids, fed = IDS, torch.tensor([[3], [4], [5]])
+    wanted = found()
+    with torch.device("meta"):
+        assert all(map(torch.equal, found(), wanted))
+
+
+@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"falcon-bias"}))  # which has no such cache
+def test_replayed_steps_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(name)
+    decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
+    assert torch.equal(steps(decoder), never_recorded(monkeypatch, model))
+    assert replay(decoder)._sure
+    assert torch.equal(steps(decoder, first=9), never_recorded(monkeypatch, model, first=9))
+
+
+def test_several_sequences_of_an_optimised_model_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_pi2.optimize(tiny("llama-relu").to(torch.bfloat16), weights="int8", activations="int8")
+
+    def answered(before: int) -> tuple[Decoder, list[torch.Tensor]]:
+        monkeypatch.setattr(recorded, "_BEFORE", before)
+        decoder = Decoder(model, max_tokens=40, batch=3, logits=True, compiled=False)
+        for tokens in (4, 6, 5):
+            list(decoder.joining(IDS[:, :tokens]))
+        found = [decoder.step(torch.arange(i, i + 3)[:, None]) for i in range(8)]
+        decoder.keep([0, 2])
+        return decoder, found + [decoder.step(torch.arange(i, i + 2)[:, None]) for i in range(8)]
+
+    (plain, expected), (decoder, found) = answered(1000), answered(3)
+    assert all(map(torch.equal, found, expected))
+    assert replay(decoder, 3)._sure
+    assert replay(decoder, 2)._sure
+    assert replay(plain, 3)._recorded is None
+
+
+def test_a_step_is_made_once() -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"), method="exact")
+    with torch_pi2.watch(model) as watched:
+        decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
+        steps(decoder, 14)
+    assert replay(decoder)._sure
+    assert watched.tokens == 14 + IDS.shape[1]
+
+
+def test_hooks_see_every_step() -> None:
+    model, seen = tiny("llama-relu"), list[int]()
+    model.get_input_embeddings().register_forward_hook(lambda _m, inputs, _y: seen.append(int(inputs[0][0, -1])))
+    steps(Decoder(model, max_tokens=40, logits=True, compiled=False))
+    assert seen == [5, *range(14)]
+
+
+def test_hooks_of_compiled_steps_are_given_what_is_fed() -> None:
+    model, box = tiny("llama-relu"), dict[str, torch.Tensor]()
+
+    def keep(_module: Any, inputs: Any, _output: Any) -> None:
+        box["ids"] = inputs[0]
+
+    model.get_input_embeddings().register_forward_hook(keep)
+    decoder = Decoder(model, max_tokens=24, backend="eager")
+    decoder.prompt(IDS)
+    for i in range(5):
+        decoder.step(torch.tensor([[i]]))
+        assert box["ids"].tolist() == [[i]]
+
+
+def test_a_hook_that_comes_between_prompts_is_called() -> None:
+    model, calls = tiny("llama-relu"), list[int]()
+    decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
+    steps(decoder)
+    assert replay(decoder)._sure
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(1))
+    steps(decoder)
+    assert len(calls) == 15
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_changes_between_prompts_is_seen(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"), method="exact")
+    decoder = Decoder(model, max_tokens=40, logits=True, compiled=compiled, backend="eager")
+    before = steps(decoder)
+    for layer in model.model.layers:
+        layer.mlp.threshold = 0.02  # another constant of a call
+    changed = steps(decoder)
+    assert not torch.equal(changed, before)
+    assert torch.allclose(changed, never_recorded(monkeypatch, model), atol=1e-5)
+    state = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)  # other tensors
+    assert torch.allclose(steps(decoder), never_recorded(monkeypatch, model), atol=1e-4)
+
+
+def test_over_a_store_errors_have_their_names(tmp_path: Path) -> None:
+    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu"), method="exact"), tmp_path / "sparse")
+    torch_pi2.pack(tmp_path / "sparse", tmp_path / "store")
+    model = torch_pi2.load(tmp_path / "store", budget="1GiB")
+    decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
+    steps(decoder)
+    assert replay(decoder)._sure
+    torch_pi2.stats(model)["store"].close()
+    with pytest.raises(ArtifactError, match="found a store that has been closed"):
+        decoder.step(torch.tensor([[1]]))
+
+
+class Around(nn.Module):
+    """A feed-forward layer with something around it: what Python there may hold."""
+
+    def __init__(self, inner: nn.Module, changes: Callable[[Around, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self._changes = inner, changes
+        self.scales, self.by_name, self.factor, self.function = [1.0], {"a": 1.0}, torch.tensor(1.0), torch.relu
+        self.calls, self.mean = 0, nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._changes(self, self.inner(x))
+
+
+def around(changes: Callable[[Around, torch.Tensor], torch.Tensor]) -> tuple[nn.Module, Around]:
+    model: Any = tiny("llama-relu")
+    made = model.model.layers[0].mlp = Around(model.model.layers[0].mlp, changes)
+    return model.eval(), made
+
+
+CHANGES: dict[str, Callable[[Around], Any]] = {
+    "a list": lambda layer: layer.scales.__setitem__(0, 2.0),
+    "a mapping": lambda layer: layer.by_name.update(a=3.0),
+    "a tensor that is no buffer": lambda layer: setattr(layer, "factor", torch.tensor(2.0)),
+    "a function": lambda layer: setattr(layer, "function", torch.tanh),
+    "a forward": lambda layer: setattr(layer.inner, "forward", lambda x: x * 2),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_modules_hold_is_seen_between_prompts(what: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layer = around(lambda y, x: y.function(x * y.scales[0] * y.by_name["a"] * y.factor))
+    decoder = Decoder(model, max_tokens=40, logits=True, compiled=compiled, backend="eager")
+    before = steps(decoder)
+    CHANGES[what](layer)
+    found, expected = steps(decoder), never_recorded(monkeypatch, model)
+    assert not torch.allclose(before, expected, atol=1e-4)
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_hook_of_all_modules_that_comes_between_prompts_is_called() -> None:
+    decoder, calls = Decoder(tiny("llama-relu"), max_tokens=40, logits=True, compiled=False), list[int]()
+    steps(decoder)
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    try:
+        steps(decoder, 1)
+        once = len(calls)
+        steps(decoder, 1)
+    finally:
+        hook.remove()
+    assert len(calls) == 2 * once
+    decoder.prompt(IDS)
+    assert len(calls) == 2 * once
+
+
+def test_a_decoder_goes_on_with_other_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("llama-relu")
+    decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
+    steps(decoder)
+    model.set_attn_implementation("eager")
+    assert torch.equal(steps(decoder), never_recorded(monkeypatch, model))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_changes_before_the_first_step_is_seen(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("llama-relu")
+    decoder = Decoder(model, max_tokens=40, batch=2, logits=True, compiled=compiled, backend="eager")
+    model.set_attn_implementation("eager")  # whose masks are others
+    assert torch.allclose(steps(decoder), never_recorded(monkeypatch, model), atol=1e-4)
+    model.set_attn_implementation("sdpa")
+    decoder = Decoder(model, max_tokens=40, batch=2, logits=True, compiled=compiled, backend="eager")
+    decoder.prompt(IDS)
+    model.set_attn_implementation("eager")
+    assert torch.allclose(steps(decoder), never_recorded(monkeypatch, model), atol=1e-4)
+
+
+def _grows(layer: Around, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[1] > layer.calls:  # tables are made anew for a longer prompt than there was
+        layer.calls, layer.factor = x.shape[1], torch.tensor(1 + x.shape[1] / 10)
+    return x * layer.factor
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_prompt_changes_is_seen_by_the_steps_after_it(
+    compiled: bool, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(compiled: bool) -> torch.Tensor:
+        model, _ = around(_grows)
+        decoder = Decoder(model, max_tokens=60, logits=True, compiled=compiled, backend="eager")
+        found = []
+        for tokens in (6, 12):
+            ids = IDS.repeat(1, tokens // 6)
+            decoder.rest()
+            if joins:
+                list(decoder.joining(ids))
+            else:
+                decoder.prompt(ids)
+            found += [decoder.step(torch.tensor([[i]]))[0] for i in range(14)]
+        return torch.stack(found)
+
+    found = answers(compiled)
+    monkeypatch.setattr(recorded, "_BEFORE", 1000)
+    assert torch.allclose(found, answers(False), atol=1e-4)
+
+
+def _counts(layer: Around, x: torch.Tensor) -> torch.Tensor:
+    layer.calls += 1
+    return x * 2 if layer.calls % 12 == 0 else x
+
+
+def _follows(layer: Around, x: torch.Tensor) -> torch.Tensor:
+    layer.mean.mul_(0.9).add_(x[0, -1, 0] * 0.1)
+    return x + layer.mean
+
+
+def _by_size(_layer: Around, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if len((x[0] > 1).nonzero()) > 6 else x
+
+
+def _by_numpy(_layer: Around, x: torch.Tensor) -> torch.Tensor:
+    return x * np.float64(0.5)
+
+
+@pytest.mark.parametrize("changes", [_counts, _follows, _by_size, _by_numpy])
+def test_models_with_python_of_their_own(changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layer = around(changes)
+    found = steps(Decoder(model, max_tokens=40, logits=True, compiled=False), 30)
+    layer.calls = 0
+    layer.mean.zero_()
+    assert torch.equal(found, never_recorded(monkeypatch, model, count=30))
+
+
+def test_no_step_is_counted_twice() -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"), method="exact")
+    decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
+    decoder.prompt(IDS)
+    with torch_pi2.watch(model) as watched:
+        for i in range(14):
+            decoder.step(torch.tensor([[i]]))
+    assert replay(decoder)._sure
+    assert {layer.tokens for layer in watched.stats().layers.values()} == {14}
+
+
+def test_recordings_leave_no_source_behind() -> None:
+    before = len(torch.fx.graph_module._loader.eval_cache)
+    decoder = Decoder(tiny("llama-relu"), max_tokens=40, compiled=False, logits=True)
+    steps(decoder)
+    assert replay(decoder)._sure
+    assert len(torch.fx.graph_module._loader.eval_cache) == before
+
+
+@pytest.mark.parametrize("count", [3, 14])
+def test_copies_have_keys_and_values_of_their_own(count: int) -> None:
+    decoder = Decoder(tiny("llama-relu"), max_tokens=40, logits=True, compiled=False)
+    steps(decoder, count)
+    copies = [copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))]
+    for other in (decoder, *copies):
+        other.step(torch.tensor([[9]]))
+    expected = decoder.step(torch.tensor([[7]]))
+    assert all(torch.equal(other.step(torch.tensor([[7]])), expected) for other in copies)
+
+
+# --- compiled ---
+
+
+def test_compiled_steps_need_no_dynamo() -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"), weights="int8", activations="int8")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    found, expected = (steps(Decoder(model, max_tokens=40, logits=True, compiled=c), 4) for c in (True, False))
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert "calls_captured" not in counters["stats"]
+    assert counters["aot_autograd"]["total"] == 1
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_found_on_disk_by_the_next_process(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
+import torch, torch_pi2
+from tiny_models import tiny
+model = torch_pi2.optimize(tiny("llama-relu"), weights="int8", activations="int8")
+decoder = torch_pi2.Decoder(model, max_tokens=40)
+decoder.step(decoder.prompt(torch.arange(6)[None]))
+print(dict(torch._dynamo.utils.counters["aot_autograd"]))
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    told = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert "'autograd_cache_miss': 1" in told[0]
+    assert "'autograd_cache_hit': 1" in told[1]
+
+
+@pytest.mark.parametrize("how", [{"compiled": False}, {"backend": "eager"}, {"backend": "torch_pi2"}])
+def test_a_decoder_that_is_gone_keeps_nothing_alive(how: dict[str, Any]) -> None:
+    model = tiny("llama-relu")
+    decoder = Decoder(model, max_tokens=40, logits=True, **how)
+    steps(decoder)
+    assert decoder._runs or replay(decoder)._sure
+    held = weakref.ref(model), weakref.ref(model.get_input_embeddings().weight)
+    del model, decoder
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]

@@ -1,0 +1,95 @@
+"""``Batch`` where prompts are cancelled or fail while others are decoded: these go on as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serving import greedy_alone, quantised
+
+from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return quantised()
+
+
+def fail() -> None:
+    raise MemoryError("no room")
+
+
+class Heard:
+    """A greedy sequence of ``ids``, and what is told of it."""
+
+    def __init__(self, ids: list[int], limit: int) -> None:
+        self.tokens: list[int] = []
+        self.ended: Ended | None = None
+        self.sequence = Sequence(ids, limit, self._tell)
+
+    def _tell(self, what: Taken | Ended) -> None:
+        if isinstance(what, Taken):
+            self.tokens.append(what.token)
+        else:
+            self.ended = what
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("how", ["cancelled", "error"])
+def test_a_prompt_that_comes_to_nothing(model: Any, monkeypatch: pytest.MonkeyPatch, when: str, how: str) -> None:
+    """``before`` its first piece is read, ``between`` two, ``after`` the last, where it has a row already."""
+    chance = random.Random(0)
+    prompts = [[chance.randrange(3, 90) for _ in range(tokens)] for tokens in (30, 150, 70, 200)]
+    others = [Heard(ids, 12) for ids in prompts]
+    wanted = [greedy_alone(model, ids, 12) for ids in prompts]
+    batch = Batch(model, max_tokens=256, lanes=2, waiting=8, prefix_bytes=1 << 24)
+    gone = Heard([chance.randrange(3, 90) for _ in range(180)], 12)
+    come_to_nothing: Callable[[], None] = gone.sequence.cancel if how == "cancelled" else fail
+
+    def at(owner: Any, name: str, does: Callable[[Any], bool]) -> None:
+        real = getattr(owner, name)
+
+        def wrapped(ids: Any, *rest: Any) -> Any:
+            if does(ids):
+                come_to_nothing()
+            return real(ids, *rest)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    its_own = gone.sequence.prompt[:-1]
+    if when == "between":
+        at(batch._decoder, "_read_piece", lambda ids_1T: ids_1T[0].tolist() == its_own[60:120])
+    else:
+        at(batch.prefixes, "find" if when == "before" else "add", lambda ids: ids == its_own)
+    for heard in (others[0], gone, *others[1:]):
+        batch.submit(heard.sequence)
+    batch.start()
+    batch.close()
+    assert [heard.tokens for heard in others] == wanted
+    assert {heard.ended for heard in others} == {Ended("length")}
+    assert gone.tokens == []
+    assert gone.ended is not None
+    assert gone.ended.reason == how
+    assert isinstance(gone.ended.error, MemoryError if how == "error" else type(None))
+    assert batch.counts.ended == {"length": len(others), how: 1}
+
+
+def test_a_model_whose_sequences_need_one_length(caplog: pytest.LogCaptureFixture) -> None:
+    """It answers one request after another, and says so: two at a time had one of them fail."""
+    model = quantised()
+    rotary = model.model.rotary_emb
+    rotary.rope_type, rotary.original_max_seq_len = "dynamic", 32
+    rotary.config.rope_parameters = {"rope_type": "dynamic"}
+    batch = Batch(model, max_tokens=64, lanes=3)
+    assert (batch.lanes, caplog.messages) == (
+        1,
+        [f"{type(model).__name__} answers one request at a time: its sequences need one length"],
+    )
+    heard = [Heard([5, 6, 7 + i], 6) for i in range(3)]
+    for one in heard:
+        batch.submit(one.sequence)
+    batch.start()
+    batch.close()
+    assert [(one.ended and one.ended.reason, len(one.tokens)) for one in heard] == [("length", 6)] * 3

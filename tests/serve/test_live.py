@@ -1,0 +1,240 @@
+"""``/v1/live``: what it tells is what was done, and nothing is counted while nobody looks on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Server, dense, quantised, tokenizer_of_example
+
+import torch_pi2
+from torch_pi2.observe.live import Firing
+from torch_pi2.serve import browser
+from torch_pi2.serve.live import Live
+from torch_pi2.serve.served import Served
+
+Event = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server(quantised(), tokenizer_of_example())
+    yield made
+    made.close()
+
+
+def events(response: httpx.Response) -> Iterator[Event]:
+    name = ""
+    for line in response.iter_lines():
+        key, _, value = line.partition(": ")
+        if key == "event":
+            name = value
+        elif key == "data":
+            yield name, json.loads(value)
+
+
+def ask(url: str, tokens: int = 60, model: str = "tiny") -> None:
+    body = {"model": model, "prompt": "def main(", "max_tokens": tokens, "temperature": 0, "logit_bias": {"0": -100}}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def looked_on(url: str, work: Callable[[], None], **params: str) -> list[Event]:
+    """What is told from before ``work`` until it is done."""
+    found = []
+    with httpx.stream("GET", f"{url}/v1/live", params=params, timeout=60) as response:
+        assert response.status_code == 200
+        worker = None
+        for name, body in events(response):
+            found.append((name, body))
+            if name == "idle" and worker is None:
+                worker = threading.Thread(target=work)
+                worker.start()
+            elif name == "idle" and worker is not None and not worker.is_alive():
+                break
+    return found
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.02)
+
+
+def test_it_tells_what_is_done(server: Server) -> None:
+    (first, about), *told = looked_on(server.url, lambda: ask(server.url, 60), model="tiny")
+    assert (first, about["model"], about["sparse"], about["store"], about["together"]) == (
+        "model", "tiny", True, False, 1,
+    )  # fmt: skip
+    assert [layer["key"] for layer in about["layers"]] == [f"model.layers.{i}.mlp" for i in range(5)]
+    figures = [body for name, body in told if name == "figures"]
+    assert sum(body["answer_tokens"] for body in figures) == 60
+    assert sum(body["prompt"]["rounds"] for body in figures if body["prompt"]) == 1
+    steps = [body["step"] for body in figures if body["step"]]
+    assert sum(step["rounds"] for step in steps) == 60  # the last token of the prompt is a step's
+    assert all(sum(step["parts_ms"].values()) == pytest.approx(step["ms"], rel=1e-3) for step in steps)
+    shares = [layer for body in figures for layer in body["layers"] if layer["tokens"]]
+    assert shares
+    assert all(0 < layer["fired_cold"] + layer["fired_hot"] < 1 for layer in shares)
+    used = [body["ffn"]["rows_used"] for body in figures if body["ffn"]["rows_used"] is not None]
+    assert used
+    assert all(0 < share < 1 for share in used)
+    assert told[-1][1]["live"] == told[-1][1]["waiting"] == 0
+
+
+def test_an_answer_between_two_counters(server: Server) -> None:
+    """What fired for it is told, although tokens were counted before it came."""
+    until(lambda: server.batch.meter is None)
+    live = Live(Served("tiny", server.model, tokenizer_of_example(), server.batch))
+    live._start()
+    reading = live._reading
+
+    def before_an_answer() -> Any:
+        found = reading()
+        ask(server.url, 20)
+        return found
+
+    try:
+        live._reading = before_an_answer  # type: ignore[method-assign]
+        first = live._read()
+        live._reading = reading  # type: ignore[method-assign]
+        second = live._read()
+    finally:
+        live._stop()
+    assert (first["busy"], first["answer_tokens"], second["answer_tokens"]) == (True, 0, 20)
+    assert all(layer["tokens"] >= 20 for layer in first["layers"])
+
+
+def test_who_looks_on_first_waits_for_no_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is what was started, however long the one takes that tells what does not change."""
+    until(lambda: server.batch.meter is None)
+    made: list[Firing] = []
+
+    class Slow(Firing):
+        def __init__(self, model: Any) -> None:
+            made.append(self)
+            time.sleep(0.3)
+            super().__init__(model)
+
+    monkeypatch.setattr("torch_pi2.serve.live.Firing", Slow)
+    live = Live(Served("tiny", server.model, tokenizer_of_example(), server.batch))
+
+    async def look() -> None:
+        told = live.events()
+        assert (await anext(told))[0] == "model"
+        assert (await anext(told))[0] == "idle"
+        await told.aclose()
+
+    asyncio.run(look())
+    assert len(made) == 1
+
+
+def test_nothing_is_counted_while_nobody_looks_on(server: Server) -> None:
+    model = server.model
+    until(lambda: server.batch.meter is None)
+    with torch_pi2.watch(model):  # which there can be one of
+        ask(server.url, 4)
+    looked_on(server.url, lambda: ask(server.url, 4))
+    until(lambda: server.batch.meter is None)
+    with torch_pi2.watch(model):
+        pass
+
+
+def test_several_look_on_and_one_leaves(server: Server) -> None:
+    with httpx.stream("GET", f"{server.url}/v1/live", timeout=60) as stays:
+        told = events(stays)
+        assert next(told)[0] == "model"
+        looked_on(server.url, lambda: ask(server.url, 30), model="tiny")
+        assert server.batch.meter is not None
+        assert sum(body.get("answer_tokens", 0) for _, body in (next(told) for _ in range(3))) > 0
+    until(lambda: server.batch.meter is None)
+
+
+def test_whoever_watches_already_is_named(server: Server) -> None:
+    until(lambda: server.batch.meter is None)
+    with (
+        torch_pi2.watch(server.model),
+        httpx.stream("GET", f"{server.url}/v1/live", timeout=60) as response,
+    ):
+        (name, body) = next(event for event in events(response) if event[0] != "model")
+    assert name == "error"
+    assert "expected one watch of it at a time, found another under way" in body["error"]["message"]
+    looked_on(server.url, lambda: ask(server.url, 4))
+
+
+def test_models_that_are_not_served_and_not_sparse(server: Server) -> None:
+    refused = httpx.get(f"{server.url}/v1/live", params={"model": "other"})
+    assert refused.status_code == 404
+    assert "expected one of the models tiny, found other" in refused.json()["error"]["message"]
+    plain = Server(dense(), tokenizer_of_example(None))
+    try:
+        (listed,) = httpx.get(f"{plain.url}/v1/models").json()["data"]
+        assert (listed["chat"], listed["max_tokens"]) == (False, 256)
+        (_, about), *told = looked_on(plain.url, lambda: ask(plain.url, 8))
+        assert (about["sparse"], about["layers"], about["weights"]) == (False, [], "float")
+        assert sum(body["answer_tokens"] for _, body in told) == 8
+    finally:
+        plain.close()
+
+
+def test_a_store_tells_of_its_cache(tmp_path: Path) -> None:
+    torch_pi2.save(quantised(), tmp_path / "m")
+    torch_pi2.pack(tmp_path / "m", tmp_path / "packed")
+    over = Server(torch_pi2.load(tmp_path / "packed", budget="64MiB", trust_remote_code=True), tokenizer_of_example())
+    try:
+        (_, about), *told = looked_on(over.url, lambda: ask(over.url, 30))
+        assert about["store"]
+        stores = [body["store"] for _, body in told]
+        assert sum(store["wanted"] for store in stores) >= sum(store["hits"] for store in stores) > 0
+        assert all(store["cache_bytes"] > 0 for store in stores)
+    finally:
+        over.close()
+
+
+def test_keys_are_asked_for_by_all_but_the_page(server: Server) -> None:
+    locked = Server(server.model, tokenizer_of_example(), api_key="secret")
+    try:
+        for path in (*browser.page_files(), "/health"):
+            assert httpx.get(f"{locked.url}{path}").status_code == 200
+        for path in ("/v1/live", "/v1/models", "/metrics", "/page/other.js", "/page/../metrics", "/page/"):
+            refused = httpx.get(f"{locked.url}{path}")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        headers = {"Authorization": "Bearer secret"}
+        with httpx.stream("GET", f"{locked.url}/v1/live", headers=headers, timeout=20) as response:
+            assert next(events(response))[0] == "model"
+    finally:
+        locked.close()
+
+
+def test_the_page_has_bounds_and_nothing_from_elsewhere(server: Server) -> None:
+    assert {"/", "/page/page.js", "/page/style.css"} <= browser.page_files().keys()
+    for path, file in browser.page_files().items():
+        sent = httpx.get(f"{server.url}{path}")
+        assert sent.content == file.read_bytes()
+        policy = dict(part.split(" ", 1) for part in sent.headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        assert set(policy.values()) <= {"'none'", "'self'", "'script'"}
+        assert sent.headers["x-content-type-options"] == "nosniff"
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|//[a-z]|@import|url\(", re.sub(r"^\s*//.*$", "", text, flags=re.M))
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|DOMParser", text)
+        assert not re.search(r"<script(?! type=\"module\" src)|<style|\son\w+=|\sstyle=", text)
+
+
+def test_a_server_that_ends_does_not_wait_for_who_looks_on(server: Server) -> None:
+    ending = Server(server.model, tokenizer_of_example())
+    with httpx.stream("GET", f"{ending.url}/v1/live", timeout=20) as response:
+        told = events(response)
+        assert next(told)[0] == "model"
+        started = time.monotonic()
+        ending.close()
+        assert time.monotonic() - started < 15  # others have 30 seconds to end
+        assert {name for name, _ in told} <= {"figures", "idle"}

@@ -1,0 +1,66 @@
+"""``Kept``: the Decoder that answers of one model borrow, one after another, so that its steps are recorded once."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torch_pi2.decode.adapt import Engine, engine_of
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.rewrite.handle import store_of
+
+#: Tokens of a Decoder that is kept for the next answer: this, or the next power of two.
+_LEAST_ROOM = 256
+
+
+class Kept:
+    """Of a model in memory; the memory of keys and values goes back to the system in between.
+
+    Over a store nothing is kept: its memory is the budget's. Threads may borrow at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[tuple[Decoder, torch.dtype | None]] = []  # one at most
+
+    def borrow(self, model: nn.Module, tokens: int, sequences: int) -> Decoder:
+        """With so much room: the kept one, unless another answer has it, or a new one."""
+        if store_of(model) is not None:
+            return decoder_for(model, tokens, sequences)
+        try:
+            decoder, dtype = self._free.pop()
+        except IndexError:
+            pass
+        else:
+            if dtype == _dtype(model) and decoder.rows >= sequences and decoder.max_tokens >= tokens:
+                return decoder
+        try:
+            return decoder_for(model, max(_LEAST_ROOM, 1 << (tokens - 1).bit_length()), sequences)
+        except UnsupportedModelError:  # perhaps for a sliding window, which so many tokens may fit into
+            return decoder_for(model, tokens, sequences)
+
+    def give_back(self, decoder: Decoder) -> None:
+        decoder.rest()
+        if store_of(decoder.model) is None:
+            self._free[:] = [(decoder, _dtype(decoder.model))]
+
+
+def _dtype(model: nn.Module) -> torch.dtype | None:
+    """Of parameters, as ``model.to`` changes it: that of keys and values."""
+    return getattr(model, "dtype", None)
+
+
+def decoder_for(
+    model: nn.Module, tokens: int, sequences: int, compiled: bool = False, engine: Engine | None = None
+) -> Decoder:
+    """One with logits and so much room, which reads prompts as the plan says that is followed."""
+    following = engine or engine_of(model)
+    over_store = following is not None and store_of(model) is not None
+    return Decoder(
+        model,
+        max_tokens=tokens,
+        batch=sequences,
+        compiled=compiled,
+        logits=True,
+        chunk_tokens=following.plan.prompt.chunk_tokens if over_store and following is not None else 0,
+    )

@@ -1,0 +1,167 @@
+"""``model.generate`` of an optimised model: transformers' own loop, over steps of a :class:`Decoder`.
+
+All that transformers does around a step stays its own: settings, logits processors, stopping criteria, streamers,
+drawing. What it asks for a step that a Decoder has not (padded prompts, beams, other caches, outputs of layers, hooks
+that want to see inputs) goes the way that it would without us.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.kept import Kept
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+
+#: The instance's attribute, before the method of its class.
+_NAME = "generate"
+#: More are not asked of a static cache: without an answer's end in sight they may be any number.
+_MOST_ROOM = 1 << 15
+#: Of a call for steps: what a Decoder has in its own way, or does without.
+_KNOWN = {"past_key_values", "position_ids", "attention_mask", "logits_to_keep", "use_cache", "streamer"}
+_KNOWN |= {"synced_gpus", "tokenizer", "logits_processor", "stopping_criteria"}
+#: Settings that a Decoder has not.
+_NOT_OURS = ("return_dict_in_generate", "prefill_chunk_size", "cache_implementation", "compile_config")
+#: What models with inputs of their own override.
+_PLAIN = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+class Generate:
+    """The ``generate`` of one model of transformers, which it does not keep alive.
+
+    Threads may call it at the same time.
+
+    Attributes:
+        kept: the Decoder of its answers, and of :func:`torch_pi2.generate`'s.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.kept = Kept()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._of(),)  # copied or pickled with its model, it is that of the new one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._of()
+        kind: Any = type(model)
+        own = model
+        if kwargs.get("custom_generate") is None and kwargs.get("past_key_values") is None and _is_plain(model):
+            own = object.__new__(_stepping(kind))
+            object.__setattr__(own, "__dict__", vars(model))
+        return kind.generate(own, *args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Any:
+        """For ``inspect.signature`` and ``help``."""
+        model = self._of()
+        return MethodType(type(model).generate, model)
+
+    def _of(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise ConfigError(
+                "generate of a shallow copy",
+                expected="the model that it was copied from",
+                found="none: it is gone",
+                fix="Copy it with copy.deepcopy, or keep the first one.",
+            )
+        return model
+
+    def sample(self, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
+        """transformers' loop, with our steps where a Decoder takes all that is asked; else with the model's own."""
+        model = self._of()
+        loop = type(model)._sample
+        if _takes(input_ids, config, kwargs):
+            try:
+                decoder = self.kept.borrow(model, max(config.max_length, input_ids.shape[1] + 1), len(input_ids))
+                if not decoder.is_hooked():
+                    found = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
+                    self.kept.give_back(decoder)
+                    return found
+            except UnsupportedModelError:  # by making one, or by the prompt: nothing has been said
+                pass
+        return loop(model, input_ids, generation_config=config, **kwargs)
+
+
+class _Steps:
+    """What the loop takes for the model: its forwards are those of ``decoder``."""
+
+    def __init__(self, model: nn.Module, decoder: Decoder) -> None:
+        self._model, self._decoder = model, decoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prefill(self, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        return _output(self._decoder.prompt(input_ids))
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **_kwargs: Any) -> dict[str, Any]:
+        return {"ids_B1": input_ids[:, -1:]}
+
+    def __call__(self, ids_B1: torch.Tensor, return_dict: bool = True) -> Any:
+        return _output(self._decoder.step(ids_B1))
+
+
+def _output(logits_BV: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return CausalLMOutputWithPast(logits=logits_BV[:, None])
+
+
+@functools.cache
+def _stepping(kind: Any) -> Any:
+    """``kind`` with a loop of ours: transformers looks it up in the class."""
+
+    def _sample(self: Any, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
+        return vars(self)[_NAME].sample(input_ids, generation_config, kwargs)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (kind,), {"_sample": _sample, **names})
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether a step is what a Decoder makes of it."""
+    from transformers import GenerationMixin
+
+    kind = type(model)
+    own = any(getattr(kind, name, None) is not getattr(GenerationMixin, name, None) for name in _PLAIN)
+    called = model.training or model._compiled_call_impl is not None or torch.is_autocast_enabled("cpu")
+    return not (own or called or torch.compiler.is_compiling() or model.config.is_encoder_decoder)
+
+
+def _takes(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a Decoder has all that is asked of steps."""
+    tokens, position_ids, mask = input_ids.shape[-1], kwargs.get("position_ids"), kwargs.get("attention_mask")
+    others = {name for name, value in kwargs.items() if value is not None} - _KNOWN
+    plain = not others and not any(getattr(config, name, None) for name in _NOT_OURS)
+    plain = plain and kwargs.get("use_cache") is True and not kwargs.get("synced_gpus")
+    plain = plain and kwargs.get("logits_to_keep", 1) == 1 and tokens >= 1 and config.max_length <= _MOST_ROOM
+    plain = plain and input_ids.dtype == torch.int64 and input_ids.device.type == "cpu"
+    plain = plain and (mask is None or (mask.shape == input_ids.shape and bool(mask.all())))  # transformers < 5.20
+    return plain and (position_ids is None or bool((position_ids == torch.arange(tokens, device="cpu")).all()))
+
+
+def kept_of(model: nn.Module) -> Kept | None:
+    """What answers of ``model`` borrow their Decoder from; None: each has its own."""
+    own = vars(model).get(_NAME)
+    return own.kept if isinstance(own, Generate) else None
+
+
+def attach(model: nn.Module) -> None:
+    """From now on ``model.generate`` has our steps, if it is a model of transformers that generates by its class."""
+    detach(model)
+    if hasattr(type(model), "_sample") and hasattr(type(model), _NAME) and _NAME not in vars(model):
+        object.__setattr__(model, _NAME, Generate(model))
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`."""
+    if isinstance(vars(model).get(_NAME), Generate):
+        del model.__dict__[_NAME]

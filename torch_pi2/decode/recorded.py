@@ -1,0 +1,289 @@
+"""``Recorded``: a step as the calls that it makes to PyTorch, without the Python that decides on them.
+
+What Hugging Face's modules do between operators takes as long as a sparse layer of a small model. The calls of a step
+are the same every time, on the same tensors but for the ids: they are written down once, while the step runs, and made
+again by the steps that follow. That is the step itself, bit for bit, and takes no compiler; the graph that it makes is
+also what Inductor can compile, without Dynamo, which takes longer to look at a model than Inductor to find what it
+kept on disk.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.decode.attention import NAME
+
+#: Calls that say of a tensor what it has in every step alike.
+_FACTS = {"size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "data_ptr"}
+_FACTS |= {"is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_set_to", "_is_view"}
+_FACTS |= {"__len__", "__hash__", "get_device", "type", "result_type"}
+#: What arguments may be besides tensors: of these types and not of a subclass, as code has no name for numpy's numbers.
+_PLAIN = {bool, int, float, complex, str, type(None), type(...)}
+_PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
+#: Calls whose results have as many elements as values say, which the model may ask for.
+_SIZED_BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
+#: Entries of a list or a mapping in a module, up to which they are compared (:class:`State`).
+_COMPARED = 1000
+
+#: Steps before one is recorded, which takes as long as ten or so.
+_BEFORE = 8
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Recorded:
+    """The calls of a step, as a graph over ids and the tensors that were there before.
+
+    Args:
+        graph: its first placeholder is the ids. inputs: of the others, in order. seen: nodes with size, stride and
+            dtype of their results.
+
+    Attributes:
+        inputs: tensors that every step has alike.
+    """
+
+    def __init__(self, graph: fx.Graph, inputs: Sequence[torch.Tensor], seen: Sequence[tuple[fx.Node, Any]]) -> None:
+        self.inputs, self._seen, self._graph = list(inputs), seen, graph
+        code = graph.python_code("self")  # of which a GraphModule would leave a copy in caches that are never emptied
+        names = dict(code.globals)
+        exec(compile(code.src, "<recorded step>", "exec"), names)
+        self._code: Callable[..., Any] = names["forward"]
+
+    def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._code(None, ids_BT, *self.inputs)[0]
+        return result
+
+    def is_same(self, other: Recorded) -> bool:
+        """Whether these are the calls of ``other``, with the same constants and on the same tensors."""
+        calls, others = (
+            [(node.op, node.target, repr(node.args), repr(node.kwargs)) for node in made._graph.nodes]
+            for made in (self, other)
+        )
+        return calls == others and list(map(id, self.inputs)) == list(map(id, other.inputs))
+
+    def compiled(self, backend: Callable[..., Any], ids_BT: torch.Tensor, model: nn.Module) -> Forward:
+        """The same by what ``backend``, of ``torch.compile``, makes of the graph."""
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        with mode:
+            for node, (size, stride, dtype) in self._seen:
+                node.meta["example_value"] = torch.empty_strided(size, stride, dtype=dtype)
+        module = fx.GraphModule({}, self._graph)
+        inputs, names = self.inputs, {id(tensor): name for name, tensor in tensors_of(model)}
+        for node, tensor in zip(module.graph.find_nodes(op="placeholder")[1:], inputs, strict=True):
+            if id(tensor) in names:
+                node.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=_source(names[id(tensor)], tensor)))
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            code = backend(module, [ids_BT, *inputs])
+        return lambda ids_BT: code(ids_BT, *inputs)[0]
+
+
+def record(forward: Forward, ids_BT: torch.Tensor) -> tuple[torch.Tensor, Recorded | None]:
+    """What ``forward`` returns for these ids, and its calls; None: they may be others in the next step."""
+    recorder = _Recorder(ids_BT)
+    with recorder:
+        result = forward(ids_BT)
+    return result, recorder.end(result)
+
+
+class Replay:
+    """Steps of one number of sequences: the first as ``forward`` has them, then two that are recorded, and their calls.
+
+    Args:
+        may_record: asked before each of the two; hooks may want to see every step.
+        state: what no step may change, or the calls of a later one may be others.
+    """
+
+    def __init__(
+        self, forward: Forward, may_record: Callable[[], bool], state: Callable[[], object] = lambda: None
+    ) -> None:
+        self._forward, self._may_record, self._state = forward, may_record, state
+        self._before, self._sure = _BEFORE, False
+        self._recorded: Recorded | None = None
+
+    def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        if not self._sure:
+            return self._looked_at(ids_BT)
+        assert self._recorded is not None
+        try:
+            return self._recorded(ids_BT)
+        except Exception:
+            result = self._forward(ids_BT)  # which says what is wrong, if it is
+            self._sure, self._recorded = False, None
+            return result
+
+    def _looked_at(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """A step as the model makes it. Two that have one another's calls, at two positions, stand for all."""
+        self._before -= self._before > 0
+        if self._before or not self._may_record():
+            return self._forward(ids_BT)
+        self._before, first, before = -1, self._recorded, self._state()
+        result, self._recorded = record(self._forward, ids_BT)
+        again = self._recorded is not None and before == self._state()
+        if first is None and again:
+            self._before = 0  # the next one is the second
+        else:
+            both = again and first is not None and self._recorded is not None
+            self._sure = both and first.is_same(self._recorded)  # type: ignore[union-attr, arg-type]
+            self._recorded = self._recorded if self._sure else None
+        return result
+
+
+class _NotRecorded(Exception):
+    """Something that need not be the same in the next step."""
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, ids_BT: torch.Tensor) -> None:
+        super().__init__()
+        self._graph, self._inputs = fx.Graph(), list[torch.Tensor]()
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[torch.Tensor] = []  # so that no other has the id of one of these
+        self._seen: list[tuple[fx.Node, Any]] = []
+        self._last: fx.Node | None = None  # placeholder
+        self._failed = False
+        self._node(ids_BT)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._failed:
+            try:
+                self._add(func, args, kwargs or {}, result)
+            except _NotRecorded:
+                self._failed = True
+        return result
+
+    def end(self, result: torch.Tensor) -> Recorded | None:
+        if self._failed or id(result) not in self._nodes:
+            return None
+        self._graph.output((self._nodes[id(result)],))
+        return Recorded(self._graph, self._inputs[1:], self._seen)
+
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name = getattr(func, "__name__", "")
+        changes = name == "__setitem__" or (result is None and _is_operator(func))
+        if not changes and not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            asked = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
+            if asked and name != "__get__" and name not in _FACTS:
+                raise _NotRecorded(name)
+            return
+        if _is_sized_by_values(name, args, kwargs):
+            raise _NotRecorded(name)
+        args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
+        if name == "__get__":
+            node = self._graph.call_function(getattr, (args[0], func.__self__.__name__))
+        elif name in ("__getitem__", "__setitem__"):
+            node = self._graph.call_function(getattr(operator, name.strip("_")), args, kwargs)
+        elif getattr(torch.Tensor, name, None) is func:
+            node = self._graph.call_method(name, args, kwargs)
+        else:
+            node = self._graph.call_function(func, args, kwargs)
+        self._found(result, node)
+
+    def _found(self, result: Any, node: fx.Node) -> None:
+        if isinstance(result, torch.Tensor):
+            self._is(result, node)
+        elif isinstance(result, (tuple, list)):
+            for i, part in enumerate(result):
+                self._found(part, self._graph.call_function(operator.getitem, (node, i)))
+
+    def _is(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self._nodes[id(tensor)] = node
+        self._alive.append(tensor)
+        self._seen.append((node, (tensor.shape, tensor.stride(), tensor.dtype)))
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._nodes.get(id(value)) or self._node(value)
+        parts = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
+        if not all(type(part) in _PLAIN for part in parts):
+            raise _NotRecorded(type(value).__name__)
+        return value
+
+    def _node(self, tensor: torch.Tensor) -> fx.Node:
+        """Of a tensor that was there before."""
+        if isinstance(tensor, AbsentParameter):
+            raise _NotRecorded("a tensor that is not there")
+        if self._last is None:
+            self._last = self._graph.placeholder("ids_BT")
+        else:
+            with self._graph.inserting_after(self._last):
+                self._last = self._graph.placeholder(f"input_{len(self._inputs)}")
+        self._inputs.append(tensor)
+        self._is(tensor, self._last)
+        return self._last
+
+
+def _is_operator(func: Any) -> bool:
+    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def _is_sized_by_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
+    if name == "__getitem__":
+        return any(index.dtype in (torch.bool, torch.uint8) for index in given)
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    return name in _SIZED_BY_VALUES or (name == "repeat_interleave" and (bool(given) or len(args) + len(kwargs) == 1))
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of ``model`` by name, some perhaps under several."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+class State:
+    """What decides which calls a step makes, to be compared with that of another time.
+
+    Attributes of modules and of their configurations: plain values, also in lists and mappings, and which objects there
+    are: modules, tensors, functions, hooks. Not what is inside of other objects.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._alive: dict[int, Any] = {}  # an id is another's once its object is gone: that of a reference kept is not
+        parts: dict[int, Any] = {id(module): module for module in model.modules()}
+        for module in list(parts.values()):
+            parts |= {id(c): c for c in (vars(module).get("config"),) if hasattr(c, "__dict__")}
+        self._found: list[Any] = [self._said(vars(part)) for part in parts.values()]
+        general = vars(nn.modules.module)
+        self._found.append(self._said({k: v for k, v in general.items() if k.startswith("_global_forward")}))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self._found == other._found
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _said(self, value: Any, depth: int = 0) -> Any:
+        if type(value) in _PLAIN:
+            return type(value).__name__, repr("sdpa" if value == NAME else value)  # a step may be running elsewhere
+        if isinstance(value, (dict, list, tuple, set, frozenset)) and depth < 4 and len(value) <= _COMPARED:
+            if isinstance(value, dict):
+                return [(repr(k), self._said(v, depth + 1)) for k, v in value.items()]
+            return [self._said(v, depth + 1) for v in value]
+        try:
+            known = weakref.ref(value)
+        except TypeError:
+            known = value
+        self._alive[id(known)] = known
+        return id(known)
+
+
+def _source(name: str, tensor: torch.Tensor) -> str:
+    """Where Dynamo would say that a tensor of a model is."""
+    *modules, last = name.split(".")
+    kind = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
+    return "".join(["self.model", *(f"._modules['{part}']" for part in modules), f".{kind}['{last}']"])
