@@ -15,6 +15,7 @@ from stores import SMALL
 
 import torch_pi2
 from torch_pi2 import cli, errors
+from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.planner.diff import diff
 from torch_pi2.spec.plan import Plan
@@ -162,9 +163,9 @@ def test_settings_reach_the_solver(command, root, tmp_path) -> None:
 def test_recorded_accesses_choose_the_policy(command, root, tmp_path) -> None:
     model = torch_pi2.load(root / "store", budget="1GiB")
     with torch_pi2.record_accesses(model, tmp_path / "accesses"), torch.no_grad():
-        cache = model(torch.tensor([[1]])).past_key_values
+        cache = cache_of(model(torch.tensor([[1]])))
         for i in range(40):
-            cache = model(torch.tensor([[i % 7]]), past_key_values=cache).past_key_values
+            cache = cache_of(model(torch.tensor([[i % 7]]), **{cache_name(model): cache}))
     del model, cache
     command(
         *(root / "store", *BASE, "--budget", "1GiB", "--accesses", tmp_path / "accesses", "--out", tmp_path / "p"),

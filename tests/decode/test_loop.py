@@ -20,7 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import torch_pi2
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.decode.kv import cache_name, cache_of
+from torch_pi2.errors import UnsupportedModelError
 
 IDS = torch.tensor([[5, 9, 33, 17, 40]])
 HOW = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
@@ -93,7 +94,7 @@ OTHERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "beams": lambda _: {"num_beams": 2},
     "an assistant": lambda _: {"assistant_model": tiny("llama-relu", seed=1)},
     "lookup": lambda _: {"prompt_lookup_num_tokens": 2},
-    "a cache": lambda model: {"past_key_values": DynamicCache(config=model.config)},
+    "a cache": lambda model: {cache_name(model): DynamicCache(config=model.config)},
     "a kind of cache": lambda _: {"cache_implementation": "static"},
     "no cache": lambda _: {"use_cache": False},
     "padding": lambda _: {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
@@ -114,7 +115,7 @@ def test_what_steps_have_not_goes_the_way_of_transformers(model: Any, steps: lis
 def test_outputs_embeddings_and_state_of_the_model(model: Any, steps: list[int]) -> None:
     outputs = model.generate(IDS, **HOW, return_dict_in_generate=True, output_scores=True)
     assert len(outputs.scores) == 20
-    assert outputs.past_key_values.get_seq_length() == 24
+    assert cache_of(outputs).get_seq_length() == 24
     embedded = model.get_input_embeddings()(IDS)
     assert torch.equal(model.generate(inputs_embeds=embedded, **HOW), outputs.sequences[:, 5:])
     model.train()
@@ -126,7 +127,7 @@ def test_outputs_embeddings_and_state_of_the_model(model: Any, steps: list[int])
     hook = model.model.layers[0].register_forward_hook(lambda _m, _a, kwargs, _o: seen.append(kwargs), with_kwargs=True)
     assert torch.equal(model.generate(IDS, **HOW), outputs.sequences)
     assert len(seen) == 20
-    assert all(isinstance(kwargs["past_key_values"], DynamicCache) for kwargs in seen)
+    assert all(isinstance(kwargs[cache_name(model)], DynamicCache) for kwargs in seen)
     assert not steps
     hook.remove()
     assert torch.equal(model.generate(IDS, **HOW), outputs.sequences)
@@ -231,19 +232,37 @@ def test_copies_pickles_and_restoring(model: Any, steps: list[int]) -> None:
         assert torch.equal(other.generate(IDS, **HOW), by_transformers(other, IDS, **HOW))
         assert not torch.equal(other.generate(IDS, **HOW), wanted)
         assert len(steps) == 2 * 19
-    shallow, parted = copy.copy(model), copy.copy(tiny("llama-relu"))
-    assert torch.equal(shallow.generate(IDS, **HOW), wanted)
+    shallow = copy.copy(model)
+    steps.clear()
+    for one in (shallow, model):
+        assert torch.equal(one.generate(IDS, **HOW), wanted)
+    assert len(steps) == 2 * 19
     steps.clear()
     torch_pi2.restore(model)
-    assert "generate" not in vars(model)
     assert torch.equal(model.generate(IDS, **HOW), wanted)
+    assert torch.equal(tiny("llama-relu").generate(IDS, **HOW), wanted)
     assert not steps
-    torch_pi2.optimize(parted)
-    left = copy.copy(parted)
-    del parted
-    gc.collect()
-    with pytest.raises(ConfigError, match="generate of a shallow copy: expected the model that it was copied from"):
-        left.generate(IDS, **HOW)
+
+
+def test_a_model_that_nobody_else_holds(steps: list[int]) -> None:
+    wanted = tiny("llama-relu").generate(IDS, **HOW)
+    assert torch.equal(torch_pi2.optimize(tiny("llama-relu")).generate(IDS, **HOW), wanted)
+    assert len(steps) == 19
+
+
+def test_classes_whose_generate_calls_that_of_another(steps: list[int]) -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().generate(*args, **kwargs)
+
+    plain = tiny("llama-relu")
+    torch_pi2.optimize(tiny("llama-relu"))
+    model = Own(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    torch_pi2.optimize(model)
+    assert torch.equal(model.generate(IDS, **HOW), plain.generate(IDS, **HOW))
+    assert len(steps) == 19
+    assert torch.equal(by_transformers(model, IDS, **HOW), plain.generate(IDS, **HOW))
 
 
 def test_a_model_is_not_kept_alive_by_its_attribute() -> None:

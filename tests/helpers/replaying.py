@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torch_pi2
+from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.budget import Budget
 
@@ -40,5 +41,5 @@ def decoded(model: nn.Module, between: Callable[[int], object] = lambda i: None)
         for i in range(12):
             logits.append(out.logits[0, -1])
             between(i)
-            out = model(torch.tensor([[3 + 5 * i]]), past_key_values=out.past_key_values, use_cache=True)
+            out = model(torch.tensor([[3 + 5 * i]]), use_cache=True, **{cache_name(model): cache_of(out)})
     return torch.stack([*logits, out.logits[0, -1]])

@@ -19,7 +19,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.attention import adds_masks, packed_attention
 from torch_pi2.decode.budget import room_for_compiling
-from torch_pi2.decode.kv import KeyValues
+from torch_pi2.decode.kv import KeyValues, cache_name
 from torch_pi2.decode.pieces import LEAST_TOKENS, pieces_without_loss, same_frequencies_up_to, takes_several_lengths
 from torch_pi2.decode.recorded import Forward, Replay, State, record
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError, UnsupportedModelError
@@ -157,6 +157,7 @@ class Decoder:
         self._look()
         self._kv = KeyValues(model, max_tokens, batch)
         self.cache: Any = None
+        self._cache_name = cache_name(model)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
         self._backend, self.compiled = backend, compiled
         #: By sequences, tokens and whether all their logits are wanted: what is compiled, or recorded, of their steps.
@@ -184,7 +185,7 @@ class Decoder:
 
     def _inputs(self, ids_BT: torch.Tensor) -> dict[str, Any]:
         """Of a step: each sequence has a position of its own, and sees what is before it."""
-        inputs = {"input_ids": ids_BT, "past_key_values": self.cache, "use_cache": True}
+        inputs = {"input_ids": ids_BT, self._cache_name: self.cache, "use_cache": True}
         if self._positions:
             batch, tokens = ids_BT.shape
             positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens, device="cpu")
@@ -357,7 +358,7 @@ class Decoder:
     def _read_piece(self, ids_BT: torch.Tensor, cache: Any, of_tokens: int) -> torch.Tensor:
         """Some tokens of prompts of so many; what comes next."""
         with packed_attention(self.model), piece_of(of_tokens):
-            output = self.model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
         return self._answer(output.logits)
 
     @torch.inference_mode()

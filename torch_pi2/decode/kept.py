@@ -32,7 +32,8 @@ class Kept:
         except IndexError:
             pass
         else:
-            if dtype == _dtype(model) and decoder.rows >= sequences and decoder.max_tokens >= tokens:
+            same = decoder.model is model and dtype == _dtype(model)  # a shallow copy has the decoder of another
+            if same and decoder.rows >= sequences and decoder.max_tokens >= tokens:
                 return decoder
         try:
             return decoder_for(model, max(_LEAST_ROOM, 1 << (tokens - 1).bit_length()), sequences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -13,6 +14,16 @@ from torch_pi2.errors import UnsupportedModelError
 
 #: New tokens of a step, at most: so many more than they have may have been written to rows by one that failed.
 _MOST_STEPPED = 8
+
+
+def cache_name(model: nn.Module) -> str:
+    """What the forward of a model of transformers calls its cache: ``cache`` since version 5.24, unless its code is older."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in what a forward returns, by either name."""
+    return output["cache"] if "cache" in output else output["past_key_values"]
 
 
 class KeyValues:

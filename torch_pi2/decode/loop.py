@@ -8,8 +8,6 @@ that want to see inputs) goes the way that it would without us.
 from __future__ import annotations
 
 import functools
-import weakref
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,14 +15,17 @@ from torch import nn
 
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.kept import Kept
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 
-#: The instance's attribute, before the method of its class.
 _NAME = "generate"
+#: Of a model with our steps.
+_ATTRIBUTE = "_torch_pi2_answers"
 #: More are not asked of a static cache: without an answer's end in sight they may be any number.
 _MOST_ROOM = 1 << 15
+#: Names of a cache, the second before transformers 5.24.
+_CACHES = ("cache", "past_key_values")
 #: Of a call for steps: what a Decoder has in its own way, or does without.
-_KNOWN = {"past_key_values", "position_ids", "attention_mask", "logits_to_keep", "use_cache", "streamer"}
+_KNOWN = {*_CACHES, "position_ids", "attention_mask", "logits_to_keep", "use_cache", "streamer"}
 _KNOWN |= {"synced_gpus", "tokenizer", "logits_processor", "stopping_criteria"}
 #: Settings that a Decoder has not.
 _NOT_OURS = ("return_dict_in_generate", "prefill_chunk_size", "cache_implementation", "compile_config")
@@ -32,62 +33,63 @@ _NOT_OURS = ("return_dict_in_generate", "prefill_chunk_size", "cache_implementat
 _PLAIN = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-class Generate:
-    """The ``generate`` of one model of transformers, which it does not keep alive.
+class _Answers(Kept):
+    """What ``model.generate`` of a model of class ``kind`` borrows; a copy of the model begins with nothing.
 
-    Threads may call it at the same time.
-
-    Attributes:
-        kept: the Decoder of its answers, and of :func:`torch_pi2.generate`'s.
+    To make one gives the class its :class:`_Generate`, in another process too, which a pickled model comes to.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self.kept = Kept()
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self._kind = kind
+        if not isinstance(vars(kind).get(_NAME), _Generate):
+            setattr(kind, _NAME, _Generate(kind))
 
     def __reduce__(self) -> Any:
-        return type(self), (self._of(),)  # copied or pickled with its model, it is that of the new one
+        return type(self), (self._kind,)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._of()
-        kind: Any = type(model)
-        own = model
-        if kwargs.get("custom_generate") is None and kwargs.get("past_key_values") is None and _is_plain(model):
-            own = object.__new__(_stepping(kind))
-            object.__setattr__(own, "__dict__", vars(model))
-        return kind.generate(own, *args, **kwargs)
 
-    @property
-    def __wrapped__(self) -> Any:
-        """For ``inspect.signature`` and ``help``."""
-        model = self._of()
-        return MethodType(type(model).generate, model)
+class _Generate:
+    """``generate`` of a class of transformers: ours for its models that have an attribute :data:`_ATTRIBUTE`.
 
-    def _of(self) -> Any:
-        model = self._model()
-        if model is None:
-            raise ConfigError(
-                "generate of a shallow copy",
-                expected="the model that it was copied from",
-                found="none: it is gone",
-                fix="Copy it with copy.deepcopy, or keep the first one.",
-            )
-        return model
+    Not an attribute of the model, which could keep the model neither alive while it runs, as
+    ``load(folder).generate(...)`` needs, nor let it go without a collection of garbage.
+    """
 
-    def sample(self, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
-        """transformers' loop, with our steps where a Decoder takes all that is asked; else with the model's own."""
-        model = self._of()
-        loop = type(model)._sample
-        if _takes(input_ids, config, kwargs):
-            try:
-                decoder = self.kept.borrow(model, max(config.max_length, input_ids.shape[1] + 1), len(input_ids))
-                if not decoder.is_hooked():
-                    found = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
-                    self.kept.give_back(decoder)
-                    return found
-            except UnsupportedModelError:  # by making one, or by the prompt: nothing has been said
-                pass
-        return loop(model, input_ids, generation_config=config, **kwargs)
+    def __init__(self, kind: Any) -> None:
+        self._kind, self._own = kind, vars(kind).get(_NAME)
+
+    def __get__(self, model: Any, kind: Any = None) -> Any:
+        of = kind if model is None else model
+        usual = getattr(super(self._kind, of), _NAME) if self._own is None else self._own.__get__(model, kind)
+        if model is None or _ATTRIBUTE not in vars(model) or hasattr(type(model), "_stepping_for"):
+            return usual
+
+        @functools.wraps(usual)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            own = model
+            if all(kwargs.get(name) is None for name in ("custom_generate", *_CACHES)) and _is_plain(model):
+                own = object.__new__(_stepping(type(model)))
+                object.__setattr__(own, "__dict__", vars(model))
+                object.__setattr__(own, "_stepping_for", model)  # a slot: what is in __dict__ is the model's
+            return getattr(type(model), _NAME)(own, *args, **kwargs)
+
+        return generate
+
+
+def _sampled(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
+    """transformers' loop, with our steps where a Decoder takes all that is asked; else with the model's own."""
+    loop, kept = type(model)._sample, kept_of(model)
+    if kept is not None and _takes(input_ids, config, kwargs):
+        try:
+            decoder = kept.borrow(model, max(config.max_length, input_ids.shape[1] + 1), len(input_ids))
+            if not decoder.is_hooked():
+                found = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
+                kept.give_back(decoder)
+                return found
+        except UnsupportedModelError:  # by making one, or by the prompt: nothing has been said
+            pass
+    return loop(model, input_ids, generation_config=config, **kwargs)
 
 
 class _Steps:
@@ -120,9 +122,9 @@ def _stepping(kind: Any) -> Any:
     """``kind`` with a loop of ours: transformers looks it up in the class."""
 
     def _sample(self: Any, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
-        return vars(self)[_NAME].sample(input_ids, generation_config, kwargs)
+        return _sampled(self._stepping_for, input_ids, generation_config, kwargs)
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ("_stepping_for",)}
     return type(kind)(kind.__name__, (kind,), {"_sample": _sample, **names})
 
 
@@ -150,18 +152,16 @@ def _takes(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> bool
 
 def kept_of(model: nn.Module) -> Kept | None:
     """What answers of ``model`` borrow their Decoder from; None: each has its own."""
-    own = vars(model).get(_NAME)
-    return own.kept if isinstance(own, Generate) else None
+    return vars(model).get(_ATTRIBUTE)
 
 
 def attach(model: nn.Module) -> None:
     """From now on ``model.generate`` has our steps, if it is a model of transformers that generates by its class."""
     detach(model)
-    if hasattr(type(model), "_sample") and hasattr(type(model), _NAME) and _NAME not in vars(model):
-        object.__setattr__(model, _NAME, Generate(model))
+    if hasattr(type(model), "_sample") and hasattr(type(model), _NAME):
+        object.__setattr__(model, _ATTRIBUTE, _Answers(type(model)))
 
 
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
-    if isinstance(vars(model).get(_NAME), Generate):
-        del model.__dict__[_NAME]
+    vars(model).pop(_ATTRIBUTE, None)

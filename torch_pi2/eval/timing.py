@@ -19,6 +19,7 @@ from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.spec.site import FFNSite
 
@@ -99,13 +100,14 @@ def _decode_round(
         for _ in range(new_tokens):
             next_B1 = model.step(next_B1)
         return (time.perf_counter() - started) * 1e3 / new_tokens, 0.0
+    name = cache_name(model)
     with evaluating(model):
         output = model(input_ids=ids_BT, use_cache=True)
         with _hooked(model, names) as clock:
             started = time.perf_counter()
             for _ in range(new_tokens):
                 next_B1 = output.logits[:, -1:].argmax(-1)
-                output = model(input_ids=next_B1, past_key_values=output.past_key_values, use_cache=True)
+                output = model(input_ids=next_B1, use_cache=True, **{name: cache_of(output)})
             total = time.perf_counter() - started
     return total * 1e3 / new_tokens, clock.seconds * 1e3 / new_tokens
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.decoder import Lanes
 from torch_pi2.export.failures import named_failures
@@ -130,12 +131,12 @@ def _difference(traced: _Traced, length: int) -> float:
     with sparse_only():  # long prompts may be computed otherwise
         whole = _run(model, input_ids=ids_1T, **({"position_ids": positions_1T} if before > head else {}))
         offs = [_relative(traced.read(ids_1T[:, :head], 0), whole.logits[0, head - 1])]
-        for layer, kept in zip(whole.past_key_values.layers, rows):
+        for layer, kept in zip(cache_of(whole).layers, rows):
             for found_LKD, wanted_1KTD in zip(kept, (layer.keys, layer.values)):
                 offs.append(_relative(found_LKD[:head], wanted_1KTD[0, :, :head].transpose(0, 1)))
                 found_LKD[head:before] = found_LKD[torch.arange(before - head) % head]
         if before > head:
-            whole = _run(model, input_ids=ids_1T[:, head:], past_key_values=_cache(model, rows, before))
+            whole = _run(model, input_ids=ids_1T[:, head:], **{cache_name(model): _cache(model, rows, before)})
         if tail > 1:
             traced.read(ids_1T[:, head:-1], before)
         offs.append(_relative(traced.step(ids_1T[:, -1:], length - 1), whole.logits[0, -1]))

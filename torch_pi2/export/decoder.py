@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 
 Select = Callable[[torch.Tensor], torch.Tensor]
@@ -129,7 +130,7 @@ class Lanes(nn.Module):
         _check_attention(model, text, max_tokens)
         reset_rotary(model)
         with torch.no_grad():  # what a token leaves in each layer; configurations say it in many ways
-            seen = model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=True).past_key_values.layers
+            seen = cache_of(model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=True)).layers
         self.groups = text.num_attention_heads // seen[0].keys.shape[1]
         self.layers, self.lanes, self.max_tokens = len(seen), lanes, max_tokens
         for i, layer in enumerate(seen):
@@ -155,9 +156,9 @@ class Lanes(nn.Module):
                 input_ids=ids_BT,
                 position_ids=positions_BT,
                 attention_mask=mask_B1TL.repeat(1, 1, self.groups, 1) if takes_attention(self.model) else mask_B1TL,
-                past_key_values=Cache(layers=caches),
                 use_cache=True,
                 logits_to_keep=1,
+                **{cache_name(self.model): Cache(layers=caches)},
             )
         return output.logits
 

@@ -140,4 +140,4 @@ class Verdict:
         kind = f"lossy ({', '.join(self.lossy)})" if self.lossy else "lossless"
         if self.loss is None:
             return f"{kind}; change of the loss not measured ({self.not_measured.get('loss', 'nobody did')})"
-        return f"{kind}; loss {self.loss.change:+.2%} on {self.loss.tokens:,} tokens of {self.loss.text}"
+        return f"{kind}; loss {self.loss.change:+z.2%} on {self.loss.tokens:,} tokens of {self.loss.text}"
