@@ -59,12 +59,12 @@ def run(
     how: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def first(ids: torch.Tensor) -> Any:
-        kept = vars(model)["generate"]
+        kept = vars(model)[loop.ATTRIBUTE]
         loop.attach(model)  # without what earlier calls have recorded
         try:
             return model.generate(ids, **how)
         finally:
-            object.__setattr__(model, "generate", kept)
+            object.__setattr__(model, loop.ATTRIBUTE, kept)
 
     calls: dict[str, Any] = {
         "transformers": lambda ids: type(model).generate(model, ids, **how)[0, prompt:].tolist(),

@@ -17,7 +17,7 @@ _MOST_STEPPED = 8
 
 
 def cache_name(model: nn.Module) -> str:
-    """What the forward of a model of transformers calls its cache: ``cache`` since version 5.24, unless its code is older."""
+    """What the forward of a model calls its cache: in transformers ``cache`` since version 5.24, but for older code."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

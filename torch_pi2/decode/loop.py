@@ -19,7 +19,7 @@ from torch_pi2.errors import UnsupportedModelError
 
 _NAME = "generate"
 #: Of a model with our steps.
-_ATTRIBUTE = "_torch_pi2_answers"
+ATTRIBUTE = "_torch_pi2_answers"
 #: More are not asked of a static cache: without an answer's end in sight they may be any number.
 _MOST_ROOM = 1 << 15
 #: Names of a cache, the second before transformers 5.24.
@@ -50,7 +50,7 @@ class _Answers(Kept):
 
 
 class _Generate:
-    """``generate`` of a class of transformers: ours for its models that have an attribute :data:`_ATTRIBUTE`.
+    """``generate`` of a class of transformers: ours for its models that have an attribute :data:`ATTRIBUTE`.
 
     Not an attribute of the model, which could keep the model neither alive while it runs, as
     ``load(folder).generate(...)`` needs, nor let it go without a collection of garbage.
@@ -62,7 +62,7 @@ class _Generate:
     def __get__(self, model: Any, kind: Any = None) -> Any:
         of = kind if model is None else model
         usual = getattr(super(self._kind, of), _NAME) if self._own is None else self._own.__get__(model, kind)
-        if model is None or _ATTRIBUTE not in vars(model) or hasattr(type(model), "_stepping_for"):
+        if model is None or ATTRIBUTE not in vars(model) or hasattr(type(model), "_stepping_for"):
             return usual
 
         @functools.wraps(usual)
@@ -152,16 +152,16 @@ def _takes(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> bool
 
 def kept_of(model: nn.Module) -> Kept | None:
     """What answers of ``model`` borrow their Decoder from; None: each has its own."""
-    return vars(model).get(_ATTRIBUTE)
+    return vars(model).get(ATTRIBUTE)
 
 
 def attach(model: nn.Module) -> None:
     """From now on ``model.generate`` has our steps, if it is a model of transformers that generates by its class."""
     detach(model)
     if hasattr(type(model), "_sample") and hasattr(type(model), _NAME):
-        object.__setattr__(model, _ATTRIBUTE, _Answers(type(model)))
+        object.__setattr__(model, ATTRIBUTE, _Answers(type(model)))
 
 
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
-    vars(model).pop(_ATTRIBUTE, None)
+    vars(model).pop(ATTRIBUTE, None)
