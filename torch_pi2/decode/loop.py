@@ -8,7 +8,7 @@ that want to see inputs) goes the way that it would without us.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -67,12 +67,12 @@ class _Generate:
 
         @functools.wraps(usual)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            own = model
+            own, kind = model, cast(Any, type(model))
             if all(kwargs.get(name) is None for name in ("custom_generate", *_CACHES)) and _is_plain(model):
-                own = object.__new__(_stepping(type(model)))
+                own = object.__new__(_stepping(kind))
                 object.__setattr__(own, "__dict__", vars(model))
                 object.__setattr__(own, "_stepping_for", model)  # a slot: what is in __dict__ is the model's
-            return getattr(type(model), _NAME)(own, *args, **kwargs)
+            return getattr(kind, _NAME)(own, *args, **kwargs)
 
         return generate
 
