@@ -106,3 +106,7 @@ def check_choice(what: str, value: object, choices: Collection[str], fix: str) -
 
 class BusyError(Pi2Error):
     """As many sequences wait to be decoded as may."""
+
+
+class ClosedError(BusyError):
+    """Nothing more is decoded: the server ends."""

@@ -184,6 +184,21 @@ def test_what_is_no_file_is_no_block(tmp_path: Path, kind: str, caplog: pytest.L
     assert same(folder.read(name(2)), 2)
 
 
+def test_after_one_that_is_damaged_others_are_looked_at_before_they_stay(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3)
+    for number in (1, 2):
+        _changed(5000)(path_of(tmp_path, number))
+    folder = opened(tmp_path)
+    assert folder.read(name(1)) is None  # who asked computes it and all after it
+    for number in (1, 2, 3):
+        folder.write(name(number), block(number))
+    folder.close()
+    assert folder.counts.written == 2
+    again = opened(tmp_path)
+    assert all(same(again.read(name(number)), number) for number in (1, 2, 3))
+    again.close()
+
+
 def test_what_is_unused_longest_goes_first(tmp_path: Path) -> None:
     budget = 5 * ON_DISK
     folder = opened(tmp_path, budget)
@@ -352,6 +367,12 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     public.chmod(0o777)
     with pytest.raises(ConfigError, match=r"found one that others can write to.*chmod 700"):
         opened(public)
+    if os.geteuid() == 0:
+        foreign = tmp_path / "foreign"
+        foreign.mkdir(mode=0o700)
+        os.chown(foreign, 1000, 1000)
+        with pytest.raises(ConfigError, match="found one that another user owns"):
+            opened(foreign)
     with pytest.raises(ConfigError, match=r"bytes of .*expected 11264 or more: those of a block.*found 9999"):
         opened(tmp_path / "small", 9999)
     with pytest.raises(ConfigError, match=r"prefix_bytes: expected memory .*--prefix-cache"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,9 @@ import openai
 import pytest
 from serving import MODEL, Server, quantised
 from transformers import AutoTokenizer
+
+from torch_pi2.errors import ConfigError
+from torch_pi2.serve.schemas import MOST_INTEGER, as_object
 
 NAMES = ["name", "age", "tags", "a b", "x", "été", "id", 'q"uote', "$ref"]
 PATTERNS = ["^[a-z]{1,4}$", "^(yes|no)!?$", "^[A-Z][0-9]{2}-[^\"']{1,2}$", "^\\d{3}$", "^(a|bc){1,3}$"]
@@ -104,6 +108,45 @@ def answers_are_valid(client: openai.OpenAI, count: int, seed: int) -> None:
             jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(found)
             kinds.add(type(found))
     assert len(kinds) > 3
+
+
+#: What llguidance's native code ends the process for, or follows to something else, and what is said.
+REFUSED: list[tuple[Any, str]] = [
+    ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "maximum -9.22337e+18, below"),
+    ({"type": "integer", "minimum": -(10**26), "maximum": -(10**25)}, "maximum -1e+25, below"),
+    ({"type": "integer", "minimum": 10**30}, "minimum 1e+30, above"),
+    ({"items": [{"exclusiveMinimum": 2**53}]}, "exclusiveMinimum 9.0072e+15, above"),
+    ({"enum": [1, [{"a": 2**53}]]}, "the value 9.0072e+15, beyond 2"),
+    ({"properties": {"const": {"const": -(10**20)}}}, "the value -1e+20, beyond 2"),
+    ({"type": "object", "minProperties": 2, "required": ["a"]}, "minProperties 2 beyond what is required"),
+    (
+        {"$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(5000)} | {"5000": {}}, "$ref": "#/$defs/0"},
+        "5001",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED)
+def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, schema: Any, message: str) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "JSON"}]}
+    with pytest.raises(openai.BadRequestError, match=f"that can be followed, found .*{re.escape(message)}"):
+        client.chat.completions.create(**asked, response_format=wanted)
+    wanted["json_schema"]["schema"] = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    made = client.chat.completions.create(**asked, response_format=wanted, max_tokens=60)
+    assert abs(int(made.choices[0].message.content or "")) < 2**53
+
+
+def test_schemas_are_changed_where_numbers_bound_and_nowhere_else() -> None:
+    schema = {"properties": {"minimum": {"maximum": 2**70}, "enum": {"minimum": 3}}, "default": 2**70, "title": "x"}
+    wanted = schema | {"properties": {"minimum": {"maximum": MOST_INTEGER}, "enum": {"minimum": 3}}}
+    assert as_object(schema, "it") == wanted
+    assert (as_object(True, "it"), as_object(False, "it")) == ({}, {"not": {}})
+    deep: Any = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(ConfigError, match="too deep in each other"):
+        as_object(deep, "it")
 
 
 def test_answers_of_schemas(client: openai.OpenAI) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,16 @@ import httpx
 import openai
 import pytest
 import torch
-from serving import Server, greedy_alone, quantised, tokenizer_of_example
+from serving import Server, dense, greedy_alone, quantised, tokenizer_of_example
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import PreTrainedTokenizerFast
 
 from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
 from torch_pi2.serve.requests import Completion
 from torch_pi2.serve.served import Served
+from torch_pi2.serve.text import begun
 
 PROMPTS = ["def main(", "import os\n\nclass", "for", "    return self._", "if __name__ == '__main__':\n    "]
 
@@ -240,18 +246,75 @@ def test_malformed_requests(server: Server) -> None:
         assert answer.status_code == 400, body
         assert answer.json()["error"]["message"]
     assert httpx.post(f"{server.url}/v1/completions", content=b" " * (9 << 20)).status_code == 413
-    assert httpx.post(f"{server.url}/v1/completions", content=iter([b"{}"])).status_code == 413
+    assert httpx.post(f"{server.url}/v1/completions", content=iter([b"{}"])).status_code == 411
     assert httpx.get(f"{server.url}/nothing").status_code == 404
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     assert httpx.head(f"{server.url}/health").status_code == 200
     assert httpx.get(f"{server.url}/v1/completions").headers["allow"] == "POST"
     for body, message in (
         (b'{"model": ', "expected a body of JSON, found none: Expecting value (character 10)"),
-        (b'{"model": NaN}', "NaN and Infinity are no numbers of JSON"),
+        (b'{"model": NaN}', "body: NaN and Infinity are no numbers of JSON"),
+        (b"", "body: Field required"),
     ):
         headers = {"Content-Type": "application/json"}
         error = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers).json()["error"]
         assert (error["message"], error["param"]) == (message, None)
+
+
+def test_settings_at_their_ends(server: Server, client: openai.OpenAI, alone: Any) -> None:
+    for settings in ({"temperature": 1e-10}, {"temperature": 1, "top_p": 1e-300}):
+        made = client.completions.create(model="tiny", prompt="for", max_tokens=5, **settings)
+        assert made.choices[0].text == alone("for", 5)
+    with pytest.raises(openai.BadRequestError, match="at most 1000 characters"):
+        client.completions.create(model="tiny", prompt="for", stop=["x", "a" * 1001])
+    assert httpx.get(f"{server.url}/health", timeout=2).status_code == 200
+
+
+def test_a_long_stop_string_costs_what_the_text_is_long() -> None:
+    started = time.perf_counter()
+    assert [begun("xa", ["a" * 1_000_000]), begun("", ["ab"]), begun("ab", ["ab"]), begun("aa", ["aab"])] == [
+        1,
+        0,
+        0,
+        2,
+    ]
+    assert time.perf_counter() - started < 0.5
+
+
+def test_the_first_space_of_a_completion(tokenizer: Any) -> None:
+    """Tokenizers of SentencePiece's kind leave it out where nothing is before it."""
+    words = Tokenizer(WordLevel({f"\u2581w{i}": i for i in range(2048)}, unk_token="\u2581w0"))
+    words.pre_tokenizer = Metaspace()
+    words.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    server = Server(dense(), PreTrainedTokenizerFast(tokenizer_object=words))
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "w5 w6", "max_tokens": 3, "temperature": 0}
+    try:
+        made = server.client().completions.create(**asked).choices[0].text
+        echoed = server.client().completions.create(**asked, echo=True).choices[0].text
+        streamed = server.client().completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == made
+    finally:
+        server.close()
+    assert re.fullmatch(r"( w\d+){3}", made)
+    assert echoed == f"w5 w6{made}"
+
+
+def test_a_server_that_ends_says_so_to_those_it_cannot_answer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_pi2.cli.serve.GRACE_S", 0.3)
+    server = Server(quantised(), tokenizer, lanes=1, max_tokens=4096)
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "for", "max_tokens": 4000, "logit_bias": {"0": -100}}
+    stream = server.client().completions.create(**asked, stream=True)
+    next(stream)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(server.client().completions.create, **asked)
+        while not server.batch.state()["waiting"]:
+            time.sleep(0.01)
+        pool.submit(server.close)
+        with pytest.raises(openai.APIError, match="expected a server that goes on, found one that ends"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="expected a server that goes on") as found:
+            waiting.result()
+    assert found.value.status_code == 503
 
 
 def test_a_chat_without_a_template_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:

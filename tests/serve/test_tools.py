@@ -241,6 +241,20 @@ def test_calls_that_are_needed_have_the_arguments_of_the_schema(ask: Any, strict
             jsonschema.validate(json.loads(call.function.arguments), wanted)
 
 
+def test_a_call_that_is_cut_is_none(ask: Any) -> None:
+    made = ask(tool_choice="required", stop=["}"]).choices[0]
+    assert made.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("cut", range(1, len("\n</tool_call>")))
+def test_an_end_that_is_cut_is_no_text(cut: int) -> None:
+    calls = Calls(HERMES, ["weather"])
+    text = '<tool_call>\n{"name": "weather", "arguments": {}}' + "\n</tool_call>"[:cut]
+    parts = list(calls.add(text, last=True))
+    assert [part for part in parts if isinstance(part, str)] == []
+    assert (calls.count, calls.whole) == (1, True)
+
+
 def test_strict_calls_of_an_answer_that_need_not_call(ask: Any, server: Server, name: str) -> None:
     """From its first letters on, a call that comes is what the schema says; text is what it was."""
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}

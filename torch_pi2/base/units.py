@@ -12,7 +12,7 @@ _UNITS |= {f"{p}{u}": 1024**i for i, p in enumerate("KMGT", 1) for u in ("i", "i
 _UNITS |= {f"{p}{u}": 1000**i for i, p in enumerate("KMGT", 1) for u in ("", "B")}
 
 
-def parse_bytes(value: float | str) -> int:
+def parse_bytes(value: float | str, what: str = "budget") -> int:
     """``2.5GiB``, ``700MB``, ``1G`` (decimal) or a number of bytes. Raises ConfigError."""
     found: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -21,9 +21,7 @@ def parse_bytes(value: float | str) -> int:
     if match is not None and match.group(2) in _UNITS:
         found = float(match.group(1)) * _UNITS[match.group(2)]
     if not 0 <= found < math.inf:
-        raise ConfigError(
-            "budget", expected="bytes, or text such as 2.5GiB or 700MB", found=repr(value), fix="Correct it."
-        )
+        raise ConfigError(what, expected="bytes, or text such as 2.5GiB or 700MB", found=repr(value), fix="Correct it.")
     return int(found)
 
 

@@ -49,6 +49,11 @@ def positive(text: str) -> int:
     return _whole(text, 1, 1 << 31)
 
 
+def count(text: str) -> int:
+    """An integer of at least 0, for argparse."""
+    return _whole(text, 0, 1 << 31)
+
+
 def threads(text: str) -> int:
     """As many as the C++ runner takes, for argparse."""
     return _whole(text, 1, 1024)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ EXAMPLE = "torch-pi2 serve my-sparse-model --port 8000"
 
 #: Where the API key may be instead of on the command line, which others on the machine can read.
 KEY = "TORCH_PI2_API_KEY"
+#: Seconds for answers that have begun when the server is told to end.
+GRACE_S = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=common.port, default=8000, metavar="N", help="0: any that is free (default: 8000)")
     add("--lanes", type=common.positive, default=8, metavar="N", help="sequences decoded together (default: 8)")
-    add("--waiting", type=int, default=64, metavar="N", help="sequences that may wait for a lane (default: 64)")
+    add(
+        "--waiting", type=common.count, default=64, metavar="N", help="sequences that may wait for a lane (default: 64)"
+    )
     add(
         "--max-tokens",
         type=common.positive,
@@ -60,8 +65,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         from torch_pi2.base.extras import missing_package
 
         raise missing_package("fastapi, uvicorn and prometheus-client", "serve", error) from error
+    from torch_pi2.base.units import parse_bytes
     from torch_pi2.errors import ConfigError
 
+    key = os.environ.get(KEY, "")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError(KEY, expected="letters of ASCII, as headers have", found="others", fix="Choose another key.")
+    for name, value in (
+        ("budget", args.budget),
+        ("prefix-cache", args.prefix_cache),
+        ("prefix-dir-bytes", args.prefix_dir_bytes),
+    ):
+        parse_bytes(value or 0, f"--{name}")  # before models are loaded, which takes long
     names = [Path(folder).resolve().name for folder in args.models]
     if len(set(names)) < len(names):
         raise ConfigError(
@@ -82,7 +97,7 @@ def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -
 
     models = {name: _served(args, name, folder) for name, folder in zip(names, args.models, strict=True)}
     app = application(models, api_key=os.environ.get(KEY) or None)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30, server_header=False)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S + 5, server_header=False)
     server = _server(config)
     for served in models.values():
         served.batch.start()
@@ -124,9 +139,15 @@ def _server(config: Any) -> Any:
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: Any = None) -> None:
-            """As uvicorn has it, but that streams of figures, which never end by themselves, are not waited for."""
-            for live in self.config.app.state.live.values():  # type: ignore[union-attr]
+            """As uvicorn has it, but that streams of figures, which never end by themselves, are not waited for.
+
+            Answers that are not done in time end with an error of ours, before uvicorn cancels what sends them.
+            """
+            state = self.config.app.state  # type: ignore[union-attr]
+            for live in state.live.values():
                 live.close()
+            for served in state.models.values():
+                threading.Thread(target=served.batch.close, args=(GRACE_S,), daemon=True).start()
             await super().shutdown(sockets)
 
         @contextlib.contextmanager

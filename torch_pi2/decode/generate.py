@@ -294,7 +294,9 @@ def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Gen
         scores_V = scores_V[: sampling.top_k]
     share_V = scores_V.softmax(-1)
     if sampling.top_p < 1:
-        share_V = share_V[share_V.cumsum(-1) - share_V < sampling.top_p]
+        left_V = share_V.cumsum(-1) - share_V < sampling.top_p
+        left_V[0] = True  # whatever rounding says
+        share_V = share_V[left_V]
     return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
 
 

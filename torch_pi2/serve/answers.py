@@ -139,7 +139,7 @@ class ChatAnswer(Answer):
             for call in calls:
                 _extend(self._calls[number], call)
         super().add(number, Piece(text, piece.tokens, piece.finish))
-        if piece.finish == "stop" and reader is not None and reader.count:
+        if piece.finish == "stop" and reader is not None and reader.count and reader.whole:
             self._finish[number] = "tool_calls"
         return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from torch_pi2.errors import BusyError, Pi2Error
+from torch_pi2.errors import BusyError, ClosedError, Pi2Error
 from torch_pi2.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from torch_pi2.serve.browser import add_page, page_files
 from torch_pi2.serve.live import Live
@@ -52,6 +52,8 @@ class Refusal(Exception):
 def _refusal(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, ClosedError):
+        return Refusal(503, str(error), "server_error", "server_ends")
     if isinstance(error, BusyError):
         return Refusal(429, str(error), "rate_limit_error", "queue_full")
     if isinstance(error, Pi2Error):
@@ -74,12 +76,16 @@ class Allowed:
         headers = Headers(scope=scope)
         if self._key is not None and scope["path"] not in self._open:
             sent = headers.get("authorization", "")
-            if not hmac.compare_digest(sent.encode(), f"Bearer {self._key}".encode()):
+            kind, _, key = sent.partition(" ")
+            if not (hmac.compare_digest(key.strip().encode(), self._key.encode()) and kind.lower() == "bearer"):
                 message = "expected the server's API key as a bearer token, found another or none"
                 return Refusal(401, message, "invalid_request_error", "invalid_api_key")
         length = headers.get("content-length", "0")
-        if "transfer-encoding" in headers or not length.isdigit() or int(length) > MOST_BYTES:
-            message = f"expected a body of at most {MOST_BYTES} bytes, whose length is said before it"
+        if "transfer-encoding" in headers:
+            message = "expected a body whose length is said before it (Content-Length), found one in chunks"
+            return Refusal(411, message, "invalid_request_error")
+        if not length.isdigit() or int(length) > MOST_BYTES:
+            message = f"expected a body of at most {MOST_BYTES} bytes, found {length[:20]}"
             return Refusal(413, message, "invalid_request_error")
         return None
 
@@ -91,11 +97,13 @@ def application(models: Mapping[str, Served], *, api_key: str | None = None) -> 
         models: by name. api_key: that clients have to send as a bearer token (for all but ``/health`` and the page's
             files); None: none.
 
+    ``app.state.models``: as given.
     ``app.state.live``: by name what :class:`~torch_pi2.serve.live.Live` tells; closed, their streams end.
     """
     app = FastAPI(title="torch_pi2", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Allowed, api_key=api_key)
     add_page(app)
+    app.state.models = models
     app.state.live = lives = {name: Live(served, together=len(models)) for name, served in models.items()}
 
     @app.exception_handler(RequestValidationError)
@@ -107,7 +115,7 @@ def application(models: Mapping[str, Served], *, api_key: str | None = None) -> 
             return Refusal(400, message, "invalid_request_error").response()
         param = ".".join(str(part) for part in first["loc"] if part != "body") or None
         told = str(why) if isinstance(why, ValueError) else first["msg"]
-        message = f"{param}: {told}" if param else told
+        message = f"{param or 'body'}: {told}"
         return Refusal(400, message, "invalid_request_error", param=param).response()
 
     @app.exception_handler(Refusal)

@@ -24,7 +24,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.generate import Sampling, pick
 from torch_pi2.decode.growing import Growing
 from torch_pi2.decode.pieces import takes_several_lengths, ways_of_prompts
-from torch_pi2.errors import BusyError, ConfigError, ShapeError
+from torch_pi2.errors import BusyError, ClosedError, ConfigError, ShapeError
 from torch_pi2.observe.meter import Meter
 from torch_pi2.serve.identity import identity
 from torch_pi2.serve.prefix import BLOCK_TOKENS, PrefixCache
@@ -218,7 +218,7 @@ class Batch:
         """Decode it as soon as there is a lane.
 
         Raises:
-            ShapeError: prompt and answer have no room. BusyError: too many wait, or the batch is being closed.
+            ShapeError: prompt and answer have no room. BusyError: too many wait. ClosedError: no more is taken.
         """
         tokens = len(sequence.prompt)
         if not 1 <= tokens < self.max_tokens or tokens + sequence.limit > self.max_tokens or sequence.limit < 1:
@@ -229,12 +229,13 @@ class Batch:
                 fix="Ask for less, or start with a longer context.",
             )
         with self._changed:
-            if self._closing or len(self._waiting) >= self._most_waiting + self._free():
-                found = "one that is being closed" if self._closing else f"{len(self._waiting)} that wait"
+            if self._closing:
+                raise closed()
+            if len(self._waiting) >= self._most_waiting + self._free():
                 raise BusyError(
                     "sequences",
                     expected=f"at most {self._most_waiting} that wait for one of {self.lanes} lanes",
-                    found=found,
+                    found=f"{len(self._waiting)} that wait",
                     fix="Try again later.",
                 )
             self._waiting.append(sequence)
@@ -364,3 +365,9 @@ class Batch:
     def _end(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
         sequence.tell(Ended(reason, error))
+
+
+def closed() -> ClosedError:
+    return ClosedError(
+        "answer", expected="a server that goes on", found="one that ends", fix="Ask again when there is one."
+    )

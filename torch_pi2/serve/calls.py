@@ -50,6 +50,11 @@ class Calls:
         self._value = _Value()
         self._reads: Callable[[bool], _Reading] = self._text
 
+    @property
+    def whole(self) -> bool:
+        """Whether there is the end of each call that was begun."""
+        return self._reads in (self._text, self._between)
+
     def add(self, text: str, last: bool = False) -> Iterator[str | Called]:
         """What is sure now. ``last``: no more text follows."""
         self._rest += text
@@ -82,7 +87,8 @@ class Calls:
             self._rest, self._reads = rest, self._object
         elif form.end and rest.startswith(form.end):
             self._rest, self._begin, self._reads = rest[len(form.end) :], "", self._text
-        elif form.end.startswith(rest) and not last:
+        elif form.end.startswith(rest) and not (last and self._begin):
+            self._rest = "" if last else self._rest  # of an end that was cut
             return False
         else:
             yield from self._says(self._begin)

@@ -13,7 +13,8 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.serve.tools import Offer, as_object, grammar_of
+from torch_pi2.serve.schemas import as_object, refused
+from torch_pi2.serve.tools import Offer, grammar_of
 
 #: As Python writes JSON. Where any blanks are allowed, weak models write nothing else.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -106,7 +107,9 @@ class Grammars:
             ConfigError: no schema, one with what llguidance has not, or a tokenizer that it cannot read.
         """
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(as_object(schema)), overrides=_WRITTEN)
+            grammar = LLMatcher.grammar_from_json_schema(
+                json.dumps(as_object(schema, "response_format")), overrides=_WRITTEN
+            )
         except ValueError as error:
             raise _refused("response_format", str(error)) from error
         return self._followed(grammar, "response_format")
@@ -152,8 +155,7 @@ def token_of(tokenizer: Any, text: str) -> int | None:
 
 
 def _refused(what: str, found: str) -> ConfigError:
-    expected = "a JSON schema that can be followed"
     reason = found.partition("\n")[0]  # what follows is llguidance's state
     if reason.startswith("NoExtensionBias"):
         reason = "one that no text is of"
-    return ConfigError(what, expected=expected, found=reason, fix="Correct the schema.")
+    return refused(what, reason)

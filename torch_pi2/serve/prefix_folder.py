@@ -72,6 +72,7 @@ class PrefixFolder:
         self._file_bytes = sum(spec.nbytes for spec in specs) + 2 * ALIGNMENT
         self._check()
         self._known = set[bytes]()  # names of files that there are, as far as is known
+        self._doubted = False  # since one was damaged: whether another is sound is seen before it stays
         self._spoiled = set[bytes]()  # of which no use is made, as they cannot be read
         self._queue: deque[tuple[bytes, Block]] = deque()
         self._queued = dict[bytes, int]()
@@ -93,6 +94,8 @@ class PrefixFolder:
             self.path.mkdir(mode=0o700, exist_ok=True)
             open_to_others = bool(self.path.stat().st_mode & 0o022)
             found = "one that others can write to" if open_to_others else None
+            if self.path.stat().st_uid != os.geteuid():
+                found = "one that another user owns"
             if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
                 found = "one that this user cannot write to"
         except OSError as error:
@@ -124,11 +127,12 @@ class PrefixFolder:
         """Say it, once, and delete the file, unless it is the system that cannot read it now."""
         self._spoiled.add(name)
         self.counts.damaged += 1
+        self._doubted = True
         if not isinstance(error.__cause__, OSError):
             with suppress(OSError):
                 self._path(name).unlink()
         with self._changed:
-            self._known.discard(name)
+            self._known.clear()  # those after it were not looked at: who computes them writes them again
         _log.warning("a block of a prefix is computed again: %s", error)
 
     def use(self, name: bytes) -> None:
@@ -205,7 +209,7 @@ class PrefixFolder:
         ):
             self._look(self._file_bytes)
         path = self._path(name)
-        if not path.is_file():
+        if not path.is_file() or (self._doubted and not self._is_sound(name)):
             try:
                 write_block(path, block, self.identity, name.hex())
             except ArtifactError as error:
@@ -217,6 +221,16 @@ class PrefixFolder:
         with self._changed:
             self._known.add(name)
         self._spoiled.discard(name)
+
+    def _is_sound(self, name: bytes) -> bool:
+        """Whether the file can be read; it is deleted if what is in it is damaged."""
+        try:
+            read_block(self._path(name), self._specs, self.identity, name.hex())
+        except ArtifactError as error:
+            if not isinstance(error.__cause__, OSError):
+                self._path(name).unlink(missing_ok=True)
+            return False
+        return True
 
     def _look(self, wanted_bytes: int) -> None:
         """See what there is, and delete what has not been used for longest until so much has room."""

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 #: Log probabilities that are told of a token, at most.
 MOST_LOGPROBS = 20
+#: Letters of a stop string, at most: what is written is compared with all its beginnings.
+MOST_STOP = 1000
 #: Fields that would change the answer and are not done, and the values that mean nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -191,7 +193,7 @@ class Asked(BaseModel):
     n: int = Field(default=1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: list[str] = Field(default_factory=list, max_length=4)
+    stop: list[Annotated[str, Field(max_length=MOST_STOP)]] = Field(default_factory=list, max_length=4)
     seed: int | None = None
     logit_bias: dict[int, _Bias] = Field(default_factory=dict, max_length=1024)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)

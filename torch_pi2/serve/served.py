@@ -15,14 +15,17 @@ import torch
 from torch import nn
 
 from torch_pi2.decode.decode import check_vocabulary
-from torch_pi2.decode.generate import Sampling, end_tokens
+from torch_pi2.decode.generate import LEAST_TEMPERATURE, Sampling, end_tokens
 from torch_pi2.errors import ConfigError
-from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
+from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken, closed
 from torch_pi2.serve.constraint import Constraint, Grammars, Penalised, token_of
 from torch_pi2.serve.requests import Asked, Chat, Completion
 from torch_pi2.serve.template import ids_of_talk, template_of
 from torch_pi2.serve.text import Text
 from torch_pi2.serve.tools import Form, Function, Offer, form_of
+
+#: Tokens before an answer that are looked at for how it begins.
+_BEFORE = 16
 
 
 @dataclass
@@ -120,9 +123,11 @@ class Served:
     def _special(self) -> set[int]:
         return {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
 
-    def _text(self, asked: Completion | Chat, form: Form | None) -> Text:
+    def _text(self, asked: Completion | Chat, form: Form | None, prompt: list[int]) -> Text:
+        """Of an answer; a completion goes on with its prompt, on which its first space may depend."""
+        before = prompt[-_BEFORE:] if isinstance(asked, Completion) else ()
         marks = {token_of(self.tokenizer, mark) for mark in (form.begin, form.end)} if form else set()
-        return Text(self.tokenizer, asked.stop, self._special - marks if marks & self._special else None)
+        return Text(self.tokenizer, asked.stop, self._special - marks if marks & self._special else None, before)
 
     async def answer(self, asked: Completion | Chat, prompts: list[list[int]]) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces of the answers as they come, each with the number of its choice: ``asked.n`` of each prompt.
@@ -130,7 +135,8 @@ class Served:
         Whoever stops listening cancels what is not done.
 
         Raises:
-            ShapeError: prompt and answer have no room. BusyError: too many wait. ConfigError: of the request.
+            ShapeError: prompt and answer have no room. BusyError: too many wait.
+            ClosedError: the server ends before it is whole. ConfigError: of the request.
         """
         told: asyncio.Queue[tuple[int, Taken | Ended]] = asyncio.Queue()
         constraints = await asyncio.to_thread(self.constraints, asked, asked.n * len(prompts))
@@ -139,7 +145,8 @@ class Served:
             for number, constraint in enumerate(constraints)
         ]
         offer = self.offer(asked)
-        texts = [self._text(asked, None if offer is None else offer.form) for _ in sequences]
+        form = None if offer is None else offer.form
+        texts = [self._text(asked, form, sequence.prompt) for sequence in sequences]
         try:
             for sequence in sequences:
                 self.batch.submit(sequence)
@@ -189,7 +196,7 @@ class Served:
             limit=_limit(asked, self.batch.max_tokens - len(ids)),
             tell=tell,
             ends=self._ends,
-            sampling=Sampling(asked.temperature, 0, asked.top_p) if asked.temperature > 0 else None,
+            sampling=Sampling(asked.temperature, 0, asked.top_p) if asked.temperature >= LEAST_TEMPERATURE else None,
             seed=seed + number % asked.n,
             bias=asked.logit_bias,
             top=asked.top,
@@ -208,6 +215,8 @@ def _piece(what: Taken | Ended, text: Text, sequence: Sequence) -> Piece:
     if isinstance(what, Ended):
         if what.error is not None:
             raise what.error
+        if what.reason == "cancelled":  # by nobody who listens: they do not
+            raise closed()
         return Piece(text.end(), finish="stop" if text.stopped else what.reason)
     new = "" if what.token in sequence.ends else text.add(what.token)
     return Piece(new, [what], "stop" if text.stopped else None)

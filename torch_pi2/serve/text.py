@@ -8,7 +8,8 @@ from typing import Any
 
 def begun(text: str, marks: Sequence[str]) -> int:
     """Letters at the end of ``text`` that may be the beginning of one of ``marks``."""
-    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+    ends = (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n]))
+    return max(ends, default=0)
 
 
 class Text:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.serve.schemas import as_object
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ def grammar_of(
     Args:
         mark: how a mark such as ``<tool_call>`` is said in the grammar. written: llguidance's options of JSON.
         answer: schema of what is no call; None: any text.
+
+    Raises:
+        ConfigError: a schema has what an answer could not be held to.
     """
     form = offer.form
     objects, rules = [], []
@@ -117,7 +121,7 @@ def grammar_of(
         begin = f'{{"name": "{function.name}", "{form.arguments}": '
         objects.append(f'{_literal(begin)} arguments_{number} "}}"')
         # each on its own: what a schema refers to by "#" begins at its root
-        rules.append(f"arguments_{number}: %json {_json(schema, written)}")
+        rules.append(f"arguments_{number}: %json {_json(as_object(schema, 'tools'), written)}")
     more = f"({_literal(form.between)} object)*" if form.between is not None and offer.several else ""
     end = mark(form.end) if form.end else ""
     rules += [
@@ -131,7 +135,7 @@ def grammar_of(
         start = calls
     elif answer is not None:
         start = f"{calls} | answer"
-        rules.append(f"answer: %json {_json(answer, written)}")
+        rules.append(f"answer: %json {_json(as_object(answer, 'response_format'), written)}")
     else:
         start, more_rules = _after_text(form, mark(form.begin), again)
         rules += more_rules
@@ -154,10 +158,5 @@ def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """``true`` is anything, ``false`` nothing."""
-    return schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-
-
-def _json(schema: dict[str, Any] | bool, written: dict[str, Any]) -> str:
-    return json.dumps(as_object(schema) | {"x-guidance": written})
+def _json(schema: dict[str, Any], written: dict[str, Any]) -> str:
+    return json.dumps(schema | {"x-guidance": written})
