@@ -214,7 +214,8 @@ def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
     assert 0 < guessed["drafts"]["accepted"] <= guessed["drafts"]["drafted"]
     assert guessed["drafts"]["passes"] <= len(guessed["sequences_by_step"])
     assert " guessed tokens right]" in command(*argv, "--prompt-lookup", "4").out
-    for option, found in ((["--prompt-lookup", "8"], "8"), (["--temperature", "1"], "do_sample=True")):
+    eight = "argument --prompt-lookup: expected at most 7, found 8"
+    for option, found in ((["--prompt-lookup", "8"], eight), (["--temperature", "1"], "--temperature 1")):
         assert _error(command(*argv, "--prompt-lookup", "4", *option, "--json", ok=False))["found"] == found
 
 
@@ -436,7 +437,7 @@ def test_folders_of_other_verbs(command, made) -> None:
 
 def test_senseless_sampling_and_an_empty_prompt(command, made) -> None:
     base = ["generate", made["exact"], "--trust-remote-code", "--json", "--prompt"]
-    for argv in (["x", "--temperature", "-1"], ["x", "--top-p", "0"], [""]):
+    for argv in (["x", "--temperature", "-1"], ["x", "--top-p", "0"], ["x", "--top-p", "0.9"], [""]):
         assert _error(command(*base, *argv, ok=False))["type"] == "ConfigError"
 
 

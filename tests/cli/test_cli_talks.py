@@ -86,6 +86,9 @@ def test_what_can_be_typed_besides(talk: Any) -> None:
     full = talk("def main(\n" + "x " * 60 + "\n", "--max-tokens", "30")
     assert full.code == 0
     assert "talk: expected 1 to 29 tokens before an answer" in full.err
+    assert "Begin another (/reset), or make room for more tokens (--max-tokens)." in full.err
+    assert "(cut after 9 tokens: --max-new-tokens" in full.err
+    assert talk("   \n").out.strip() == ""
 
 
 def test_the_budget_of_a_talk(

@@ -67,6 +67,14 @@ def test_help_says_what_every_option_is_for_and_its_default() -> None:
     assert silent == []
 
 
+def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (verbs,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, verb in verbs.choices.items():
+        lines = verb.format_help().splitlines()
+        assert [line for line in lines if len(line) > 80 and not line.startswith("  torch-pi2 ")] == [], name
+
+
 def test_defaults_are_added_once_and_as_they_are_typed() -> None:
     parser = cli.Parser(prog="p", formatter_class=Help)
     parser.add_argument("--share", default="30%", help="of it")

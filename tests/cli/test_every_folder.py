@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,50 @@ def test_what_is_nothing_of_ours(command: Command, kinds: dict[str, Path], verb:
     assert str(kinds[kind]) in last
     assert "expected" in last
     assert "found" in last
+
+
+def test_what_has_no_dense_weights_and_what_is_no_folder(command: Command, kinds: dict[str, Path]) -> None:
+    ran = command("generate", kinds["store"], "--dense", "--prompt", "x", ok=False)
+    assert f"dense model of {kinds['store']}: expected a folder with the weights as they were" in ran.err
+    ran = command("generate", kinds["missing"], "--prompt", "x", ok=False)
+    assert "found no such folder, and no model of that name that was fetched before" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("tokenizer.json", "", "expected files of a Hugging Face tokenizer"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: expected"),
+        ("model.safetensors", "x", r"Copy its weights \(\*.safetensors\) again"),
+    ],
+)
+def test_damaged_folders(
+    command: Command, kinds: dict[str, Path], tmp_path: Path, file: str, damage: str, message: str
+) -> None:
+    shutil.copytree(kinds["optimised"], tmp_path / "damaged")
+    (tmp_path / "damaged" / file).write_text(damage)
+    said = command("generate", tmp_path / "damaged", "--prompt", "x", ok=False).err
+    assert re.search(message, said)
+    assert "trust_remote_code" not in said
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_sampling_is_checked_before_anything_is_loaded(command: Command, verb: str) -> None:
+    prompt = ["--prompt", "x"] if verb == "generate" else []
+    ran = command(verb, "nowhere", *prompt, "--top-p", "0.5", ok=False)
+    assert "--top-p: expected a --temperature above 0, found 0.5 where the most likely token is taken" in ran.err
+    ran = command(verb, "nowhere", *prompt, "--top-p", "5", ok=False)
+    assert "expected more than 0 and at most 1, found 5" in ran.err
+
+
+def test_what_is_wrong_has_a_line_of_its_own(
+    command: Command, kinds: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ArtifactError("it", expected="this", found="that", fix="Mend it.")
+
+    monkeypatch.setattr("torch_pi2.decode.generate.generate", fails)
+    assert command("generate", kinds["optimised"], "--prompt", "def f", ok=False).out == "def f\n"
 
 
 def test_generate_takes_every_kind_of_model(command: Command, kinds: dict[str, Path]) -> None:

@@ -265,16 +265,35 @@ def test_classes_whose_generate_calls_that_of_another(steps: list[int]) -> None:
     assert torch.equal(by_transformers(model, IDS, **HOW), plain.generate(IDS, **HOW))
 
 
-def test_a_model_is_not_kept_alive_by_its_attribute() -> None:
-    model = torch_pi2.optimize(tiny("llama-relu"))
-    seen = weakref.ref(model)
+@pytest.mark.parametrize("name", ["llama-relu", "opt"])
+@pytest.mark.parametrize("said", [0, 1, 2])
+def test_a_model_goes_when_nobody_holds_it(name: str, said: int) -> None:
+    """With all its weights, and not when garbage is collected next: another may be loaded into its memory."""
+    model: Any = torch_pi2.optimize(tiny(name))
+    for _ in range(said):
+        model.generate(IDS, **HOW)
+        torch_pi2.generate(model, IDS, max_new_tokens=20)
+    seen = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
     gc.collect()
     gc.disable()
     try:
         del model
-        assert seen() is None
+        assert not [part for part in seen if part() is not None]
     finally:
         gc.enable()
+
+
+def test_forwards_that_name_no_cache(recwarn: pytest.WarningsRecorder, steps: list[int]) -> None:
+    class Sub(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model: Any = torch_pi2.optimize(randomise(Sub(tiny("llama-relu").config).eval()))
+    wanted = by_transformers(model, IDS, **HOW)
+    recwarn.clear()
+    assert torch.equal(model.generate(IDS, **HOW), wanted)
+    assert not recwarn.list
+    assert len(steps) == 19
 
 
 def test_a_users_own_generate_stays() -> None:

@@ -13,6 +13,7 @@ What goes on working, because the values are asked of the sparse layer: ``state_
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -163,7 +164,8 @@ class TakenParameters(dict[str, Any]):
 
     def __init__(self, parameters: Mapping[str, Any], stand_in: Holder) -> None:
         super().__init__(parameters)
-        self._own, self._stand_in = dict(parameters), stand_in
+        self._own = dict(parameters)
+        self._stand_in = weakref.ref(stand_in)  # whose they are: a cycle would keep weights until garbage is collected
 
     def changed(self) -> list[str]:
         """Names of which there is another parameter now, or none."""
@@ -182,15 +184,17 @@ class TakenParameters(dict[str, Any]):
         self._tell()
 
     def _tell(self) -> None:
-        self._stand_in.parameters_changed()
+        stand_in = self._stand_in()
+        if stand_in is not None:
+            stand_in.parameters_changed()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {"parameters": dict(dict.items(self)), "own": self._own, "stand_in": self._stand_in}
+        state = {"parameters": dict(dict.items(self)), "own": self._own, "stand_in": self._stand_in()}
         return type(self).__new__, (type(self),), state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         dict.update(self, state["parameters"])  # nobody is told: the stand-in may not be whole yet
-        self._own, self._stand_in = state["own"], state["stand_in"]
+        self._own, self._stand_in = state["own"], weakref.ref(state["stand_in"])
 
 
 class ListedParameters(TakenParameters):

@@ -345,6 +345,15 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         ) from error
 
 
+def _what_to_do(folder: Path, error: Exception) -> str:
+    """Where transformers could not make the model of ``folder``."""
+    from safetensors import SafetensorError
+
+    if isinstance(error, (OSError, SafetensorError)) and "trust_remote_code" not in str(error):
+        return "Copy its weights (*.safetensors) again from where they were made."
+    return how_to_trust(folder)
+
+
 def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None) -> nn.Module:
 
     read_config(folder)  # transformers says less of a damaged one
@@ -374,7 +383,7 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             f"loading {folder}",
             expected="a model that transformers can build",
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            fix=f"{how_to_trust(folder)} Or pass model=... to load into.",
+            fix=f"{_what_to_do(folder, error)} Or pass model=... to load into.",
         ) from error
     if missing := sorted(loading["missing_keys"]):  # transformers gives them random numbers
         raise ArtifactError(

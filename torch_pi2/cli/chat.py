@@ -30,16 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=common.positive, default=512, metavar="N", help="of an answer (default: 512)")
     add("--max-tokens", type=common.positive, metavar="N", help="of the talk (default: the model's, at most 4096)")
     add("--temperature", type=common.temperature, default=0.0, metavar="T", help="0 (default) is greedy")
-    add("--top-p", type=float, default=1.0, metavar="P", help="of the most likely tokens (default: 1, all)")
+    add(
+        "--top-p", type=common.probability, default=1.0, metavar="P", help="of the most likely tokens (default: 1, all)"
+    )
     add("--seed", type=common.seed, default=0, help="of the first answer; the next has this and 1 (default: 0)")
     common.add_decoding(parser)
     common.add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from torch_pi2.decode.generate import Sampling
     from torch_pi2.serve.talk import Talk
 
+    sampling = common.sampling_of(args)
     args.context = args.max_tokens or common.MOST_TOKENS
     model = common.load_any(args)
     talk = Talk(
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         common.load_tokenizer(args),
         max_tokens=common.max_tokens(args, model),
         limit=args.max_new_tokens,
-        sampling=Sampling(args.temperature, 0, args.top_p) if args.temperature > 0 else None,
+        sampling=sampling,
         seed=args.seed,
         system=args.system,
         compiled=args.compile,
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 break
             if name.startswith("/"):
                 _command(name.lower(), value.strip(), model, talk)
-            elif said:
+            elif said.strip():
                 _answer(said, talk, args)
     return {"messages": talk.messages}
 
@@ -85,6 +87,8 @@ def _answer(said: str, talk: Any, args: argparse.Namespace) -> None:
         _tell("\nthe answer was ended here")
     if not args.json:
         emit(args.stdout, "\n")
+    if talk.last is not None and talk.last.ended == "length":
+        _tell(f"(cut after {talk.last.tokens} tokens: --max-new-tokens, or the talk is as long as it may be)")
 
 
 def _read(args: argparse.Namespace) -> str:

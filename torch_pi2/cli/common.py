@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch_pi2.spec.stats import ActivationStats
 
 DTYPES = ("auto", *FLOATS)
+_MODEL = "a Hugging Face causal language model"
 #: Tokens of a sequence with its prompt, where nobody says how many and the model may have as many.
 MOST_TOKENS = 4096
 
@@ -57,6 +58,21 @@ def count(text: str) -> int:
 def threads(text: str) -> int:
     """As many as the C++ runner takes, for argparse."""
     return _whole(text, 1, 1024)
+
+
+def guesses(text: str) -> int:
+    """Of tokens at a time, as many as are verified in one pass, for argparse."""
+    from torch_pi2.decode.speculate import MOST_DRAFTED
+
+    return _whole(text, 1, MOST_DRAFTED)
+
+
+def probability(text: str) -> float:
+    """More than 0, for argparse."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected more than 0 and at most 1, found {text}")
+    return value
 
 
 def port(text: str) -> int:
@@ -109,6 +125,22 @@ def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
     )
 
 
+def sampling_of(args: argparse.Namespace) -> Any:
+    """What ``--temperature`` and ``--top-p`` ask for; None: the most likely token. Raises ConfigError."""
+    from torch_pi2.decode.generate import Sampling
+
+    if args.temperature > 0:
+        return Sampling(args.temperature, 0, args.top_p)
+    if args.top_p < 1:
+        raise ConfigError(
+            "--top-p",
+            expected="a --temperature above 0",
+            found=f"{args.top_p:g} where the most likely token is taken",
+            fix="Pass --temperature 0.8, for instance, or leave it out.",
+        )
+    return None
+
+
 def max_tokens(args: argparse.Namespace, model: nn.Module) -> int:
     """``--max-tokens``, or as many as ``model`` was made for, within reason."""
     config: Any = getattr(model, "config", None)
@@ -136,9 +168,8 @@ def add_text(parser: argparse.ArgumentParser, default: str = "stdlib") -> None:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """The fields of :class:`torch_pi2.spec.config.Config`; what is not given keeps the default of that class."""
-    group = parser.add_argument_group(
-        "settings (lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations)"
-    )
+    lossless = "lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations"
+    group = parser.add_argument_group("settings", lossless)
     add = partial(_add_setting, group)
     add("--method", choices=METHODS, help="how cold neurons are chosen")
     add("--hot-frequency", type=float, metavar="F", help="neurons that fire more often than this are always computed")
@@ -212,7 +243,7 @@ def check_out(folder: Path) -> None:
 
 
 @contextmanager
-def _loading(what: str) -> Iterator[None]:
+def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[None]:
     """Turns what transformers raises for wrong names, broken files and missing consent into a Pi2Error."""
     try:
         from safetensors import SafetensorError
@@ -226,6 +257,8 @@ def _loading(what: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         message = " ".join(str(error).split())
+        if not Path(args.model).exists() and not args.allow_download:
+            message = "no such folder, and no model of that name that was fetched before"
         if "trust_remote_code" in message:
             fix = "Read the modelling code in that folder; if you trust it, pass --trust-remote-code."
         elif isinstance(error, OSError) and error.errno and _is_transformers_own(error.filename):
@@ -233,7 +266,7 @@ def _loading(what: str) -> Iterator[None]:
         else:
             fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
         found = message if len(message) <= 300 else message[:300] + " ..."
-        raise ConfigError(what, expected="a Hugging Face causal language model", found=found, fix=fix) from error
+        raise ConfigError(f"{part} {args.model}", expected=expected, found=found, fix=fix) from error
 
 
 def _is_transformers_own(path: Any) -> bool:
@@ -268,10 +301,23 @@ def dtype_of(args: argparse.Namespace) -> Any:
     return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
+def _check_dense(args: argparse.Namespace) -> None:
+    from torch_pi2.cli.folders import kind_of
+
+    if kind_of(Path(args.model)) in ("store", "quantised"):
+        raise ArtifactError(
+            f"dense model of {args.model}",
+            expected="a folder with the weights as they were, as optimize writes it",
+            found="one that has them as rows of neurons alone",
+            fix="Name the checkpoint that it was made of.",
+        )
+
+
 def load_dense(args: argparse.Namespace) -> nn.Module:
     """The ordinary model of ``args.model``, in eval mode."""
+    _check_dense(args)
     phase(f"load {args.model}")
-    with _loading(f"model {args.model}"):
+    with _loading(args, "model", _MODEL):
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype_of(args), **_arguments(args))
@@ -290,7 +336,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
             fix="Make one: torch-pi2 optimize MODEL --out DIR.",
         )
     phase(f"load {args.model}")
-    with _loading(f"model {args.model}"):
+    with _loading(args, "model", _MODEL):
         dtype = None if args.dtype == "auto" else dtype_of(args)
         more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
         if getattr(args, "budget", None) is not None:
@@ -305,7 +351,7 @@ def load_any(args: argparse.Namespace) -> nn.Module:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    with _loading(f"tokenizer of {args.model}"):
+    with _loading(args, "tokenizer of", "files of a Hugging Face tokenizer"):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(args.model, **_arguments(args))

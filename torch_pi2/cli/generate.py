@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=common.probability,
         default=1.0,
         metavar="P",
         help="sample among the likeliest tokens that together have this probability",
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=common.seed, default=0, help="of sampling")
     parser.add_argument(
         "--prompt-lookup",
-        type=common.positive,
+        type=common.guesses,
         default=0,
         metavar="K",
         help="greedy: guess up to K tokens (1 to 7) from what followed the last ones before, and verify them together",
@@ -66,17 +66,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.cli.folders import kind_of
     from torch_pi2.decode.decode import check_vocabulary
     from torch_pi2.decode.generate import generate
-    from torch_pi2.errors import ConfigError, UnsupportedModelError
+    from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
     from torch_pi2.observe.trace import trace
     from torch_pi2.rewrite.handle import Handle
     from torch_pi2.serve.text import Text
 
-    if not 0 < args.top_p <= 1:
+    sampling = common.sampling_of(args)
+    if sampling is not None and args.prompt_lookup:
         raise ConfigError(
-            "--top-p",
-            expected="more than 0, at most 1",
-            found=str(args.top_p),
-            fix="Leave it out for all tokens.",
+            "--prompt-lookup",
+            expected="the most likely token each time",
+            found=f"--temperature {args.temperature:g}",
+            fix="Leave one of them out: what is drawn is decoded step by step.",
         )
     if args.num_return_sequences > 1 and args.temperature == 0:
         raise ConfigError(
@@ -90,17 +91,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     recorded = trace(args.trace) if args.trace else None  # a path that cannot be written is found before loading
     if args.trace and is_standard_output(args.trace):
         args.stdout = sys.stderr
-    args.context = common.MOST_TOKENS
-    model: Any = common.load_dense(args) if args.dense else common.load_any(args)
     tokenizer = common.load_tokenizer(args)
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
+    args.context = inputs["input_ids"].numel() + args.max_new_tokens
+    model: Any = common.load_dense(args) if args.dense else common.load_any(args)
     check_vocabulary(model, inputs["input_ids"])
     prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1
     text = Text(tokenizer, before=prompt)
     how = common.given(args, "num_return_sequences", "max_new_tokens", "seed", "prompt_lookup")
-    if args.temperature > 0:
+    if sampling is not None:
         how |= {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     if shown:
         emit(args.stdout, args.prompt)
@@ -115,6 +116,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             made = _by_transformers(model, inputs, tokenizer, args)
             if shown:
                 emit(args.stdout, made.text)
+        except Pi2Error:
+            if shown:
+                emit(args.stdout, "\n")  # so that what is wrong has a line of its own
+            raise
     elapsed = time.perf_counter() - started
     if shown:
         emit(args.stdout, text.end())

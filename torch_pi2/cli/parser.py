@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -66,6 +67,15 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Says the default of every option that has one, unless its help does already."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Lines that are too long are wrapped; the others, and examples, are as they were written."""
+        room = width - len(indent)
+        whole = [
+            [line] if len(line) <= room or line.startswith(" ") else textwrap.wrap(line, room)
+            for line in text.splitlines()
+        ]
+        return "\n".join(indent + part for parts in whole for part in parts)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default

@@ -186,7 +186,7 @@ def divide(
             f"budget for {store.path.parent.parent}",
             expected=f"at least {-(-sum(parts.values()) // 2**20)} MiB ({needed})",
             found=f"{total / 2**20:.0f} MiB",
-            fix="Give it more, or lower context or OffloadConfig.in_flight.",
+            fix="Give it more, or lower context (--max-tokens, --max-new-tokens) or OffloadConfig.in_flight.",
         )
     slots = min(count, left // (slot + SLOT_BYTES))
     sizes = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}

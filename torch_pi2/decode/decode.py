@@ -7,6 +7,7 @@ operators as calls that Inductor leaves alone. Neither has guards: this class ow
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -304,7 +305,7 @@ class Decoder:
                 self._read_piece(ids_1T[:, at : at + piece], cache, tokens)
                 at += piece
                 yield tokens - at
-            self._kv.check_used()
+            self._kv.check_used(self.model)
             new = len(self.lengths)  # some may have left
             self._kv.lengths[row] = fed
             if new != row:
@@ -335,7 +336,7 @@ class Decoder:
             # pieces of equal length: a short one at the end might be taken for a step
             for piece_BT in ids_BT[:, known:].tensor_split(-(-(tokens - known) // most), 1):
                 result = self._read_piece(piece_BT, cache, rows * tokens)
-            self._kv.check_used()
+            self._kv.check_used(self.model)
         except BaseException:
             self._use(1)
             raise
@@ -536,9 +537,21 @@ class Decoder:
 
     @torch.inference_mode()
     def rest(self) -> None:
-        """Forget all sequences; the memory of their keys and values goes back to the system until the next prompt."""
+        """Forget all sequences and let the model go; the memory of keys and values goes back to the system.
+
+        For who is kept by the model itself, which :meth:`wake` names again before the next prompt.
+        """
         self.lengths = []
         self._kv.give_back(0)
+        self._rested = weakref.ref(self.model)
+        del self.model
+
+    def wake(self, model: nn.Module) -> bool:
+        """Undo :meth:`rest`, if this is its model."""
+        if self._rested() is not model:
+            return False
+        self.model = model
+        return True
 
     def _add(self, tokens: int) -> None:
         """Each sequence has so many tokens more."""
@@ -590,12 +603,16 @@ class Decoder:
     def _replay(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> Replay:
         key = self.batch, ids_BT.shape[1], of_each
         if key not in self._replays:
+            me: Callable[[], Any] = weakref.ref(self)  # a cycle would keep the model until garbage is collected
+            name = forward.__name__
 
             def attending(ids_BT: torch.Tensor) -> torch.Tensor:
-                with self._attending(of_each):
-                    return forward(ids_BT)
+                decoder = me()
+                with decoder._attending(of_each):
+                    found: torch.Tensor = getattr(decoder, name)(ids_BT)
+                return found
 
-            self._replays[key] = Replay(attending, lambda: not self.is_hooked(), lambda: State(self.model))
+            self._replays[key] = Replay(attending, lambda: not me().is_hooked(), lambda: State(me().model))
         return self._replays[key]
 
     def _first_run(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> torch.Tensor:

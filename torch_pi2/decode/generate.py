@@ -169,6 +169,7 @@ def generate(
     tokens = input_ids.shape[1]
     ends = end_tokens(model, eos_token_id)
     _say_what_is_not_done(model)
+    _say_what_makes_no_sense(model, tokens + max_new_tokens, do_sample or (temperature, top_k, top_p) == (1.0, 0, 1.0))
     kept = None if compiled or decoder is not None else kept_of(model)
     if decoder is not None:
         _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
@@ -313,6 +314,14 @@ def _say_what_is_not_done(model: nn.Module) -> None:
     asked = [name for name, none in _NOT_DONE.items() if getattr(config, name, None) not in none]
     if asked:
         _log.warning("generate: the model's generation configuration has %s, which is not applied", ", ".join(asked))
+
+
+def _say_what_makes_no_sense(model: nn.Module, tokens: int, sampled: bool) -> None:
+    made_for = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(made_for, int) and tokens > made_for:
+        _log.warning("generate: %d tokens with the prompt, where the model was made for %d", tokens, made_for)
+    if not sampled:
+        _log.warning("generate: temperature, top_k and top_p change nothing without do_sample=True")
 
 
 def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None:

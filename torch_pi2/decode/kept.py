@@ -15,7 +15,7 @@ _LEAST_ROOM = 256
 
 
 class Kept:
-    """Of a model in memory; the memory of keys and values goes back to the system in between.
+    """Of a model in memory, which it does not keep; the memory of keys and values goes back to the system in between.
 
     Over a store nothing is kept: its memory is the budget's. Threads may borrow at the same time.
     """
@@ -32,7 +32,7 @@ class Kept:
         except IndexError:
             pass
         else:
-            same = decoder.model is model and dtype == _dtype(model)  # a shallow copy has the decoder of another
+            same = decoder.wake(model) and dtype == _dtype(model)  # a shallow copy has the decoder of another
             if same and decoder.rows >= sequences and decoder.max_tokens >= tokens:
                 return decoder
         try:
@@ -41,9 +41,10 @@ class Kept:
             return decoder_for(model, tokens, sequences)
 
     def give_back(self, decoder: Decoder) -> None:
-        decoder.rest()
         if store_of(decoder.model) is None:
-            self._free[:] = [(decoder, _dtype(decoder.model))]
+            dtype = _dtype(decoder.model)
+            decoder.rest()
+            self._free[:] = [(decoder, dtype)]
 
 
 def _dtype(model: nn.Module) -> torch.dtype | None:

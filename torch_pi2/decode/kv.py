@@ -18,7 +18,12 @@ _MOST_STEPPED = 8
 
 def cache_name(model: nn.Module) -> str:
     """What the forward of a model calls its cache: in transformers ``cache`` since version 5.24, but for older code."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    inherited = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    for forward in (model.forward, *inherited):  # the first that names its arguments
+        for name in ("cache", "past_key_values"):
+            if name in inspect.signature(forward).parameters:
+                return name
+    return "past_key_values"
 
 
 def cache_of(output: Any) -> Any:
@@ -43,7 +48,7 @@ class KeyValues:
 
     def __init__(self, model: nn.Module, max_tokens: int, rows: int) -> None:
         registered()
-        self._model, self._made = model, static_cache(model, max_tokens)
+        self._made = static_cache(model, max_tokens)
         self._memory = [Memory(rows, max_tokens) for _ in self._made.layers]
         self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
         self._most = [0] * rows  # that each row may have had
@@ -71,10 +76,10 @@ class KeyValues:
         self.lengths[:rows] += tokens
         self._most[:rows] = map(max, self._most, (self.lengths[:rows] + _MOST_STEPPED).tolist())
 
-    def check_used(self) -> None:
-        """After a prompt: raises UnsupportedModelError if the model has ignored the cache."""
+    def check_used(self, model: nn.Module) -> None:
+        """After a prompt: raises UnsupportedModelError if ``model`` has ignored the cache."""
         if any(memory.keys is None for memory in self._memory):
-            raise no_causal_model(self._model, "one that leaves it empty: what it knows of the prompt is elsewhere")
+            raise no_causal_model(model, "one that leaves it empty: what it knows of the prompt is elsewhere")
 
     def stepping(self, rows: int) -> Any:
         """The cache for steps of the first ``rows`` sequences: the same object each time. Their prompts were read."""

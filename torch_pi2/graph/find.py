@@ -88,7 +88,7 @@ def search(
             type(model).__name__,
             expected="a dense model",
             found="one that torch_pi2 has already rewritten",
-            fix="Call torch_pi2.restore(model) first.",
+            fix="Call torch_pi2.restore(model) first; one that was quantised is loaded again.",
         )
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

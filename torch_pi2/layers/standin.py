@@ -60,7 +60,7 @@ class StandIn(Holder):
 
     Attributes set by :meth:`stand_for`, kept out of ``_modules`` by tuples so that they are not registered:
         _original: ``(module,)`` that stood here; empty for a free-standing module.
-        _home: ``(home,)`` that holds the values.
+        _elsewhere: ``(home,)`` that holds the values, if it is another module.
         _names: parameter name within the original -> fully-qualified name in the site.
         _keyword: name of the first argument of the original's forward.
         _released: those names whose memory was given back (a parameter tied to something outside keeps its).
@@ -70,11 +70,16 @@ class StandIn(Holder):
     def __init__(self) -> None:
         super().__init__()
         self._original: tuple[nn.Module, ...] = ()
-        self._home: tuple[Home, ...] = ()
+        self._elsewhere: tuple[Home, ...] = ()
         self._names: dict[str, str] = {}
         self._keyword = "x"
         self._released: tuple[str, ...] = ()
         self._silent: tuple[nn.Module, ...] = ()
+
+    @property
+    def _home(self) -> tuple[Any, ...]:
+        """``(home,)`` that holds the values, of :class:`Home`; empty for a free-standing module."""
+        return self._elsewhere or ((self,) if self._original else ())
 
     @property
     def is_stand_in(self) -> bool:
@@ -83,7 +88,8 @@ class StandIn(Holder):
 
     def stand_for(self, original: nn.Module, home: Home, names: Mapping[str, str]) -> None:
         """Take the place of ``original``; its parameters ``names`` live in ``home`` (see the class)."""
-        self._original, self._home, self._names = (original,), (home,), dict(names)
+        self._original, self._names = (original,), dict(names)
+        self._elsewhere = () if home is self else (home,)  # a cycle would keep weights until garbage is collected
         self._keyword = next(iter(inspect.signature(original.forward).parameters), "x")
         self.training = original.training
 

@@ -87,7 +87,7 @@ class Talk:
                     "talk",
                     expected=f"1 to {self._decoder.max_tokens - 1} tokens before an answer",
                     found=str(len(ids)),
-                    fix="Begin another, or make room for more tokens.",
+                    fix="Begin another (/reset), or make room for more tokens (--max-tokens).",
                 )
         except BaseException:
             self.messages.pop()
