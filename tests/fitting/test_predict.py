@@ -230,11 +230,11 @@ FIT = {"n_tokens": 800, "steps": 120, "max_rounds": 6, "seq_len": 24, "hot_frequ
 def test_fit_keeps_the_loss_within_tolerance_and_skips(sparse_model: tuple) -> None:
     model, sites, ids = sparse_model
     stats = profile(model, ids, sites, seq_len=24)
-    got = fit(model, ids, sites, stats, FitSettings(tolerance=0.05, **FIT))
+    got = fit(model, ids, sites, stats, FitSettings(tolerance=0.1, **FIT))
     report = got.report
     assert report is not None
     assert report.met
-    assert report.change <= 0.05
+    assert report.change <= 0.1
     assert 0 < len(report.rounds) <= 6
     assert report.skipped > 0.2
     assert report.loss == pytest.approx(report.dense_loss * (1 + report.change))
