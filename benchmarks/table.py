@@ -418,12 +418,23 @@ _NAMES = f"{', '.join(_BENCHMARKS[:-1])} or {_BENCHMARKS[-1]}"
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown of results by name (file name without ``.json``)."""
-    parts = [_HEAD, *map(_machine, list(results.values())[:1])]
+    parts = [_HEAD, *_machines(results)]
     for what, title, header, rows_of in _SECTIONS:
         rows = [row for name, result in results.items() if result["what"] == what for row in rows_of(name, result)]
         if rows:
             parts.append(f"{title.rstrip()}\n\n{_table(header, rows)}\n")
     return "\n".join(parts)
+
+
+def _machines(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The first result's with its versions; of results of another CPU, or kernels, which they are."""
+    by_machine: dict[tuple[str, ...], list[str]] = {}
+    for name, result in results.items():
+        by_machine.setdefault(tuple(str(result["machine"][what]) for what in ("cpu", "cores", "kernels")), []).append(
+            name
+        )
+    found = [(names, _machine(results[names[0]])) for names in by_machine.values()]
+    return [*(text for _, text in found[:1]), *(f"Of {', '.join(names)}: {text}" for names, text in found[1:])]
 
 
 def _machine(result: Mapping[str, Any]) -> str:

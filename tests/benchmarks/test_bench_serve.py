@@ -188,6 +188,9 @@ def test_prompts_that_begin_alike(in_folder: Path, capsys: pytest.CaptureFixture
         assert 0 < row["warm_ms"] < row["cold_ms"]
         assert row["ratio"] > 1
     page = table.page({"prefix-tiny": result})
+    elsewhere = result | {"machine": result["machine"] | {"kernels": "others"}}
+    assert "\n\nOf b, c: " in table.page({"a": result, "b": elsewhere, "c": elsewhere})
+    assert "\nOf " not in page
     assert "| torch-pi2, prefix cache 256MiB | 320 + 9 |" in page
     assert "320 + 1 " in render(result)
 
