@@ -70,18 +70,17 @@ def test_guesses_about_the_next_layer_are_read_before_it(folders: tuple[Path, Pa
     def decoded(model: nn.Module) -> list[int]:
         decoder = Decoder(model, max_tokens=64, compiled=compiled)
         decoder.prompt(IDS[:1])
+        found = [int(decoder.step(ids[0]))]  # a step that is compiled has no room for a cache meanwhile
         if model.torch_pi2.store:
             torch_pi2.stats(model, reset=True)
-        return [int(decoder.step(token)) for token in ids]
+        return [*found, *(int(decoder.step(token)) for token in ids[1:])]
 
-    config, wanted, shares = OffloadConfig(lookahead=True, preload=False), decoded(torch_pi2.load(plain)), list[float]()
-    while not shares or (shares[-1] <= 0.4 and len(shares) < 4):  # beside other work, reads are late more often
-        model = torch_pi2.load(store, budget=smallest(store) + 100_000, offload=config, context=64)
-        assert decoded(model) == wanted
-        stats = torch_pi2.stats(model)
-        assert 0.5 * stats["guessed"] < stats["used"] <= stats["guessed"]
-        shares.append(stats["used"] / (stats["wanted"] - stats["hits"]))
-    assert shares[-1] > 0.4, shares  # of four layers the first has none before it
+    config = OffloadConfig(lookahead=True, preload=False)
+    model = torch_pi2.load(store, budget=smallest(store) + 100_000, offload=config, context=64)
+    assert decoded(model) == decoded(torch_pi2.load(plain))
+    stats = torch_pi2.stats(model)
+    assert 0.5 * stats["guessed"] < stats["used"] <= stats["guessed"]
+    assert stats["used"] > 0.4 * (stats["wanted"] - stats["hits"])  # of four layers the first has none before it
 
 
 def test_compiled_decoding_over_a_store(folders: tuple[Path, Path]) -> None:
