@@ -40,8 +40,9 @@ wheel: install
 	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-build-isolation --no-deps -w build/wheel .
 	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libexecutorch*' -w dist build/wheel/*.whl
 
+# DEMO='--tokens 5000': see examples/demo.py --help.
 demo: install
-	$(BIN)/python examples/demo.py --out demo-out
+	$(BIN)/python examples/demo.py --out demo-out $(DEMO)
 
 # What README and docs show, typed by a clean user in a clean clone of the last commit, as a page with pictures:
 # build/first-hour/index.html. FIRST_HOUR=--here: with this checkout and its environment, in some minutes (needs chromium).

@@ -41,6 +41,8 @@ from pasted import blocks  # noqa: E402
 
 #: Of the environment: where packages come from and the language. All else a clean user does not have.
 KEPT = re.compile(r"(PIP|SSL_CERT|REQUESTS)_\w+|\w+_proxy|LANG|LC_\w+", re.IGNORECASE)
+#: Of the demo in this checkout, where its figures are not looked at.
+SMALL = "--tokens 4000 --heldout-tokens 4096 --rounds 2"
 SECONDS, LINES = 1800, 24
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c28 }
@@ -225,7 +227,7 @@ def prepare(hour: Hour, here: bool) -> str:
         if path.name not in (".git", ".venv", "build", "work", "demo-out"):
             (hour.checkout / path.name).symlink_to(path)
     (hour.checkout / ".venv").symlink_to(sys.prefix)
-    return "make -o .venv/.installed"
+    return f"make -o .venv/.installed DEMO='{SMALL}'"
 
 
 def live(hour: Hour, here: bool, port: int) -> None:
