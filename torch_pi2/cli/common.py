@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.fields import shown
 from torch_pi2.base.progress import phase
+from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.units import percent as percent
 from torch_pi2.base.units import size as size
 from torch_pi2.cli.tables import table as table
@@ -351,6 +352,9 @@ def load_any(args: argparse.Namespace) -> nn.Module:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
+    settings = Path(args.model) / "tokenizer_config.json"
+    if settings.is_file():
+        parse(read_bytes(settings), settings, unique=False)  # transformers says less of a damaged one
     with _loading(args, "tokenizer of", "files of a Hugging Face tokenizer"):
         from transformers import AutoTokenizer
 

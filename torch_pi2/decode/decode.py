@@ -537,18 +537,19 @@ class Decoder:
 
     @torch.inference_mode()
     def rest(self) -> None:
-        """Forget all sequences and let the model go; the memory of keys and values goes back to the system.
-
-        For who is kept by the model itself, which :meth:`wake` names again before the next prompt.
-        """
+        """Forget all sequences; the memory of their keys and values goes back to the system until the next prompt."""
         self.lengths = []
         self._kv.give_back(0)
-        self._rested = weakref.ref(self.model)
+
+    def let_go(self) -> None:
+        """:meth:`rest`, without the model: of who is kept by it, and must not keep it. :meth:`wake` is next."""
+        self.rest()
+        self._left = weakref.ref(self.model)
         del self.model
 
     def wake(self, model: nn.Module) -> bool:
-        """Undo :meth:`rest`, if this is its model."""
-        if self._rested() is not model:
+        """Undo :meth:`let_go`, if this is the model that was let go."""
+        if self._left() is not model:
             return False
         self.model = model
         return True

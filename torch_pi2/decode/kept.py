@@ -43,7 +43,7 @@ class Kept:
     def give_back(self, decoder: Decoder) -> None:
         if store_of(decoder.model) is None:
             dtype = _dtype(decoder.model)
-            decoder.rest()
+            decoder.let_go()
             self._free[:] = [(decoder, dtype)]
 
 

@@ -43,7 +43,7 @@ def trusted(folder: str | Path, asked: bool) -> bool:
             return False
         found = _hash(folder)
         return found is not None and found in record_path().read_text().split()
-    except (OSError, UnicodeDecodeError, RuntimeError):  # RuntimeError: nobody has a home
+    except (OSError, UnicodeDecodeError, RuntimeError, ArtifactError):  # RuntimeError: nobody has a home
         return False
 
 
