@@ -65,24 +65,32 @@ struct Case {
   }
 };
 
+std::vector<double> doubles(const void* data, DType dtype, std::int64_t count) {
+  std::vector<double> found(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) found[static_cast<std::size_t>(i)] = pi2::load_float(data, dtype, i);
+  return found;
+}
+
 void check_values(const Case& c, const std::vector<char>& y) {
   const AttentionArgs& a = c.args;
+  const std::vector<double> query = doubles(a.query, a.dtype, a.batch * a.query_strides[0]);
+  const std::vector<double> key = doubles(a.key, a.dtype, a.batch * a.key_strides[0]);
+  const std::vector<double> value = doubles(a.value, a.dtype, a.batch * a.value_strides[0]);
   for (std::int64_t row = 0; row < a.batch * a.tokens * a.heads; ++row) {
     const std::int64_t n = row % a.heads, t = row / a.heads % a.tokens, b = row / a.heads / a.tokens;
     const std::int64_t head = n / (a.heads / a.key_heads);
-    const std::int64_t q = b * a.query_strides[0] + n * a.query_strides[1] + t * a.query_strides[2];
+    const double* q = query.data() + b * a.query_strides[0] + n * a.query_strides[1] + t * a.query_strides[2];
     const std::int64_t kv = b * a.key_strides[0] + head * a.key_strides[1];
     std::vector<double> wanted(static_cast<std::size_t>(a.width));
     double total = 0;
     for (std::int64_t l = 0; l < a.length; ++l) {
       if (a.mask[(b * a.tokens + t) * a.length + l] == 0) continue;
+      const double *keys = key.data() + kv + l * a.width, *values = value.data() + kv + l * a.width;
       double score = 0;
-      for (std::int64_t k = 0; k < a.width; ++k)
-        score += static_cast<double>(pi2::load_float(a.query, a.dtype, q + k)) *
-                 pi2::load_float(a.key, a.dtype, kv + l * a.width + k);
-      total += std::exp(score * a.scale);
-      for (std::int64_t k = 0; k < a.width; ++k)
-        wanted[k] += std::exp(score * a.scale) * pi2::load_float(a.value, a.dtype, kv + l * a.width + k);
+      for (std::int64_t k = 0; k < a.width; ++k) score += q[k] * keys[k];
+      const double weight = std::exp(score * a.scale);
+      total += weight;
+      for (std::int64_t k = 0; k < a.width; ++k) wanted[k] += weight * values[k];
     }
     for (std::int64_t k = 0; k < a.width; ++k) {
       const double found = pi2::load_float(y.data(), a.dtype, row * a.width + k);
