@@ -1,6 +1,6 @@
 """A server for hours, in counts: requests of all kinds, whole, left and malformed, at once; nothing is lost or leaks.
 
-``PI2_SOAK_REQUESTS``: how many the slow test sends (an hour's worth; its default is some minutes of them).
+``PI2_SOAK_REQUESTS``: how many the slow test sends (an hour has some ten thousand; its default is half a minute of them).
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class Customer:
                 {"prompt": ""},
                 {"prompt": [10**6]},
                 {"prompt": "x " * 400},
-                {"echo": True},
+                {"echo": True, "logprobs": 1},
                 {"response_format": {"type": "json_schema"}},
                 {"seed": "seven"},
             )
