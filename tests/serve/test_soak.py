@@ -1,6 +1,6 @@
 """A server for hours, in counts: requests of all kinds, whole, left and malformed, at once; nothing is lost or leaks.
 
-``PI2_SOAK_REQUESTS``: how many the slow test sends (an hour has some ten thousand; its default is half a minute of them).
+``PI2_SOAK_REQUESTS``: how many the slow test sends (an hour has some ten thousand; its default is half a minute).
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Customer:
                 {"prompt": [10**6]},
                 {"prompt": "x " * 400},
                 {"echo": True, "logprobs": 1},
-                {"response_format": {"type": "json_schema"}},
+                {"extra_body": {"response_format": {"type": "json_schema"}}},
                 {"seed": "seven"},
             )
         )
