@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from offloading import CONFIGS, logits, smallest
+from operators import opcheck
 from safetensors.torch import load_file, save_file
 from tiny_experts import SHAPE, SYNTHETIC, build
 from tiny_models import tiny
@@ -248,7 +249,7 @@ def test_the_operator_follows_its_reference(folders: dict[str, Path]) -> None:
         store = Store(store_of(folders[weights] / "store"), 1 << 20)
         x = torch.randn(2, store.layers()[0][1], dtype=dtype)
         settings = (0, None, None, None, [], "none", 0.0, "", False, "relu", False, 0, 0.0)
-        torch.library.opcheck(torch.ops.pi2.stored_ffn.default, (x, store.number, *settings))
+        opcheck(torch.ops.pi2.stored_ffn.default, (x, store.number, *settings))
         with StoreReader(store.path) as reader:
             wanted = reference_store.stored_ffn(x, reader, *settings)
         tolerance = 1e-4 if weights == "float32" else 2e-2

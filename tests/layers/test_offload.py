@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from offloading import CONFIGS, IDS, logits, smallest
+from operators import opcheck
 from shared import small_store
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -304,8 +305,8 @@ def test_operators(folders: tuple[Path, Path]) -> None:
     assert "direct" in store.describe() or "page cache" in store.describe()
     x = torch.randn(2, hidden)
     settings = (store.number, 0, None, None, None, [], "none", 0.0, "", False, "relu", False, 0, 0.0)
-    torch.library.opcheck(torch.ops.pi2.stored_ffn.default, (x, *settings))
-    torch.library.opcheck(torch.ops.pi2.crc32c.default, (torch.randint(0, 256, (3, 77), dtype=torch.uint8),))
+    opcheck(torch.ops.pi2.stored_ffn.default, (x, *settings))
+    opcheck(torch.ops.pi2.crc32c.default, (torch.randint(0, 256, (3, 77), dtype=torch.uint8),))
     with StoreReader(store.path) as reader:
         wanted = reference_store.stored_ffn(x, reader, *settings[1:])
     torch.testing.assert_close(torch.ops.pi2.stored_ffn(x, *settings), wanted, rtol=1e-4, atol=1e-4)

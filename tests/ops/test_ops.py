@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from operators import opcheck
 
 from torch_pi2.errors import GradientError, LibraryMissingError, ShapeError
 from torch_pi2.observe import counters
@@ -144,8 +145,8 @@ def test_opcheck_functional_operators() -> None:
     x, *weights = make(50, 3, 24, 3, torch.float32)
     mask = torch.rand(3, 40) < 0.5
     for args in ((x, *weights, None, "relu", True, 3, 0.0), (x, *weights, mask, "silu", False, 10, 0.1)):
-        torch.library.opcheck(torch.ops.pi2.sparse_ffn.default, args)
-    torch.library.opcheck(torch.ops.pi2.predict_lowrank.default, (*predictor(), 0.0))
+        opcheck(torch.ops.pi2.sparse_ffn.default, args)
+    opcheck(torch.ops.pi2.predict_lowrank.default, (*predictor(), 0.0))
 
 
 def test_opcheck_out_variant() -> None:
@@ -154,7 +155,7 @@ def test_opcheck_out_variant() -> None:
     args = (x, *weights, None, "relu", True, 3, 0.0)
     out = torch.empty_like(x)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.pi2.sparse_ffn.out, args, {"out": out}, test_utils=utils)
+    opcheck(torch.ops.pi2.sparse_ffn.out, args, {"out": out}, test_utils=utils)
     assert torch.ops.pi2.sparse_ffn.out(*args, out=out) is out
     assert torch.equal(out, torch.ops.pi2.sparse_ffn(*args))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import opcheck
 
 from torch_pi2.errors import GradientError, ShapeError
 from torch_pi2.ops import load, reference
@@ -200,9 +201,9 @@ def test_layouts_are_read_as_they_are() -> None:
 def test_opcheck() -> None:
     for dtype in DTYPES:
         args = tensors(2, 2, 3, 2, 70, 24, dtype)
-        torch.library.opcheck(torch.ops.pi2.attention.default, (*args, causal(2, 70, 66), 0.2))
-        torch.library.opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2))
-        torch.library.opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2, True))
+        opcheck(torch.ops.pi2.attention.default, (*args, causal(2, 70, 66), 0.2))
+        opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2))
+        opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2, True))
 
 
 def test_refusals() -> None:

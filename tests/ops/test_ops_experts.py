@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from operators import opcheck
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_pi2
@@ -227,10 +228,10 @@ def test_bits_do_not_depend_on_where_experts_are(path: Path, kind: str, int8_act
 
 def test_opcheck(path: Path) -> None:
     for kind in KINDS:
-        torch.library.opcheck(torch.ops.pi2.experts_ffn.default, (), mixture(kind))
+        opcheck(torch.ops.pi2.experts_ffn.default, (), mixture(kind))
     store = Store(path, 1 << 20)
     over, _, _ = stored(path, "signbit")
-    torch.library.opcheck(torch.ops.pi2.stored_experts.default, (), over | {"store": store.number})
+    opcheck(torch.ops.pi2.stored_experts.default, (), over | {"store": store.number})
 
 
 def test_gradients_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operators import opcheck
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_pi2.errors import GradientError, ShapeError
@@ -140,7 +141,7 @@ def test_a_predictor_in_blocks_equals_the_reference(weights: str, shape: tuple[i
         alone = torch.ops.pi2.predict_lowrank_q(x[t : t + 1], *blocks, bias, f"{weights}_blocks", True, 0.05)
         assert torch.equal(found[t : t + 1], alone)
     call = (x, *blocks, bias, f"{weights}_blocks", True, 0.05)
-    torch.library.opcheck(torch.ops.pi2.predict_lowrank_q.default, call)
+    opcheck(torch.ops.pi2.predict_lowrank_q.default, call)
 
 
 @needs_blocks
@@ -251,12 +252,12 @@ def test_all_hot_and_empty_inputs() -> None:
 def test_opcheck() -> None:
     x, *tensors = layer("int4", 230, 3, 77, 3)
     settings = ("relu", True, 30, 0.0, "int4", True)
-    torch.library.opcheck(torch.ops.pi2.sparse_ffn.default, (x, *tensors, None, *settings))
+    opcheck(torch.ops.pi2.sparse_ffn.default, (x, *tensors, None, *settings))
     for case in predicted_cases():
-        torch.library.opcheck(torch.ops.pi2.predicted_ffn.default, (x, *tensors, *case, *settings))
-    torch.library.opcheck(torch.ops.pi2.predict_lowrank_q.default, (*lowrank_q("int8"), "int8", True, 0.0))
+        opcheck(torch.ops.pi2.predicted_ffn.default, (x, *tensors, *case, *settings))
+    opcheck(torch.ops.pi2.predict_lowrank_q.default, (*lowrank_q("int8"), "int8", True, 0.0))
     signs = pack_signs(torch.randn(40, 77))
-    torch.library.opcheck(torch.ops.pi2.predict_signbit.default, (x, signs, 77, 1.0))
+    opcheck(torch.ops.pi2.predict_signbit.default, (x, signs, 77, 1.0))
 
 
 def test_opcheck_out_variant() -> None:
@@ -265,7 +266,7 @@ def test_opcheck_out_variant() -> None:
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     for case in predicted_cases():
         args, out = (x, *tensors, *case, "relu", True, 30, 0.0, "int4", True), torch.empty_like(x)
-        torch.library.opcheck(torch.ops.pi2.predicted_ffn.out, args, {"out": out}, test_utils=utils)
+        opcheck(torch.ops.pi2.predicted_ffn.out, args, {"out": out}, test_utils=utils)
         assert torch.ops.pi2.predicted_ffn.out(*args, out=out) is out
         assert torch.equal(out, torch.ops.pi2.predicted_ffn(*args))
     with pytest.raises(

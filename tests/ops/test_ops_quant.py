@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operators import opcheck
 
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, NonFiniteError, ShapeError
 from torch_pi2.formats import FORMATS, QUANTIZED, row_bytes
@@ -142,7 +143,7 @@ def test_linear_blocks_refuses_what_is_not_whole() -> None:
         ):
             torch.ops.pi2.linear_blocks(matrix(1, columns), quantised, None, "int4")
     blocks = torch.ops.pi2.quantize(matrix(16, 64), "int4", None)
-    torch.library.opcheck(torch.ops.pi2.linear_blocks.default, (matrix(3, 64), blocks, torch.ones(16), "int4"))
+    opcheck(torch.ops.pi2.linear_blocks.default, (matrix(3, 64), blocks, torch.ones(16), "int4"))
     x = matrix(3, 64)
     x[1, 5] = float("nan")
     assert torch.ops.pi2.linear_blocks(x, blocks, None, "int4").isnan().all(1).tolist() == [False, True, False]
@@ -159,12 +160,12 @@ def test_linear_shows_nan_in_its_own_token_only(int8_activations: bool) -> None:
 
 def test_opcheck() -> None:
     w, x = matrix(5, 40), matrix(3, 40)
-    torch.library.opcheck(torch.ops.pi2.quantize.default, (w, "int4", torch.ones(40)))
+    opcheck(torch.ops.pi2.quantize.default, (w, "int4", torch.ones(40)))
     for kind in QUANTIZED:
         rows = torch.ops.pi2.quantize(w, kind, None)
-        torch.library.opcheck(torch.ops.pi2.dequantize.default, (rows, kind, 40, torch.bfloat16))
-        torch.library.opcheck(torch.ops.pi2.linear.default, (x, rows, torch.ones(5), kind, False))
-        torch.library.opcheck(torch.ops.pi2.linear.default, (x[None], rows, None, kind, True))
+        opcheck(torch.ops.pi2.dequantize.default, (rows, kind, 40, torch.bfloat16))
+        opcheck(torch.ops.pi2.linear.default, (x, rows, torch.ones(5), kind, False))
+        opcheck(torch.ops.pi2.linear.default, (x[None], rows, None, kind, True))
 
 
 def test_opcheck_out_variant() -> None:
@@ -172,7 +173,7 @@ def test_opcheck_out_variant() -> None:
     x, rows = matrix(3, 40), torch.ops.pi2.quantize(matrix(5, 40), "int4", None)
     args, out = (x, rows, torch.ones(5), "int4", True), torch.empty(3, 5)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.pi2.linear.out, args, {"out": out}, test_utils=utils)
+    opcheck(torch.ops.pi2.linear.out, args, {"out": out}, test_utils=utils)
     assert torch.ops.pi2.linear.out(*args, out=out) is out
     assert torch.equal(out, torch.ops.pi2.linear(*args))
     for wrong, found in ((torch.empty(3, 6), r"\[3, 6\]"), (torch.empty(3, 5).double(), r"another dtype, \[3, 5\]")):

@@ -382,5 +382,5 @@ def test_a_moment_of_it_and_a_restart(folders: Path, alone: Alone, tmp_path: Pat
 def test_an_hour_of_it(folders: Path, alone: Alone, tmp_path: Path, name: str) -> None:
     requests = int(os.environ.get("PI2_SOAK_REQUESTS", "300"))
     with serving(folders / name, tmp_path, *(("--budget", "40MB") if name == "store" else ())) as server:
-        soak(server, alone, requests, warm_up=100, more_mb=40)
+        soak(server, alone, requests, warm_up=200, more_mb=20)
         ends_well(server, alone)

@@ -21,6 +21,11 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
+// A `str` argument of an operator. Of a std::string torch's headers (2.13) leak a copy with each call.
+struct Text : std::string {
+  using std::string::string;
+};
+
 // Compute threads are torch's own (design D9), honouring torch.set_num_threads.
 inline ParallelFor torch_threads() {
   ParallelFor parallel;
@@ -151,3 +156,17 @@ inline void check_mask(const Tensor& mask, const char* name, const Tensor& x, in
 }
 
 }  // namespace pi2::binding
+
+template <>
+struct torch::stable::detail::ToImpl<pi2::binding::Text> {
+  static pi2::binding::Text call(StableIValue value, uint64_t, bool) {
+    const auto handle = to<StringHandle>(value);
+    size_t length = 0;
+    const char* letters = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &letters));
+    pi2::binding::Text text(letters, length);
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};

@@ -90,9 +90,9 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
 }
 
 Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, const Tensor& neuron_rows,
-                   std::vector<Tensor> predictor, std::string kind, std::vector<double> cuts,
-                   std::string predictor_weights, bool predictor_int8_activations, std::string activation,
-                   bool activation_on_up, std::vector<double> thresholds, std::string weights, bool int8_activations) {
+                   std::vector<Tensor> predictor, const Text& kind, std::vector<double> cuts,
+                   const Text& predictor_weights, bool predictor_int8_activations, const Text& activation,
+                   bool activation_on_up, std::vector<double> thresholds, const Text& weights, bool int8_activations) {
   check_plain(neuron_rows, "neuron_rows");
   STD_TORCH_CHECK(
       neuron_rows.dim() == 4 && neuron_rows.is_contiguous() && neuron_rows.numel() > 0,
@@ -132,8 +132,8 @@ FfnArgs common_shape(const Offload& store, int64_t first, int64_t experts) {
 }
 
 Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routing, int64_t store, int64_t first_layer,
-                      int64_t experts, std::vector<Tensor> predictor, std::string kind, std::vector<double> cuts,
-                      std::string predictor_weights, bool predictor_int8_activations, std::string activation,
+                      int64_t experts, std::vector<Tensor> predictor, const Text& kind, std::vector<double> cuts,
+                      const Text& predictor_weights, bool predictor_int8_activations, const Text& activation,
                       bool activation_on_up, std::vector<double> thresholds, bool int8_activations) {
   const std::shared_ptr<Offload> offload = store_of(store);
   FfnArgs layer = common_shape(*offload, first_layer, experts);

@@ -78,8 +78,8 @@ namespace {
 
 Tensor sparse_ffn_out(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate,
                       const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& active,
-                      std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
-                      std::string weights, bool int8_activations, Tensor out) {
+                      const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
+                      const Text& weights, bool int8_activations, Tensor out) {
   check_plain(out, "out");
   FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
                           weights, int8_activations);
@@ -100,8 +100,8 @@ Tensor sparse_ffn_out(const Tensor& x, const Tensor& neuron_rows, const MaybeTen
 }
 
 Tensor sparse_ffn(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
-                  const MaybeTensor& bias_down, const MaybeTensor& active, std::string activation,
-                  bool activation_on_up, int64_t n_hot, double threshold, std::string weights, bool int8_activations) {
+                  const MaybeTensor& bias_down, const MaybeTensor& active, const Text& activation,
+                  bool activation_on_up, int64_t n_hot, double threshold, const Text& weights, bool int8_activations) {
   Tensor out = torch::stable::new_empty(x, x.sizes());
   sparse_ffn_out(x, neuron_rows, bias_gate, bias_up, bias_down, active, activation, activation_on_up, n_hot, threshold,
                  weights, int8_activations, out);

@@ -44,7 +44,7 @@ void run(LinearArgs args, const Tensor& x, const Tensor& y) {
   if (args.tokens > 0 && args.rows > 0) pi2::linear(args, torch_threads());
 }
 
-Tensor linear(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std::string weights,
+Tensor linear(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, const Text& weights,
               bool int8_activations) {
   const LinearArgs args = linear_args(x, rows, bias, weights, int8_activations);
   Tensor y = torch::stable::new_empty(x, linear_shape(x, args));
@@ -52,7 +52,7 @@ Tensor linear(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std:
   return y;
 }
 
-Tensor linear_out(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, std::string weights,
+Tensor linear_out(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, const Text& weights,
                   bool int8_activations, const Tensor& out) {
   const LinearArgs args = linear_args(x, rows, bias, weights, int8_activations);
   check_out(out, x, linear_shape(x, args));
@@ -71,7 +71,7 @@ LinearArgs blocks_args(const Tensor& x, const Tensor& blocks, const MaybeTensor&
   return args;
 }
 
-Tensor linear_blocks(const Tensor& x, const Tensor& blocks, const MaybeTensor& bias, std::string weights) {
+Tensor linear_blocks(const Tensor& x, const Tensor& blocks, const MaybeTensor& bias, const Text& weights) {
   const LinearArgs args = blocks_args(x, blocks, bias, weights);
   Tensor y = torch::stable::new_empty(x, linear_shape(x, args));
   run(args, x, y);
@@ -94,7 +94,7 @@ void check_fault(const QuantizeFault& fault, const std::string& weights, DType t
                   ". Check the checkpoint; quantised weights would hide the fault.");
 }
 
-Tensor quantize(const Tensor& w, std::string weights, const MaybeTensor& importance) {
+Tensor quantize(const Tensor& w, const Text& weights, const MaybeTensor& importance) {
   check_plain(w, "w");
   const DType to = quantized_dtype(weights);
   STD_TORCH_CHECK(w.dim() == 2 && w.size(1) > 0, "pi2: w: expected [rows, columns], found ", w.dim(), " dimensions of ",
@@ -109,7 +109,7 @@ Tensor quantize(const Tensor& w, std::string weights, const MaybeTensor& importa
   return rows;
 }
 
-Tensor dequantize(const Tensor& rows, std::string weights, int64_t columns, ScalarType dtype) {
+Tensor dequantize(const Tensor& rows, const Text& weights, int64_t columns, ScalarType dtype) {
   check_plain(rows, "rows");
   const DType from = quantized_dtype(weights);
   STD_TORCH_CHECK(columns > 0 && rows.dim() == 2 && rows.scalar_type() == ScalarType::Byte &&

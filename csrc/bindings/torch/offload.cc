@@ -48,7 +48,7 @@ std::shared_ptr<Offload> store_of(int64_t number) {
 
 namespace {
 
-int64_t store_open(std::string path, int64_t cache_bytes, std::string engine, std::string policy, int64_t io_threads,
+int64_t store_open(const Text& path, int64_t cache_bytes, const Text& engine, const Text& policy, int64_t io_threads,
                    bool direct, bool verify, bool pipeline, int64_t window, int64_t in_flight, int64_t run_bytes,
                    int64_t gap_bytes, double hot_share, bool spin, std::vector<double> device) {
   OffloadOptions options;
@@ -116,8 +116,8 @@ Tensor store_stats(int64_t store, bool reset) {
 }
 
 // Says what predicts `layer`, so that stored_ffn of the layer before can begin to read what it is going to want.
-bool store_lookahead(int64_t store, int64_t layer, std::vector<Tensor> predictor, std::string kind, double cut,
-                     std::string predictor_weights, bool predictor_int8_activations, int64_t n_hot) {
+bool store_lookahead(int64_t store, int64_t layer, std::vector<Tensor> predictor, const Text& kind, double cut,
+                     const Text& predictor_weights, bool predictor_int8_activations, int64_t n_hot) {
   const std::shared_ptr<Offload> offload = store_of(store);
   STD_TORCH_CHECK(layer > 0 && layer < offload->layers(), "pi2: layer: expected 1 to ", offload->layers() - 1,
                   ", found ", layer, ". The first layer has none before it.");
@@ -163,8 +163,8 @@ ScalarType bias_type(DType w_dtype) {
 
 Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTensor& bias_gate,
                   const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
-                  std::string kind, double cut, std::string predictor_weights, bool predictor_int8_activations,
-                  std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
+                  const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
+                  const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
                   bool int8_activations) {
   std::shared_ptr<Offload> offload;
   std::shared_ptr<const Lookahead> next;

@@ -40,7 +40,7 @@ std::string kernel_tables() {
   return names + ":" + kernels().isa;
 }
 
-bool select_kernels(std::string isa) { return pi2::select_kernels(isa.c_str()); }
+bool select_kernels(const Text& isa) { return pi2::select_kernels(isa.c_str()); }
 
 }  // namespace
 }  // namespace pi2::binding

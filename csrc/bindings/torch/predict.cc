@@ -143,7 +143,7 @@ Tensor predict_lowrank(const Tensor& x, const Tensor& a, const Tensor& a_scale, 
 }
 
 Tensor predict_lowrank_q(const Tensor& x, const Tensor& a, const Tensor& b, const MaybeTensor& b_bias,
-                         std::string weights, bool int8_activations, double threshold) {
+                         const Text& weights, bool int8_activations, double threshold) {
   const LowrankArgs args = lowrank_q_args(x, a, b, b_bias, weights, int8_activations, threshold);
   return predicted(x, args, args.hidden, &pi2::predict_lowrank);
 }
@@ -187,9 +187,9 @@ namespace {
 
 Tensor predicted_ffn_out(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate,
                          const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
-                         std::string kind, double cut, std::string predictor_weights, bool predictor_int8_activations,
-                         std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
-                         std::string weights, bool int8_activations, const Tensor& out) {
+                         const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
+                         const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
+                         const Text& weights, bool int8_activations, const Tensor& out) {
   FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
                           weights, int8_activations);
   const Predictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
@@ -203,9 +203,9 @@ Tensor predicted_ffn_out(const Tensor& x, const Tensor& neuron_rows, const Maybe
 
 Tensor predicted_ffn(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate,
                      const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
-                     std::string kind, double cut, std::string predictor_weights, bool predictor_int8_activations,
-                     std::string activation, bool activation_on_up, int64_t n_hot, double threshold,
-                     std::string weights, bool int8_activations) {
+                     const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
+                     const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
+                     const Text& weights, bool int8_activations) {
   Tensor out = torch::stable::new_empty(x, x.sizes());
   return predicted_ffn_out(x, neuron_rows, bias_gate, bias_up, bias_down, predictor, kind, cut, predictor_weights,
                            predictor_int8_activations, activation, activation_on_up, n_hot, threshold, weights,

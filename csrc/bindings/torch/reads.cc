@@ -131,7 +131,7 @@ class Loop {
 
 // float64 [3]: reads that were over in `seconds`, the seconds that they took, and CPU seconds of the process meanwhile.
 // engine: pread or io_uring; none of that name here: [0, 0, 0].
-Tensor read_rates(std::string path, std::string engine, bool direct, int64_t block_bytes, int64_t depth,
+Tensor read_rates(const Text& path, const Text& engine, bool direct, int64_t block_bytes, int64_t depth,
                   int64_t range_bytes, bool sequential, double seconds) {
   STD_TORCH_CHECK(engine == "pread" || engine == "io_uring", "pi2: engine: expected pread or io_uring, found '", engine,
                   "'. Choose one of them.");

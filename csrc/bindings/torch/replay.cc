@@ -80,7 +80,7 @@ bool replay_check(Tensor layers, Tensor streamed, Tensor bits, Tensor about) {
 
 // int64 [layers, 3]: neurons wanted, those that were there, slots of the file that were not. Policy "optimal": the best
 // that is possible.
-Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, std::string policy, int64_t slots,
+Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, const Text& policy, int64_t slots,
               double hot_share, bool preload, int64_t window, std::vector<int64_t> fixed) {
   STD_TORCH_CHECK(slots >= 0 && hot_share >= 0 && hot_share <= 1 && window >= 0,
                   "pi2: replay: expected no negative numbers and a hot share of 0 to 1, found ", slots, " slots, ",
