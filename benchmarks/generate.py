@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.utils import fresh_cache
 
 from benchmarks.figures import alternate, at_least, label, spread
 from benchmarks.subject import WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode import loop
+from torch_pi2.decode.decode import Decoder
 
 WAYS = ("transformers", "first", "model.generate", "torch_pi2.generate")
+COMPILED = "torch_pi2.generate, compiled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,19 +33,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", type=common.positive, default=64, metavar="T", help="tokens of the prompt (default: 64)")
     add("--tokens", type=common.positive, default=32, metavar="N", help="tokens of the answer (default: 32)")
     add("--rounds", type=common.positive, default=5, metavar="N", help="alternating; one more before is warm-up")
+    add("--compiled", action="store_true", help="with compiled steps, too, and what compiling takes")
     add("--seed", type=common.seed, default=0)
 
 
 def run(
-    folder: str | Path | None = None, *, prompt: int = 64, tokens: int = 32, rounds: int = 5, seed: int = 0
+    folder: str | Path | None = None,
+    *,
+    prompt: int = 64,
+    tokens: int = 32,
+    rounds: int = 5,
+    compiled: bool = False,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Milliseconds of one greedy answer, prompt included.
+
+    Args:
+        compiled: also of :func:`torch_pi2.generate` with compiled steps.
 
     Returns:
         ``ways``, by name: ``ms``, its ``spread``, and ``times_as_fast`` as transformers within each round; ``same``: of
         how many answers the tokens were those of transformers, whose attention sums in another order (in bfloat16 two
         tokens often tie). ``first`` is ``model.generate`` of a model that has not generated before: its steps are
-        recorded.
+        recorded. With ``compiled``: ``compiling_ms``, by which a first compiled answer is longer than others: ``new``,
+        with nothing on disk, and ``known``, for a second decoder (of this process, which has imported the compiler).
 
     Raises:
         ConfigError: a setting makes no sense. Pi2Error: the folder cannot be loaded.
@@ -74,6 +88,11 @@ def run(
             model, ids, max_new_tokens=tokens, eos_token_id=[]
         ).sequences[0],
     }
+    decoders: list[Decoder] = []
+    if compiled:
+        calls[COMPILED] = lambda ids: torch_pi2.generate(
+            model, ids, max_new_tokens=tokens, eos_token_id=[], decoder=decoders[-1]
+        ).sequences[0]
     said: dict[tuple[str, int], list[int]] = {}
 
     def answer(way: str, index: int) -> float:
@@ -81,7 +100,15 @@ def run(
         said[way, index] = calls[way](prompts[index])
         return (time.perf_counter() - started) * 1e3
 
-    ms = {way: values[1:] for way, values in alternate(WAYS, rounds + 1, answer).items()}
+    def first_compiled() -> float:
+        decoders.append(Decoder(model, max_tokens=prompt + tokens, logits=True))
+        return answer(COMPILED, 0)
+
+    first_ms: dict[str, float] = {}
+    if compiled:
+        with fresh_cache():
+            first_ms = {"new": first_compiled(), "known": first_compiled()}
+    ms = {way: values[1:] for way, values in alternate(tuple(calls), rounds + 1, answer).items()}
     ways = {}
     for way, values in ms.items():
         ratios = [theirs / ours for theirs, ours in zip(ms["transformers"], values, strict=True)]
@@ -93,7 +120,8 @@ def run(
         }
     head = {"what": "generate", "shape": subject.shape, "weights": subject.weights, "synthetic": subject.synthetic}
     about = {"prompt": prompt, "tokens": tokens, "rounds": rounds, "threads": torch.get_num_threads(), "seed": seed}
-    return {**head, **about, "ways": ways, **machine.describe()}
+    compiling = {name: round(first - statistics.median(ms[COMPILED]), 1) for name, first in first_ms.items()}
+    return {**head, **about, "ways": ways, "compiling_ms": compiling, **machine.describe()}
 
 
 def render(result: dict[str, Any]) -> str:
@@ -113,6 +141,7 @@ def render(result: dict[str, Any]) -> str:
             f"{result['shape']} {result['weights']}, {result['threads']} threads, prompt {result['prompt']}, answer "
             f"{result['tokens']}",
             common.table(("way", "ms", "from - to", "times as fast", "from - to", "same"), rows),
+            *(f"compiling, {name}: {ms / 1e3:.1f} s" for name, ms in result["compiling_ms"].items()),
             label(result),
         )
     )

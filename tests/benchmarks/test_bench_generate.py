@@ -26,5 +26,10 @@ def test_figures_and_table(tmp_path: Path) -> None:
     assert json.loads(json.dumps(result)) == result
     lines = render(result).splitlines()
     assert [line.split()[0] for line in lines if line.split() and line.split()[0] in generate.WAYS] == [*generate.WAYS]
+    compiled = generate.run(tmp_path / "m", prompt=5, tokens=14, rounds=1, compiled=True)
+    assert set(compiled["ways"]) - set(result["ways"]) == {generate.COMPILED}
+    assert compiled["compiling_ms"]["new"] > 100
+    assert compiled["ways"][generate.COMPILED]["ms"] < compiled["compiling_ms"]["new"]
+    assert "compiling, known: " in render(compiled)
     with pytest.raises(ConfigError, match="rounds"):
         generate.run(tmp_path / "m", rounds=0)
