@@ -396,12 +396,38 @@ def _prefix_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+_GENERATE = ("run", "way", "prompt + answer", "ms", "range", "times transformers", "range", "the first ms longer")
+_GENERATE_NOTE = """
+Whole greedy answers in one process, in alternation. *First*: of a model that has not generated before, whose steps are
+recorded. Compiled steps take longer by the last column once: with nothing on disk, or with their code found there.
+"""
+
+
+def _generate_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    compiling = result["compiling"]
+    once = f"{compiling['ms']:.0f}{' (found)' if compiling['found'] else ''}" if compiling else ""
+    return [
+        [
+            f"{name}: {result['shape']} {result['weights']}",
+            way,
+            f"{result['prompt']} + {result['tokens']}",
+            _number(found["ms"], 0),
+            _range(found["spread"]["ms"], 0),
+            _number(found["times_as_fast"]),
+            _range(found["spread"]["times_as_fast"]),
+            once if way.endswith("compiled") else "",
+        ]
+        for way, found in result["ways"].items()
+    ]
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
     ("decode", f"### Milliseconds per token\n{_PARTS_NOTE}", _PARTS, _part_rows),
     ("decode", "### Other engines, in alternation", _PEERS, _peer_rows),
     ("decode", "### Batches", _BATCHES, _batch_rows),
+    ("generate", f"## model.generate\n{_GENERATE_NOTE}", _GENERATE, _generate_rows),
     ("speculate", f"## Guessed tokens\n{_SPECULATE_NOTE}", _SPECULATE, _speculate_rows),
     ("serve", f"## Servers under load\n{_SERVE_NOTE}", _SERVE, _serve_rows),
     ("prefix", f"### Prompts that begin alike\n{_PREFIX_NOTE}", _PREFIX, _prefix_rows),
