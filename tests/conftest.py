@@ -1,7 +1,8 @@
 """``--skipped-to FILE``: the ids of tests that were skipped, a line each, as arguments for pytest (``@FILE``).
 
 Where there is no ``openssl`` command, torch's own compiler, beside which some tests put ours, is told to do without it;
-ours does so itself (tests/project/test_ci.py).
+ours does so itself (tests/project/test_ci.py). Where there is no GPU, Triton's kernels run in its interpreter, which it
+decides as it is imported.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 NO_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 if shutil.which("openssl") is None:
     os.environ.setdefault(NO_HEADERS, "0")
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _skipped: list[str] = []
 
@@ -31,6 +36,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # or Triton's bindings name all that is left at the end
     to = session.config.getoption("--skipped-to")
     if to is not None and not hasattr(session.config, "workerinput"):  # of xdist: one process tells of all
         to.parent.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,10 @@ def uses(path: Path, known: dict[str, Path]) -> Iterator[tuple[str, bool]]:
                 yield (whole if whole in known else node.module), inside
 
 
+#: Written in the language of a package that is not always there, and takes long to import.
+FOREIGN = {"torch_pi2.ops.gpu.kernels"}
+
+
 def arrows() -> dict[str, dict[str, bool]]:
     known = modules()
     found: dict[str, dict[str, bool]] = defaultdict(dict)
@@ -133,7 +137,8 @@ def test_our_own_modules_are_imported_at_the_top() -> None:
     hidden = []
     for module, used in arrows().items():
         if room_of(module) not in LAZY:
-            hidden += [f"{module} imports {other} in a function" for other, inside in used.items() if inside]
+            inside = {other for other, within in used.items() if within} - FOREIGN
+            hidden += [f"{module} imports {other} in a function" for other in inside]
     assert not hidden, "\n".join(sorted(hidden))
 
 

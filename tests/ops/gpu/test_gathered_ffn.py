@@ -1,0 +1,194 @@
+"""Triton's kernels in its interpreter (tests/conftest.py), on tensors of the CPU: against the readable reference."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from operators import opcheck
+
+from torch_pi2.errors import DeviceError
+from torch_pi2.ops import ACTIVATIONS, load, reference
+from torch_pi2.ops.gpu import gathered_ffn as gpu
+from torch_pi2.ops.gpu import kernels
+from torch_pi2.predict.signbit import pack_signs
+
+load()
+FLOAT = ("float", False)
+NONE: tuple[Any, ...] = ([], gpu.NO_PREDICTOR, 0.0, "float", False)
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """The interpreter takes milliseconds for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "PARTS", 3)
+        yield
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def layer(neurons: int, rows: int, hidden: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """x, neuron_rows, bias_gate, bias_up, bias_down."""
+    neuron_rows = (drawn(neurons, rows, hidden) * hidden**-0.5).to(dtype)
+    bias_gate, bias_up = (drawn(neurons, seed=seed).to(dtype) for seed in (1, 2))
+    return drawn(tokens, hidden), neuron_rows, bias_gate if rows == 3 else None, bias_up, drawn(hidden).to(dtype)
+
+
+def quantize(w: torch.Tensor, weights: str) -> torch.Tensor:
+    rows: torch.Tensor = torch.ops.pi2.quantize(w.float().contiguous(), weights, None)
+    return rows
+
+
+def quantized(weights: str, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, rows, *biases = tensors
+    held = torch.stack([quantize(row, weights) for row in rows.unbind(1)], 1).contiguous()
+    return x, held, *(None if bias is None else bias.float() for bias in biases)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.dtype is wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.float().abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_gates_and_masks(activation: str) -> None:
+    for size, dtype in (((7, 2, 17, 2), torch.float32), ((130, 3, 111, 2), torch.float16)):
+        tensors = layer(*size, dtype=dtype)
+        n_hot = size[0] // 3
+        mask_TC = drawn(size[3], size[0] - n_hot) < 0
+        for active, threshold in ((None, 0.0), (mask_TC, 0.2)):
+            settings = (activation, size[1] == 3, n_hot, threshold)
+            found = gpu.launch(*tensors, active, *NONE, *settings, *FLOAT)
+            close(found, reference.sparse_ffn(*tensors, active, *settings))
+
+
+@pytest.mark.parametrize("neurons", [1, 64, 65, 700])
+def test_numbers_of_neurons_and_tiles(neurons: int) -> None:
+    """Listed in one tile, in all of one, in two, and in runs that a program takes in several rounds."""
+    tensors = layer(neurons, 3, 40, 1)
+    for n_hot in {0, neurons // 2, neurons}:
+        settings = ("relu", False, n_hot, 0.0)
+        close(gpu.launch(*tensors, None, *NONE, *settings, *FLOAT), reference.sparse_ffn(*tensors, None, *settings))
+
+
+@pytest.mark.parametrize("int8_activations", [False, True])
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize(("rows", "hidden"), [(2, 64), (3, 111)])
+def test_quantised_rows(weights: str, int8_activations: bool, rows: int, hidden: int) -> None:
+    tensors = quantized(weights, layer(75, rows, hidden, 2))
+    mask_TC = drawn(2, 65) < 0
+    for active in (None, mask_TC):
+        settings = ("relu", True, 10, 0.0, weights, int8_activations)
+        found = gpu.launch(*tensors, active, *NONE, *settings)
+        close(found, reference.sparse_ffn(*tensors, active, *settings))
+
+
+def predictors(hidden: int, cold: int, rank: int = 19) -> Iterator[tuple[Any, ...]]:
+    a, b = drawn(rank, hidden), drawn(cold, rank)
+    bias = drawn(cold)
+    scales = drawn(rank).abs() * 0.01, drawn(cold).abs() * 0.01
+    steps = [(tensor * 40).clamp(-127, 127).to(torch.int8) for tensor in (a, b)]
+    by_row = [steps[0], scales[0], steps[1], scales[1]]
+    yield by_row, "lowrank", 0.1, "float", False
+    yield [*by_row, bias], "lowrank", 0.1, "float", False
+    for weights, int8 in (("int4", True), ("int8", False)):
+        yield [quantize(a, weights), quantize(b, weights), bias], "lowrank_q", 0.1, weights, int8
+    yield [pack_signs(drawn(cold, hidden, seed=9))], "signbit", 1.0, "float", False
+
+
+def test_predictors() -> None:
+    """Of the cold neurons alone, and of some that are hot now besides."""
+    for n_hot, extra, weights in ((30, 0, "float"), (50, 20, "int4")):
+        tensors = layer(100, 3, 77, 2)
+        tensors = tensors if weights == "float" else quantized(weights, tensors)
+        for predictor in predictors(77, 100 - n_hot + extra):
+            settings = ("relu", True, n_hot, 0.0, weights, False)
+            found = gpu.launch(*tensors, None, *predictor, *settings)
+            close(found, reference.predicted_ffn(*tensors, *predictor, *settings))
+
+
+def test_output_is_rounded_once() -> None:
+    x, *weights = layer(64, 3, 33, 2, torch.float16)
+    settings = (None, *NONE, "silu", False, 0, 0.0, *FLOAT)
+    half = gpu.launch(x.half(), *weights, *settings)
+    assert torch.equal(half, gpu.launch(x.half().float(), *weights, *settings).half())
+
+
+def test_bfloat16() -> None:
+    """Its last bit is not looked at: the interpreter rounds towards zero."""
+    tensors = layer(64, 3, 33, 2, torch.bfloat16)
+    settings = ("silu", False, 0, 0.0, *FLOAT)
+    found = gpu.launch(tensors[0].bfloat16(), *tensors[1:], None, *NONE, *settings)
+    wanted = reference.sparse_ffn(tensors[0].bfloat16(), *tensors[1:], None, *settings)
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+
+
+def test_the_same_bits_again_and_in_any_company() -> None:
+    x, *weights = quantized("int4", layer(200, 3, 64, 5))
+    mask_TC = drawn(5, 150) < 0
+    settings = ("relu", True, 50, 0.0, "int4", False)
+    together = gpu.launch(x, *weights, mask_TC, *NONE, *settings)
+    assert torch.equal(together, gpu.launch(x, *weights, mask_TC, *NONE, *settings))
+    for t in range(5):
+        alone = gpu.launch(x[t : t + 1], *weights, mask_TC[t : t + 1], *NONE, *settings)
+        assert torch.equal(alone[0], together[t])
+
+
+def test_strided_inputs_and_any_leading_shape() -> None:
+    x, *weights = layer(50, 3, 24, 4)
+    settings = (None, *NONE, "relu", False, 3, 0.0, *FLOAT)
+    flat = gpu.launch(x, *weights, *settings)
+    assert torch.equal(gpu.launch(x.T.contiguous().T, *weights, *settings), flat)
+    assert torch.equal(gpu.launch(x.view(2, 2, 24), *weights, *settings), flat.view(2, 2, 24))
+    assert torch.equal(gpu.launch(x[0], *weights, *settings), flat[0])
+    assert gpu.launch(x[:0], *weights, *settings).shape == (0, 24)
+
+
+def test_nan_stays_in_its_token_and_what_is_not_computed_is_not_read() -> None:
+    x, rows, *biases = layer(50, 3, 24, 3)
+    x[1, 4] = float("nan")
+    settings = ("relu", True, 0, 0.0, *FLOAT)
+    for active in (None, torch.ones(3, 50, dtype=torch.bool)):
+        y = gpu.launch(x, rows, *biases, active, *NONE, *settings)
+        assert y.isnan().any(1).tolist() == [False, True, False]
+    rows[7] = float("inf")
+    active = torch.ones(1, 50, dtype=torch.bool)
+    active[0, 7] = False
+    assert gpu.launch(x[:1], rows, *biases, active, *NONE, *settings).isfinite().all()
+
+
+def test_the_operator_on_the_cpu_is_the_library() -> None:
+    tensors = layer(50, 3, 24, 3)
+    settings = ("relu", True, 10, 0.0, *FLOAT)
+    found = torch.ops.pi2.gathered_ffn(*tensors, None, *NONE, *settings)
+    assert torch.equal(found, torch.ops.pi2.sparse_ffn(*tensors, None, *settings))
+    for predictor in predictors(24, 40):
+        found = torch.ops.pi2.gathered_ffn(*tensors, None, *predictor, *settings)
+        assert torch.equal(found, torch.ops.pi2.predicted_ffn(*tensors, *predictor, *settings))
+    opcheck(
+        torch.ops.pi2.gathered_ffn.default,
+        (*tensors, None, *NONE, *settings),
+        test_utils=("test_schema", "test_autograd_registration"),
+    )
+
+
+def test_what_has_no_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.check_gpu(torch.device("cpu"))
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 0))
+    with pytest.raises(DeviceError, match=r"Tesla P100: expected compute capability 7\.0 or later, found 6\.0"):
+        gpu.check_gpu(device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    gpu.check_gpu(device)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(
+        DeviceError, match=r"expected Triton, found it is not installed. pip install 'torch-pi2\[gpu\]'"
+    ):
+        gpu.check_gpu(device)

@@ -1,0 +1,346 @@
+"""Triton kernels of a feed-forward layer of which some neurons are computed. Imports triton: import this when needed.
+
+1. Neurons that are to be computed are listed: for each token and each tile of ``TILE`` neurons the ids of its active
+   ones, in order, and how many there are. A list has room for all of its tile, so nothing overflows, every shape is
+   static, and which program writes where depends on nothing but the token (TwELL's packing by tile, arXiv 2603.23198).
+2. ``PARTS`` programs a token each take an equal run of the token's listed neurons: gate and up rows times ``x``, the
+   activation, times the down row: a float32 sum ``[H]`` of their own, written to memory.
+3. Those sums are added in order. No atomics: a token's result has the same bits each time and in any company.
+
+A neuron's rows lie together (``neuron_rows [I, R, H]``), so that a neuron is one contiguous read; indices are compacted
+rather than masked, as a warp waits for its slowest thread.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Neurons that are listed together. Part of what decides a result's bits, as are the next two.
+TILE = 64
+#: Programs of a token, at most, over its listed neurons.
+PARTS = 256
+#: Neurons that a program takes at once.
+NEURONS = 8
+
+
+@triton.jit
+def _act(v, ACTIVATION: tl.constexpr):
+    """As ``torch_pi2.ops.activations`` has it; NaN stays NaN."""
+    if ACTIVATION == "relu":
+        v = tl.where(v < 0, 0.0, v)
+    elif ACTIVATION == "relu2":
+        v = tl.where(v < 0, 0.0, v)
+        v = v * v
+    elif ACTIVATION == "silu":
+        v = v * tl.sigmoid(v)
+    elif ACTIVATION == "gelu":
+        v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        v = v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))
+    return v
+
+
+@triton.jit
+def _dots(rows, scales, start_N, live_N, x, H: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 ``[N]``: rows, each at element ``start_N`` of ``rows``, times ``x [H]``; 0 where not ``live_N``.
+
+    FORMAT: ``float`` (any dtype that converts, int8 too), ``int4`` or ``int8`` (groups of 32; ``scales`` is the same
+    memory as float16).
+    """
+    if FORMAT == "float":
+        sum_NB = tl.zeros([start_N.shape[0], BLOCK], dtype=tl.float32)
+        for first in tl.range(0, H, BLOCK):
+            h_B = first + tl.arange(0, BLOCK)
+            x_B = tl.load(x + h_B, mask=h_B < H, other=0.0).to(tl.float32)
+            inside_NB = live_N[:, None] & (h_B < H)[None, :]
+            w_NB = tl.load(rows + start_N[:, None] + h_B[None, :], mask=inside_NB, other=0.0).to(tl.float32)
+            sum_NB += w_NB * x_B[None, :]
+        return tl.sum(sum_NB, 1)
+    else:
+        GROUPS: tl.constexpr = (H + 31) // 32
+        BYTES: tl.constexpr = 16 if FORMAT == "int4" else 32
+        sum_NG = tl.zeros([start_N.shape[0], BLOCK // 32], dtype=tl.float32)
+        for first in tl.range(0, GROUPS, BLOCK // 32):
+            g_G = first + tl.arange(0, BLOCK // 32)
+            k_K = tl.arange(0, BYTES)
+            h_GK = g_G[:, None] * 32 + k_K[None, :]
+            inside_NG = live_N[:, None] & (g_G < GROUPS)[None, :]
+            byte_GK = g_G[:, None] * BYTES + k_K[None, :]
+            w_NGK = tl.load(rows + start_N[:, None, None] + byte_GK[None, :, :], mask=inside_NG[:, :, None], other=0)
+            scale_NG = tl.load(
+                scales + (start_N // 2)[:, None] + (GROUPS * BYTES // 2 + g_G)[None, :], mask=inside_NG, other=0.0
+            ).to(tl.float32)
+            x_GK = tl.load(x + h_GK, mask=h_GK < H, other=0.0).to(tl.float32)
+            if FORMAT == "int4":
+                high_GK = tl.load(x + h_GK + 16, mask=h_GK + 16 < H, other=0.0).to(tl.float32)
+                low_NGK = (w_NGK & 15).to(tl.float32) - 8.0
+                part_NG = tl.sum(low_NGK * x_GK[None, :, :], 2)
+                part_NG += tl.sum(((w_NGK >> 4).to(tl.float32) - 8.0) * high_GK[None, :, :], 2)
+            else:
+                part_NG = tl.sum(w_NGK.to(tl.int8, bitcast=True).to(tl.float32) * x_GK[None, :, :], 2)
+            sum_NG += part_NG * scale_NG
+        return tl.sum(sum_NG, 1)
+
+
+@triton.jit
+def _listed(list_N, counts, i_N, active_N, tile):
+    """Write the ids of a tile's active neurons, one after another, and their number; where each went."""
+    place_N = tl.cumsum(active_N.to(tl.int32), 0) - 1
+    tl.store(list_N + place_N, i_N, mask=active_N)
+    tl.store(counts + tile, tl.sum(active_N.to(tl.int32), 0))
+    return place_N
+
+
+@triton.jit
+def list_masked(mask, lists, counts, cold, N_HOT, INTERMEDIATE, TILES, TILE: tl.constexpr):
+    """Hot neurons and those of ``mask [T, cold]`` (uint8) whose last ``INTERMEDIATE - N_HOT`` are of cold neurons."""
+    tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_N = tile * TILE + tl.arange(0, TILE)
+    is_cold_N = (i_N >= N_HOT) & (i_N < INTERMEDIATE)
+    wanted_N = tl.load(mask + token * cold + (cold - INTERMEDIATE) + i_N, mask=is_cold_N, other=0) != 0
+    active_N = (i_N < N_HOT) | (is_cold_N & wanted_N)
+    _listed(lists + (token * TILES + tile) * TILE, counts + token * TILES, i_N, active_N, tile)
+
+
+@triton.jit
+def list_fired(
+    x,
+    rows,
+    scales,
+    bias,
+    lists,
+    gates,
+    counts,
+    threshold,
+    N_HOT,
+    INTERMEDIATE,
+    TILES,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The exact gate: row 0 of every neuron; those that fire, with their activations in ``gates``, as in ``lists``."""
+    tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_N = tile * TILE + tl.arange(0, TILE)
+    live_N = i_N < INTERMEDIATE
+    gate_N = _dots(rows, scales, i_N.to(tl.int64) * (R * ROW), live_N, x + token * H, H, FORMAT, BLOCK)
+    if bias is not None:
+        gate_N += tl.load(bias + i_N, mask=live_N, other=0.0).to(tl.float32)
+    gate_N = _act(gate_N, ACTIVATION)
+    # what is not less or equal fires, so that NaN does
+    fires_N = live_N & ((i_N < N_HOT) | ~(tl.abs(gate_N) <= threshold))
+    to = (token * TILES + tile) * TILE
+    place_N = _listed(lists + to, counts + token * TILES, i_N, fires_N, tile)
+    tl.store(gates + to + place_N, gate_N, mask=fires_N)
+
+
+@triton.jit
+def hidden_of_predictor(
+    x,
+    a,
+    scales,
+    a_scale,
+    z,
+    RANK,
+    H: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``z [T, RANK]`` float32: relu(a x)."""
+    token = tl.program_id(1).to(tl.int64)
+    r_N = tl.program_id(0) * N + tl.arange(0, N)
+    live_N = r_N < RANK
+    z_N = _dots(a, scales, r_N.to(tl.int64) * ROW, live_N, x + token * H, H, FORMAT, BLOCK)
+    if a_scale is not None:
+        z_N *= tl.load(a_scale + r_N, mask=live_N, other=0.0)
+    tl.store(z + token * RANK + r_N, tl.where(z_N < 0, 0.0, z_N), mask=live_N)
+
+
+@triton.jit
+def list_predicted(
+    z,
+    b,
+    scales,
+    b_scale,
+    bias,
+    lists,
+    counts,
+    cut,
+    cold,
+    N_HOT,
+    INTERMEDIATE,
+    TILES,
+    RANK: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Hot neurons and those whose logit ``b z + bias`` is not less than ``cut``; ``b`` has ``cold`` rows, of which the
+    last ``INTERMEDIATE - N_HOT`` are of cold neurons. The list is made where the logits are: no mask goes through
+    memory.
+    """
+    tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_N = tile * TILE + tl.arange(0, TILE)
+    is_cold_N = (i_N >= N_HOT) & (i_N < INTERMEDIATE)
+    row_N = tl.where(is_cold_N, i_N + (cold - INTERMEDIATE), 0)
+    logit_N = _dots(b, scales, row_N.to(tl.int64) * ROW, is_cold_N, z + token * RANK, RANK, FORMAT, BLOCK)
+    if b_scale is not None:
+        logit_N *= tl.load(b_scale + row_N, mask=is_cold_N, other=0.0)
+    if bias is not None:
+        logit_N += tl.load(bias + row_N, mask=is_cold_N, other=0.0)
+    active_N = (i_N < N_HOT) | (is_cold_N & ~(logit_N < cut))  # NaN is active
+    _listed(lists + (token * TILES + tile) * TILE, counts + token * TILES, i_N, active_N, tile)
+
+
+@triton.jit
+def _share(total, PARTS: tl.constexpr, N: tl.constexpr):
+    """Neurons of a program, of ``total`` listed ones: whole blocks of N, as equal as they can be."""
+    return tl.cdiv(tl.cdiv(total, PARTS), N) * N
+
+
+@triton.jit
+def listed_ffn(
+    x,
+    rows,
+    scales,
+    bias_gate,
+    bias_up,
+    lists,
+    gates,
+    counts,
+    parts,
+    threshold,
+    N_HOT,
+    TILES,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ON_UP: tl.constexpr,
+    TILE: tl.constexpr,
+    MOST_TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``parts [T, PARTS, H]``, as far as they are used: sums over runs of listed neurons.
+
+    ``gates``: their activations of row 0, if they are known. A listed cold neuron whose gate does not fire adds
+    nothing, and its down row is not read.
+    """
+    part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile_C = tl.arange(0, MOST_TILES)
+    count_C = tl.load(counts + token * TILES + tile_C, mask=tile_C < TILES, other=0)
+    end_C = tl.cumsum(count_C, 0)
+    total = tl.sum(count_C, 0)
+    share = _share(total, PARTS, N)
+    first = part * share
+    last = tl.minimum(first + share, total)
+    sum_row = parts + (token * PARTS + part) * H
+    for done in tl.range(first, last, N):
+        n_N = done + tl.arange(0, N)
+        live_N = n_N < last
+        before_NC = end_C[None, :] <= n_N[:, None]
+        tile_N = tl.sum(before_NC.to(tl.int32), 1)
+        at_N = n_N - tl.sum(tl.where(before_NC, count_C[None, :], 0), 1)
+        slot_N = (token * TILES + tile_N) * TILE + at_N
+        i_N = tl.load(lists + slot_N, mask=live_N, other=0)
+        start_N = i_N.to(tl.int64) * (R * ROW)
+        if gates is not None:
+            gate_N = tl.load(gates + slot_N, mask=live_N, other=0.0)
+        else:
+            gate_N = _dots(rows, scales, start_N, live_N, x + token * H, H, FORMAT, BLOCK)
+            if R == 3:
+                if bias_gate is not None:
+                    gate_N += tl.load(bias_gate + i_N, mask=live_N, other=0.0).to(tl.float32)
+            else:
+                if bias_up is not None:
+                    gate_N += tl.load(bias_up + i_N, mask=live_N, other=0.0).to(tl.float32)
+            gate_N = _act(gate_N, ACTIVATION)
+        live_N = live_N & ((i_N < N_HOT) | ~(tl.abs(gate_N) <= threshold))
+        h_N = gate_N
+        if R == 3:
+            up_N = _dots(rows, scales, start_N + ROW, live_N, x + token * H, H, FORMAT, BLOCK)
+            if bias_up is not None:
+                up_N += tl.load(bias_up + i_N, mask=live_N, other=0.0).to(tl.float32)
+            if ON_UP:
+                up_N = _act(up_N, ACTIVATION)
+            h_N = h_N * up_N
+        h_N = tl.where(live_N, h_N, 0.0)
+        down_N = start_N + (R - 1) * ROW
+        is_first = done == first
+        if FORMAT == "float":
+            for column in tl.range(0, H, BLOCK):
+                h_B = column + tl.arange(0, BLOCK)
+                inside_NB = live_N[:, None] & (h_B < H)[None, :]
+                w_NB = tl.load(rows + down_N[:, None] + h_B[None, :], mask=inside_NB, other=0.0).to(tl.float32)
+                _add(sum_row, h_B, tl.sum(h_N[:, None] * w_NB, 0), is_first, H)
+        else:
+            GROUPS: tl.constexpr = (H + 31) // 32
+            BYTES: tl.constexpr = 16 if FORMAT == "int4" else 32
+            for group in tl.range(0, GROUPS, BLOCK // 32):
+                g_G = group + tl.arange(0, BLOCK // 32)
+                k_K = tl.arange(0, BYTES)
+                inside_NG = live_N[:, None] & (g_G < GROUPS)[None, :]
+                byte_GK = g_G[:, None] * BYTES + k_K[None, :]
+                w_NGK = tl.load(rows + down_N[:, None, None] + byte_GK[None, :, :], mask=inside_NG[:, :, None], other=0)
+                scale_NG = tl.load(
+                    scales + (down_N // 2)[:, None] + (GROUPS * BYTES // 2 + g_G)[None, :], mask=inside_NG, other=0.0
+                ).to(tl.float32)
+                h_NG = h_N[:, None] * scale_NG
+                column_GK = g_G[:, None] * 32 + k_K[None, :]
+                if FORMAT == "int4":
+                    low_NGK = (w_NGK & 15).to(tl.float32) - 8.0
+                    high_NGK = (w_NGK >> 4).to(tl.float32) - 8.0
+                    _add(sum_row, column_GK, tl.sum(h_NG[:, :, None] * low_NGK, 0), is_first, H)
+                    _add(sum_row, column_GK + 16, tl.sum(h_NG[:, :, None] * high_NGK, 0), is_first, H)
+                else:
+                    w_NGK = w_NGK.to(tl.int8, bitcast=True).to(tl.float32)
+                    _add(sum_row, column_GK, tl.sum(h_NG[:, :, None] * w_NGK, 0), is_first, H)
+
+
+@triton.jit
+def _add(sum_row, column, value, is_first, H: tl.constexpr):
+    """To what this program has of these columns; nobody else writes there."""
+    if not is_first:
+        tl.debug_barrier()  # another thread of the program may have written it
+        value += tl.load(sum_row + column, mask=column < H, other=0.0)
+        tl.debug_barrier()
+    tl.store(sum_row + column, value, mask=column < H)
+
+
+@triton.jit
+def add_parts(
+    parts,
+    bias,
+    counts,
+    y,
+    TILES,
+    H: tl.constexpr,
+    MOST_TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``y [T, H]``: the used parts in order, and the bias of the down projection; rounded once."""
+    token = tl.program_id(1).to(tl.int64)
+    h_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tile_C = tl.arange(0, MOST_TILES)
+    total = tl.sum(tl.load(counts + token * TILES + tile_C, mask=tile_C < TILES, other=0), 0)
+    share = _share(total, PARTS, N)
+    sum_B = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in tl.range(0, total, tl.maximum(share, 1)):
+        part = first // share
+        sum_B += tl.load(parts + (token * PARTS + part) * H + h_B, mask=h_B < H, other=0.0)
+    if bias is not None:
+        sum_B += tl.load(bias + h_B, mask=h_B < H, other=0.0).to(tl.float32)
+    tl.store(y + token * H + h_B, sum_B.to(y.dtype.element_ty), mask=h_B < H)
