@@ -31,6 +31,7 @@ from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.graph.find import Found, search
+from torch_pi2.layers.gpu import on_the_cpu
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
@@ -332,7 +333,8 @@ def optimize(
     (:mod:`torch_pi2.base.hooks`).
 
     Args:
-        model: any ``nn.Module`` on the CPU with feed-forward layers of a known form.
+        model: any ``nn.Module`` with feed-forward layers of a known form, on the CPU; or on one GPU, where it is again
+            afterwards: meanwhile it is on the CPU.
         calibration: as ``data`` of :func:`profile`. tokenizer: as there.
         config, fields: settings (:class:`torch_pi2.Config`), as one object or as keywords: ``method="exact"``,
             ``weights="int4"``.
@@ -344,7 +346,22 @@ def optimize(
     Raises:
         Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense.
     """
-    config = configured(config, fields)
+    with on_the_cpu(model):
+        return _optimize(
+            model, calibration, configured(config, fields), tokenizer, stats, predictors, hardware, progress
+        )
+
+
+def _optimize(
+    model: Model,
+    calibration: Any,
+    config: Config,
+    tokenizer: Any,
+    stats: ActivationStats | None,
+    predictors: Mapping[str, AnyPredictor] | None,
+    hardware: Any,
+    progress: bool,
+) -> Model:
     load_library()
     if hardware is not None:
         hardware = _machine(hardware, calibration is not None or stats is not None)

@@ -13,6 +13,7 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.gpu import goes_to_gpu, stays
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
@@ -192,7 +193,13 @@ class SparseExperts(StandIn):
         self.expert(0).check_float(what)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseExperts:
-        """``model.to(dtype)`` converts the neurons; scales and biases of the predictors stay float32."""
+        """``model.to(dtype)`` converts the neurons; scales and biases of the predictors stay float32.
+
+        Raises:
+            DeviceError: on the way to a GPU.
+        """
+        if goes_to_gpu(fn, torch.empty(0) if self.neuron_rows.is_meta else self.neuron_rows):
+            raise stays(f"{self.site.key}, a mixture of experts,")
         if self.weights != "float":
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
         exact = {name: tensor for name in _EXACT if (tensor := self._buffers[name]) is not None}

@@ -12,10 +12,12 @@ from torch_pi2.formats import row_bytes
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS, cold_part
 from torch_pi2.layers.dense import DenseForm
+from torch_pi2.layers.gpu import check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
+from torch_pi2.ops.gpu.gathered_ffn import NO_PREDICTOR
 from torch_pi2.ops.linear_blocks import IN_BLOCKS, from_blocks
 from torch_pi2.ops.quantized import check_kind
 from torch_pi2.spec.method import PREDICTED, Method
@@ -261,16 +263,19 @@ class SparseFFN(DenseForm):
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
         refuse_vmap(self.site, x)
-        y: torch.Tensor = torch.ops.pi2.predicted_ffn(
-            x,
-            *self.tensors(),
+        predictor = (
             [tensor for tensor in self.predictor() if tensor is not None],
             self.predictor_kind,
             self.predictor_threshold,
             self.predictor_format,
             self.int8_activations and bool(self.predictor_weights),
-            *self.settings(n_hot, self.threshold),
         )
+        y: torch.Tensor
+        settings = self.settings(n_hot, self.threshold)
+        if on_gpu(x):
+            y = torch.ops.pi2.gathered_ffn(x, *self.tensors(), None, *predictor, *settings)
+        else:
+            y = torch.ops.pi2.predicted_ffn(x, *self.tensors(), *predictor, *settings)
         return y
 
     @property
@@ -328,7 +333,12 @@ class SparseFFN(DenseForm):
         return self._compute(x, None, self.site.intermediate, 0.0)
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.sparse_ffn(x, *self.tensors(), active, *self.settings(n_hot, threshold))
+        y: torch.Tensor
+        settings = self.settings(n_hot, threshold)
+        if on_gpu(x):
+            y = torch.ops.pi2.gathered_ffn(x, *self.tensors(), active, [], NO_PREDICTOR, 0.0, "", False, *settings)
+        else:
+            y = torch.ops.pi2.sparse_ffn(x, *self.tensors(), active, *settings)
         return y
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -343,12 +353,22 @@ class SparseFFN(DenseForm):
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
         check_ffn_input(self.site, self.training, x, self.dtype)
+        if self.in_memory:
+            check_together(self.site.key, x, self.neuron_rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
         """``model.to(dtype)`` converts the neurons; scales and biases of the predictor stay float32.
 
         Neurons in a store stay what they are, and so do the biases that go with them.
+
+        Raises:
+            DeviceError: on the way to a GPU that has no kernels for this layer.
         """
+        if goes_to_gpu(fn, self.order):
+            if not self.in_memory:
+                raise stays(f"{self.site.key}, whose neurons are in a store")
+            if self.predictor_in_blocks:
+                self.leave_blocks()
         names = [f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")]
         if self.weights != "float" or not self.in_memory:
             names += ["bias_gate", "bias_up", "bias_down"]

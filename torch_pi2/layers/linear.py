@@ -12,6 +12,7 @@ from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
 from torch_pi2.errors import ConfigError, GradientError, ShapeError
 from torch_pi2.formats import row_bytes
 from torch_pi2.layers.checks import result_dtype
+from torch_pi2.layers.gpu import goes_to_gpu
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
@@ -209,6 +210,8 @@ class QuantLinear(Holder):
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
         """``model.to(dtype)`` changes what is said about the dtype, never rows or the float32 bias."""
+        if goes_to_gpu(fn, self.rows) and self.blocks:
+            self.leave_blocks()
         exact = self.bias
         super()._apply(fn, recurse)
         if exact is not None and self.bias is not None and self.bias.dtype != exact.dtype:

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.layers.gpu import DENSE_FROM, on_gpu
 from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.dtypes import DTYPES
@@ -113,11 +114,23 @@ def decoded_together(x: torch.Tensor, hidden: int) -> int:
 
 def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
+    if on_gpu(x):
+        return _dense_on_gpu(layer, x)
     if _stays(layer, x) or x.dtype not in DTYPES.values() or not layer.in_memory:
         return False
     if layer.int8_activations and layer.has_tiles:  # the operator's
         return False
     return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
+
+
+def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        tokens = x.numel() // layer.site.hidden
+    elif getattr(_off, "on", False):
+        return False
+    else:
+        tokens = _tokens(layer, x)
+    return layer.n_hot == layer.site.intermediate or tokens >= DENSE_FROM
 
 
 def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
@@ -155,7 +168,12 @@ def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or getattr(_off, "on", False):
         return True
     least = prompt_from(layer)
-    return least == 0 or max(x.numel() // layer.site.hidden, getattr(_off, "whole", 0)) < least
+    return least == 0 or _tokens(layer, x) < least
+
+
+def _tokens(layer: PromptLayer, x: torch.Tensor) -> int:
+    """Of a call, or of the prompt that it reads a piece of."""
+    return max(x.numel() // layer.site.hidden, getattr(_off, "whole", 0))
 
 
 def prompt_from(layer: PromptLayer) -> int:
@@ -177,8 +195,9 @@ def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     x_TH = x.reshape(-1, site.hidden).to(dtype)
     act = ACTIVATIONS[site.activation]
     y_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
-    for start in range(0, site.intermediate, _SLICE):
-        part = slice(start, min(start + _SLICE, site.intermediate))
+    step = site.intermediate if on_gpu(x) else _SLICE
+    for start in range(0, site.intermediate, step):
+        part = slice(start, min(start + step, site.intermediate))
         neuron_rows = layer.neuron_rows[part]
 
         def project(row: int, bias: torch.Tensor | None) -> torch.Tensor:

@@ -6,6 +6,7 @@ Operators, all under ``torch.ops.pi2``:
   ``predict_signbit``; ``linear`` (functional and ``.out``), ``linear_blocks``, ``quantize`` and ``dequantize``;
   ``experts_ffn`` and ``stored_experts``, mixtures of experts; ``attention``: each has a file here, with its reference
   and its fake.
+* ``gathered_ffn``: ``sparse_ffn`` and ``predicted_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_resize``, ``store_arrange``: neuron stores by number, see
   :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
@@ -57,10 +58,13 @@ from torch_pi2.ops import (
     stored_experts,
     stored_ffn,
 )
+from torch_pi2.ops.gpu import gathered_ffn
+from torch_pi2.ops.gpu import linear as gpu_linear
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
 _fragment: torch.library.Library | None = None
+_gathered_ffn: Any = None
 
 
 def _out(fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -92,6 +96,13 @@ _FAKES: dict[str, Callable[..., torch.Tensor]] = {
     "experts_ffn": experts_ffn.fake,
     "stored_experts": stored_experts.fake,
     "attention": attention.fake,
+}
+
+#: Operator -> what it is on a GPU; layers there call ``gathered_ffn`` (:mod:`torch_pi2.ops.gpu`) besides.
+_ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
+    "linear": gpu_linear.launch,
+    "dequantize": quantize.dequantize,
+    "predict_signbit": predict_signbit.predict_signbit,
 }
 
 
@@ -131,7 +142,7 @@ def library_path(name: str | None = None) -> Path:
 
 def load() -> None:
     """Make ``torch.ops.pi2`` usable. Called by everything that needs it; a second call does nothing."""
-    global _fragment
+    global _fragment, _gathered_ffn
     if _fragment is not None:
         return
     with _lock:
@@ -149,7 +160,7 @@ def load() -> None:
             ) from error
         _check_instruction_set()
         try:
-            _fragment = _register_python_parts()
+            _fragment, _gathered_ffn = _register_python_parts(), gathered_ffn.register()
         except AttributeError as error:  # an operator that was added since
             raise LibraryMissingError(
                 f"loading {path}",
@@ -187,6 +198,8 @@ def _register_python_parts() -> torch.library.Library:
     for name, fake in _FAKES.items():
         fragment.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"pi2::{name}", fake, lib=fragment)
+    for name, kernel in _ON_A_GPU.items():
+        fragment.impl(name, kernel, "CUDA")
     return fragment
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 from operators import opcheck
 
-from torch_pi2.errors import DeviceError
 from torch_pi2.ops import ACTIVATIONS, load, reference
 from torch_pi2.ops.gpu import gathered_ffn as gpu
 from torch_pi2.ops.gpu import kernels
+from torch_pi2.ops.gpu import linear as gpu_linear
+from torch_pi2.ops.linear import linear
 from torch_pi2.predict.signbit import pack_signs
 
 load()
@@ -129,6 +129,19 @@ def test_bfloat16() -> None:
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 3, 9])
+def test_linear(tokens: int) -> None:
+    """Few tokens by the kernel, many as a product of floats."""
+    for weights, int8_activations, dtype in (("int4", False, torch.float16), ("int8", True, torch.float32)):
+        x, rows, bias = drawn(tokens, 77).to(dtype), quantize(drawn(21, 77), weights), drawn(21)
+        for added in (None, bias):
+            found = gpu_linear.launch(x, rows, added, weights, int8_activations)
+            wanted = linear(x, rows, added, weights, int8_activations)
+            assert found.dtype is dtype
+            torch.testing.assert_close(found, wanted, rtol=2e-3 if dtype is torch.float16 else 1e-6, atol=0.02)
+    assert gpu_linear.launch(x.view(1, tokens, 77), rows, None, "int8").shape == (1, tokens, 21)
+
+
 def test_the_same_bits_again_and_in_any_company() -> None:
     x, *weights = quantized("int4", layer(200, 3, 64, 5))
     mask_TC = drawn(5, 150) < 0
@@ -176,19 +189,3 @@ def test_the_operator_on_the_cpu_is_the_library() -> None:
         (*tensors, None, *NONE, *settings),
         test_utils=("test_schema", "test_autograd_registration"),
     )
-
-
-def test_what_has_no_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu.check_gpu(torch.device("cpu"))
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 0))
-    with pytest.raises(DeviceError, match=r"Tesla P100: expected compute capability 7\.0 or later, found 6\.0"):
-        gpu.check_gpu(device)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    gpu.check_gpu(device)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(
-        DeviceError, match=r"expected Triton, found it is not installed. pip install 'torch-pi2\[gpu\]'"
-    ):
-        gpu.check_gpu(device)

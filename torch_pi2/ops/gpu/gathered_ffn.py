@@ -6,51 +6,26 @@ A ``torch.library.triton_op``: what ``torch.compile`` sees are its kernels. On t
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch.library import triton_op, wrap_triton
 
-from torch_pi2.errors import DeviceError
 from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.ops import rows as quantized
 from torch_pi2.ops.predict_signbit import predict_signbit
 
 #: What no predictor is called.
 NO_PREDICTOR = "none"
-#: The oldest architecture that Triton compiles for (Volta), as torch has it.
-LEAST_CAPABILITY = (7, 0)
 #: Numbers of a row that a program takes at once: of one neuron's in a part, of a tile's, of an output.
-_BLOCK_OF_PART, _BLOCK_OF_TILE, _BLOCK_OF_SUM = 512, 128, 256
-#: Rows of a predictor's first matrix of a program.
-_RANK_ROWS = 8
-
-
-def check_gpu(device: torch.device) -> None:
-    """Raises DeviceError where no kernel of ours can run: an old GPU, or without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        raise DeviceError(
-            "layers on a GPU",
-            expected="Triton",
-            found="it is not installed",
-            fix="pip install 'torch-pi2[gpu]', or move the model with model.to('cpu').",
-        )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability(device)
-        raise DeviceError(
-            f"layers on {torch.cuda.get_device_name(device)}",
-            expected="compute capability {}.{} or later".format(*LEAST_CAPABILITY),
-            found=f"{major}.{minor}",
-            fix="Move the model with model.to('cpu').",
-        )
+BLOCK_OF_PART, _BLOCK_OF_TILE, _BLOCK_OF_SUM = 512, 128, 256
 
 
 def _power_of_two(least: int) -> int:
     return 1 << max(0, least - 1).bit_length()
 
 
-def _rows_of(tensor: torch.Tensor, weights: str, columns: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
+def kernel_rows(tensor: torch.Tensor, weights: str, columns: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
     """What kernels take of rows: the numbers, the same memory as scales, elements of a row, format."""
     if weights == FLOAT:
         return tensor, tensor, columns, FLOAT
@@ -95,8 +70,8 @@ def launch(
     lists = x.new_empty((tokens, tiles, kernels.TILE), dtype=torch.int32)
     counts = x.new_empty((tokens, tiles), dtype=torch.int32)
     gates: torch.Tensor | None = None
-    seen_TH = _rounded(x_TH) if int8_activations else x_TH
-    held, scales, row, form = _rows_of(neuron_rows, weights, hidden)
+    seen_TH = rounded(x_TH) if int8_activations else x_TH
+    held, scales, row, form = kernel_rows(neuron_rows, weights, hidden)
     if kind == "signbit":
         active = predict_signbit(x_TH, predictor[0], hidden, cut)
     if active is not None:
@@ -113,16 +88,16 @@ def launch(
         )  # fmt: skip
     else:
         a, a_scale, b, b_scale, bias = _low_rank(predictor, kind)
-        of_a = _rows_of(a, predictor_weights, hidden)
+        of_a = kernel_rows(a, predictor_weights, hidden)
         rank = len(a)
         z_Tr = x.new_empty((tokens, rank), dtype=torch.float32)
-        seen = _rounded(x_TH) if predictor_int8_activations else x_TH
-        wrap_triton(kernels.hidden_of_predictor)[(-(-rank // _RANK_ROWS), tokens)](
-            seen, of_a[0], of_a[1], a_scale, z_Tr, rank,
-            H=hidden, ROW=of_a[2], FORMAT=of_a[3], N=_RANK_ROWS, BLOCK=_BLOCK_OF_PART,
+        seen = rounded(x_TH) if predictor_int8_activations else x_TH
+        wrap_triton(kernels.project)[(-(-rank // kernels.NEURONS), tokens)](
+            seen, of_a[0], of_a[1], a_scale, None, z_Tr, rank,
+            H=hidden, ROW=of_a[2], FORMAT=of_a[3], RELU=True, N=kernels.NEURONS, BLOCK=BLOCK_OF_PART,
         )  # fmt: skip
-        z_Tr = _rounded(z_Tr) if predictor_int8_activations else z_Tr
-        of_b = _rows_of(b, predictor_weights, rank)
+        z_Tr = rounded(z_Tr) if predictor_int8_activations else z_Tr
+        of_b = kernel_rows(b, predictor_weights, rank)
         wrap_triton(kernels.list_predicted)[(tiles, tokens)](
             z_Tr, of_b[0], of_b[1], b_scale, bias, lists, counts, cut, len(b), n_hot, intermediate, tiles,
             RANK=rank, ROW=of_b[2], FORMAT=of_b[3], TILE=kernels.TILE, BLOCK=_BLOCK_OF_TILE,
@@ -131,7 +106,7 @@ def launch(
     wrap_triton(kernels.listed_ffn)[(kernels.PARTS, tokens)](
         seen_TH, held, scales, bias_gate, bias_up, lists, gates, counts, parts, threshold, n_hot, tiles,
         H=hidden, R=rows, ROW=row, FORMAT=form, ACTIVATION=activation, ON_UP=activation_on_up,
-        TILE=kernels.TILE, MOST_TILES=most_tiles, PARTS=kernels.PARTS, N=kernels.NEURONS, BLOCK=_BLOCK_OF_PART,
+        TILE=kernels.TILE, MOST_TILES=most_tiles, PARTS=kernels.PARTS, N=kernels.NEURONS, BLOCK=BLOCK_OF_PART,
     )  # fmt: skip
     wrap_triton(kernels.add_parts)[(-(-hidden // _BLOCK_OF_SUM), tokens)](
         parts, bias_down, counts, y, tiles,
@@ -140,7 +115,7 @@ def launch(
     return y
 
 
-def _rounded(v: torch.Tensor) -> torch.Tensor:
+def rounded(v: torch.Tensor) -> torch.Tensor:
     return quantized.rounded_activations(v).contiguous()
 
 
@@ -153,10 +128,6 @@ def _low_rank(predictor: list[torch.Tensor], kind: str) -> tuple[Any, ...]:
     return a, None, b, None, bias[0] if bias else None
 
 
-gathered_ffn: Any = triton_op("pi2::gathered_ffn", launch, mutates_args=())
-
-
-@gathered_ffn.register_kernel("cpu")
 def _on_the_cpu(
     x: torch.Tensor,
     neuron_rows: torch.Tensor,
@@ -179,3 +150,10 @@ def _on_the_cpu(
         of_predictor = (predictor, kind, cut, predictor_weights, predictor_int8_activations)
         y = torch.ops.pi2.predicted_ffn(*tensors, *of_predictor, *settings)
     return y
+
+
+def register() -> Any:
+    """``torch.ops.pi2.gathered_ffn``, as long as what is returned is kept."""
+    op: Any = triton_op("pi2::gathered_ffn", launch, mutates_args=())
+    op.register_kernel("cpu")(_on_the_cpu)
+    return op

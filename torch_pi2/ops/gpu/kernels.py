@@ -140,27 +140,33 @@ def list_fired(
 
 
 @triton.jit
-def hidden_of_predictor(
+def project(
     x,
-    a,
+    rows,
     scales,
-    a_scale,
-    z,
-    RANK,
+    row_scale,
+    bias,
+    y,
+    ROWS,
     H: tl.constexpr,
     ROW: tl.constexpr,
     FORMAT: tl.constexpr,
+    RELU: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``z [T, RANK]`` float32: relu(a x)."""
+    """``y [T, ROWS]``: ``x`` times each of the rows, plus bias; with RELU, what is negative becomes 0."""
     token = tl.program_id(1).to(tl.int64)
     r_N = tl.program_id(0) * N + tl.arange(0, N)
-    live_N = r_N < RANK
-    z_N = _dots(a, scales, r_N.to(tl.int64) * ROW, live_N, x + token * H, H, FORMAT, BLOCK)
-    if a_scale is not None:
-        z_N *= tl.load(a_scale + r_N, mask=live_N, other=0.0)
-    tl.store(z + token * RANK + r_N, tl.where(z_N < 0, 0.0, z_N), mask=live_N)
+    live_N = r_N < ROWS
+    y_N = _dots(rows, scales, r_N.to(tl.int64) * ROW, live_N, x + token * H, H, FORMAT, BLOCK)
+    if row_scale is not None:
+        y_N *= tl.load(row_scale + r_N, mask=live_N, other=0.0)
+    if bias is not None:
+        y_N += tl.load(bias + r_N, mask=live_N, other=0.0).to(tl.float32)
+    if RELU:
+        y_N = tl.where(y_N < 0, 0.0, y_N)
+    tl.store(y + token * ROWS + r_N, y_N.to(y.dtype.element_ty), mask=live_N)
 
 
 @triton.jit

@@ -1,0 +1,128 @@
+"""Layers on a GPU, where there is none: Triton's interpreter on tensors of the CPU, and ``meta`` in a GPU's place."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.decomposition  # it looks at all operators: before one is exchanged
+from offloading import smallest
+from shared import small_store
+from tiny_experts import build
+from tiny_models import tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.errors import DeviceError
+from torch_pi2.layers import ffn, gpu, prompt
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.prompt import sparse_only, steps_of_one
+from torch_pi2.ops.gpu import gathered_ffn, kernels
+
+IDS = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def interpreted() -> Iterator[list[str]]:
+    """Layers take their tensors for those of a GPU; gives the predictors' kinds of the calls of ``gathered_ffn``."""
+    kinds: list[str] = []
+
+    def launch(*args: object) -> torch.Tensor:
+        kinds.append(str(args[7]))
+        return gathered_ffn.launch(*args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ffn, prompt):
+            patch.setattr(module, "on_gpu", lambda _: True)
+        patch.setattr(torch.ops.pi2, "gathered_ffn", launch)
+        patch.setattr(kernels, "PARTS", 3)
+        yield kinds
+
+
+def logits(model: nn.Module, tokens: int) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=IDS[:, :tokens], use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize("name", ["drelu", "opt"])
+def test_the_exact_gate_gives_the_dense_models_logits(name: str) -> None:
+    dense, model = tiny(name), torch_pi2.optimize(tiny(name))
+    layers = len(sparse_layers(model))
+    with interpreted() as kinds:
+        torch.testing.assert_close(logits(model, 2), logits(dense, 2), rtol=0, atol=1e-4)
+        assert kinds == [gathered_ffn.NO_PREDICTOR] * layers
+        many = gpu.DENSE_FROM
+        torch.testing.assert_close(logits(model, many), logits(dense, many), rtol=0, atol=1e-4)
+        assert len(kinds) == layers  # so many are dense
+        with steps_of_one():
+            logits(model, many)
+        assert len(kinds) == 2 * layers
+
+
+def test_predicted_and_quantised_layers_compute_what_they_do_on_the_cpu() -> None:
+    ids = torch.randint(0, 64, (6, 32), generator=torch.Generator().manual_seed(0))
+    for weights in ("float", "int4"):
+        model = torch_pi2.optimize(tiny("drelu"), ids, method="signbit", weights=weights)
+        with sparse_only():
+            wanted = logits(model, 2)
+        with interpreted() as kinds:
+            torch.testing.assert_close(logits(model, 2), wanted, rtol=0, atol=1e-4)
+        assert set(kinds) == {"signbit"}
+
+
+@pytest.fixture
+def meta_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "on_gpu", lambda tensor: tensor.is_meta)
+
+
+@pytest.mark.usefixtures("meta_is_a_gpu")
+def test_what_has_no_kernels_stays(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(DeviceError, match=r"mlp.experts, a mixture of experts,: expected it on the CPU"):
+        torch_pi2.optimize(build("Mixtral")).to("meta")
+    store: Path = small_store(tmp_path_factory) / "store"
+    with pytest.raises(
+        DeviceError, match=r"whose neurons are in a store: expected it on the CPU, found a move to a GPU"
+    ):
+        torch_pi2.load(store, budget=smallest(store)).to("meta")
+    torch_pi2.optimize(tiny("drelu"), weights="int4").to("meta")
+
+
+def test_inputs_that_are_elsewhere_are_refused() -> None:
+    layer = sparse_layers(torch_pi2.optimize(tiny("drelu")))[0]
+    with pytest.raises(DeviceError, match=r"input of .*mlp: expected cpu, where its neurons are, found meta"):
+        layer(torch.empty(1, layer.site.hidden, device="meta"))
+
+
+def test_models_of_a_gpu_are_optimised_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[object] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    monkeypatch.setattr(gpu, "on_gpu", lambda _: True)
+    monkeypatch.setattr(model, "to", moves.append)
+    with gpu.on_the_cpu(model):
+        assert moves == ["cpu"]
+    assert moves == ["cpu", torch.device("cpu")]
+    model[1].to("meta")
+    with (
+        pytest.raises(DeviceError, match=r"Sequential: expected the CPU, or one GPU, found cpu, meta"),
+        gpu.on_the_cpu(model),
+    ):
+        pass
+
+
+def test_gpus_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.check_gpu(torch.device("cpu"))
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 0))
+    with pytest.raises(DeviceError, match=r"Tesla P100: expected compute capability 7\.0 or later, found 6\.0"):
+        gpu.check_gpu(device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    gpu.check_gpu(device)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(DeviceError, match=r"expected Triton, found it is not installed\. pip install .*triton"):
+        gpu.check_gpu(device)

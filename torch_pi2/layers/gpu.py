@@ -1,0 +1,103 @@
+"""What layers on a GPU need: kernels that can run there, and all of their tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from torch_pi2.base.extras import how_to_install
+from torch_pi2.errors import DeviceError
+
+#: The oldest architecture that Triton compiles for (Volta), as torch has it.
+LEAST_CAPABILITY = (7, 0)
+#: Tokens of a call from which on all neurons are computed there, in products of matrices: a tenth of the neurons each,
+#: so many tokens want most of them. By arithmetic, not measured.
+DENSE_FROM = 9
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raises DeviceError where no kernel of ours can run: an old GPU, or without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise DeviceError(
+            "layers on a GPU",
+            expected="Triton",
+            found="it is not installed",
+            fix=f"{how_to_install('gpu')}, or leave the model on the CPU.",
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise DeviceError(
+            f"layers on {torch.cuda.get_device_name(device)}",
+            expected="compute capability {}.{} or later".format(*LEAST_CAPABILITY),
+            found=f"{major}.{minor}",
+            fix="Leave the model on the CPU.",
+        )
+
+
+def goes_to_gpu(fn: Callable[[torch.Tensor], torch.Tensor], here: torch.Tensor) -> bool:
+    """Whether ``fn``, which a module's ``_apply`` was given, moves tensors to a GPU from elsewhere.
+
+    Raises:
+        DeviceError: see :func:`check_gpu`.
+    """
+    moved = fn(torch.empty(0, dtype=torch.float32, device=here.device))
+    if not on_gpu(moved) or on_gpu(here):
+        return False
+    check_gpu(moved.device)
+    return True
+
+
+@contextmanager
+def on_the_cpu(model: nn.Module) -> Iterator[None]:
+    """Within it a model of a GPU is on the CPU.
+
+    Raises:
+        DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`.
+    """
+    devices = {parameter.device for parameter in model.parameters() if on_gpu(parameter)}
+    if not devices:
+        yield
+        return
+    device = devices.pop()
+    if devices:
+        raise DeviceError(
+            f"device of {type(model).__name__}",
+            expected="the CPU, or one GPU",
+            found=", ".join(sorted(map(str, {device, *devices}))),
+            fix="Load it without device_map, and move it with model.to(device).",
+        )
+    check_gpu(device)
+    model.to("cpu")
+    try:
+        yield
+    finally:
+        model.to(device)
+
+
+def stays(what: str) -> DeviceError:
+    """For what has no kernels on a GPU."""
+    return DeviceError(
+        what,
+        expected="it on the CPU",
+        found="a move to a GPU, for which it has no kernels",
+        fix="Leave this model on the CPU.",
+    )
+
+
+def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raises DeviceError unless input and neurons are on one device."""
+    if x.device != rows.device:
+        raise DeviceError(
+            f"input of {key}",
+            expected=f"{rows.device}, where its neurons are",
+            found=str(x.device),
+            fix="Move the model and its inputs to one device.",
+        )

@@ -1,0 +1,35 @@
+"""``linear`` on a GPU: quantised rows times few tokens in Triton, times many as a product of floats."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.library import wrap_triton
+
+from torch_pi2.ops.gpu.gathered_ffn import BLOCK_OF_PART, kernel_rows, rounded
+from torch_pi2.ops.quantize import dequantize
+
+#: Up to so many tokens each reads the rows by itself, from the cache but for the first.
+MOST_TOKENS = 8
+
+
+def launch(
+    x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, weights: str, int8_activations: bool = False
+) -> torch.Tensor:
+    """See :func:`torch_pi2.ops.linear.linear`; of few tokens each has the same bits in any company."""
+    from torch_pi2.ops.gpu import kernels
+
+    x_TK = rounded(x.reshape(-1, x.shape[-1])) if int8_activations else x.reshape(-1, x.shape[-1]).contiguous()
+    tokens, columns = x_TK.shape
+    shape = (*x.shape[:-1], len(rows))
+    if tokens > MOST_TOKENS:
+        y_TN = F.linear(x_TK.to(x.dtype), dequantize(rows, weights, columns, x.dtype))
+        return (y_TN if bias is None else (y_TN + bias).to(x.dtype)).reshape(shape)
+    y = x.new_empty(shape)
+    if tokens:
+        held, scales, row, form = kernel_rows(rows.contiguous(), weights, columns)
+        wrap_triton(kernels.project)[(-(-len(rows) // kernels.NEURONS), tokens)](
+            x_TK, held, scales, None, bias, y, len(rows),
+            H=columns, ROW=row, FORMAT=form, RELU=False, N=kernels.NEURONS, BLOCK=BLOCK_OF_PART,
+        )  # fmt: skip
+    return y
