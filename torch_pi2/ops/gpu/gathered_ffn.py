@@ -17,12 +17,20 @@ from torch_pi2.ops.predict_signbit import predict_signbit
 
 #: What no predictor is called.
 NO_PREDICTOR = "none"
-#: Numbers of a row that a program takes at once: of one neuron's in a part, of a tile's, of an output.
-BLOCK_OF_PART, _BLOCK_OF_TILE, _BLOCK_OF_SUM = 512, 128, 256
+#: Numbers of rows that a program takes at once, of :data:`kernels.NEURONS` neurons: some 8 to 16 KB on their way.
+BLOCKS_OF_PART = {FLOAT: 1024, "int4": 2048, "int8": 1024}
+#: The same of a tile's neurons, and numbers of an output.
+BLOCK_OF_TILE, BLOCK_OF_SUM = 128, 256
+#: Warps of a program of :func:`kernels.listed_ffn`: as few registers a thread as let two of them share a processor.
+WARPS = 8
 
 
 def _power_of_two(least: int) -> int:
     return 1 << max(0, least - 1).bit_length()
+
+
+def block_of_part(form: str, columns: int) -> int:
+    return min(BLOCKS_OF_PART[form], max(32, _power_of_two(columns)))
 
 
 def kernel_rows(tensor: torch.Tensor, weights: str, columns: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
@@ -84,7 +92,7 @@ def launch(
         wrap_triton(kernels.list_fired)[(tiles, tokens)](
             seen_TH, held, scales, bias_gate if rows == 3 else bias_up, lists, gates, counts,
             threshold, n_hot, intermediate, tiles,
-            H=hidden, R=rows, ROW=row, FORMAT=form, ACTIVATION=activation, TILE=kernels.TILE, BLOCK=_BLOCK_OF_TILE,
+            H=hidden, R=rows, ROW=row, FORMAT=form, ACTIVATION=activation, TILE=kernels.TILE, BLOCK=BLOCK_OF_TILE,
         )  # fmt: skip
     else:
         a, a_scale, b, b_scale, bias = _low_rank(predictor, kind)
@@ -94,23 +102,25 @@ def launch(
         seen = rounded(x_TH) if predictor_int8_activations else x_TH
         wrap_triton(kernels.project)[(-(-rank // kernels.NEURONS), tokens)](
             seen, of_a[0], of_a[1], a_scale, None, z_Tr, rank,
-            H=hidden, ROW=of_a[2], FORMAT=of_a[3], RELU=True, N=kernels.NEURONS, BLOCK=BLOCK_OF_PART,
+            H=hidden, ROW=of_a[2], FORMAT=of_a[3], RELU=True, N=kernels.NEURONS,
+            BLOCK=block_of_part(of_a[3], hidden),
         )  # fmt: skip
         z_Tr = rounded(z_Tr) if predictor_int8_activations else z_Tr
         of_b = kernel_rows(b, predictor_weights, rank)
         wrap_triton(kernels.list_predicted)[(tiles, tokens)](
             z_Tr, of_b[0], of_b[1], b_scale, bias, lists, counts, cut, len(b), n_hot, intermediate, tiles,
-            RANK=rank, ROW=of_b[2], FORMAT=of_b[3], TILE=kernels.TILE, BLOCK=_BLOCK_OF_TILE,
+            RANK=rank, ROW=of_b[2], FORMAT=of_b[3], TILE=kernels.TILE, BLOCK=BLOCK_OF_TILE,
         )  # fmt: skip
     parts = x.new_empty((tokens, kernels.PARTS, hidden), dtype=torch.float32)
     wrap_triton(kernels.listed_ffn)[(kernels.PARTS, tokens)](
         seen_TH, held, scales, bias_gate, bias_up, lists, gates, counts, parts, threshold, n_hot, tiles,
         H=hidden, R=rows, ROW=row, FORMAT=form, ACTIVATION=activation, ON_UP=activation_on_up,
-        TILE=kernels.TILE, MOST_TILES=most_tiles, PARTS=kernels.PARTS, N=kernels.NEURONS, BLOCK=BLOCK_OF_PART,
+        TILE=kernels.TILE, MOST_TILES=most_tiles, PARTS=kernels.PARTS, N=kernels.NEURONS,
+        BLOCK=block_of_part(form, hidden), num_warps=WARPS,
     )  # fmt: skip
-    wrap_triton(kernels.add_parts)[(-(-hidden // _BLOCK_OF_SUM), tokens)](
+    wrap_triton(kernels.add_parts)[(-(-hidden // BLOCK_OF_SUM), tokens)](
         parts, bias_down, counts, y, tiles,
-        H=hidden, MOST_TILES=most_tiles, PARTS=kernels.PARTS, N=kernels.NEURONS, BLOCK=_BLOCK_OF_SUM,
+        H=hidden, MOST_TILES=most_tiles, PARTS=kernels.PARTS, N=kernels.NEURONS, BLOCK=BLOCK_OF_SUM,
     )  # fmt: skip
     return y
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import wrap_triton
 
-from torch_pi2.ops.gpu.gathered_ffn import BLOCK_OF_PART, kernel_rows, rounded
+from torch_pi2.ops.gpu.gathered_ffn import block_of_part, kernel_rows, rounded
 from torch_pi2.ops.quantize import dequantize
 
 #: Up to so many tokens each reads the rows by itself, from the cache but for the first.
@@ -30,6 +30,7 @@ def launch(
         held, scales, row, form = kernel_rows(rows.contiguous(), weights, columns)
         wrap_triton(kernels.project)[(-(-len(rows) // kernels.NEURONS), tokens)](
             x_TK, held, scales, None, bias, y, len(rows),
-            H=columns, ROW=row, FORMAT=form, RELU=False, N=kernels.NEURONS, BLOCK=BLOCK_OF_PART,
+            H=columns, ROW=row, FORMAT=form, RELU=False, N=kernels.NEURONS,
+            BLOCK=block_of_part(form, columns),
         )  # fmt: skip
     return y
