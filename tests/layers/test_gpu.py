@@ -17,6 +17,7 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
+from torch_pi2.decode import decode
 from torch_pi2.errors import DeviceError
 from torch_pi2.layers import ffn, gpu, prompt
 from torch_pi2.layers.of_model import sparse_layers
@@ -81,7 +82,7 @@ def meta_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("meta_is_a_gpu")
-def test_what_has_no_kernels_stays(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_has_no_kernels_stays(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match=r"mlp.experts, a mixture of experts,: expected it on the CPU"):
         torch_pi2.optimize(build("Mixtral")).to("meta")
     store: Path = small_store(tmp_path_factory) / "store"
@@ -89,7 +90,10 @@ def test_what_has_no_kernels_stays(tmp_path_factory: pytest.TempPathFactory) -> 
         DeviceError, match=r"whose neurons are in a store: expected it on the CPU, found a move to a GPU"
     ):
         torch_pi2.load(store, budget=smallest(store)).to("meta")
-    torch_pi2.optimize(tiny("drelu"), weights="int4").to("meta")
+    model = torch_pi2.optimize(tiny("drelu"), weights="int4").to("meta")
+    monkeypatch.setattr(decode, "on_gpu", gpu.on_gpu)
+    with pytest.raises(DeviceError, match="expected a model on the CPU, found one on a GPU"):
+        decode.Decoder(model, max_tokens=20)
 
 
 def test_inputs_that_are_elsewhere_are_refused() -> None:

@@ -23,7 +23,8 @@ from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.kv import KeyValues, cache_name
 from torch_pi2.decode.pieces import LEAST_TOKENS, pieces_without_loss, same_frequencies_up_to, takes_several_lengths
 from torch_pi2.decode.recorded import Forward, Replay, State, record
-from torch_pi2.errors import ConfigError, DtypeError, ShapeError, UnsupportedModelError
+from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
+from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.prompt import piece_of, steps_of_one
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import dtype_name
@@ -129,6 +130,7 @@ class Decoder:
     Raises:
         UnsupportedModelError: the model's cache cannot be static (state-space layers), or has a sliding window shorter
             than ``max_tokens``; it has an encoder; or (by :meth:`prompt`) it does not use the cache.
+        DeviceError: the model is on a GPU.
     """
 
     @checked
@@ -155,6 +157,13 @@ class Decoder:
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
+        if any(map(on_gpu, model.parameters())):
+            raise DeviceError(
+                f"Decoder of {type(model).__name__}",
+                expected="a model on the CPU",
+                found="one on a GPU",
+                fix="Use model.generate there: its steps are transformers' own.",
+            )
         self._look()
         self._kv = KeyValues(model, max_tokens, batch)
         self.cache: Any = None
