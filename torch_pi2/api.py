@@ -44,6 +44,7 @@ from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
 from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.spec.config import Config, ConfigFields, configured
@@ -319,6 +320,7 @@ def optimize(
     stats: ActivationStats | None = None,
     predictors: Mapping[str, AnyPredictor] | None = None,
     hardware: Any = None,
+    gpu_memory: float | str | None = None,
     progress: bool = False,
     **fields: Unpack[ConfigFields],
 ) -> Model:
@@ -342,14 +344,22 @@ def optimize(
         hardware: also plan for a machine, and follow that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
             else what :func:`torch_pi2.plan_for` takes, which plans with more settings.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
+        gpu_memory: bytes (or ``"6GiB"``) for weights on torch's current GPU: all that is no feed-forward layer, and of
+            these the neurons that fire most, as many as have room; the CPU computes the others meanwhile (docs/GPU.md).
+            None: no division.
 
     Raises:
-        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense.
+        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense, but for too little
+            ``gpu_memory`` (OutOfMemoryError): then it is optimised, on the CPU.
     """
-    with on_the_cpu(model):
-        return _optimize(
-            model, calibration, configured(config, fields), tokenizer, stats, predictors, hardware, progress
-        )
+    config = configured(config, fields)
+    if gpu_memory is None:
+        with on_the_cpu(model):
+            return _optimize(model, calibration, config, tokenizer, stats, predictors, hardware, progress)
+    memory_bytes = checked_memory(gpu_memory)
+    _optimize(model.to("cpu"), calibration, config, tokenizer, stats, predictors, hardware, progress)
+    hot_on_gpu(model, memory_bytes)
+    return model
 
 
 def _optimize(

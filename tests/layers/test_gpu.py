@@ -121,6 +121,9 @@ def test_models_of_a_gpu_are_optimised_on_the_cpu(monkeypatch: pytest.MonkeyPatc
 def test_gpus_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.check_gpu(torch.device("cpu"))
     device = torch.device("cuda", 0)
+    with pytest.raises(DeviceError, match=r"a torch that was built for it, found torch .*, which sees none"):
+        gpu.check_gpu(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 0))
     with pytest.raises(DeviceError, match=r"Tesla P100: expected compute capability 7\.0 or later, found 6\.0"):

@@ -34,6 +34,7 @@ from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
 from torch_pi2.rewrite.handle import Optimized, parts_of
 from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.method import LOSSY
@@ -160,6 +161,7 @@ def load(
     context: int = 1024,
     strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
+    gpu_memory: float | str | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
@@ -191,14 +193,24 @@ def load(
         plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
             of the same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's,
             is followed as the number of sequences changes (:func:`torch_pi2.follow`).
+        gpu_memory: as of :func:`torch_pi2.optimize`; of a folder that is loaded as a whole.
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
         UnsupportedModelError: experts of an unknown form. ConfigError: a setting that this folder cannot have.
+        DeviceError: no GPU that has kernels. OutOfMemoryError: ``gpu_memory`` is too little.
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
     argument(context, "load(context=...)").whole(1, 1 << 31)
+    gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
+    if gpu_bytes is not None and budget is not None:
+        raise ConfigError(
+            f"load({folder}, gpu_memory=..., budget=...)",
+            expected="one of them",
+            found="both: neurons of a store go to no GPU",
+            fix="Leave one out.",
+        )
     if (offload is not None or strict_budget) and budget is None:
         raise ConfigError(
             f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
@@ -225,7 +237,7 @@ def load(
             )
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
-        return _following(quantized)
+        return _following(quantized, gpu_bytes)
     _check_float(folder, activations, budget)
     if model is None:
         model = _from_pretrained(folder, trust_remote_code, dtype)
@@ -233,15 +245,17 @@ def load(
         _load_weights(model, folder / _WEIGHTS)
         if dtype is not None:
             model = model.to(dtype)
-    return _following(apply(model.eval(), Optimized(made, predictors, stats), progress))
+    return _following(apply(model.eval(), Optimized(made, predictors, stats), progress), gpu_bytes)
 
 
-def _following(model: nn.Module) -> LoadedModel:
+def _following(model: nn.Module, gpu_bytes: int | None = None) -> LoadedModel:
     """``model``, which generates with our steps, and follows its plan if that has a part for hardware."""
     attach(model)
     plan = parts_of(model).plan
     if plan.hardware is not None:
         follow(model, plan)
+    if gpu_bytes is not None:
+        hot_on_gpu(model, gpu_bytes)
     return cast("LoadedModel", model)
 
 

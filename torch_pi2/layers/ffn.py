@@ -15,6 +15,7 @@ from torch_pi2.layers.dense import DenseForm
 from torch_pi2.layers.gpu import check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
+from torch_pi2.layers.split import Split
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.gpu.gathered_ffn import NO_PREDICTOR
@@ -55,6 +56,7 @@ class SparseFFN(DenseForm):
     Attributes:
         weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
             the weights, and to the output on calibration tokens (relative, Frobenius norms; None if not measured).
+        split: with some of its neurons on a GPU, where its input is then; None: all are where its tensors are.
         dense_from: from so many tokens in one call on every neuron is computed, 0: never; None: as
             :mod:`torch_pi2.layers.prompt` finds best. Calls of no more tokens than :attr:`by_batch` knows never are
             prompts, nor are the steps of a plan that is followed.
@@ -69,6 +71,7 @@ class SparseFFN(DenseForm):
     error: float
     output_error: float | None = None
     dense_from: int | None = None
+    split: Split | None = None
     _by_batch: tuple[tuple[int, int], ...] = ()
     predictor_a: torch.Tensor | None
     predictor_b: torch.Tensor | None
@@ -195,7 +198,9 @@ class SparseFFN(DenseForm):
         if self.training and self.only_in_eval:
             raise needs_eval(self.site)
         y: torch.Tensor
-        if takes_prompt_path(self, x):
+        if self.split is not None:
+            y = self.split(x)
+        elif takes_prompt_path(self, x):
             y = prompt_ffn(self, x)
         else:
             n_hot = self.hot_for(decoded_together(x, self.site.hidden))
@@ -353,7 +358,7 @@ class SparseFFN(DenseForm):
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
         check_ffn_input(self.site, self.training, x, self.dtype)
-        if self.in_memory:
+        if self.in_memory and self.split is None:
             check_together(self.site.key, x, self.neuron_rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
@@ -361,9 +366,17 @@ class SparseFFN(DenseForm):
 
         Neurons in a store stay what they are, and so do the biases that go with them.
 
+        A layer with neurons on a GPU stays as it is where a move is to that; whatever else is done ends the split.
+
         Raises:
             DeviceError: on the way to a GPU that has no kernels for this layer.
         """
+        if self.split is not None:
+            there = torch.empty(0, dtype=torch.float32, device=self.split.link.device)
+            made = fn(there)
+            if (made.device, made.dtype) == (there.device, there.dtype):
+                return self
+            self.split = None
         if goes_to_gpu(fn, self.order):
             if not self.in_memory:
                 raise stays(f"{self.site.key}, whose neurons are in a store")

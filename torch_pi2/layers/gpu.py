@@ -24,13 +24,20 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raises DeviceError where no kernel of ours can run: an old GPU, or without Triton."""
+    """Raises DeviceError where no kernel of ours can run: an old GPU, none, or no Triton."""
     if importlib.util.find_spec("triton") is None:
         raise DeviceError(
             "layers on a GPU",
             expected="Triton",
             found="it is not installed",
             fix=f"{how_to_install('gpu')}, or leave the model on the CPU.",
+        )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            "layers on a GPU",
+            expected="a GPU, and a torch that was built for it",
+            found=f"torch {torch.__version__}, which sees none",
+            fix="Leave the model on the CPU.",
         )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)

@@ -24,6 +24,7 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import is_optimized, sparse_layers
 from torch_pi2.ops import reference
 from torch_pi2.ops.quantized import check_quantizable
+from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.install import Swap, install, put_back
 from torch_pi2.rewrite.linears import Storage, relative
 from torch_pi2.rewrite.ways import Probe, experts_way, find_way, no_way, probes_of
@@ -102,8 +103,9 @@ def restore(model: nn.Module) -> nn.Module:
     """Put the original modules and parameters back, bit for bit; the same objects. Returns ``model``.
 
     Raises:
-        ConfigError: something is quantised, which cannot be undone; nothing is changed then.
+        ConfigError: something is quantised, which cannot be undone, or neurons are on a GPU; nothing is changed then.
     """
+    refuse_split(model, "restoring")
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
             raise ConfigError(
