@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for GPUs that need not be there, of a layer of 4096 x 14336; prints their loads as JSON.
 
 ``python compiled_kernels.py 80 90``: compute capabilities. By kernel and capability, how often each kind of load from
-memory is in its PTX.
+memory is in its PTX; and what ``torch.compile`` sees of the operator.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ import sys
 from collections import Counter
 from typing import Any
 
+import torch
+from torch._functorch.aot_autograd import aot_export_module
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from torch_pi2.formats import FORMATS
+from torch_pi2.ops import load
 from torch_pi2.ops.gpu import gathered_ffn, kernels
 
 H, RANK = 4096, 256
 ROW = {"float": H, **{name: FORMATS[name].row_bytes(H) for name in ("int4", "int8")}}
 TILES = {"TILE": kernels.TILE, "BLOCK": gathered_ffn.BLOCK_OF_TILE}
+ROW_64, ROW_32 = FORMATS["int4"].row_bytes(64), FORMATS["int4"].row_bytes(32)
 INTEGERS = {"N_HOT", "INTERMEDIATE", "TILES", "ROWS", "cold"}
 SUMS = {"MOST_TILES": 256, "PARTS": kernels.PARTS, "N": kernels.NEURONS}
 
@@ -80,5 +85,24 @@ def loads(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], capa
     return Counter(re.findall(r"ld\.global[\w.]*", made.asm["ptx"]))
 
 
+def traced(kind: str) -> list[str]:
+    """What a compiler sees of ``gathered_ffn`` with this predictor, on a GPU that is made up."""
+    predictor = {"none": [], "lowrank_q": [(32, ROW_64), (190, ROW_32), (190,)]}[kind]
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, rows: torch.Tensor, *predictor: torch.Tensor) -> tuple[torch.Tensor]:
+            how = (list(predictor), kind, 0.0, "int4", False, "relu", False, 10, 0.0, "int4", False)
+            return (torch.ops.pi2.gathered_ffn(x, rows, None, None, None, None, *how),)
+
+    load()
+    with FakeTensorMode():
+        x = torch.empty(2, 64, device="cuda", dtype=torch.bfloat16)
+        rows = torch.empty(200, 3, ROW_64, device="cuda", dtype=torch.uint8)
+        given = [torch.empty(s, device="cuda", dtype=torch.uint8 if len(s) > 1 else torch.float32) for s in predictor]
+        graph, _ = aot_export_module(Layer(), (x, rows, *given), trace_joint=False)
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
 if __name__ == "__main__":
-    print(json.dumps({f"{name} {sm}": loads(*case, int(sm)) for name, case in cases().items() for sm in sys.argv[1:]}))
+    found = {f"{name} {sm}": loads(*case, int(sm)) for name, case in cases().items() for sm in sys.argv[1:]}
+    print(json.dumps({"loads": found, "traced": {kind: traced(kind) for kind in ("none", "lowrank_q")}}))

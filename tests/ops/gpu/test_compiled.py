@@ -11,7 +11,7 @@ from pathlib import Path
 HELPER = Path(__file__).parents[2] / "helpers" / "compiled_kernels.py"
 
 
-def test_every_kernel_compiles_and_reads_weights_16_bytes_at_a_time(tmp_path: Path) -> None:
+def test_kernels_compile_read_16_bytes_at_a_time_and_are_what_a_compiler_sees(tmp_path: Path) -> None:
     """Turing, Hopper and Blackwell."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -20,8 +20,12 @@ def test_every_kernel_compiles_and_reads_weights_16_bytes_at_a_time(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 3 * 12
-    for name, loads in found.items():
+    assert len(found["loads"]) == 3 * 12
+    for name, loads in found["loads"].items():
         if name.split()[0] in ("listed_ffn", "list_fired", "project", "list_predicted"):
             assert loads.get("ld.global.v4.b32", 0) >= 1, (name, loads)
         assert sum(count for kind, count in loads.items() if kind.endswith(".b8")) <= 1, (name, loads)
+    for kind, kernels in (("none", 3), ("lowrank_q", 4)):
+        calls = found["traced"][kind]
+        assert calls.count("triton_kernel_wrapper_functional") == kernels, calls
+        assert not [call for call in calls if "pi2" in call]
