@@ -1,0 +1,217 @@
+"""One gated layer on a GPU: predictor and the neurons it says, the exact gate, and all neurons by cuBLAS.
+
+Several layers' weights in turn, or a GPU's cache would hold what is read; a CUDA graph of all of them, so that no
+launch is waited for. ``--device cpu`` runs the same calls there, to see that they are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.arguments import add_sizes
+from benchmarks.figures import alternate, at_least, spread
+from torch_pi2.base import process as machine
+from torch_pi2.cli import common
+from torch_pi2.layers.gpu import check_gpu
+from torch_pi2.ops import load
+
+#: Bytes of the plain read beside which the figures stand, on a GPU; the CPU has benchmarks of its own.
+_READ_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser)
+    add = parser.add_argument
+    add("--active", type=float, default=0.1, metavar="SHARE", help="share of neurons that the predictor says, 0..1")
+    add("--weights", default="float", choices=("float", "int4", "int8"), help="of the neurons (default: bfloat16)")
+    add("--rank", type=common.positive, default=256, metavar="R", help="of the predictor (default: 256)")
+    add("--layers", type=common.positive, default=4, metavar="N", help="whose weights are read in turn (default: 4)")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
+
+
+class _Layer:
+    """Random weights of one layer, and a predictor whose cut leaves ``active`` of the neurons for ``x``."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, rank: int, active: float, weights: str, x_TH: torch.Tensor, seed: int
+    ) -> None:
+        generator, device = torch.Generator().manual_seed(seed), x_TH.device
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).mul_(hidden**-0.5)
+
+        rows_IRH = drawn(intermediate, 3, hidden).bfloat16()
+        self.gate, self.up = (rows_IRH[:, row].contiguous().to(device) for row in (0, 1))
+        self.down = rows_IRH[:, 2].T.contiguous().to(device)
+        if weights == "float":
+            self.rows = rows_IRH.to(device)
+        else:
+            made = [torch.ops.pi2.quantize(rows_IRH[:, row].float(), weights, None) for row in range(3)]
+            self.rows = torch.stack(made, 1).contiguous().to(device)
+        self.weights = weights
+        a, b = drawn(rank, hidden), drawn(intermediate, rank)
+        a, b = ((w / w.abs().max() * 127).round().to(torch.int8).to(device) for w in (a, b))
+        self.predictor = [
+            a,
+            torch.full((rank,), 1e-3, device=device),
+            b,
+            torch.full((intermediate,), 1e-3, device=device),
+        ]
+        logits_TI = torch.relu(x_TH.float() @ a.float().T * 1e-3) @ b.float().T * 1e-3
+        self.cut = float(logits_TI.flatten().kthvalue(max(1, round(logits_TI.numel() * (1 - active)))).values)
+
+    def said(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Which neurons the predictor says, ``[T, I]``, on the CPU."""
+        tensors = (tensor.cpu() for tensor in self.predictor)
+        found: torch.Tensor = torch.ops.pi2.predict_lowrank(x_TH.cpu(), *tensors, None, self.cut)
+        return found
+
+    def sparse(self, x_TH: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.gathered_ffn(
+            x_TH, self.rows, None, None, None, None, self.predictor, "lowrank", self.cut, "float", False,
+            "relu", False, 0, 0.0, self.weights, False,
+        )  # fmt: skip
+        return y
+
+    def exact(self, x_TH: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.gathered_ffn(
+            x_TH, self.rows, None, None, None, None, [], "none", 0.0, "float", False,
+            "relu", False, 0, 0.0, self.weights, False,
+        )  # fmt: skip
+        return y
+
+    def dense(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.relu(F.linear(x_TH, self.gate)) * F.linear(x_TH, self.up), self.down)
+
+
+def _timer(device: str, work: Callable[[], None]) -> Callable[[], float]:
+    """What takes the microseconds of ``work``: on a GPU of its graph, between events."""
+    if device == "cpu":
+
+        def timed() -> float:
+            started = time.perf_counter()
+            work()
+            return (time.perf_counter() - started) * 1e6
+
+        return timed
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+
+    def replayed(times: int = 20) -> float:
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        first.record()
+        for _ in range(times):
+            graph.replay()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e3 / times
+
+    return replayed
+
+
+def run(
+    hidden: int = 4096,
+    intermediate: int = 14336,
+    active: float = 0.1,
+    *,
+    weights: str = "float",
+    tokens: int = 1,
+    rank: int = 256,
+    layers: int = 4,
+    device: str = "cuda",
+    rounds: int = 15,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Microseconds of one layer, bfloat16 inputs.
+
+    Returns:
+        ``us`` and ``spread``, by case: ``sparse`` (predictor included), ``exact`` (gate of every neuron), ``dense``
+        (three products of PyTorch's), ``read`` (a plain read, of as many bytes as ``sparse`` reads of the weights);
+        ``over_dense``, ``exact_over_dense``: times as fast as dense within each round, with spreads; ``of_read``:
+        share of a plain read's speed that ``sparse`` reaches; ``fired``: share of neurons that the predictor said.
+
+    Raises:
+        DeviceError: no GPU that has kernels.
+    """
+    at_least(1, hidden=hidden, intermediate=intermediate, tokens=tokens, rank=rank, layers=layers, rounds=rounds)
+    check_gpu(torch.device(device))
+    load()
+    x_TH = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+    made = [_Layer(hidden, intermediate, rank, active, weights, x_TH, seed + i) for i in range(layers)]
+    big = torch.empty(_READ_BYTES[device] // 4, dtype=torch.int32, device=device).fill_(1)
+
+    def all_layers(name: str) -> Callable[[], None]:
+        def work() -> None:
+            for layer in made:
+                getattr(layer, name)(x_TH)
+
+        return work
+
+    with torch.inference_mode():
+        timers = {name: _timer(device, all_layers(name)) for name in ("dense", "exact", "sparse")}
+        timers["read"] = _timer(device, lambda: _read(big))
+        fired = [layer.said(x_TH) for layer in made]
+        samples = alternate(tuple(timers), rounds + 1, lambda name, _: timers[name]())
+    us = {name: [value / (1 if name == "read" else layers) for value in values[1:]] for name, values in samples.items()}
+    union = statistics.mean(float(mask.any(0).float().mean()) for mask in fired)
+    wanted_bytes = union * made[0].rows.nbytes + sum(t.nbytes for t in made[0].predictor)
+    read_bytes_per_us = big.nbytes / statistics.median(us["read"])
+    ratios = {
+        name: [dense / ours for dense, ours in zip(us["dense"], us[case], strict=True)]
+        for name, case in (("over_dense", "sparse"), ("exact_over_dense", "exact"))
+    }
+    return {
+        "what": "gpu",
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "active": active,
+        "weights": weights,
+        "tokens": tokens,
+        "rank": rank,
+        "layers": layers,
+        "rounds": rounds,
+        "synthetic": "random weights and predictors",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "us": {name: round(statistics.median(values), 2) for name, values in us.items()},
+        "spread": {name: spread(values, 2) for name, values in (us | ratios).items()},
+        **{name: round(statistics.median(values), 3) for name, values in ratios.items()},
+        "of_read": round(wanted_bytes / statistics.median(us["sparse"]) / read_bytes_per_us, 3),
+        "read_gb_per_s": round(read_bytes_per_us / 1e3, 1),
+        "fired": round(statistics.mean(float(mask.float().mean()) for mask in fired), 4),
+        **machine.describe(),
+    }
+
+
+def _read(big: torch.Tensor) -> None:
+    big.amax()
+
+
+def render(result: dict[str, Any]) -> str:
+    rows = [
+        (name, f"{us:.1f}", "{:.1f} to {:.1f}".format(*result["spread"][name]))
+        for name, us in result["us"].items()
+        if name != "read"
+    ]
+    return (
+        f"FFN {result['hidden']} x {result['intermediate']} {result['weights']}, {result['tokens']} token(s), "
+        f"{common.percent(result['fired'])} predicted, {result['layers']} layers in turn, {result['device']}\n"
+        f"{common.table(('', 'us a layer', 'from - to'), rows)}\n"
+        f"sparse {result['over_dense']:.2f} times as fast as dense, exact gate {result['exact_over_dense']:.2f}; "
+        f"sparse reads at {common.percent(result['of_read'])} of {result['read_gb_per_s']:.0f} GB/s\n"
+        f"({result['synthetic']})"
+    )
