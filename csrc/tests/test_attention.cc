@@ -132,7 +132,7 @@ int main() {
       for (const std::int64_t group : {1, 4, 6}) {
         for (const std::int64_t tokens : {3, 100}) {  // the splits of few tiles are shared among threads, tiles of many
           if (tokens + 2 > used) continue;
-          Case c(rng, dtype, 2, 2 * (tokens > 64 ? 8 : 1), group, tokens, used, 24);
+          Case c(rng, dtype, 2, tokens > 64 ? 3 : 2, group, tokens, used, 24);  // 12 tiles or more, or 4
           const std::vector<char> y = c.run(pi2::serial());
           check_values(c, y);
           check_alone(c, y);
