@@ -349,8 +349,9 @@ def optimize(
             None: no division.
 
     Raises:
-        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense, but for too little
-            ``gpu_memory`` (OutOfMemoryError): then it is optimised, on the CPU.
+        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense, but for layers
+            that cannot go to a GPU (DeviceError) and too little ``gpu_memory`` (OutOfMemoryError): then it is
+            optimised, and with ``gpu_memory`` on the CPU.
     """
     config = configured(config, fields)
     if gpu_memory is None:

@@ -66,14 +66,14 @@ def test_the_exact_gate_gives_the_dense_models_logits(name: str) -> None:
 
 
 def test_predicted_and_quantised_layers_compute_what_they_do_on_the_cpu() -> None:
-    ids = torch.randint(0, 64, (6, 32), generator=torch.Generator().manual_seed(0))
-    for weights in ("float", "int4"):
-        model = torch_pi2.optimize(tiny("drelu"), ids, method="signbit", weights=weights)
+    ids = torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
+    for method, weights in (("signbit", "float"), ("lowrank", "float"), ("lowrank", "int4")):
+        model = torch_pi2.optimize(tiny("drelu"), ids, method=method, weights=weights)
         with sparse_only():
             wanted = logits(model, 2)
         with interpreted() as kinds:
             torch.testing.assert_close(logits(model, 2), wanted, rtol=0, atol=1e-4)
-        assert set(kinds) == {"signbit"}
+        assert all(kind.startswith(method) for kind in kinds), kinds
 
 
 @pytest.fixture
@@ -124,6 +124,10 @@ def test_gpus_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(DeviceError, match=r"a torch that was built for it, found torch .*, which sees none"):
         gpu.check_gpu(device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(DeviceError, match=r"current GPU, cuda:1, .* found cuda:0\. Call torch.cuda.set_device\(0\)"):
+        gpu.check_gpu(device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 0))
     with pytest.raises(DeviceError, match=r"Tesla P100: expected compute capability 7\.0 or later, found 6\.0"):

@@ -174,3 +174,11 @@ def test_what_cannot_be_divided_is_refused(
     with pytest.raises(ConfigError, match="expected one of them, found both"):
         torch_pi2.load(small_store(tmp_path_factory) / "store", gpu_memory=1, budget="1GiB")
     assert not sparse_layers(dense)
+
+
+def test_other_weights_are_refused_while_some_are_on_a_gpu() -> None:
+    """They would be computed with the old ones there."""
+    model = made()
+    hot_on_gpu(model, 1 << 30, ThreadLink())
+    with pytest.raises(ConfigError, match=r"other weights for .*: expected all of its neurons on the CPU"):
+        model.load_state_dict(tiny("drelu", seed=5).state_dict())

@@ -355,6 +355,17 @@ class SparseFFN(DenseForm):
         site = self.site
         return site.activation, site.activation_on_up, n_hot, threshold, self.weights, self.int8_activations
 
+    def assign(self, name: str, value: torch.Tensor) -> bool:
+        """See :meth:`DenseForm.assign`. Raises ConfigError, too: neurons are on a GPU, which would keep theirs."""
+        if self.split is not None:
+            raise ConfigError(
+                f"other weights for {self.site.key}",
+                expected="all of its neurons on the CPU",
+                found="some on a GPU",
+                fix="Call model.to('cpu') first.",
+            )
+        return super().assign(name, value)
+
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
         check_ffn_input(self.site, self.training, x, self.dtype)

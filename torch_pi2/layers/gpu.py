@@ -39,6 +39,13 @@ def check_gpu(device: torch.device) -> None:
             found=f"torch {torch.__version__}, which sees none",
             fix="Leave the model on the CPU.",
         )
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise DeviceError(
+            f"layers on {device}",
+            expected=f"torch's current GPU, cuda:{torch.cuda.current_device()}, where Triton starts kernels",
+            found=str(device),
+            fix=f"Call torch.cuda.set_device({device.index}) first.",
+        )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         raise DeviceError(
@@ -100,8 +107,8 @@ def stays(what: str) -> DeviceError:
 
 
 def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raises DeviceError unless input and neurons are on one device."""
-    if x.device != rows.device:
+    """Raises DeviceError unless input and neurons are on one device. A layer that is only tried has none (meta)."""
+    if x.device != rows.device and not rows.is_meta:
         raise DeviceError(
             f"input of {key}",
             expected=f"{rows.device}, where its neurons are",

@@ -182,7 +182,6 @@ def prompt_from(layer: PromptLayer) -> int:
     return max(least, layer.by_batch[-1][0] + 1) if least and layer.by_batch else least
 
 
-@torch.autocast("cpu", enabled=False)
 def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     """Every neuron of ``layer`` on ``x [..., H]``; the result has ``x``'s dtype.
 
@@ -190,6 +189,11 @@ def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     rounds to bfloat16 (float32's range, so that nothing overflows; float16's would). Under autocast, too: the operator
     does not know it either. Method ``threshold`` drops the neurons whose gate is below its cut, as the operator does.
     """
+    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
+        return _prompt_ffn(layer, x)
+
+
+def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     site, kind = layer.site, layer.weights
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32  # of the factors of products
     x_TH = x.reshape(-1, site.hidden).to(dtype)

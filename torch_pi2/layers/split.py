@@ -42,7 +42,8 @@ class CudaLink:
     def _room(self, what: str, like: torch.Tensor) -> torch.Tensor:
         held = self._pinned.get(what)
         if held is None or held.dtype != like.dtype or held.numel() < like.numel():
-            held = torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
+            with torch.inference_mode(False):  # or calls outside of it could not write there
+                held = torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
             self._pinned[what] = held
         return held[: like.numel()].view(like.shape)
 
@@ -88,6 +89,7 @@ class Split:
         self.hot = _part(layer, 0, n_gpu).to(link.device) if n_gpu else None
         self.cold = _part(layer, n_gpu, intermediate) if n_gpu < intermediate else None
 
+    @torch.compiler.disable  # a compiler sees no order between copies and what the CPU computes
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H]``, on the GPU. Both results have ``x``'s dtype, their sum is taken in float32."""
         y: torch.Tensor

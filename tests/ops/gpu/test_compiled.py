@@ -11,7 +11,7 @@ from pathlib import Path
 HELPER = Path(__file__).parents[2] / "helpers" / "compiled_kernels.py"
 
 
-def test_kernels_compile_read_16_bytes_at_a_time_and_are_what_a_compiler_sees(tmp_path: Path) -> None:
+def test_kernels_compile_read_16_bytes_at_a_time_and_are_one_call_to_a_compiler(tmp_path: Path) -> None:
     """Turing, Hopper and Blackwell."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -25,7 +25,5 @@ def test_kernels_compile_read_16_bytes_at_a_time_and_are_what_a_compiler_sees(tm
         if name.split()[0] in ("listed_ffn", "list_fired", "project", "list_predicted"):
             assert loads.get("ld.global.v4.b32", 0) >= 1, (name, loads)
         assert sum(count for kind, count in loads.items() if kind.endswith(".b8")) <= 1, (name, loads)
-    for kind, kernels in (("none", 3), ("lowrank_q", 4)):
-        calls = found["traced"][kind]
-        assert calls.count("triton_kernel_wrapper_functional") == kernels, calls
-        assert not [call for call in calls if "pi2" in call]
+    for calls in found["traced"].values():  # one call, and no copies of weights before it
+        assert [call for call in calls if not call.startswith("aten.empty")] == ["pi2.gathered_ffn.default"], calls

@@ -153,6 +153,14 @@ def test_the_same_bits_again_and_in_any_company() -> None:
         assert torch.equal(alone[0], together[t])
 
 
+def test_many_tokens_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, mask_TC = layer(70, 3, 24, 5), drawn(5, 60) < 0
+    settings = ("relu", True, 10, 0.0, *FLOAT)
+    wanted = gpu.launch(*tensors, mask_TC, *NONE, *settings)
+    monkeypatch.setattr(gpu, "MOST_TOKENS", 2)
+    assert torch.equal(gpu.launch(*tensors, mask_TC, *NONE, *settings), wanted)
+
+
 def test_strided_inputs_and_any_leading_shape() -> None:
     x, *weights = layer(50, 3, 24, 4)
     settings = (None, *NONE, "relu", False, 3, 0.0, *FLOAT)

@@ -1,7 +1,8 @@
 """``gathered_ffn``: a feed-forward layer on a GPU, of which listed neurons are computed, as Triton kernels.
 
-A ``torch.library.triton_op``: what ``torch.compile`` sees are its kernels. On the CPU it is ``sparse_ffn`` or
-``predicted_ffn`` of the C++ library.
+An opaque operator to ``torch.compile``: of a ``triton_op`` Inductor takes the weights for written to (an address that
+comes from a sum of what was read), and copies them in each call. On the CPU it is ``sparse_ffn`` or ``predicted_ffn``
+of the C++ library.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.library import triton_op, wrap_triton
+from torch.library import custom_op
 
 from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.ops import rows as quantized
 from torch_pi2.ops.predict_signbit import predict_signbit
+from torch_pi2.ops.sparse_ffn import ffn_output
 
 #: What no predictor is called.
 NO_PREDICTOR = "none"
+#: Tokens that are computed together.
+MOST_TOKENS = 64
 #: Numbers of rows that a program takes at once, of :data:`kernels.NEURONS` neurons: some 8 to 16 KB on their way.
 BLOCKS_OF_PART = {FLOAT: 1024, "int4": 2048, "int8": 1024}
 #: The same of a tile's neurons, and numbers of an output.
@@ -35,7 +39,7 @@ def block_of_part(form: str, columns: int) -> int:
 
 def kernel_rows(tensor: torch.Tensor, weights: str, columns: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
     """What kernels take of rows: the numbers, the same memory as scales, elements of a row, format."""
-    if weights == FLOAT:
+    if weights in ("", FLOAT):  # a layer has no name for the format of a predictor in int8 steps
         return tensor, tensor, columns, FLOAT
     return tensor, tensor.view(torch.float16), FORMATS[weights].row_bytes(columns), weights
 
@@ -73,6 +77,15 @@ def launch(
     tokens = len(x_TH)
     if tokens == 0:
         return y
+    if tokens > MOST_TOKENS:  # sums have 256 rows a token
+        for first in range(0, tokens, MOST_TOKENS):
+            part = slice(first, first + MOST_TOKENS)
+            mask = None if active is None else active.reshape(tokens, -1)[part]
+            y.view(tokens, hidden)[part] = launch(
+                x_TH[part], neuron_rows, bias_gate, bias_up, bias_down, mask, predictor, kind, cut, predictor_weights,
+                predictor_int8_activations, activation, activation_on_up, n_hot, threshold, weights, int8_activations,
+            )  # fmt: skip
+        return y
     tiles = -(-intermediate // kernels.TILE)
     most_tiles = _power_of_two(tiles)
     lists = x.new_empty((tokens, tiles, kernels.TILE), dtype=torch.int32)
@@ -81,15 +94,16 @@ def launch(
     seen_TH = rounded(x_TH) if int8_activations else x_TH
     held, scales, row, form = kernel_rows(neuron_rows, weights, hidden)
     if kind == "signbit":
-        active = predict_signbit(x_TH, predictor[0], hidden, cut)
+        with torch.autocast(x.device.type, enabled=False):
+            active = predict_signbit(x_TH, predictor[0], hidden, cut)
     if active is not None:
         mask_TC = active.reshape(tokens, -1).contiguous().view(torch.uint8)
-        wrap_triton(kernels.list_masked)[(tiles, tokens)](
+        kernels.list_masked[(tiles, tokens)](
             mask_TC, lists, counts, mask_TC.shape[1], n_hot, intermediate, tiles, TILE=kernels.TILE
         )
     elif kind == NO_PREDICTOR:
         gates = x.new_empty((tokens, tiles, kernels.TILE), dtype=torch.float32)
-        wrap_triton(kernels.list_fired)[(tiles, tokens)](
+        kernels.list_fired[(tiles, tokens)](
             seen_TH, held, scales, bias_gate if rows == 3 else bias_up, lists, gates, counts,
             threshold, n_hot, intermediate, tiles,
             H=hidden, R=rows, ROW=row, FORMAT=form, ACTIVATION=activation, TILE=kernels.TILE, BLOCK=BLOCK_OF_TILE,
@@ -100,25 +114,25 @@ def launch(
         rank = len(a)
         z_Tr = x.new_empty((tokens, rank), dtype=torch.float32)
         seen = rounded(x_TH) if predictor_int8_activations else x_TH
-        wrap_triton(kernels.project)[(-(-rank // kernels.NEURONS), tokens)](
+        kernels.project[(-(-rank // kernels.NEURONS), tokens)](
             seen, of_a[0], of_a[1], a_scale, None, z_Tr, rank,
             H=hidden, ROW=of_a[2], FORMAT=of_a[3], RELU=True, N=kernels.NEURONS,
             BLOCK=block_of_part(of_a[3], hidden),
         )  # fmt: skip
         z_Tr = rounded(z_Tr) if predictor_int8_activations else z_Tr
         of_b = kernel_rows(b, predictor_weights, rank)
-        wrap_triton(kernels.list_predicted)[(tiles, tokens)](
+        kernels.list_predicted[(tiles, tokens)](
             z_Tr, of_b[0], of_b[1], b_scale, bias, lists, counts, cut, len(b), n_hot, intermediate, tiles,
             RANK=rank, ROW=of_b[2], FORMAT=of_b[3], TILE=kernels.TILE, BLOCK=BLOCK_OF_TILE,
         )  # fmt: skip
     parts = x.new_empty((tokens, kernels.PARTS, hidden), dtype=torch.float32)
-    wrap_triton(kernels.listed_ffn)[(kernels.PARTS, tokens)](
+    kernels.listed_ffn[(kernels.PARTS, tokens)](
         seen_TH, held, scales, bias_gate, bias_up, lists, gates, counts, parts, threshold, n_hot, tiles,
         H=hidden, R=rows, ROW=row, FORMAT=form, ACTIVATION=activation, ON_UP=activation_on_up,
         TILE=kernels.TILE, MOST_TILES=most_tiles, PARTS=kernels.PARTS, N=kernels.NEURONS,
         BLOCK=block_of_part(form, hidden), num_warps=WARPS,
     )  # fmt: skip
-    wrap_triton(kernels.add_parts)[(-(-hidden // BLOCK_OF_SUM), tokens)](
+    kernels.add_parts[(-(-hidden // BLOCK_OF_SUM), tokens)](
         parts, bias_down, counts, y, tiles,
         H=hidden, MOST_TILES=most_tiles, PARTS=kernels.PARTS, N=kernels.NEURONS, BLOCK=BLOCK_OF_SUM,
     )  # fmt: skip
@@ -162,8 +176,13 @@ def _on_the_cpu(
     return y
 
 
+def _fake(x: torch.Tensor, neuron_rows: torch.Tensor, *others: Any) -> torch.Tensor:
+    return ffn_output(x, neuron_rows, others[-2])
+
+
 def register() -> Any:
     """``torch.ops.pi2.gathered_ffn``, as long as what is returned is kept."""
-    op: Any = triton_op("pi2::gathered_ffn", launch, mutates_args=())
+    op: Any = custom_op("pi2::gathered_ffn", launch, mutates_args=())
     op.register_kernel("cpu")(_on_the_cpu)
+    op.register_fake(_fake)
     return op

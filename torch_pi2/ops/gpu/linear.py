@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.library import wrap_triton
 
 from torch_pi2.ops.gpu.gathered_ffn import block_of_part, kernel_rows, rounded
 from torch_pi2.ops.quantize import dequantize
@@ -23,12 +22,13 @@ def launch(
     tokens, columns = x_TK.shape
     shape = (*x.shape[:-1], len(rows))
     if tokens > MOST_TOKENS:
-        y_TN = F.linear(x_TK.to(x.dtype), dequantize(rows, weights, columns, x.dtype))
+        with torch.autocast(x.device.type, enabled=False):
+            y_TN = F.linear(x_TK.to(x.dtype), dequantize(rows, weights, columns, x.dtype))
         return (y_TN if bias is None else (y_TN + bias).to(x.dtype)).reshape(shape)
     y = x.new_empty(shape)
     if tokens:
         held, scales, row, form = kernel_rows(rows.contiguous(), weights, columns)
-        wrap_triton(kernels.project)[(-(-len(rows) // kernels.NEURONS), tokens)](
+        kernels.project[(-(-len(rows) // kernels.NEURONS), tokens)](
             x_TK, held, scales, None, bias, y, len(rows),
             H=columns, ROW=row, FORMAT=form, RELU=False, N=kernels.NEURONS,
             BLOCK=block_of_part(form, columns),
