@@ -52,6 +52,8 @@ void Prefetch::take(std::vector<std::int64_t> slots, ReadBatch* batch) {
   Places& places = common_.places;
   NeuronCache& cache = places.cache();
   const std::int64_t key = common_.layout.key_of(batch->layer);
+  const std::int64_t first = residents_.first_wanted(batch->layer);  // slots before it are somebody else's
+  slots.erase(slots.begin(), std::lower_bound(slots.begin(), slots.end(), first));
   // What is there is used by this, so that room is not made of it.
   slots.erase(std::remove_if(slots.begin(), slots.end(),
                              [&](std::int64_t in_file) { return cache.look_up(key + in_file) >= 0; }),

@@ -211,6 +211,26 @@ long check_store(std::mt19937& rng, DType dtype, std::int64_t cluster) {
   return cases;
 }
 
+// Nor is what is left out read ahead of a call that is likely to want all of a layer.
+long check_read_ahead(std::mt19937& rng, std::int64_t cluster) {
+  const StoreFixture store(rng, 2, kNeurons, 3, kHidden, DType::kQ4, 0, cluster);
+  constexpr std::int64_t kFirst = 300;
+  OffloadOptions options;
+  options.cache_bytes = 2 * kNeurons * (store.layers[0].neuron_bytes() + 512);
+  std::string problem;
+  const std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
+  PI2_CHECK(offload != nullptr, "%s", problem.c_str());
+  if (offload == nullptr) return 0;
+  offload->leave_out({0, kFirst});
+  for (const std::int64_t layer : {0, 1}) {
+    offload->prefetch(layer, kNeurons, nullptr, 1);
+    const std::int64_t guessed = offload->stats(true).guessed, wanted = kNeurons - (layer == 0 ? 0 : kFirst);
+    PI2_CHECK(guessed == wanted / cluster, "%ld of %ld slots", static_cast<long>(guessed),
+              static_cast<long>(wanted / cluster));
+  }
+  return 2;
+}
+
 // With a predictor, whose mask is for the neurons from n_hot on wherever the layer begins.
 long check_predicted(std::mt19937& rng) {
   const StoreFixture store(rng, 1, kNeurons, 3, kHidden, DType::kQ4);
@@ -255,5 +275,6 @@ int main() {
     cases += check_silent(rng) + check_nothing_left(rng) + check_predicted(rng);
   }
   cases += check_store(rng, DType::kQ4, 1) + check_store(rng, DType::kF32, 1) + check_store(rng, DType::kQ4, 4);
+  cases += check_read_ahead(rng, 1) + check_read_ahead(rng, 4);
   return finish("first", cases);
 }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from shared import small_store
+from thread_link import ThreadLink
 from tiny_experts import build
 from tiny_models import tiny
 from torch import nn
@@ -23,44 +20,6 @@ from torch_pi2.rewrite.gpu import hot_on_gpu
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(1))
 CALIBRATION = torch.randint(0, 64, (6, 32), generator=torch.Generator().manual_seed(0))
-
-
-class ThreadLink:
-    """What is queued is done in order by a thread; ``together``: it and the CPU must both be at work at some time."""
-
-    device = CPU
-
-    def __init__(self, together: bool = False) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self._barrier = threading.Barrier(2) if together else None
-        self.done: list[str] = []
-
-    def _meet(self) -> None:
-        if self._barrier is not None:
-            self._barrier.wait(timeout=20)
-
-    def leave(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        sent = self._pool.submit(x.clone)
-
-        def wait() -> torch.Tensor:
-            found = sent.result()
-            self._meet()  # the CPU has its input, and begins
-            self.done.append("cold")
-            return found
-
-        return wait
-
-    def queue(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            self._meet()
-            self.done.append("hot")
-            with torch.no_grad():
-                return work()
-
-        return self._pool.submit(run).result
-
-    def enter(self, y: torch.Tensor) -> torch.Tensor:
-        return y.clone()
 
 
 def logits(model: nn.Module, tokens: int = 3) -> torch.Tensor:

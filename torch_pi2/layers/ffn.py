@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch_pi2.layers.dense import DenseForm
 from torch_pi2.layers.gpu import check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
-from torch_pi2.layers.split import Split
+from torch_pi2.layers.split import Link, Split
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.gpu.gathered_ffn import NO_PREDICTOR
@@ -72,6 +74,8 @@ class SparseFFN(DenseForm):
     output_error: float | None = None
     dense_from: int | None = None
     split: Split | None = None
+    #: Of a part: its neurons, first to last, among those of the layer that it is a part of.
+    span: tuple[int, int] = (0, 0)
     _by_batch: tuple[tuple[int, int], ...] = ()
     predictor_a: torch.Tensor | None
     predictor_b: torch.Tensor | None
@@ -199,7 +203,7 @@ class SparseFFN(DenseForm):
             raise needs_eval(self.site)
         y: torch.Tensor
         if self.split is not None:
-            y = self.split(x)
+            y = self.split(self, x)
         elif takes_prompt_path(self, x):
             y = prompt_ffn(self, x)
         else:
@@ -366,6 +370,47 @@ class SparseFFN(DenseForm):
             )
         return super().assign(name, value)
 
+    def split_off(self, n_gpu: int, link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+        """The first ``n_gpu`` neurons are computed at the end of ``link``, where inputs and results are from now on.
+
+        ``neuron_rows``: theirs, if this layer has them not in memory.
+        """
+        self.split = Split(self, n_gpu, link, neuron_rows)
+
+    def end_split(self) -> None:
+        """Everything is computed here again."""
+        self.split = None
+
+    def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> SparseFFN:
+        """A layer of the neurons ``first`` to ``last`` in plan order, over views of these tensors.
+
+        The last ones have the bias of the down matrix; others are all computed, or by their own gates: they have no
+        predictor. ``neuron_rows``: theirs, in place of those here.
+        """
+        part = copy.copy(self)
+        part.split, part.span = None, (first, last)
+        part._original, part._elsewhere, part._names, part._parameters = (), (), {}, {}
+        part._buffers = buffers = dict(self._buffers)
+        for name in ("neuron_rows", "bias_gate", "bias_up", "order"):
+            tensor = buffers[name]
+            if tensor is not None:
+                buffers[name] = tensor[first:last]
+        if neuron_rows is not None:
+            buffers["neuron_rows"] = neuron_rows
+        part.site = replace(self.site, intermediate=last - first)
+        part.n_hot = max(0, min(self.n_hot, last) - first)
+        if last < self.site.intermediate:
+            buffers["bias_down"], part.predictor_in_blocks = None, False
+            buffers |= {name: None for name in buffers if name.startswith("predictor_")}
+        part.follow_whole(self)
+        return part
+
+    def follow_whole(self, whole: SparseFFN) -> None:
+        """What a plan says of ``whole``, of which this is a part, is said of this, too."""
+        first, last = self.span
+        self.dense_from = whole.dense_from
+        self._by_batch = tuple((batch, max(0, min(hot, last) - first)) for batch, hot in whole.by_batch)
+
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""
         check_ffn_input(self.site, self.training, x, self.dtype)
@@ -387,7 +432,7 @@ class SparseFFN(DenseForm):
             made = fn(there)
             if (made.device, made.dtype) == (there.device, there.dtype):
                 return self
-            self.split = None
+            self.end_split()
         if goes_to_gpu(fn, self.order):
             if not self.in_memory:
                 raise stays(f"{self.site.key}, whose neurons are in a store")

@@ -359,5 +359,5 @@ def _has_reshape(note: Any) -> bool:
 def _cast(
     projection: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight, bias = projection
-    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    weight, bias = projection  # of a layer with neurons on a GPU it is on the CPU
+    return weight.to(x), None if bias is None else bias.to(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.heap import trim
 from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, told
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.split import Link
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
 from torch_pi2.ops.library import unseen_by_modes
@@ -70,6 +72,8 @@ class Store:
         self.device = None if self.config.device is None else find_device(self.config.device)
         self.number = self._open(cache_bytes)
         open_stores[self.number] = self
+        #: By layer, its first neurons that are computed elsewhere (:meth:`leave_out`).
+        self.left_out = [0] * len(self.layers())
         self._close = weakref.finalize(self, _close, self.number)
 
     def _hot_share(self, cache_bytes: int) -> float:
@@ -136,6 +140,16 @@ class Store:
             found="an open neuron store, which means nothing to another process",
             fix="Load the folder there with torch_pi2.load(folder, budget=...).",
         )
+
+    def leave_out(self, layer: int, first: int) -> None:
+        """The first so many neurons of ``layer`` are computed elsewhere: what :meth:`preload` fills begins after them.
+
+        Raises:
+            ArtifactError: the store has been closed.
+        """
+        self.left_out[layer] = first
+        with explained(str(self.path)):
+            torch.ops.pi2.store_leave_out(self.number, self.left_out)
 
     def preload(self) -> None:
         """Fill what is free of the cache with the most frequent neurons. Raises ArtifactError."""
@@ -361,6 +375,8 @@ class OffloadedFFN(InStore, SparseFFN):
     store_layer: int
     #: Whether :meth:`announce` has been called.
     announced = False
+    #: Neurons that are computed elsewhere, before all others in plan order.
+    first = 0
 
     @classmethod
     def over(
@@ -372,6 +388,25 @@ class OffloadedFFN(InStore, SparseFFN):
         layer._store, layer.store_layer = (store,), store_layer  # a tuple: not a module
         check_store_layer(store, store_layer, site)
         return layer
+
+    def split_off(self, n_gpu: int, link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+        """See the base class. The cache is for the other neurons from now on: :meth:`Store.preload` fills it."""
+        super().split_off(n_gpu, link, neuron_rows)
+        self.store.leave_out(self.store_layer, n_gpu)
+
+    def end_split(self) -> None:
+        super().end_split()
+        self.store.leave_out(self.store_layer, 0)
+
+    def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> SparseFFN:
+        """See the base class: the first neurons in memory, as ``neuron_rows``; or the others, in the store."""
+        if neuron_rows is None:
+            others = copy.copy(self)
+            others.split, others.first, others.span = None, first, (0, last)
+            return others
+        part = super().part(first, last, neuron_rows)
+        part.__class__ = SparseFFN
+        return part
 
     def announce(self, batch: int = 1) -> None:
         """Let the layer before this one in the store begin to read for it (``OffloadConfig.lookahead``).
@@ -428,6 +463,7 @@ class OffloadedFFN(InStore, SparseFFN):
             n_hot,
             threshold,
             self.int8_activations,
+            self.first,
         )
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -7,19 +7,23 @@ else waits for the GPU.
 
 from __future__ import annotations
 
-import copy
 import functools
+import threading
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+
+from torch_pi2.errors import ConfigError
 
 
 class Link(Protocol):
     """Between the CPU and a device that works by itself."""
 
     device: torch.device
+    #: Held from when an input leaves until its result is on its way back.
+    turn: AbstractContextManager[Any]
 
     def leave(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """``x`` is on its way to the CPU; what is returned waits for it."""
@@ -32,10 +36,12 @@ class Link(Protocol):
 
 
 class CudaLink:
-    """Pinned memory and a stream for copies. Its calls come from one thread."""
+    """Pinned memory and a stream for copies. A copied model uses the same."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.turn = threading.Lock()
+        self._entered: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(device)
         self._pinned: dict[str, torch.Tensor] = {}
 
@@ -67,57 +73,68 @@ class CudaLink:
         return lambda: y
 
     def enter(self, y: torch.Tensor) -> torch.Tensor:
-        # who writes here next has waited for an input that was computed from this
-        return self._room("enter", y).copy_(y).to(self.device, non_blocking=True)
+        if self._entered is not None:  # of one sequence it is over: the input was computed from it
+            self._entered.synchronize()
+        entered = self._room("enter", y).copy_(y).to(self.device, non_blocking=True)
+        self._entered = torch.cuda.current_stream(self.device).record_event()
+        return entered
+
+    def __deepcopy__(self, _memo: Any) -> CudaLink:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "pickling a model",
+            expected="one on the CPU",
+            found=f"neurons on {self.device}, which mean nothing to another process",
+            fix="Call model.to('cpu') first.",
+        )
 
 
 class Split:
     """What a layer, which stays on the CPU as a whole, computes with its first ``n_gpu`` neurons on a GPU.
 
     Args:
-        layer: a :class:`~torch_pi2.layers.ffn.SparseFFN` that is not split. n_gpu: 0 to I.
-        link: to the GPU.
+        layer: a :class:`~torch_pi2.layers.ffn.SparseFFN` that is not split. n_gpu: 0 to I; a multiple of
+            ``CHUNK`` (or I) over a store, whose results then have the same bits for any.
+        link: to the GPU. neuron_rows: those of the first neurons, of a layer over a store.
 
     Attributes:
-        hot: the part there, a SparseFFN; None: no neurons. cold: that over views of the layer's tensors; None: all
-            are there.
+        hot: the part there, a SparseFFN; None: no neurons. cold: that of the others, which share the layer's tensors;
+            None: all are there.
     """
 
-    def __init__(self, layer: Any, n_gpu: int, link: Link) -> None:
+    #: Neurons of a store's layer of which a GPU has whole numbers.
+    CHUNK = 64
+
+    def __init__(self, layer: Any, n_gpu: int, link: Link, neuron_rows: torch.Tensor | None = None) -> None:
         intermediate = layer.site.intermediate
         self.n_gpu, self.link = n_gpu, link
-        self.hot = _part(layer, 0, n_gpu).to(link.device) if n_gpu else None
-        self.cold = _part(layer, n_gpu, intermediate) if n_gpu < intermediate else None
+        self.hot = layer.part(0, n_gpu, neuron_rows).to(link.device) if n_gpu else None
+        self.cold = layer.part(n_gpu, intermediate) if n_gpu < intermediate else None
+        self._followed: tuple[Any, ...] = ()
 
     @torch.compiler.disable  # a compiler sees no order between copies and what the CPU computes
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., H]``, on the GPU. Both results have ``x``'s dtype, their sum is taken in float32."""
+    def __call__(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """What ``layer`` makes of ``x``, ``[..., H]``, on the GPU: both results have ``x``'s dtype, their sum is taken
+        in float32. Calls of several threads take turns.
+        """
+        self._follow(layer)
         y: torch.Tensor
         if self.cold is None:
             assert self.hot is not None
             y = self.hot.whole(x)
             return y
-        arriving = self.link.leave(x)
-        hot = None if self.hot is None else self.link.queue(functools.partial(self.hot.whole, x))
-        y = self.link.enter(self.cold.whole(arriving()))
-        return y if hot is None else (hot().float() + y.float()).to(x.dtype)
+        with self.link.turn:
+            arriving = self.link.leave(x)
+            hot = None if self.hot is None else self.link.queue(functools.partial(self.hot.whole, x))
+            y = self.link.enter(self.cold.whole(arriving()))
+            return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 
-
-def _part(layer: Any, first: int, last: int) -> Any:
-    """A layer of the neurons ``first`` to ``last`` in plan order; the last ones have the bias of the down matrix.
-
-    The first ones are all computed, or by their own gates: they have no predictor.
-    """
-    part = copy.copy(layer)
-    part._original, part._elsewhere, part._names, part._parameters = (), (), {}, {}
-    part._buffers = buffers = dict(layer._buffers)
-    for name in ("neuron_rows", "bias_gate", "bias_up", "order"):
-        if buffers[name] is not None:
-            buffers[name] = buffers[name][first:last]
-    part.site = replace(layer.site, intermediate=last - first)
-    part.n_hot = max(0, min(layer.n_hot, last) - first)
-    part._by_batch = tuple((batch, max(0, min(hot, last) - first)) for batch, hot in layer.by_batch)
-    if last < layer.site.intermediate:
-        buffers["bias_down"], part.predictor_in_blocks = None, False
-        buffers |= {name: None for name in buffers if name.startswith("predictor_")}
-    return part
+    def _follow(self, layer: Any) -> None:
+        """What a plan has said of the layer since the last call is for its parts, too."""
+        if self._followed != (layer.by_batch, layer.dense_from):
+            self._followed = layer.by_batch, layer.dense_from
+            for part in (self.hot, self.cold):
+                if part is not None:
+                    part.follow_whole(layer)

@@ -82,7 +82,7 @@ def _half(scale: torch.Tensor) -> torch.Tensor:
 
 def dequantize(rows: torch.Tensor, weights: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of quantised rows: uint8 ``[N, row_bytes(columns)]`` -> ``[N, columns]`` in ``dtype``."""
-    return values(rows, weights, columns).to(dtype)
+    return values(rows, weights, columns).to(dtype).contiguous()
 
 
 def fake_quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:

@@ -36,7 +36,7 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     n = x.shape[-1]
     padded = torch.nn.functional.pad(x.float(), (0, -n % GROUP)).unflatten(-1, (-1, GROUP))
     largest = padded.abs().amax(-1, keepdim=True)
-    inverse = largest.new_tensor(127.0) / largest  # 127 / tensor would be a reciprocal times 127: two roundings
+    inverse = torch.full_like(largest, 127.0) / largest  # 127 / tensor would be a reciprocal times 127: two roundings
     usable = inverse.isfinite() & largest.isfinite()
     steps = torch.where(usable, torch.round(padded * inverse), 0.0)
     scale = torch.where(largest.isfinite(), largest / 127, torch.nan)

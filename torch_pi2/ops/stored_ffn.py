@@ -27,6 +27,7 @@ def stored_ffn(
     n_hot: int,
     threshold: float,
     int8_activations: bool = False,
+    first: int = 0,
 ) -> torch.Tensor:
     """The feed-forward layer whose neurons are those of ``layer`` in a store: ``x [..., H]`` -> ``[..., H]``.
 
@@ -35,11 +36,14 @@ def stored_ffn(
 
     Args:
         reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
+        first: neurons that are computed elsewhere, before all others in plan order; a multiple of 64, or some bits are
+            others.
         The others: see :func:`torch_pi2.ops.predicted_ffn`.
     """
-    neuron_rows = reader.as_computed(reader.read_layer(layer))
-    biases = (bias_gate, bias_up, bias_down)
-    settings: tuple[Any, ...] = (activation, activation_on_up, n_hot, threshold, reader.weights, int8_activations)
+    neuron_rows = reader.as_computed(reader.read_layer(layer))[first:]
+    biases = (*(None if bias is None else bias[first:] for bias in (bias_gate, bias_up)), bias_down)
+    hot = max(0, n_hot - first)
+    settings: tuple[Any, ...] = (activation, activation_on_up, hot, threshold, reader.weights, int8_activations)
     if kind == "none":
         return sparse_ffn(x, neuron_rows, *biases, None, *settings)
     how: tuple[Any, ...] = (predictor, kind, cut, predictor_weights, predictor_int8_activations)

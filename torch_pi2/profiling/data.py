@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from torch_pi2.base.fields import argument
 from torch_pi2.errors import CalibrationError
@@ -46,6 +47,11 @@ class Batch:
     def n_tokens(self) -> int:
         """Real tokens (padding excluded), 0 if unknown."""
         return 0 if self.mask_BT is None else int(self.mask_BT.sum())
+
+    def on_the_cpu(self) -> Batch:
+        """The same with every tensor there, where models are calibrated."""
+        fields = (self.input_ids, self.mask_BT, self.args, self.kwargs)
+        return Batch(*tree_map_only(torch.Tensor, torch.Tensor.cpu, fields))
 
     def call(self, model: nn.Module) -> Any:
         """Run ``model`` on this batch, with the argument names its ``forward`` has."""
@@ -113,7 +119,7 @@ def batches(
     for batch in _normalise(data, tokenizer, batch_size, seq_len):
         known &= batch.mask_BT is not None
         total += batch.n_tokens
-        yield batch
+        yield batch.on_the_cpu()
     if known and total < MIN_TOKENS:
         raise CalibrationError(
             "calibration data",

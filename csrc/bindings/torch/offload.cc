@@ -102,6 +102,20 @@ Tensor store_layers(int64_t store) {
 // Returns "" or what went wrong.
 std::string store_preload(int64_t store) { return store_of(store)->preload(); }
 
+// The first so many neurons of each layer are computed elsewhere: the cache is for the others.
+bool store_leave_out(int64_t store, std::vector<int64_t> first) {
+  const std::shared_ptr<Offload> offload = store_of(store);
+  STD_TORCH_CHECK(static_cast<int64_t>(first.size()) == offload->layers(), "pi2: first: expected ", offload->layers(),
+                  " numbers, one a layer, found ", first.size(), ".");
+  for (int64_t l = 0; l < offload->layers(); ++l) {
+    const int64_t neurons = offload->shape(l).neurons, found = first[static_cast<size_t>(l)];
+    STD_TORCH_CHECK(found >= 0 && found <= neurons, "pi2: first of layer ", l, ": expected 0 to ", neurons, ", found ",
+                    found, ".");
+  }
+  offload->leave_out(first);
+  return true;
+}
+
 std::string store_describe(int64_t store) { return store_of(store)->describe(); }
 
 // In the order of torch_pi2.layers.offloaded.STATISTICS.
@@ -165,7 +179,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                   const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                   const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
                   const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
-                  bool int8_activations) {
+                  bool int8_activations, int64_t first) {
   std::shared_ptr<Offload> offload;
   std::shared_ptr<const Lookahead> next;
   {
@@ -183,6 +197,9 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
                   ". Check the plan.");
   args.n_hot = n_hot;
+  STD_TORCH_CHECK(first >= 0 && first <= args.neurons, "pi2: first: expected 0 to ", args.neurons, ", found ", first,
+                  ". Leave out neurons of this layer.");
+  args.first = first;
   STD_TORCH_CHECK(!int8_activations || is_quantized(args.w_dtype),
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
   args = with_settings(args, x, bias_type(args.w_dtype), bias_gate, bias_up, bias_down, activation, activation_on_up,
@@ -230,6 +247,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def("store_close(int store) -> bool");
   m.def("store_layers(int store) -> Tensor");
   m.def("store_preload(int store) -> str");
+  m.def("store_leave_out(int store, int[] first) -> bool");
   m.def("store_describe(int store) -> str");
   m.def("store_stats(int store, bool reset) -> Tensor");
   m.def(
@@ -238,7 +256,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "stored_ffn(Tensor x, int store, int layer, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
       "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
-      "str activation, bool activation_on_up, int n_hot, float threshold, bool int8_activations=False) -> Tensor");
+      "str activation, bool activation_on_up, int n_hot, float threshold, bool int8_activations=False, "
+      "int first=0) -> Tensor");
   m.def("crc32c(Tensor rows) -> Tensor");
 }
 
@@ -247,6 +266,7 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("store_close", TORCH_BOX(&pi2::binding::store_close));
   m.impl("store_layers", TORCH_BOX(&pi2::binding::store_layers));
   m.impl("store_preload", TORCH_BOX(&pi2::binding::store_preload));
+  m.impl("store_leave_out", TORCH_BOX(&pi2::binding::store_leave_out));
   m.impl("store_describe", TORCH_BOX(&pi2::binding::store_describe));
   m.impl("store_stats", TORCH_BOX(&pi2::binding::store_stats));
   m.impl("store_lookahead", TORCH_BOX(&pi2::binding::store_lookahead));
