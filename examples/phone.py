@@ -1,8 +1,9 @@
 """The trained model on its way to a phone: exported, and run by everything that runs bundles, with the same text.
 
-Exports the optimised model of ``make demo``, and lets PyTorch, ExecuTorch's Python runtime, the C++ runner on this
-machine and the C++ runner for 64-bit ARM (under qemu, where there is one) continue the same prompts greedily. Their
-tokens must be the same, and their logits within 1e-4. ``make phone`` runs it.
+Exports the optimised model of ``make demo``, and lets PyTorch, ExecuTorch's Python runtime, its own LLM runner, the C++
+runner on this machine and the C++ runner for 64-bit ARM (under qemu, where there is one) continue the same prompts
+greedily. Their tokens must be the same (of ExecuTorch's runner, which shows no tokens, the text), and their logits
+within 1e-4. ``make phone`` runs it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import AutoTokenizer
 
 import torch_pi2
 from torch_pi2.base.files import atomic_write
+from torch_pi2.decode.executorch import load_library, set_options
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.run import Bundle
 
@@ -34,6 +36,7 @@ PROMPTS = (
 )
 #: Logits of float32 models, everywhere; relative to the largest.
 TOLERANCE = 1e-4
+STOCK = "ExecuTorch's LLM runner"
 
 
 def runner(command: list[str], bundle: Path, prompt: str, tokens: int) -> dict[str, Any]:
@@ -72,6 +75,22 @@ def answers(model: Any, tokenizer: Any, bundle: Path, arm: Path | None, prompt: 
     return found
 
 
+def stock_text(bundle: Path, prompt: str, tokens: int) -> str:
+    """What ExecuTorch's own LLM runner says."""
+    from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
+
+    load_library()
+    set_options({"store_path": str(bundle)})
+    pieces: list[str] = []
+    try:
+        stock = TextLLMRunner(str(bundle / "model.pte"), str(bundle / "tokenizer.json"))
+        greedy = GenerationConfig(max_new_tokens=tokens, temperature=0.0, echo=False)
+        stock.generate(prompt, greedy, pieces.append, None)
+    finally:
+        set_options({"store_path": ""})
+    return "".join(pieces)
+
+
 def arm_command(folder: Path) -> list[str]:
     """The packed runner by its own loader, as its ``run`` script starts it."""
     return [str(folder / "ld-linux-aarch64.so.1"), "--library-path", str(folder), str(folder / "pi2_runner")]
@@ -105,6 +124,10 @@ def main() -> int:
             same &= good
             report["ways"].setdefault(name, []).append({"same_tokens": ids == wanted, "logit_error": error})
             print(f"{name:40s} {'same' if ids == wanted else 'OTHER'} {len(ids)} tokens, logits off by {error:.1e}")
+        as_said = stock_text(bundle, prompt, args.tokens) == tokenizer.decode(wanted)
+        same &= as_said
+        report["ways"].setdefault(STOCK, []).append({"same_text": as_said})
+        print(f"{STOCK:40s} {'same' if as_said else 'OTHER'} text")
         print(tokenizer.decode(wanted), end="\n\n")
     same &= under_qemu is not None or not args.arm
     if under_qemu is None:

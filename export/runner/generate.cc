@@ -67,13 +67,13 @@ class Generation {
                        [](const Answer& a) { return !a.ended.empty(); });
   }
 
-  // In pieces of what prefill takes.
+  // In pieces of what forward takes.
   const float* read_prompt() {
     const std::vector<std::int64_t>& ids = request_.prompt;
     const float* logits = nullptr;
     for (std::int64_t at = 0; at < std::ssize(ids); at += manifest_.prompt_tokens) {
       check_stopped();
-      logits = program_.prefill(ids.data() + at, std::min(manifest_.prompt_tokens, std::ssize(ids) - at), at);
+      logits = program_.forward(ids.data() + at, std::min(manifest_.prompt_tokens, std::ssize(ids) - at), at);
     }
     return logits;
   }

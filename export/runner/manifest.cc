@@ -53,12 +53,12 @@ void check_version(const std::string& made, const std::string& where) {
 }
 
 void read_methods(const Fields& methods, const std::string& where, Manifest& m) {
-  bool prefill = false, fork = false;
+  bool forward = false, fork = false;
   for (const auto& [name, value] : methods.data().items()) {
     const Fields method(value, methods.where() + ", " + name);
     const std::string& kind = method.text("kind");
-    if (kind == "prefill") {
-      prefill = true;
+    if (kind == "forward") {
+      forward = true;
       m.prompt_tokens = method.number("max_tokens");
     } else if (kind == "decode") {
       m.batches.push_back(count(method, "batch"));
@@ -67,9 +67,9 @@ void read_methods(const Fields& methods, const std::string& where, Manifest& m) 
     }
   }
   std::sort(m.batches.begin(), m.batches.end());
-  if (!prefill || m.batches.empty() || m.batches[0] < 1 || m.prompt_tokens < 1 || (m.lanes > 1 && !fork) ||
+  if (!forward || m.batches.empty() || m.batches[0] < 1 || m.prompt_tokens < 1 || (m.lanes > 1 && !fork) ||
       m.batches.back() != m.lanes) {
-    throw Problem(where + ", methods", "prefill, decode_bN up to as many sequences as there are lanes, and fork",
+    throw Problem(where + ", methods", "forward, decode_bN up to as many sequences as there are lanes, and fork",
                   shown(methods.data()), "Export it again with this version of torch_pi2.");
   }
 }
@@ -107,8 +107,8 @@ Manifest read_manifest(std::string_view text, const std::string& where, Verify v
   const Fields fields(json, where);
   const std::string& format = fields.text("format");
   const std::int64_t version = fields.number("version");
-  if (format != "torch_pi2.bundle" || version != 3) {
-    throw Problem(where, "format torch_pi2.bundle, version 3", format + ", version " + std::to_string(version),
+  if (format != "torch_pi2.bundle" || version != 4) {
+    throw Problem(where, "format torch_pi2.bundle, version 4", format + ", version " + std::to_string(version),
                   "Use the runner of the torch_pi2 that wrote it, or export it again.");
   }
   if (verify != Verify::kSizes) check_itself(text, where);

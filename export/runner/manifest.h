@@ -22,7 +22,7 @@ struct Manifest {
   std::string linears;     // how linear layers are stored
   std::int64_t vocab = 0;
   std::int64_t max_tokens = 0;     // prompt and answer together
-  std::int64_t prompt_tokens = 0;  // of one call of prefill
+  std::int64_t prompt_tokens = 0;  // of one call of forward
   std::vector<int> batches;        // of the methods decode_bN, ascending
   int lanes = 0;                   // sequences at once
   std::vector<std::int64_t> eos;

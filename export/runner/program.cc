@@ -182,7 +182,7 @@ void Program::State::check(const Manifest& manifest) {
   require(std::string("method ") + kContext, "there", names->contains(kContext) ? "there" : "none");
   const EValue& room = run(kContext, {});
   require("max_tokens", std::to_string(manifest.max_tokens), room.isInt() ? std::to_string(room.toInt()) : "no number");
-  check("prefill", {1, manifest.prompt_tokens}, 1);
+  check("forward", {1, manifest.prompt_tokens}, 1);
   for (const int batch : manifest.batches) check("decode_b" + std::to_string(batch), {batch, 1}, batch);
   if (manifest.lanes > 1) check("fork", {manifest.lanes}, 0);
 }
@@ -229,15 +229,13 @@ void Program::load(const std::string& method) {
   state_->loaded.insert(method);
 }
 
-const float* Program::prefill(const std::int64_t* ids, std::int64_t count, std::int64_t position) {
-  load("prefill");
-  std::vector<std::int64_t> tokens(ids, ids + count), positions(tokens.size()), lane{0};
-  for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = position + static_cast<std::int64_t>(i);
+const float* Program::forward(const std::int64_t* ids, std::int64_t count, std::int64_t position) {
+  load("forward");
+  std::vector<std::int64_t> tokens(ids, ids + count), start{position};
   const auto n = static_cast<executorch::aten::SizesType>(count);
   const TensorPtr ids_1T = from_blob(tokens.data(), {1, n}, ScalarType::Long);
-  const TensorPtr positions_1T = from_blob(positions.data(), {1, n}, ScalarType::Long);
-  const TensorPtr lane_1 = from_blob(lane.data(), {1}, ScalarType::Long);
-  return state_->logits("prefill", {ids_1T, positions_1T, lane_1}, 1);
+  const TensorPtr start_1 = from_blob(start.data(), {1}, ScalarType::Long);
+  return state_->logits("forward", {ids_1T, start_1}, 1);
 }
 
 const float* Program::decode(std::vector<std::int64_t>& ids, std::vector<std::int64_t>& positions) {

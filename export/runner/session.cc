@@ -123,7 +123,7 @@ Session::Session(const Options& o) {
   trim_heap();
   program_ = std::make_unique<Program>(fs::path(o.bundle) / "model.pte", manifest_, !o.etdump.empty());
   share_weights(manifest_.linears == "float32");
-  program_->load("prefill");
+  program_->load("forward");
   load_seconds_ = since(started);
 }
 

@@ -133,7 +133,7 @@ def test_inspect_shows_what_is_in_a_bundle(command: Any, folder: Path, tmp_path:
     assert found["parts"]["program: XnnpackBackend"] > 0
     shown = command("inspect", folder).out
     for text in (
-        "bundle version 3: decoder for xnnpack",
+        "bundle version 4: decoder for xnnpack",
         "TinyDecoder (tiny), 1 FFNs of hidden size 16 in float32",
         "program: weights of delegates",
         "configuration and tokenizer",
@@ -246,6 +246,6 @@ def test_export_passes_on_what_is_asked(
     assert given["model"] is model
     assert (given["target"], given["max_tokens"], given["batches"]) == ("xnnpack", 99, (1, 2))
     assert (given["hot"], given["linears"], given["calibration"]) == ({1: 3, 2: 4}, "float32", None)
-    assert f"{out}: decoder for xnnpack, methods prefill, decode_b1" in ran.out
+    assert f"{out}: decoder for xnnpack, methods forward, decode_b1" in ran.out
     found = command("export", "m", "--out", tmp_path / "two", "--json", "--no-verdict").json
     assert found["manifest"] == Manifest.load(folder).to_json()

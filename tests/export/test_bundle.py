@@ -59,7 +59,7 @@ def eager(ids: list[int], count: int = 0) -> tuple[torch.Tensor, list[int]]:
 
 @pytest.mark.parametrize("length", [1, 5, PROMPT, PROMPT + 1, 2 * PROMPT + 3])
 def test_greedy_is_pytorchs_and_the_same_each_time(bundle: Bundle, length: int) -> None:
-    """Prompts longer than what prefill takes are read in pieces."""
+    """Prompts longer than what forward takes are read in pieces."""
     ids = [(7 * i + 5) % VOCAB for i in range(length)]
     _, wanted = eager(ids, 10)
     assert EOS not in wanted
@@ -366,12 +366,12 @@ def larger(manifest: dict[str, Any]) -> None:
             rf"max_tokens: expected {ROOM - 8}, as .* found {ROOM}\. The program",
         ),
         (
-            lambda d: d["methods"]["prefill"].update(max_tokens=PROMPT + 1),
-            rf"input of prefill: expected \(1, {PROMPT + 1}\), as .* found \(1, {PROMPT}\)",
+            lambda d: d["methods"]["forward"].update(max_tokens=PROMPT + 1),
+            rf"input of forward: expected \(1, {PROMPT + 1}\), as .* found \(1, {PROMPT}\)",
         ),
         (
             lambda d: d["model"].update(vocab=VOCAB + 1),
-            rf"logits of prefill: expected \(1, 1, {VOCAB + 1}\), as .* found",
+            rf"logits of forward: expected \(1, 1, {VOCAB + 1}\), as .* found",
         ),
         (larger, r"methods that it lacks: expected none, as .* found decode_b8"),
         (
@@ -429,7 +429,7 @@ def test_budgets_and_options(folder: Path, caplog: pytest.LogCaptureFixture) -> 
 
 def test_what_a_program_consists_of(folder: Path, tmp_path: Path) -> None:
     found = describe_program(folder / "model.pte")
-    assert set(found["methods"]) == {"prefill", "decode_b1", "decode_b2", "decode_b4", "fork", "get_max_context_len"}
+    assert set(found["methods"]) == {"forward", "decode_b1", "decode_b2", "decode_b4", "fork", "get_max_context_len"}
     assert found["methods"]["decode_b1"]["delegates"]["XnnpackBackend"] > 1
     assert found["methods"]["decode_b2"]["delegates"] == {}
     assert found["methods"]["decode_b2"]["operators"]["aten::index_put.out"] == 2

@@ -32,7 +32,7 @@ def decoder(folder: Path) -> Manifest:
         files=describe_files(folder),
         model=Model("LlamaForCausalLM", "llama", HASH, "int4", "int8", 2, 64, 300),
         methods={
-            "prefill": Method("prefill", 1, 16, (4, 4)),
+            "forward": Method("forward", 1, 16, (4, 4)),
             "decode_b1": Method("decode", 1, 1, (1, 2)),
             "decode_b2": Method("decode", 2, 1, (2, 3)),
             "fork": Method("fork", 2, 1),
@@ -87,13 +87,13 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
     methods: dict[str, Any] = {"forward": {"kind": "forward", "batch": 1, "max_tokens": 0, "hot_chunks": draw(chunks)}}
     if not module:
         longest = draw(st.integers(1, room))
-        methods = {"prefill": {"kind": "prefill", "batch": 1, "max_tokens": longest, "hot_chunks": []}}
+        methods["forward"] |= {"max_tokens": longest, "hot_chunks": []}
         for b in batches:
             methods[f"decode_b{b}"] = {"kind": "decode", "batch": b, "max_tokens": 1, "hot_chunks": draw(chunks)}
         methods["fork"] = {"kind": "fork", "batch": max(batches), "max_tokens": 1, "hot_chunks": []}
     return {
         "format": "torch_pi2.bundle",
-        "version": 3,
+        "version": 4,
         "kind": "module" if module else "decoder",
         "target": draw(st.sampled_from(["xnnpack", "qnn:SM8750"])),
         "made_by": draw(st.dictionaries(names, names, max_size=3)),
@@ -167,11 +167,11 @@ def test_every_field_is_required_and_of_its_type(tmp_path: Path) -> None:
 #: An edit of the file, and what the message has to say.
 CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "version": (
-        lambda d: d.update(version=4),
-        r"manifest\.json: expected torch_pi2\.bundle version 3, found .* version 4",
+        lambda d: d.update(version=5),
+        r"manifest\.json: expected torch_pi2\.bundle version 4, found .* version 5",
     ),
-    "without checksums": (lambda d: d.update(version=2), r"torch_pi2\.bundle version 3, found .* version 2"),
-    "format": (lambda d: d.update(format="other"), r"expected torch_pi2\.bundle version 3, found other version 3"),
+    "without checksums": (lambda d: d.update(version=2), r"torch_pi2\.bundle version 4, found .* version 2"),
+    "format": (lambda d: d.update(format="other"), r"expected torch_pi2\.bundle version 4, found other version 4"),
     "kind": (lambda d: d.update(kind="model"), r"kind: expected decoder or module, found 'model'"),
     "target": (lambda d: d.update(target="qnn"), r"target: expected xnnpack or qnn:SOC"),
     "folder": (
@@ -199,27 +199,23 @@ CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "eos": (lambda d: d.update(eos=[-1]), r"eos: expected a list of whole numbers, 0 or more, found \[-1\]"),
     "method kind": (
         lambda d: d["methods"]["fork"].update(kind="spoon"),
-        r"methods\.fork\.kind: expected one of prefill",
+        r"methods\.fork\.kind: expected one of forward",
     ),
-    "name": (lambda d: d["methods"]["fork"].update(kind="prefill"), r"fork\.kind: expected fork, as its name says"),
+    "name": (lambda d: d["methods"]["fork"].update(kind="forward"), r"fork\.kind: expected fork, as its name says"),
     "batch": (lambda d: d["methods"]["decode_b2"].update(batch=3), r"decode_b2\.batch: expected 2, as its name says"),
     "tokens": (lambda d: d["methods"]["decode_b2"].update(max_tokens=2), r"decode_b2\.max_tokens: expected 1"),
-    "chunks": (lambda d: d["methods"]["prefill"].update(hot_chunks=[1]), r"prefill\.hot_chunks: expected 2 numbers"),
-    "negative": (lambda d: d["methods"]["prefill"].update(hot_chunks=[1, -1]), r"hot_chunks: expected a list of whole"),
-    "no prefill": (lambda d: d["methods"].pop("prefill"), r"methods: expected prefill and decode_bN"),
+    "chunks": (lambda d: d["methods"]["forward"].update(hot_chunks=[1]), r"forward\.hot_chunks: expected 2 numbers"),
+    "negative": (lambda d: d["methods"]["forward"].update(hot_chunks=[1, -1]), r"hot_chunks: expected a list of whole"),
+    "no forward": (lambda d: d["methods"].pop("forward"), r"methods: expected forward and decode_bN"),
     "no decode": (
         lambda d: [d["methods"].pop(f"decode_b{b}") for b in (1, 2)],
-        r"methods: expected prefill and decode",
+        r"methods: expected forward and decode",
     ),
     "no fork": (lambda d: d["methods"].pop("fork"), r"methods: expected fork, for more than one lane"),
-    "forward": (
-        lambda d: d["methods"].update(forward={"kind": "forward", "batch": 1, "max_tokens": 1, "hot_chunks": []}),
-        r"methods: expected no forward beside prefill",
-    ),
-    "module": (lambda d: d.update(kind="module"), r"methods: expected only forward, found 'prefill"),
+    "module": (lambda d: d.update(kind="module"), r"methods: expected only forward, found 'forward"),
     "lanes": (lambda d: d.update(lanes=3), r"lanes: expected 2, as the largest batch, found 3"),
-    "room": (lambda d: d.update(max_tokens=8), r"max_tokens: expected at least 16, as prefill takes, found 8"),
-    "no prompt": (lambda d: d["methods"]["prefill"].update(max_tokens=0), r"prefill\.max_tokens: expected 1 or more"),
+    "room": (lambda d: d.update(max_tokens=8), r"max_tokens: expected at least 16, as forward takes, found 8"),
+    "no prompt": (lambda d: d["methods"]["forward"].update(max_tokens=0), r"forward\.max_tokens: expected 1 or more"),
 }
 
 

@@ -92,7 +92,7 @@ def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, P
         split[0].hot, split[0].first = hot_chunks(ffn, 1), 512
         methods = decoder_methods(Lanes(copy, 1, ROOM), (1,))
         split[0].hot = None
-        methods["prefill"](torch.tensor([PROMPT]), torch.arange(6)[None], torch.tensor([0]))
+        methods["forward"](torch.tensor([PROMPT]), torch.tensor([0]))
         split[0].hot = hot_chunks(ffn, 1)
         wanted = methods["decode_b1"](torch.tensor([[40]]), torch.tensor([[6]]))[0, 0]
     with Bundle(folder) as bundle, torch.no_grad():
@@ -124,11 +124,11 @@ def test_sequences_of_a_batch_have_positions_of_their_own(split: tuple[nn.Module
     set_options({"store_path": str(folder)})
     try:
         program = Runtime.get().load_program(folder / "model.pte")
-        prefill, decode = program.load_method("prefill"), program.load_method("decode_b2")
-        assert prefill is not None
+        forward, decode = program.load_method("forward"), program.load_method("decode_b2")
+        assert forward is not None
         assert decode is not None
         for lane, prompt in enumerate(others):
-            prefill.execute([torch.tensor([prompt]), torch.arange(len(prompt))[None], torch.tensor([lane])])
+            forward.execute([torch.tensor([prompt]), torch.tensor([lane * ROOM])])
         tokens = torch.tensor([[40], [41]])
         found = decode.execute([tokens, torch.tensor([[len(p)] for p in others])])[0].clone()
     finally:
@@ -147,7 +147,7 @@ def test_best_of_two_forks_the_prompt(split: tuple[nn.Module, Path]) -> None:
 def test_accelerator_and_delegate_share_the_neurons(split: tuple[nn.Module, Path]) -> None:
     manifest = Manifest.load(split[1])
     assert {name: m.hot_chunks for name, m in manifest.methods.items()} == {
-        "prefill": (),
+        "forward": (),
         "decode_b1": (1,),
         "decode_b2": (2,),
         "fork": (),
@@ -155,7 +155,8 @@ def test_accelerator_and_delegate_share_the_neurons(split: tuple[nn.Module, Path
     calls = {
         n: m["delegates"].get("Pi2Backend", 0) for n, m in describe_program(split[1] / "model.pte")["methods"].items()
     }
-    assert calls == {"prefill": 1, "decode_b1": 2, "decode_b2": 2, "fork": 0, "get_max_context_len": 0}
+    said = {name for name in calls if name.startswith(("get_", "use_", "enable_"))}
+    assert calls == {"forward": 1, "decode_b1": 2, "decode_b2": 2, "fork": 0} | dict.fromkeys(said, 0)
     with Bundle(split[1]) as bundle:
         bundle.generate(PROMPT, 5)
         found = bundle.stats()
@@ -248,29 +249,27 @@ def architecture(name: str) -> nn.Module:
     ["llama", "llama-bias", "mistral", "qwen2", "qwen3", "gemma", "phi3", "opt", "nemotron", "falcon", *LONG],
 )
 def test_architectures_compute_the_same_in_lanes(name: str) -> None:
-    """Before lowering: prefill in another lane, then a token, against the model's own cache; and traced, at the end."""
+    """Before lowering: a prompt in either lane, then a token, against the model's own cache; and traced, at the end."""
     model = torch_pi2.optimize(architecture(name), config=torch_pi2.Config(method="exact"))
     layers = exported_layers(model)
     ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(1))
     with registered(layers) as key, torch.no_grad():
         lanes = Lanes(delegated_copy(model, layers, key), 2, 64)
         methods = decoder_methods(lanes, (2,))
-        positions = torch.arange(9)[None]
         for lane in (0, 1):
-            found = methods["prefill"](ids[:, :8], positions[:, :8], torch.tensor([lane]))
+            found = methods["forward"](ids[:, :8], torch.tensor([lane * 64]))
         torch.testing.assert_close(found[:, -1], model(ids[:, :8]).logits[:, -1], rtol=1e-4, atol=1e-4)
         token, place = ids[:, 8:].repeat(2, 1), torch.full((2, 1), 8)
         step = methods["decode_b2"](token, place)
         torch.testing.assert_close(step[1, -1], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
         length = torch.export.Dim.DYNAMIC(min=1, max=20)
-        prompt = (ids[:, :8], positions[:, :8], torch.tensor([0]))
-        given = {"prefill": Method(methods["prefill"], prompt, None, ({1: length}, {1: length}, None))}
+        given = {"forward": Method(methods["forward"], (ids[:, :8], torch.tensor([0])), None, ({1: length}, None))}
         if decode := name in ("llama", "longrope"):
             given["decode_b2"] = Method(methods["decode_b2"], (token, place))
         traced = trace(given, name)
         check_traced(lanes, traced, max_prompt=20, smooth=True, decode=decode)
         assert not any(rows.any() for rows in (lanes.key_0, lanes.value_0))  # nothing is left of it
-    targets = [str(node.target) for node in traced["prefill"].graph.nodes]
+    targets = [str(node.target) for node in traced["forward"].graph.nodes]
     assert sum(target.startswith("pi2.delegate_ffn") for target in targets) == len(layers)
 
 
@@ -285,8 +284,8 @@ def test_a_16_bit_model_computes_in_float32() -> None:
         kinds = {name: tensor.dtype for name, tensor in private.state_dict().items()}
         assert kinds.pop("model.embed_tokens.weight") == torch.bfloat16
         assert set(kinds.values()) == {torch.float32}
-        prefill = decoder_methods(Lanes(private, 1, ROOM), (1,))["prefill"]
-        found = prefill(ids, torch.arange(len(PROMPT))[None], torch.tensor([0]))[0, -1]
+        forward = decoder_methods(Lanes(private, 1, ROOM), (1,))["forward"]
+        found = forward(ids, torch.tensor([0]))[0, -1]
         wanted = torch_pi2.restore(model).float()(ids).logits[0, -1]
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 

@@ -75,7 +75,7 @@ def relative(got: torch.Tensor, right: torch.Tensor) -> float:
     return float((got - right).norm() / right.norm())
 
 
-@pytest.mark.parametrize("soc", ["SM8650", "SM8750"])
+@pytest.mark.parametrize("soc", ["SM8650", "SM8750", "SM8845", "SM8850"])
 @pytest.mark.parametrize(("precision", "activation"), [("w4a16", "relu"), ("w8a16", "silu"), ("fp16", "relu")])
 def test_a_block_on_the_emulator(soc: str, precision: str, activation: str, tmp_path: Path) -> None:
     hidden, block = 320, Block(320).eval()
@@ -291,13 +291,13 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
         delegates = methods[name]["delegates"]
         assert (delegates["QnnBackend"], delegates["Pi2Backend"]) == (2, 4)
         assert delegates["XnnpackBackend"] > 0
-    assert "QnnBackend" not in methods["prefill"]["delegates"]
+    assert "QnnBackend" not in methods["forward"]["delegates"]
     load_library()
     set_options({"store_path": str(folder / "model.pi2")})
     program = Runtime.get().load_program(folder / "model.pte")
     ids = torch.randint(0, 512, (1, 9))
-    prefill, decode = program.load_method("prefill"), program.load_method("decode_b1")
-    prefill.execute([ids[:, :8], torch.arange(8)[None], torch.zeros(1, dtype=torch.int64)])
+    forward, decode = program.load_method("forward"), program.load_method("decode_b1")
+    forward.execute([ids[:, :8], torch.zeros(1, dtype=torch.int64)])
     stats(reset=True)
     (got,) = decode.execute([ids[:, 8:], torch.full((1, 1), 8)])
     layers = exported_layers(model)
@@ -305,7 +305,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
         reference = delegated_copy(model, layers, key)
         split = split_hot_cold(reference)
         steps = decoder_methods(Lanes(reference, 2, 32), (1,))
-        steps["prefill"](ids[:, :8], torch.arange(8)[None], torch.zeros(1, dtype=torch.int64))
+        steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))
         for module, hot in zip(split, compiled[0].modules["decode_b1"]):
             module.hot, module.first = hot, 512
         right = steps["decode_b1"](ids[:, 8:], torch.full((1, 1), 8))[:, -1]

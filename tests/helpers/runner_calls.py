@@ -60,7 +60,7 @@ class Embedded(torch.nn.Module):
         self.embed, self.head = torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB)
         self.ffn = pte.call(blob, torch.zeros(batch, 32))
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, *lane: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids[:, -1])
         logits: torch.Tensor = self.head(x + 30 * self.ffn(x))[:, None]
         return logits
@@ -82,7 +82,7 @@ def make_predicted(folder: Path) -> None:
 
     length = torch.export.Dim("length", min=1, max=PROMPT)
     methods: dict[str, Any] = {f"decode_b{batch}": (Embedded(blob, batch), ids(batch), None) for batch in (1, 2, 4)}
-    methods["prefill"] = (Embedded(blob, 1), (*ids(1, 4), one), ({1: length}, {1: length}, (None,)))
+    methods["forward"] = (Embedded(blob, 1), (ids(1, 4)[0], one), ({1: length}, None))
     methods["fork"] = (Kept(), (torch.zeros(4, dtype=torch.int64),), None)
     pte.write_pte(folder / "model.pte", methods, {CONTEXT_METHOD: ROOM})
     write_manifest(folder)

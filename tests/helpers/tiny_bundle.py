@@ -49,13 +49,14 @@ class TinyDecoder(nn.Module):
         return self.head(self.attend(x_NTH, lanes_N, positions_NT)[:, -1:]) * 4
 
 
-class Prefill(nn.Module):
+class Forward(nn.Module):
     def __init__(self, model: TinyDecoder) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
-        return self.model.logits(ids, positions, lane)
+    def forward(self, ids: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        positions = (start % ROOM + torch.arange(ids.shape[1]))[None]
+        return self.model.logits(ids, positions, torch.div(start, ROOM, rounding_mode="floor"))
 
 
 class Decode(nn.Module):
@@ -90,9 +91,7 @@ def write_program(path: Path, batches: tuple[int, ...] = (1, 2, 4)) -> None:
     length = torch.export.Dim("length", min=1, max=PROMPT)
     ids = torch.arange(4)[None]
     programs = {
-        "prefill": torch.export.export(
-            Prefill(model), (ids, ids.clone(), one), dynamic_shapes=({1: length}, {1: length}, None), strict=True
-        ),
+        "forward": torch.export.export(Forward(model), (ids, one), dynamic_shapes=({1: length}, None), strict=True),
         "fork": torch.export.export(Fork(model), (torch.zeros(max(batches), dtype=torch.int64),), strict=True),
     }
     for batch in batches:
@@ -138,7 +137,7 @@ def write_manifest(folder: Path, batches: tuple[int, ...] = (1, 2, 4)) -> Manife
         files=files,
         model=Model("TinyDecoder", "tiny", "ab" * 32, "float32", "float32", 1, WIDTH, VOCAB),
         methods={
-            "prefill": Method("prefill", 1, PROMPT),
+            "forward": Method("forward", 1, PROMPT),
             **{f"decode_b{batch}": Method("decode", batch, 1, (batch,)) for batch in batches},
             "fork": Method("fork", LANES, 1),
         },

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_out(parser)
     add = parser.add_argument
-    add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650 or SM8750")
+    add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650, SM8750, SM8845 or SM8850")
     add("--max-tokens", type=common.positive, default=512, metavar="N", help="of prompt and answer together")
     add("--max-prompt", type=common.positive, default=256, metavar="N", help="tokens of a prompt that are read at once")
     add("--batches", type=_batches, default=(1, 2, 4), metavar="B,...", help="sequences decoded together")

@@ -15,11 +15,11 @@ from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.chat import write_chat
-from torch_pi2.export.describe import manifest_of
+from torch_pi2.export.describe import manifest_of, runner_constants
 from torch_pi2.export.failures import named_failures
 from torch_pi2.export.hot import CHUNK
 from torch_pi2.export.linears import linears_of, prepare_rest
-from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE
+from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE
 from torch_pi2.export.markers import registered
 from torch_pi2.export.methods import Methods, Source, decoder_methods_of, module_methods
 from torch_pi2.export.request import Request, check_bundle_folder, check_request, sorted_batches
@@ -57,12 +57,12 @@ def export(
 
     Args:
         model: that :func:`torch_pi2.optimize` or :func:`torch_pi2.load` gave, in memory or over a store. A Hugging Face
-            decoder gets the methods ``prefill``, ``decode_bN`` for each of ``batches``, and ``fork``, all over one KV
+            decoder gets the methods ``forward``, ``decode_bN`` for each of ``batches``, and ``fork``, all over one KV
             cache; any other module the method ``forward``, traced with ``args``, ``kwargs`` and ``dynamic_shapes``
             as ``torch.export.export`` takes them.
-        target: ``xnnpack`` (CPU) or ``qnn:SM8650`` (also SM8550, SM8750): hot neurons on Qualcomm's NPU.
+        target: ``xnnpack`` (CPU) or ``qnn:SM8650`` (also SM8550, SM8750, SM8845, SM8850): hot neurons on Qualcomm's NPU.
         tokenizer: written to the bundle.
-        max_tokens: of a sequence, prompt and answer together. max_prompt: that one call of ``prefill`` takes; memory is
+        max_tokens: of a sequence, prompt and answer together. max_prompt: that one call of ``forward`` takes; memory is
             planned for as many, and longer prompts go in pieces.
         linears: layers outside feed-forward ones in a float model: ``float32``, ``int8`` or ``int4`` (lossy; XNNPACK's
             8-bit activations). Those of a model with int4 or int8 weights stay as they are.
@@ -161,7 +161,7 @@ def _write_program(
         wanted = min(preload_from[layer], layers[layer].site.intermediate)
         return blob_of(facts, layers, layer, role, first, queue, wanted).pack()
 
-    constants = {CONTEXT_METHOD: request.max_tokens} if source.decoder else {}
+    constants = runner_constants(source, request) if source.decoder else {}
     with blobs(name, blob):
         programs = trace(made.methods, source.name, progress=request.progress)
         made.check(programs)

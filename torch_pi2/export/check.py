@@ -29,10 +29,10 @@ _TOLERANCE, _ROUGH_TOLERANCE = 1e-3, 2e-2
 def check_traced(
     lanes: Lanes, programs: Mapping[str, torch.export.ExportedProgram], *, max_prompt: int, smooth: bool, decode: bool
 ) -> None:
-    """Compare ``programs`` with the model of ``lanes``, whose layers have to be as in ``prefill``.
+    """Compare ``programs`` with the model of ``lanes``, whose layers have to be as in ``forward``.
 
     Args:
-        max_prompt: tokens of one call of ``prefill``. smooth: whether small differences stay small (nothing rounds
+        max_prompt: tokens of one call of ``forward``. smooth: whether small differences stay small (nothing rounds
             activations, and neurons are neither predicted nor cut).
         decode: whether decoding runs here, too (not what was compiled for an accelerator).
 
@@ -83,7 +83,7 @@ class _Traced:
         self, lanes: Lanes, programs: Mapping[str, torch.export.ExportedProgram], max_prompt: int, decode: bool
     ) -> None:
         self.lanes, self.lane, self.max_prompt = lanes, lanes.lanes - 1, max_prompt
-        self._prefill: Any = programs["prefill"].module()
+        self._forward: Any = programs["forward"].module()
         self._decode: Any = programs[f"decode_b{lanes.lanes}"].module() if decode else None
 
     def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -100,8 +100,8 @@ class _Traced:
         logits_11V = torch.empty(1, 1, 0)
         for at in range(0, ids_1T.shape[1], self.max_prompt):
             part_1T = ids_1T[:, at : at + self.max_prompt].contiguous()
-            positions_1T = torch.arange(position + at, position + at + part_1T.shape[1])[None]
-            logits_11V = self._prefill(part_1T, positions_1T, torch.tensor([self.lane]))
+            start = self.lane * self.lanes.max_tokens + position + at
+            logits_11V = self._forward(part_1T, torch.tensor([start]))
         return logits_11V[0, -1]
 
     def step(self, id_11: torch.Tensor, position: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Methods of a Hugging Face decoder over one static KV cache of several lanes: ``prefill``, ``decode_bN``, ``fork``.
+"""Methods of a Hugging Face decoder over one static KV cache of several lanes: ``forward``, ``decode_bN``, ``fork``.
 
 A lane is a sequence. Every method says where its tokens stand (``positions``), so that sequences of a batch may have
 different lengths, and a new prompt simply begins at position 0.
@@ -163,15 +163,22 @@ class Lanes(nn.Module):
         return output.logits
 
 
-class Prefill(nn.Module):
-    """``(ids [1, T], positions [1, T], lane [1]) -> logits [1, 1, V]``."""
+class Forward(nn.Module):
+    """``(ids [1, T], start [1]) -> logits [1, 1, V]``: any number of tokens of one lane.
+
+    ``start`` is the row of the cache of the first: its position, and ``max_tokens`` for each lane before. In the first
+    lane it is a position, as ExecuTorch's own LLM runner has it.
+    """
 
     def __init__(self, lanes: Lanes) -> None:
         super().__init__()
         self.lanes = lanes
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, lane: torch.Tensor) -> Any:
-        return self.lanes.run(ids, positions, lane, lambda cache: cache.index_select(0, lane))
+    def forward(self, ids: torch.Tensor, start: torch.Tensor) -> Any:
+        most = self.lanes.max_tokens
+        lane_1 = torch.div(start, most, rounding_mode="floor")
+        positions_1T = (start % most + torch.arange(ids.shape[1]))[None]
+        return self.lanes.run(ids, positions_1T, lane_1, lambda cache: cache.index_select(0, lane_1))
 
 
 class Decode(nn.Module):
@@ -272,7 +279,7 @@ def _check_attention(model: nn.Module, config: Any, max_tokens: int) -> None:
 
 def decoder_methods(lanes: Lanes, batches: Sequence[int]) -> dict[str, nn.Module]:
     """Every method of a decoder by its name."""
-    methods: dict[str, nn.Module] = {"prefill": Prefill(lanes)}
+    methods: dict[str, nn.Module] = {"forward": Forward(lanes)}
     methods |= {f"decode_b{batch}": Decode(lanes, batch) for batch in batches}
     if max(batches) > 1:
         methods["fork"] = Fork(lanes)

@@ -16,7 +16,7 @@ from torch_pi2.decode.budget import wanted_neurons
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.hot import CHUNK
-from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest, Method, Model, describe_files
+from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest, Method, Model, describe_files
 from torch_pi2.export.memory import fixed_bytes
 from torch_pi2.export.methods import Source
 from torch_pi2.export.request import Request
@@ -37,9 +37,8 @@ def manifest_of(
     """Of the files in ``staging``. ``planned``: bytes of ExecuTorch's memory for the methods, and of XNNPACK's."""
     model, layers, decoder, files = source.model, source.layers, source.decoder, describe_files(staging)
     config: Any = getattr(model, "config", None)
-    methods = {"forward": Method("forward", 1, 1)}
+    methods = {"forward": Method("forward", 1, request.prompt_tokens if decoder else 1)}
     if decoder:
-        methods = {"prefill": Method("prefill", 1, request.prompt_tokens)}
         for batch in request.batches:
             name = f"decode_b{batch}"
             methods[name] = Method("decode", batch, 1, tuple(chunks.get(name, ())))
@@ -98,6 +97,21 @@ def _made_by(decoder: bool, request: Request) -> dict[str, str]:
     if request.linears != "float32":
         found["torchao"] = importlib.metadata.version("torchao")
     return found | {"python": ".".join(map(str, sys.version_info[:3]))}
+
+
+def runner_constants(source: Source, request: Request) -> dict[str, int | bool | list[int]]:
+    """What a decoder's program says of itself: methods without inputs, under the names of ExecuTorch's LLM runner."""
+    config: Any = source.model.config
+    found: dict[str, Any] = {
+        CONTEXT_METHOD: request.max_tokens,
+        "get_max_seq_len": request.prompt_tokens,  # of one call
+        "get_vocab_size": config.get_text_config(decoder=True).vocab_size,
+        "use_kv_cache": True,
+        "enable_dynamic_shape": True,
+        "get_eos_ids": list(_eos(source.model)),
+        "get_bos_id": _bos(source.model, source.tokenizer),
+    }
+    return {name: value for name, value in found.items() if value not in (None, [])}
 
 
 def _eos(model: nn.Module) -> tuple[int, ...]:

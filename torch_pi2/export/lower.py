@@ -76,12 +76,12 @@ def lower(
     programs: Mapping[str, torch.export.ExportedProgram],
     name: str,
     *,
-    constants: Mapping[str, int] | None = None,
+    constants: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> Program:
     """The ``.pte`` of ``programs``, whose delegate operators become blobs of :func:`~.partitioner.blobs`.
 
-    ``constants``: methods that return a number.
+    ``constants``: methods that return a number, a bool or a list of these.
 
     Raises:
         UnsupportedModelError: ExecuTorch cannot lower it; or a delegate operator was left over.

@@ -22,14 +22,14 @@ MANIFEST_FILE = "manifest.json"
 #: For people, and in no manifest: the verdict, and the card that a user may have changed.
 BESIDE = (VERDICT_FILE, CARD_FILE)
 FORMAT = "torch_pi2.bundle"
-VERSION = 3
+VERSION = 4
 #: The two files that every bundle has: the program of ExecuTorch, and the neurons.
 PROGRAM_FILE = "model.pte"
 STORE_FILE = "model.pi2"
 #: A method of a decoder's program that says how many tokens the KV cache has; ExecuTorch's name for it.
 CONTEXT_METHOD = "get_max_context_len"
 KINDS = ("decoder", "module")
-METHOD_KINDS = ("prefill", "decode", "fork", "forward")
+METHOD_KINDS = ("forward", "decode", "fork")
 #: Neurons of a hot chunk.
 CHUNK_NEURONS = 512
 
@@ -114,7 +114,7 @@ class Manifest:
 
     Attributes:
         kind: "decoder" or "module". target: "xnnpack" or "qnn:SOC". made_by: package -> version.
-        files: name -> entry, of all files but this one. methods: name -> method, of a decoder at least ``prefill``,
+        files: name -> entry, of all files but this one. methods: name -> method, of a decoder at least ``forward``,
             one ``decode_bN`` and, for more than one lane, ``fork``; of a module only ``forward``.
         max_tokens: of a sequence, prompt and answer together (the KV cache has as many). lanes: sequences at once.
         eos: tokens that end an answer. bos: the token that begins a text, if there is one.
@@ -462,12 +462,11 @@ def _check_methods(m: Manifest, require: Any) -> None:
         require(names == {"forward"}, "methods", "only forward", ", ".join(m.methods) or "none")
         return
     found = ", ".join(m.methods) or "none"
-    require("prefill" in names and m.batches != (), "methods", "prefill and decode_bN", found)
+    require("forward" in names and m.batches != (), "methods", "forward and decode_bN", found)
     require("fork" in names or m.lanes == 1, "methods", "fork, for more than one lane", found)
-    require("forward" not in names, "methods", "no forward beside prefill", found)
     require(m.lanes == m.batches[-1], "lanes", f"{m.batches[-1]}, as the largest batch", m.lanes)
-    longest = m.methods["prefill"].max_tokens
-    require(longest > 0, "methods.prefill.max_tokens", "1 or more", longest)
-    require(longest <= m.max_tokens, "max_tokens", f"at least {longest}, as prefill takes", m.max_tokens)
+    longest = m.methods["forward"].max_tokens
+    require(longest > 0, "methods.forward.max_tokens", "1 or more", longest)
+    require(longest <= m.max_tokens, "max_tokens", f"at least {longest}, as forward takes", m.max_tokens)
     vocab = m.model.vocab
     require(vocab is not None and vocab > 0, "model.vocab", "1 or more in a decoder", vocab)

@@ -85,18 +85,18 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
         )
         chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
         prepare = _split(source, private, chunks, request, staging)
-    if "prefill" in prepare:
-        prepare["prefill"]()
+    if "forward" in prepare:
+        prepare["forward"]()
     lanes = Lanes(private, max(request.batches), request.max_tokens)
     longest = request.prompt_tokens
     length = Dim.DYNAMIC(min=1, max=longest)
     example = min(8, longest)
     tokens = torch.zeros((1, example), dtype=torch.int64)
-    prompt = (tokens, torch.arange(example)[None], torch.zeros(1, dtype=torch.int64))
+    prompt = (tokens, torch.zeros(1, dtype=torch.int64))
     methods: dict[str, Method] = {}
     for name, module in decoder_methods(lanes, request.batches).items():
-        if name == "prefill":
-            methods[name] = Method(module, prompt, None, ({1: length}, {1: length}, None), prepare.get(name))
+        if name == "forward":
+            methods[name] = Method(module, prompt, None, ({1: length}, None), prepare.get(name))
         elif name == "fork":
             methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
         else:
@@ -104,7 +104,7 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
             methods[name] = Method(module, (step, step.clone()), prepare=prepare.get(name))
 
     def check(programs: Programs) -> None:
-        prepare.get("prefill", lambda: None)()
+        prepare.get("forward", lambda: None)()
         rough = any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in source.layers)
         smooth = source.rest == "float32" and not rough
         # hot parts may be compiled, and have neurons that predictors leave out
@@ -144,7 +144,7 @@ def _split(
             if not compiled:
                 hot[i].chunks = chunks[name][i]
 
-    return {"prefill": whole} | {name: partial(step, name) for name in chunks}
+    return {"forward": whole} | {name: partial(step, name) for name in chunks}
 
 
 def _samples(source: Source, request: Request) -> Sequence[torch.Tensor | None]:

@@ -43,7 +43,7 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """That one call of ``prefill`` takes."""
+        """That one call of ``forward`` takes."""
         return min(self.max_prompt, self.max_tokens - 1)
 
 

@@ -166,7 +166,7 @@ class Bundle:
         except RuntimeError as error:
             raise _refused(str(path), "a program of ExecuTorch", error) from error
         # The first method opens the store: what is wrong with it is said now.
-        self._load("prefill" if self.manifest.kind == "decoder" else "forward")
+        self._load("forward")
 
     def __enter__(self) -> Bundle:
         return self
@@ -280,7 +280,7 @@ class Bundle:
     def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
         """Logits at every position from ``prompt - 1`` on, float32 ``[len(ids) - prompt + 1, V]``.
 
-        The first ``prompt`` tokens are read at once (``prefill``), the others one by one (``decode``).
+        The first ``prompt`` tokens are read at once (``forward``), the others one by one (``decode``).
 
         Raises:
             ConfigError: the bundle is no decoder. ShapeError: too many tokens, or none.
@@ -345,13 +345,11 @@ class Bundle:
         return left
 
     def _read(self, ids: list[int]) -> torch.Tensor:
-        """Logits ``[V]`` after ``ids``, which lane 0 then has; in pieces of what ``prefill`` takes."""
-        piece = self.manifest.methods["prefill"].max_tokens
-        lane = torch.zeros(1, dtype=torch.int64)
+        """Logits ``[V]`` after ``ids``, which lane 0 then has; in pieces of what ``forward`` takes."""
+        piece = self.manifest.methods["forward"].max_tokens
         for start in range(0, len(ids), piece):
             part_1T = torch.tensor([ids[start : start + piece]])
-            positions_1T = torch.arange(start, start + part_1T.shape[1])[None]
-            logits_11V = self._call("prefill", part_1T, positions_1T, lane)[0]
+            logits_11V = self._call("forward", part_1T, torch.tensor([start]))[0]
         return _finite(logits_11V[0, -1])
 
     def _step(self, going: list[_Answering]) -> torch.Tensor:

@@ -41,7 +41,8 @@ def stored_ffn(
         The others: see :func:`torch_pi2.ops.predicted_ffn`.
     """
     neuron_rows = reader.as_computed(reader.read_layer(layer))[first:]
-    biases = (*(None if bias is None else bias[first:] for bias in (bias_gate, bias_up)), bias_down)
+    gate, up = (None if bias is None else bias[first:] for bias in (bias_gate, bias_up))
+    biases = (gate, up, bias_down)
     hot = max(0, n_hot - first)
     settings: tuple[Any, ...] = (activation, activation_on_up, hot, threshold, reader.weights, int8_activations)
     if kind == "none":

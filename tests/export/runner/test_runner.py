@@ -314,9 +314,9 @@ def test_damaged_bundles_are_refused_by_name(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 1}, "expected format torch_pi2.bundle, version 3, found torch_pi2.bundle, version 1. "),
+        ({"version": 1}, "expected format torch_pi2.bundle, version 4, found torch_pi2.bundle, version 1. "),
         ({"kind": "module"}, "expected decoder, found module. "),
-        ({"lanes": 8}, "methods: expected prefill, decode_bN up to as many sequences as there are lanes, and fork"),
+        ({"lanes": 8}, "methods: expected forward, decode_bN up to as many sequences as there are lanes, and fork"),
         ({"max_tokens": "many"}, 'max_tokens: expected a whole number, 0 to 2^53, found "many". '),
         ({"target": "qnn:SM8650"}, "expected ExecuTorch's QNN backend in this process, found none. Pass --backend"),
     ],

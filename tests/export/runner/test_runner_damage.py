@@ -104,9 +104,9 @@ def test_an_edited_manifest_is_taken_if_that_is_meant(copy: Path) -> None:
         (lambda d: d.update(max_tokens=ROOM - 1), f"found {ROOM}. The program counts"),
         (
             lambda d: d["model"].update(vocab=299),
-            "logits of prefill: expected [1, 1, 299], as manifest.json says, found",
+            "logits of forward: expected [1, 1, 299], as manifest.json says, found",
         ),
-        (lambda d: d["methods"]["prefill"].update(max_tokens=9), "input of prefill: expected [1, 9], as manifest"),
+        (lambda d: d["methods"]["forward"].update(max_tokens=9), "input of forward: expected [1, 9], as manifest"),
         (
             lambda d: (d["methods"].update(decode_b8={**d["methods"].pop("decode_b4"), "batch": 8}), d.update(lanes=8)),
             "method decode_b8: expected there, as manifest.json says, found none. ",
@@ -130,8 +130,8 @@ WRONG = ("null", '"text"', "true", "-1", "0", "1.5", "1e400", "NaN", "1844674407
 FIELDS = [
     *["format", "version", "kind", "target", "made_by", "files", "model", "methods", "max_tokens", "lanes", "eos"],
     *["bytes", "memory", "made_by.executorch", "files.model.pte", "files.model.pi2.bytes", "files.model.pte.crc32c"],
-    *["files.tokenizer.json.sha256", "model.class", "model.linears", "model.vocab", "methods.prefill.kind"],
-    *["methods.prefill.max_tokens", "methods.decode_b2.batch", "bytes.ffn", "memory.fixed_bytes", "memory.token_bytes"],
+    *["files.tokenizer.json.sha256", "model.class", "model.linears", "model.vocab", "methods.forward.kind"],
+    *["methods.forward.max_tokens", "methods.decode_b2.batch", "bytes.ffn", "memory.fixed_bytes", "memory.token_bytes"],
 ]
 
 

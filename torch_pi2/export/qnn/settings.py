@@ -12,6 +12,8 @@ SOCS = {
     "SM8550": "Snapdragon 8 Gen 2 (HTP V73)",
     "SM8650": "Snapdragon 8 Gen 3 (HTP V75)",
     "SM8750": "Snapdragon 8 Elite (HTP V79)",
+    "SM8845": "Snapdragon 8 Gen 5 (HTP V81)",
+    "SM8850": "Snapdragon 8 Elite Gen 5 (HTP V81)",
 }
 
 #: w4a16: weights 4 bit with a scale per output channel, activations 16 bit. w8a16: weights 8 bit. fp16: both float16.
