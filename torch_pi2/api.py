@@ -31,20 +31,20 @@ from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.graph.find import Found, search
-from torch_pi2.layers.gpu import on_the_cpu
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.planner.for_machine import plan_for
+from torch_pi2.planner.gpu import accelerator_room
 from torch_pi2.planner.greedy import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.predict.file import AnyPredictor, FittedPredictors
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
 from torch_pi2.rewrite.apply import apply
-from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
+from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.spec.config import Config, ConfigFields, configured
@@ -140,7 +140,7 @@ def profile(
     data to find.
 
     Args:
-        model: any ``nn.Module`` on the CPU; it is run in evaluation mode and left as it was.
+        model: any ``nn.Module``; it is run in evaluation mode, on the CPU, and left as and where it was.
         data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
         tokenizer: for text (default: that of the folder which the model was loaded from).
         config, fields: settings, as one object or as keywords (``sparsity=0.7``).
@@ -149,8 +149,9 @@ def profile(
         CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError.
     """
     config = configured(config, fields)
-    kept = _calibration(model, data, tokenizer, config)
-    return _profile(model, kept, _sites(model, kept), config, progress)
+    with on_the_cpu(model):
+        kept = _calibration(model, data, tokenizer, config)
+        return _profile(model, kept, _sites(model, kept), config, progress)
 
 
 def _profile(
@@ -221,8 +222,9 @@ def fit(
         CalibrationError, StaleArtifactError (statistics of other weights), ConfigError.
     """
     config = configured(config, fields)
-    kept = _calibration(model, data, tokenizer, config)
-    return _fit(model, kept, _search_of_stats(model, kept, stats).sites, stats, config, progress)
+    with on_the_cpu(model):
+        kept = _calibration(model, data, tokenizer, config)
+        return _fit(model, kept, _search_of_stats(model, kept, stats).sites, stats, config, progress)
 
 
 def _fit(
@@ -345,22 +347,36 @@ def optimize(
             else what :func:`torch_pi2.plan_for` takes, which plans with more settings.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
         gpu_memory: bytes (or ``"6GiB"``) for weights on torch's current GPU: all that is no feed-forward layer, and of
-            these the neurons that fire most, as many as have room; the CPU computes the others meanwhile (docs/GPU.md).
-            None: no division.
+            these as many neurons as have room; the CPU computes the others meanwhile (docs/GPU.md). Which ones: where
+            ``hardware`` was measured with its GPU, those for which a plan predicts the fastest steps, and it is
+            followed; else, and in models with thresholds, those that fire most. None: no division.
 
     Raises:
-        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense, but for layers
-            that cannot go to a GPU (DeviceError) and too little ``gpu_memory`` (OutOfMemoryError): then it is
-            optimised, and with ``gpu_memory`` on the CPU.
+        Pi2Error: see :mod:`torch_pi2.errors`; on any of them the model is left dense and where it was, but where
+            ``gpu_memory``, or what is free of it, is too little (OutOfMemoryError), or no plan can be made for the
+            optimised model: then it is optimised, and with ``gpu_memory`` as a whole on the CPU.
     """
     config = configured(config, fields)
-    if gpu_memory is None:
-        with on_the_cpu(model):
-            return _optimize(model, calibration, config, tokenizer, stats, predictors, hardware, progress)
-    memory_bytes = checked_memory(gpu_memory)
-    _optimize(model.to("cpu"), calibration, config, tokenizer, stats, predictors, hardware, progress)
-    hot_on_gpu(model, memory_bytes)
+    memory_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
+    divided = memory_bytes is not None
+    if hardware is not None:
+        hardware = _machine(hardware, calibration is not None or stats is not None)
+    with on_the_cpu(model, stays_here=divided):
+        _optimize(model, calibration, config, tokenizer, stats, predictors, progress)
+        if hardware is not None and not divided:
+            _plan_and_follow(model, hardware, 0, progress)
+    if memory_bytes is not None:
+        room_bytes = room_on_gpu(model, memory_bytes)
+        if hardware is not None:
+            _plan_and_follow(model, hardware, accelerator_room(model, hardware, room_bytes), progress)
+        hot_on_gpu(model, memory_bytes)
     return model
+
+
+def _plan_and_follow(model: nn.Module, hardware: Hardware, accelerator_memory: int, progress: bool) -> None:
+    parts = parts_of(model)
+    parts.plan = plan_for(model, hardware, accelerator_memory=accelerator_memory, progress=progress)
+    follow(model, parts.plan)
 
 
 def _optimize(
@@ -370,14 +386,12 @@ def _optimize(
     tokenizer: Any,
     stats: ActivationStats | None,
     predictors: Mapping[str, AnyPredictor] | None,
-    hardware: Any,
     progress: bool,
-) -> Model:
+) -> None:
     load_library()
-    if hardware is not None:
-        hardware = _machine(hardware, calibration is not None or stats is not None)
     if calibration is None and stats is None:
-        return _optimize_without_data(model, config, progress)
+        _optimize_without_data(model, config, progress)
+        return
     data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
     found = _search(model, data)
     if stats is None:
@@ -396,11 +410,7 @@ def _optimize(
     made = _plan(model, found, stats, fitted, config)
     apply(model, Optimized(made, fitted, stats), progress, config, data)
     loop.attach(model)
-    if hardware is not None:
-        parts_of(model).plan = plan_for(model, hardware, progress=progress)
-        follow(model, parts_of(model).plan)
     _say_lossy(parts_of(model), config, progress)
-    return model
 
 
 def _say_lossy(parts: Optimized, config: Config, progress: bool) -> None:
@@ -423,7 +433,7 @@ def _say_lossy(parts: Optimized, config: Config, progress: bool) -> None:
         _log.info(line)
 
 
-def _machine(hardware: Any, has_data: bool) -> Any:
+def _machine(hardware: Any, has_data: bool) -> Hardware:
     """The profile of ``hardware``, before minutes of work. Raises ConfigError, ArtifactError, CalibrationError."""
     if not has_data:
         raise CalibrationError(
@@ -501,8 +511,9 @@ def quantize_(
     check_choice("quantize_(weights)", weights, QUANTIZED, "Choose one of these.")
     config = Config(method="dense", weights=weights, activations=activations, quantization=quantization)
     load_library()
-    data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
-    return _optimize_without_data(model, config, progress, data)
+    with on_the_cpu(model):
+        data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
+        return _optimize_without_data(model, config, progress, data)
 
 
 @checked

@@ -26,6 +26,7 @@ class FakeAccelerator:
     stream_gb_per_s: float = 100.0
     shared_gb_per_s: float = 110.0
     merge_us: float = 5.0
+    holds_rest: bool = False
 
     def ffn_us(self, *, batch: int, neurons: int, hidden: int, rows: int, weight_bits: float) -> float:
         if neurons == 0:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,27 +20,32 @@ from torch import nn
 import torch_pi2
 from torch_pi2.decode import decode
 from torch_pi2.errors import DeviceError
-from torch_pi2.layers import ffn, gpu, prompt
-from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers import experts, ffn, gpu, prompt
+from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only, steps_of_one
-from torch_pi2.ops.gpu import gathered_ffn, kernels
+from torch_pi2.ops.gpu import gathered_experts, gathered_ffn, kernels
+from torch_pi2.ops.gpu import linear as gpu_linear
 
 IDS = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(1))
 
 
 @contextmanager
 def interpreted() -> Iterator[list[str]]:
-    """Layers take their tensors for those of a GPU; gives the predictors' kinds of the calls of ``gathered_ffn``."""
+    """Layers take their tensors for those of a GPU; gives the predictors' kinds of the operators' calls."""
     kinds: list[str] = []
 
-    def launch(*args: object) -> torch.Tensor:
-        kinds.append(str(args[7]))
-        return gathered_ffn.launch(*args)  # type: ignore[arg-type]
+    def launched(operator: Any, kind: int) -> Any:
+        def launch(*args: object) -> torch.Tensor:
+            kinds.append(str(args[kind]))
+            return operator.launch(*args)  # type: ignore[no-any-return]
+
+        return launch
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ffn, prompt):
+        for module in (ffn, prompt, experts):
             patch.setattr(module, "on_gpu", lambda _: True)
-        patch.setattr(torch.ops.pi2, "gathered_ffn", launch)
+        patch.setattr(torch.ops.pi2, "gathered_ffn", launched(gathered_ffn, 7))
+        patch.setattr(torch.ops.pi2, "gathered_experts", launched(gathered_experts, 5))
         patch.setattr(kernels, "PARTS", 3)
         yield kinds
 
@@ -76,6 +82,38 @@ def test_predicted_and_quantised_layers_compute_what_they_do_on_the_cpu() -> Non
         assert all(kind.startswith(method) for kind in kinds), kinds
 
 
+def test_quantised_layers_of_hot_neurons_are_dequantised_for_many_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of those not all at a time."""
+    many = gpu.DENSE_FROM
+    for weights, listed in (("int8", True), ("float", False)):
+        model = torch_pi2.optimize(tiny("drelu"), weights=weights)
+        layers = sparse_layers(model)
+        for layer in layers:
+            layer.n_hot = layer.site.intermediate
+        wanted = [logits(model, tokens) for tokens in (many - 1, many)]
+        monkeypatch.setattr(gpu_linear, "TEMPORARY_BYTES", 16 * layers[0].site.hidden * 50)
+        with interpreted() as kinds:
+            torch.testing.assert_close(logits(model, many - 1), wanted[0], rtol=0, atol=1e-4)
+            assert kinds == [gathered_ffn.NO_PREDICTOR] * len(layers) * listed
+            torch.testing.assert_close(logits(model, many), wanted[1], rtol=0, atol=1e-4)
+            assert len(kinds) == len(layers) * listed
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "weights"),
+    [("Mixtral", "exact", "float"), ("Mixtral", "threshold", "int4"), ("Olmoe", "signbit", "int8")],
+)
+def test_mixtures_of_experts_compute_what_they_do_on_the_cpu(name: str, method: str, weights: str) -> None:
+    more = {"num_experts": 4} if name == "Olmoe" else {}
+    dense = build(name, hidden_act="relu", **more)
+    ids = torch.randint(0, 96, (12, 16), generator=torch.Generator().manual_seed(0))
+    model = torch_pi2.optimize(dense, None if method == "exact" else ids, method=method, weights=weights)
+    wanted = logits(model, 3)
+    with interpreted() as kinds:
+        torch.testing.assert_close(logits(model, 3), wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
+    assert kinds == ["signbit" if method == "signbit" else gathered_ffn.NO_PREDICTOR] * 2
+
+
 @pytest.fixture
 def meta_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "on_gpu", lambda tensor: tensor.is_meta)
@@ -83,8 +121,6 @@ def meta_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("meta_is_a_gpu")
 def test_what_has_no_kernels_stays(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeviceError, match=r"mlp.experts, a mixture of experts,: expected it on the CPU"):
-        torch_pi2.optimize(build("Mixtral")).to("meta")
     store: Path = small_store(tmp_path_factory) / "store"
     with pytest.raises(
         DeviceError, match=r"whose neurons are in a store: expected it on the CPU, found a move to a GPU"
@@ -96,26 +132,30 @@ def test_what_has_no_kernels_stays(tmp_path_factory: pytest.TempPathFactory, mon
         decode.Decoder(model, max_tokens=20)
 
 
+@pytest.mark.usefixtures("meta_is_a_gpu")
+def test_mixtures_go_there_as_a_whole() -> None:
+    """Numbers that are to stay exact stay so."""
+    model = torch_pi2.optimize(build("Mixtral")).to("meta").half()
+    module = homes(model)[0]
+    assert all(tensor.is_meta for tensor in module.buffers())
+    dtypes = {tensor.dtype for name, tensor in module.named_buffers() if name in ("cuts_E", "thresholds_E")}
+    assert (dtypes, module.dtype) == ({torch.float64}, torch.float16)
+
+
+@pytest.mark.usefixtures("meta_is_a_gpu")
+def test_mixtures_over_a_store_stay(tmp_path: Path) -> None:
+    torch_pi2.save(torch_pi2.optimize(build("Mixtral"), weights="int8"), tmp_path / "saved")
+    torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
+    with pytest.raises(DeviceError, match=r"mlp.experts, whose neurons are in a store: expected it on the CPU"):
+        torch_pi2.load(tmp_path / "store", budget="1GiB").to("meta")
+
+
 def test_inputs_that_are_elsewhere_are_refused() -> None:
-    layer = sparse_layers(torch_pi2.optimize(tiny("drelu")))[0]
-    with pytest.raises(DeviceError, match=r"input of .*mlp: expected cpu, where its neurons are, found meta"):
-        layer(torch.empty(1, layer.site.hidden, device="meta"))
-
-
-def test_models_of_a_gpu_are_optimised_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    moves: list[object] = []
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    monkeypatch.setattr(gpu, "on_gpu", lambda _: True)
-    monkeypatch.setattr(model, "to", moves.append)
-    with gpu.on_the_cpu(model):
-        assert moves == ["cpu"]
-    assert moves == ["cpu", torch.device("cpu")]
-    model[1].to("meta")
-    with (
-        pytest.raises(DeviceError, match=r"Sequential: expected the CPU, or one GPU, found cpu, meta"),
-        gpu.on_the_cpu(model),
-    ):
-        pass
+    for model in (tiny("drelu"), build("Mixtral")):
+        layer = homes(torch_pi2.optimize(model))[0]
+        routed = [] if isinstance(layer, ffn.SparseFFN) else [torch.zeros(1, 2)] * 2
+        with pytest.raises(DeviceError, match=r"input of .*mlp.*: expected cpu, where its neurons are, found meta"):
+            layer(torch.empty(1, layer.site.hidden, device="meta"), *routed)
 
 
 def test_gpus_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

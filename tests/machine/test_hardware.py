@@ -310,7 +310,32 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: d["accelerator"].update(gmacs_per_s=0),
         "where, accelerator, gmacs_per_s: expected a number, above 0",
     ),
+    "no accelerator": (lambda d: d["accelerator"].pop("merge_us"), "where, accelerator: expected a field merge_us"),
+    "rest": (
+        lambda d: d["accelerator"].update(holds_rest=1),
+        "where, accelerator, holds_rest: expected true or false, found 1",
+    ),
+    "more": (
+        lambda d: d["accelerator"].update(speed=1),
+        "where, accelerator: expected no other fields than name, memory_bytes, launch_us, stream_gb_per_s, "
+        "shared_gb_per_s, gmacs_per_s, merge_us, holds_rest, found 'speed'",
+    ),
 }
+
+
+def test_files_of_before_gpus_are_read() -> None:
+    data = json.loads(make().to_json())
+    assert data["accelerator"].pop("holds_rest") is False
+    assert Hardware.from_json(json.dumps(data)) == make()
+    npu = make().accelerator
+    assert npu is not None
+    gpu = make(accelerator=replace(npu, name="a GPU", holds_rest=True))
+    assert Hardware.from_json(gpu.to_json()) == gpu
+    assert gpu.hash != make().hash
+    assert "a GPU, 4.3 GB free: 50 GB/s, 5000 billion multiplications a second, 50 us a layer; to the CPU" in describe(
+        gpu
+    )
+    assert "an NPU: 50 GB/s alone, 60 with the CPU" in describe(make())
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch_pi2 import cli
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 from torch_pi2.machine.find import cached_path, find_hardware
-from torch_pi2.machine.hardware import Hardware
+from torch_pi2.machine.hardware import Accelerator, Hardware
 from torch_pi2.measure import compute as measure_compute
 from torch_pi2.measure.fit import Case, Samples, Size, fit, time_into
 from torch_pi2.measure.measure import measure
@@ -229,6 +230,10 @@ def test_doctor_measures_saves_and_knows_it_afterwards(
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["hardware"]
     assert found == {"path": str(cached_path()), "hash": looked[0].hash}
+    gpu = Accelerator("a GPU", 1 << 32, 20.0, 800.0, 900.0, 1e5, 30.0, holds_rest=True)
+    replace(looked[0], accelerator=gpu).save(cached_path())
+    assert cli.main(["doctor"]) == 0
+    assert f"measured: {cached_path()}, with a GPU\n" in capsys.readouterr().out
     cached_path().write_text("{")
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out

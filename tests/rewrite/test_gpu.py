@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from offloading import smallest
 from shared import small_store
 from thread_link import ThreadLink
 from tiny_experts import build
@@ -11,11 +18,20 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
+from torch_pi2 import api
 from torch_pi2.checkpoint import save_load
-from torch_pi2.errors import ConfigError, DeviceError, OutOfMemoryError
-from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.decode.adapt import engine_of
+from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, DeviceError, OutOfMemoryError
+from torch_pi2.layers import ffn
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.rewrite.gpu import hot_on_gpu
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.machine.hardware import Accelerator, Hardware
+from torch_pi2.planner.gpu import accelerator_room
+from torch_pi2.rewrite import gpu
+from torch_pi2.rewrite.gpu import hot_on_gpu, on_the_cpu
+from torch_pi2.store.storefile import StoreReader
 
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -33,7 +49,7 @@ def rest_bytes(model: nn.Module) -> int:
     with pytest.raises(OutOfMemoryError) as found:
         hot_on_gpu(model, 0, ThreadLink())
     assert "or more: what is no feed-forward layer is there as a whole, found 0 B" in str(found.value)
-    inside = {id(t) for layer in sparse_layers(model) for t in layer.buffers()}
+    inside = {id(t) for home in homes(model) for t in home.buffers()}
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if id(t) not in inside and not t.is_meta)
 
 
@@ -116,11 +132,28 @@ def test_moves_and_conversions() -> None:
     torch_pi2.restore(model)
 
 
-def test_what_cannot_be_divided_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(DeviceError, match=r"mixtures of experts or over a store,: expected it on the CPU"):
-        hot_on_gpu(torch_pi2.optimize(build("Mixtral")), 1 << 30, ThreadLink())
+def test_experts_that_the_router_asks_for_most_are_there() -> None:
+    model = torch_pi2.optimize(build("Mixtral"), CALIBRATION, method="exact")
+    wanted, [first, *_] = logits(model), homes(model)
+    assert isinstance(first, SparseExperts)
+    every, experts = len(sparse_layers(model)), len(first.sites)
+    expert_bytes = sum(t.nbytes for t in first.buffers()) // experts
+    rest = rest_bytes(model)
+    for count in (0, 3, every):
+        link = ThreadLink()
+        there = hot_on_gpu(model, rest + count * expert_bytes, link)
+        assert sum(n > 0 for n in there.values()) == count
+        assert set(there.values()) <= {0, first.site.intermediate}
+        torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
+        if count == 3:
+            stats = model.torch_pi2.stats
+            asked = {key: stats[key].tokens - stats[key].borrowed for key in there}
+            assert "hot" in link.done
+            assert max(asked, key=asked.__getitem__) in {key for key, n in there.items() if n}
+        model.to(CPU)
+
+
+def test_a_gpu_is_needed_and_a_size(tmp_path_factory: pytest.TempPathFactory) -> None:
     dense = tiny("drelu")
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="expected a GPU, and a torch that was built for it"):
@@ -129,10 +162,58 @@ def test_what_cannot_be_divided_is_refused(
             torch_pi2.load(small_store(tmp_path_factory) / "plain", gpu_memory=10**9)
     with pytest.raises(ConfigError, match="gpu_memory: expected bytes"):
         torch_pi2.optimize(dense, gpu_memory="much")
-    monkeypatch.setattr(save_load, "checked_memory", lambda _: 1)
-    with pytest.raises(ConfigError, match="expected one of them, found both"):
-        torch_pi2.load(small_store(tmp_path_factory) / "store", gpu_memory=1, budget="1GiB")
     assert not sparse_layers(dense)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> ThreadLink:
+    """In the place of a GPU."""
+    made = ThreadLink()
+    monkeypatch.setattr(save_load, "checked_memory", int)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu, "CudaLink", lambda _: made)
+    return made
+
+
+def test_a_store_keeps_what_is_on_no_gpu(tmp_path_factory: pytest.TempPathFactory, link: ThreadLink) -> None:
+    folder = small_store(tmp_path_factory)
+    budget = smallest(folder / "store") + (1 << 20)
+    plain = torch_pi2.load(folder / "store", budget=budget)
+    wanted = logits(plain)
+    room = torch_pi2.load(folder / "plain")
+    some = rest_bytes(room) + sum(layer.neuron_rows.nbytes for layer in sparse_layers(room)) // 4
+    model = torch_pi2.load(folder / "store", budget=budget, gpu_memory=some)
+    layers = sparse_layers(model)
+    store = layers[0].store  # type: ignore[attr-defined]
+    counts = [layer.split.n_gpu for layer in layers if layer.split is not None]
+    assert counts == store.left_out
+    assert all(count % 64 == 0 for count in counts)
+    assert sum(counts) > 0
+    stats = store.stats()
+    assert 0 < stats["slots"] - len(layers) <= stats["resident"]  # filled, with others (shares of layers are rounded)
+    torch.testing.assert_close(logits(model), wanted, rtol=0, atol=0.1)  # bfloat16, and fewer are missed
+    assert link.done[:2] in (["cold", "hot"], ["hot", "cold"])
+    same = logits(model)
+    assert torch.equal(logits(model), same)
+    model.to("cpu")
+    assert store.left_out == [0] * len(layers)
+    assert torch.equal(logits(model), wanted)
+
+
+def test_a_store_that_cannot_be_read_leaves_the_model_on_the_cpu(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, link: ThreadLink
+) -> None:
+    folder = shutil.copytree(small_store(tmp_path_factory) / "store", tmp_path / "store")
+    model = torch_pi2.load(folder, budget="1GiB")
+    file, layer = folder / "pi2" / "model.pi2", sparse_layers(model)[-1]
+    data = bytearray(file.read_bytes())
+    with StoreReader(file) as reader:
+        start = reader.offset(f"{layer.site.key}.bundles")
+    data[start] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"neuron 0 of .* has checksum"):
+        hot_on_gpu(model, 1 << 30, link)
+    assert all(layer.split is None for layer in sparse_layers(model))
 
 
 def test_other_weights_are_refused_while_some_are_on_a_gpu() -> None:
@@ -141,3 +222,157 @@ def test_other_weights_are_refused_while_some_are_on_a_gpu() -> None:
     hot_on_gpu(model, 1 << 30, ThreadLink())
     with pytest.raises(ConfigError, match=r"other weights for .*: expected all of its neurons on the CPU"):
         model.load_state_dict(tiny("drelu", seed=5).state_dict())
+
+
+# --- moves that fail ---
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Tensors are taken for those of a GPU; where models are moved to."""
+    found: list[object] = []
+    monkeypatch.setattr(gpu, "on_gpu", lambda _: True)
+    monkeypatch.setattr(nn.Module, "to", lambda _, device: found.append(device))
+    return found
+
+
+def test_a_model_of_a_gpu_goes_back_unless_it_is_to_stay(moves: list[object]) -> None:
+    model = nn.Linear(2, 2)
+    for stays, back in ((False, [CPU]), (True, [])):
+        moves.clear()
+        with on_the_cpu(model, stays):
+            assert moves == ["cpu"]
+        assert moves == ["cpu", *back]
+        moves.clear()
+        with pytest.raises(ZeroDivisionError), on_the_cpu(model, stays):
+            raise ZeroDivisionError
+        assert moves == ["cpu", CPU]
+    model.bias = nn.Parameter(torch.empty(2, device="meta"))
+    with pytest.raises(DeviceError, match=r"Linear: expected the CPU, or one GPU, found cpu, meta"), on_the_cpu(model):
+        pass
+
+
+def test_a_gpu_that_is_full_leaves_all_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, went = nn.Linear(2, 2), []
+
+    def full(_: nn.Module, device: object) -> None:
+        went.append(device)
+        if len(went) == 2:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(gpu, "on_gpu", lambda _: True)
+    monkeypatch.setattr(nn.Module, "to", full)
+    with (
+        pytest.raises(
+            OutOfMemoryError, match=r"Linear to a GPU: expected 24 B free on cpu, found no room\. Give it less"
+        ),
+        on_the_cpu(model),
+    ):
+        pass
+    assert went == ["cpu", CPU, "cpu"]
+
+
+def test_what_fails_while_it_is_optimised_is_dense_and_back(
+    moves: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "checked_memory", lambda _: 1 << 30)
+    dense = tiny("drelu")
+    with pytest.raises(CalibrationError):
+        torch_pi2.optimize(dense, CALIBRATION[:0], method="lowrank", gpu_memory="1GiB")
+    assert moves == ["cpu", CPU]
+    assert not sparse_layers(dense)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("tried to\n allocate"), KeyboardInterrupt()])
+def test_a_division_that_fails_is_taken_back(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    wanted, layers, real = logits(model), sparse_layers(model), ffn.SparseFFN.split_off
+
+    def full(layer: ffn.SparseFFN, *how: Any) -> None:
+        real(layer, *how)
+        if layer is layers[-1]:
+            raise error
+
+    monkeypatch.setattr(ffn.SparseFFN, "split_off", full)
+    expected = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else KeyboardInterrupt
+    with pytest.raises(expected) as found:
+        hot_on_gpu(model, 1 << 30, ThreadLink())
+    if expected is OutOfMemoryError:
+        assert "to a GPU: expected 1.1 GB free on cpu, found tried to allocate. Give it less" in str(found.value)
+    assert all(layer.split is None for layer in layers)
+    assert torch.equal(logits(model), wanted)
+
+
+# --- as a plan says ---
+
+
+def machine(merge_us: float = 1.0) -> Hardware:
+    """A CPU, and a GPU beside it."""
+    found = Accelerator("a GPU", 1 << 32, 1.0, 5000.0, 5100.0, 1e6, merge_us, holds_rest=True)
+    return replace(find_hardware("sm8650-ufs4.0"), accelerator=found)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, int]:
+    """Optimised for a machine whose GPU has room for one of two layers and more; bytes of its memory."""
+    memory = rest_bytes(made(name="llama-relu")) + int(
+        1.6 * sparse_layers(made(name="llama-relu"))[0].neuron_rows.nbytes
+    )
+    for module in (api, save_load):
+        monkeypatch.setattr(module, "checked_memory", lambda found: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu, "CudaLink", lambda _: ThreadLink())
+    return (
+        torch_pi2.optimize(tiny("llama-relu"), CALIBRATION, method="exact", hardware=machine(), gpu_memory=memory),
+        memory,
+    )
+
+
+def test_neurons_are_placed_as_the_plan_of_a_machine_says(planned: tuple[nn.Module, int]) -> None:
+    model, _ = planned
+    layers, plan = sparse_layers(model), model.torch_pi2.plan
+    counts = [layer.split.n_gpu for layer in layers if layer.split is not None]
+    sizes = [layer.site.intermediate for layer in layers]
+    assert sorted(counts) == [0] * (len(sizes) - 1) + [sizes[0]]  # a whole layer: chunks are larger than that
+    assert all(bucket.accelerator == tuple(counts) for bucket in plan.hardware.buckets)
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.plan is plan.hardware  # and it is followed
+    torch.testing.assert_close(logits(model), logits(tiny("llama-relu")), rtol=0, atol=1e-4)
+    for layer in layers:
+        assert layer.split is not None
+        for part in (layer.split.hot, layer.split.cold):
+            if part is not None:
+                assert [hot for _, hot in part.by_batch] == [
+                    max(0, min(hot, part.span[1]) - part.span[0]) for _, hot in layer.by_batch
+                ]
+
+
+def test_a_folder_keeps_where_its_neurons_are(
+    planned: tuple[nn.Module, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, memory = planned
+    counts = [layer.split.n_gpu for layer in sparse_layers(model) if layer.split is not None]
+    folder = torch_pi2.save(model, tmp_path / "m")
+    again = torch_pi2.load(folder, gpu_memory=memory)
+    assert [layer.split.n_gpu for layer in sparse_layers(again) if layer.split is not None] == counts
+    assert engine_of(again) is not None
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
+    half = memory - sparse_layers(model)[0].neuron_rows.nbytes
+    with caplog.at_level(logging.WARNING):
+        less = torch_pi2.load(folder, gpu_memory=half)
+    assert "on a GPU, gpu_memory has room for" in caplog.text
+    few = [layer.split.n_gpu for layer in sparse_layers(less) if layer.split is not None]
+    assert 0 < sum(few) < sum(counts)
+    torch.testing.assert_close(logits(less), logits(model), rtol=0, atol=1e-5)
+
+
+def test_what_a_plan_may_fill_of_a_gpu() -> None:
+    model, biased = made(), made(name="opt")
+    assert accelerator_room(model, machine(), 1000) == 1000
+    assert accelerator_room(model, machine(), 1 << 40) == 1 << 32  # what it has
+    biases = sum(layer.bias_up.nbytes for layer in sparse_layers(biased) if layer.bias_up is not None)
+    assert accelerator_room(biased, machine(), 1 << 20) == (1 << 20) - biases > 0
+    assert accelerator_room(biased, machine(), 1) == 0
+    assert accelerator_room(made("threshold", name="llama"), machine(), 1000) == 0
+    assert accelerator_room(model, find_hardware("sm8650-ufs4.0"), 1000) == 0  # that of a phone is in its memory

@@ -35,7 +35,7 @@ from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
-from torch_pi2.rewrite.handle import Optimized, parts_of
+from torch_pi2.rewrite.handle import Optimized, parts_of, store_of
 from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
@@ -193,7 +193,10 @@ def load(
         plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
             of the same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's,
             is followed as the number of sequences changes (:func:`torch_pi2.follow`).
-        gpu_memory: as of :func:`torch_pi2.optimize`; of a folder that is loaded as a whole.
+        gpu_memory: as of :func:`torch_pi2.optimize`. With ``budget``, which is for what the CPU holds until then, too,
+            neurons of a store: those on the GPU are not in the cache, which is for the others. Neurons are there that a
+            plan gives to an accelerator (``torch-pi2 plan FOLDER --hardware measured --accelerator-memory ...``), if it
+            gives it any and they have room; else those that fire most.
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
@@ -204,13 +207,6 @@ def load(
     pi2 = folder / PI2_FOLDER
     argument(context, "load(context=...)").whole(1, 1 << 31)
     gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
-    if gpu_bytes is not None and budget is not None:
-        raise ConfigError(
-            f"load({folder}, gpu_memory=..., budget=...)",
-            expected="one of them",
-            found="both: neurons of a store go to no GPU",
-            fix="Leave one out.",
-        )
     if (offload is not None or strict_budget) and budget is None:
         raise ConfigError(
             f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
@@ -232,9 +228,9 @@ def load(
         }
         if budget is not None:
             room, config = parse_bytes(budget), offload or _offload_of(made)
-            return _following(
-                load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
-            )
+            now = config if gpu_bytes is None else replace(config, preload=False)  # what is not there is not known yet
+            stored = load_offloaded(folder, pi2, made, predictors, room, now, context, strict_budget, **how)
+            return _following(stored, gpu_bytes, config.preload)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
         return _following(quantized, gpu_bytes)
@@ -248,14 +244,19 @@ def load(
     return _following(apply(model.eval(), Optimized(made, predictors, stats), progress), gpu_bytes)
 
 
-def _following(model: nn.Module, gpu_bytes: int | None = None) -> LoadedModel:
-    """``model``, which generates with our steps, and follows its plan if that has a part for hardware."""
+def _following(model: nn.Module, gpu_bytes: int | None = None, preload: bool = True) -> LoadedModel:
+    """``model``, which generates with our steps, and follows its plan if that has a part for hardware; ``preload``: the
+    cache of a store, once it is known what is on a GPU.
+    """
     attach(model)
     plan = parts_of(model).plan
     if plan.hardware is not None:
         follow(model, plan)
     if gpu_bytes is not None:
         hot_on_gpu(model, gpu_bytes)
+        store = store_of(model)
+        if store is not None and preload:
+            store.preload()
     return cast("LoadedModel", model)
 
 

@@ -106,7 +106,9 @@ def _cached() -> dict[str, Any]:
     if not path.is_file():
         return {"path": None}
     try:
-        return {"path": str(path), "hash": Hardware.load(path).hash}
+        hardware = Hardware.load(path)
+        about = {} if hardware.accelerator is None else {"accelerator": hardware.accelerator.name}
+        return {"path": str(path), "hash": hardware.hash, **about}
     except Pi2Error as error:
         return {"path": None, "problem": str(error)}
 
@@ -248,7 +250,8 @@ def _render_hardware(found: dict[str, Any] | None) -> str:
     if found["path"] is None:
         problem = f" ({found['problem']})" if "problem" in found else ""
         return f"hardware   not measured yet: torch-pi2 doctor --measure, about a minute{problem}\n"
-    return f"hardware   measured: {found['path']}\n"
+    beside = f", with {found['accelerator']}" if "accelerator" in found else ""
+    return f"hardware   measured: {found['path']}{beside}\n"
 
 
 def _render_target(target: dict[str, Any]) -> str:

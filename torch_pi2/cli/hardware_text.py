@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch_pi2.base.units import size
 from torch_pi2.cli import common
 from torch_pi2.formats import row_bytes
-from torch_pi2.machine.hardware import Glue, Hardware, Line
+from torch_pi2.machine.hardware import Accelerator, Glue, Hardware, Line
 
 #: What a line is shown for: an int4 layer of a 7B model.
 _HIDDEN, _INTERMEDIATE = 4096, 14336
@@ -33,11 +34,8 @@ def describe(hardware: Hardware) -> str:
         f"a store: {hardware.store.lookup_us:.2f} us to look a neuron up, at least {hardware.store.slot_us:.2f} us for "
         "each that is read",
     ]
-    if (npu := hardware.accelerator) is not None:
-        parts.append(
-            f"{npu.name}: {npu.stream_gb_per_s:g} GB/s alone, {npu.shared_gb_per_s:g} with the CPU, "
-            f"{npu.gmacs_per_s:.0f} billion multiplications a second, {npu.launch_us:g} us a call"
-        )
+    if hardware.accelerator is not None:
+        parts.append(_accelerator(hardware.accelerator))
     if hardware.error > _STEADY:
         parts.append(
             f"NOT STEADY: calls differ by {hardware.error:.0%} from their lines; measure again when nothing else runs"
@@ -45,6 +43,18 @@ def describe(hardware: Hardware) -> str:
     if hardware.source == "published":
         parts.append("\n".join(f"{name}: {note}" for name, note in hardware.notes.items()))
     return "\n\n".join(parts)
+
+
+def _accelerator(theirs: Accelerator) -> str:
+    rates = f"{theirs.gmacs_per_s:.0f} billion multiplications a second, {theirs.launch_us:g} us a"
+    if theirs.holds_rest:
+        return (
+            f"{theirs.name}, {size(theirs.memory_bytes)} free: {theirs.stream_gb_per_s:g} GB/s, {rates} layer; to the "
+            f"CPU and back {theirs.merge_us:g} us"
+        )
+    return (
+        f"{theirs.name}: {theirs.stream_gb_per_s:g} GB/s alone, {theirs.shared_gb_per_s:g} with the CPU, {rates} call"
+    )
 
 
 def _glue(glue: Glue) -> str:

@@ -60,7 +60,7 @@ def export(
             decoder gets the methods ``forward``, ``decode_bN`` for each of ``batches``, and ``fork``, all over one KV
             cache; any other module the method ``forward``, traced with ``args``, ``kwargs`` and ``dynamic_shapes``
             as ``torch.export.export`` takes them.
-        target: ``xnnpack`` (CPU) or ``qnn:SM8650`` (also SM8550, SM8750, SM8845, SM8850): hot neurons on Qualcomm's NPU.
+        target: ``xnnpack`` (CPU) or ``qnn:SM8650`` (docs/QNN.md has the others): hot neurons on Qualcomm's NPU.
         tokenizer: written to the bundle.
         max_tokens: of a sequence, prompt and answer together. max_prompt: that one call of ``forward`` takes; memory is
             planned for as many, and longer prompts go in pieces.

@@ -13,15 +13,16 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import goes_to_gpu, stays
+from torch_pi2.layers.gpu import check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
+from torch_pi2.layers.split import ExpertsSplit, Link, only_moves
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.spec.site import FFNSite
 
-#: Buffers of one expert's layer that are stacked, and those of them that stay float32 when a model is converted.
-_EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias")
+#: Buffers that stay what they are when a model is converted, and buffers of one expert's layer that are stacked.
+_EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias", "cuts_E", "thresholds_E")
 _STACKED = ("neuron_rows", "order", "inverse", "predictor_signs", *(f"predictor_{name}" for name in PREDICTOR_TENSORS))
 
 
@@ -38,17 +39,21 @@ class SparseExperts(StandIn):
 
     Buffers (none of them in ``state_dict``): those of the parts, stacked: ``neuron_rows [E, I, R, H]`` (quantised:
     ``[E, I, R, row_bytes(H)]`` uint8; on ``meta`` if those of the parts are), ``order`` and ``inverse [E, I]``, and the
-    predictor's tensors.
+    predictor's tensors. ``cuts_E`` and ``thresholds_E``: ``cuts`` and ``thresholds`` where kernels on a GPU look.
 
     Attributes:
         sites: of the experts. site: what they share, under the module's name. method, weights, int8_activations: as
             of the parts. thresholds: of their gates (none: 0 for all); cuts: of their predictors (none: no predictors).
             errors, output_errors: what quantising did to each.
+        split: with some of its experts on a GPU, where its input is then; None: all are where its tensors are.
     """
 
     #: Whether ``neuron_rows`` has them all.
     in_memory = True
+    split: ExpertsSplit | None = None
     neuron_rows: torch.Tensor
+    cuts_E: torch.Tensor
+    thresholds_E: torch.Tensor
     sites: tuple[FFNSite, ...]
     thresholds: list[float]
     cuts: list[float]
@@ -77,6 +82,9 @@ class SparseExperts(StandIn):
             self.cuts = []
         if not any(self.thresholds):
             self.thresholds = []
+        for name, numbers in (("cuts_E", self.cuts), ("thresholds_E", self.thresholds)):
+            tensor = torch.tensor(numbers or [0.0] * experts, dtype=torch.float64, device="cpu")
+            self.register_buffer(name, tensor, persistent=False)
         form = copy.copy(first)  # a layer without tensors, which :meth:`expert` fills
         form._buffers = dict.fromkeys(first._buffers)
         self._form = (form,)  # a tuple: not a module
@@ -144,25 +152,68 @@ class SparseExperts(StandIn):
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
         """
         check_ffn_input(self.site, self.training, hidden_states, self.dtype)
-        return self._compute(hidden_states, top_k_index, top_k_weights).to(result_dtype(hidden_states))
+        y: torch.Tensor
+        if self.split is not None:
+            y = self.split(self, hidden_states, top_k_index, top_k_weights)
+        else:
+            if self.in_memory:
+                check_together(self.site.key, hidden_states, self.neuron_rows)
+            y = self.compute(hidden_states, top_k_index, top_k_weights)
+        return y.to(result_dtype(hidden_states))
 
-    def _compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.experts_ffn(
-            x,
-            index,
-            routing,
-            self.neuron_rows,
-            *self._asked(),
-            self.weights,
-            self.int8_activations,
-        )
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        """What the experts whose tensors are here make of ``x``; arguments and result as of :meth:`forward`."""
+        routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
+        y: torch.Tensor
+        if on_gpu(x):
+            y = torch.ops.pi2.gathered_experts(*routed, *self._asked(self.cuts_E, self.thresholds_E), *stored)
+        else:
+            y = torch.ops.pi2.experts_ffn(*routed, *self._asked(self.cuts, self.thresholds), *stored)
         return y
 
-    def _asked(self) -> tuple[Any, ...]:
-        """What both operators take from the predictor to the thresholds."""
+    def _asked(self, cuts: Any, thresholds: Any) -> tuple[Any, ...]:
+        """What all operators take from the predictor to the thresholds."""
         site, rows = self.site, self.predictor_weights
-        how = (self.predictor(), self.predictor_kind, self.cuts, rows, self.int8_activations and bool(rows))
-        return *how, site.activation, site.activation_on_up, self.thresholds
+        how = (self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows))
+        return *how, site.activation, site.activation_on_up, thresholds
+
+    def split_off(self, on_gpu: Sequence[bool], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+        """The experts of which ``on_gpu [E]`` says so are computed at the end of ``link``, where inputs and results are
+        from now on.
+
+        ``neuron_rows``: theirs, one after another, if this module has them not in memory.
+
+        Raises:
+            ShapeError: ``on_gpu`` is for another number of experts.
+        """
+        self.split = ExpertsSplit(self, on_gpu, link, neuron_rows)
+
+    def end_split(self) -> None:
+        """Everything is computed here again."""
+        self.split = None
+
+    def part(
+        self, experts: Sequence[int], device: torch.device, neuron_rows: torch.Tensor | None = None
+    ) -> SparseExperts:
+        """A module of these experts, one after another, over copies on ``device``; ``neuron_rows``: theirs."""
+        part = copy.copy(self)
+        part.__class__ = SparseExperts
+        part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)
+        part._original, part._elsewhere, part._names, part._parameters = (), (), {}, {}
+        part._buffers = dict(self._buffers)
+        for name, stack in self._buffers.items():
+            if stack is not None:
+                rows = [stack[expert] for expert in experts]
+                if name == "neuron_rows" and neuron_rows is not None:
+                    rows = list(neuron_rows)
+                held = torch.empty((len(experts), *stack.shape[1:]), dtype=stack.dtype, device=device)
+                part._buffers[name] = held
+                for place, row in enumerate(rows):  # one by one: no second copy of all of them
+                    held[place].copy_(row)
+        for name in ("thresholds", "cuts", "errors", "output_errors"):
+            numbers = getattr(self, name)
+            setattr(part, name, [numbers[expert] for expert in experts] if numbers else [])
+        return part
 
     # --- what StandIn asks its home for: the dense parameters, of all experts ---
 
@@ -177,7 +228,18 @@ class SparseExperts(StandIn):
         return values
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` into the neurons; whether it was new. Raises ConfigError: they are quantised."""
+        """Write parameter ``name`` into the neurons; whether it was new.
+
+        Raises:
+            ConfigError: they are quantised, or experts are on a GPU, which would keep theirs.
+        """
+        if self.split is not None:
+            raise ConfigError(
+                f"other weights for {self.site.key}",
+                expected="all of its experts on the CPU",
+                found="some on a GPU",
+                fix="Call model.to('cpu') first.",
+            )
         changed = False
         for expert, part in enumerate(self.experts()):
             changed |= part.assign(name, value[expert])
@@ -195,11 +257,17 @@ class SparseExperts(StandIn):
     def _apply(self, fn: Any, recurse: bool = True) -> SparseExperts:
         """``model.to(dtype)`` converts the neurons; scales and biases of the predictors stay float32.
 
+        With experts on a GPU it stays as it is where a move is to that; whatever else is done ends the split.
+
         Raises:
-            DeviceError: on the way to a GPU.
+            DeviceError: on the way to a GPU that has no kernels for this module.
         """
-        if goes_to_gpu(fn, torch.empty(0) if self.neuron_rows.is_meta else self.neuron_rows):
-            raise stays(f"{self.site.key}, a mixture of experts,")
+        if self.split is not None:
+            if only_moves(self.split, fn):
+                return self
+            self.end_split()
+        if goes_to_gpu(fn, self.order) and not self.in_memory:
+            raise stays(f"{self.site.key}, whose neurons are in a store")
         if self.weights != "float":
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
         exact = {name: tensor for name in _EXACT if (tensor := self._buffers[name]) is not None}
@@ -242,7 +310,19 @@ class OffloadedExperts(InStore, SparseExperts):
         part._store, part.store_layer = self._store, self.first_layer + expert
         return part
 
-    def _compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    def split_off(self, on_gpu: Sequence[bool], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+        """See the base class. The cache is for the other experts from now on: :meth:`Store.preload` fills it."""
+        super().split_off(on_gpu, link, neuron_rows)
+        for expert, there in enumerate(on_gpu):
+            self.store.leave_out(self.first_layer + expert, self.site.intermediate if there else 0)
+
+    def end_split(self) -> None:
+        super().end_split()
+        for expert in range(len(self.sites)):
+            self.store.leave_out(self.first_layer + expert, 0)
+
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
         return self.read(
             torch.ops.pi2.stored_experts,
             x,
@@ -251,7 +331,7 @@ class OffloadedExperts(InStore, SparseExperts):
             self.store.number,
             self.first_layer,
             len(self.sites),
-            *self._asked(),
+            *self._asked(self.cuts, self.thresholds),
             self.int8_activations,
         )
 

@@ -17,7 +17,7 @@ from torch_pi2.layers.dense import DenseForm
 from torch_pi2.layers.gpu import check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
-from torch_pi2.layers.split import Link, Split
+from torch_pi2.layers.split import Link, Split, only_moves
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.gpu.gathered_ffn import NO_PREDICTOR
@@ -428,9 +428,7 @@ class SparseFFN(DenseForm):
             DeviceError: on the way to a GPU that has no kernels for this layer.
         """
         if self.split is not None:
-            there = torch.empty(0, dtype=torch.float32, device=self.split.link.device)
-            made = fn(there)
-            if (made.device, made.dtype) == (there.device, there.dtype):
+            if only_moves(self.split, fn):
                 return self
             self.end_split()
         if goes_to_gpu(fn, self.order):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import DeviceError
@@ -67,33 +65,6 @@ def goes_to_gpu(fn: Callable[[torch.Tensor], torch.Tensor], here: torch.Tensor) 
         return False
     check_gpu(moved.device)
     return True
-
-
-@contextmanager
-def on_the_cpu(model: nn.Module) -> Iterator[None]:
-    """Within it a model of a GPU is on the CPU.
-
-    Raises:
-        DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`.
-    """
-    devices = {parameter.device for parameter in model.parameters() if on_gpu(parameter)}
-    if not devices:
-        yield
-        return
-    device = devices.pop()
-    if devices:
-        raise DeviceError(
-            f"device of {type(model).__name__}",
-            expected="the CPU, or one GPU",
-            found=", ".join(sorted(map(str, {device, *devices}))),
-            fix="Load it without device_map, and move it with model.to(device).",
-        )
-    check_gpu(device)
-    model.to("cpu")
-    try:
-        yield
-    finally:
-        model.to(device)
 
 
 def stays(what: str) -> DeviceError:

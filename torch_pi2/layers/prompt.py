@@ -18,10 +18,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.formats import FLOAT
 from torch_pi2.layers.gpu import DENSE_FROM, on_gpu
 from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.dtypes import DTYPES
+from torch_pi2.ops.gpu.linear import rows_at_once
 from torch_pi2.spec.site import FFNSite
 
 #: Tokens from which on matrix products are used, where no plan says it (``SparseFFN.dense_from``).
@@ -130,7 +132,9 @@ def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
         return False
     else:
         tokens = _tokens(layer, x)
-    return layer.n_hot == layer.site.intermediate or tokens >= DENSE_FROM
+    # rows that a product of matrices takes as they are; others would be dequantised in each call
+    all_of_floats = layer.n_hot == layer.site.intermediate and layer.weights == FLOAT
+    return all_of_floats or tokens >= DENSE_FROM
 
 
 def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
@@ -199,7 +203,9 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     x_TH = x.reshape(-1, site.hidden).to(dtype)
     act = ACTIVATIONS[site.activation]
     y_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
-    step = site.intermediate if on_gpu(x) else _SLICE
+    step = _SLICE
+    if on_gpu(x):
+        step = site.intermediate if kind == FLOAT else rows_at_once(site.hidden)
     for start in range(0, site.intermediate, step):
         part = slice(start, min(start + step, site.intermediate))
         neuron_rows = layer.neuron_rows[part]

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, ShapeError
 
 
 class Link(Protocol):
     """Between the CPU and a device that works by itself."""
 
     device: torch.device
-    #: Held from when an input leaves until its result is on its way back.
-    turn: AbstractContextManager[Any]
+
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Held from when an input leaves until its result is on its way back."""
 
     def leave(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """``x`` is on its way to the CPU; what is returned waits for it."""
@@ -138,3 +140,77 @@ class Split:
             for part in (self.hot, self.cold):
                 if part is not None:
                     part.follow_whole(layer)
+
+
+class ExpertsSplit:
+    """What a mixture of experts, which stays on the CPU as a whole, computes with some of its experts on a GPU.
+
+    Each expert is in one place as a whole, and asks its predictor there: what a token's experts are is as without.
+
+    Args:
+        layer: a :class:`~torch_pi2.layers.experts.SparseExperts` that is not split. on_gpu: ``[E]``, which experts.
+        link: to the GPU. neuron_rows: of those experts, one after another, of a layer over a store.
+
+    Attributes:
+        on_gpu: as given. hot: a SparseExperts of the experts there; None: there are none.
+
+    Raises:
+        ShapeError: ``on_gpu`` is for another number of experts.
+    """
+
+    def __init__(self, layer: Any, on_gpu: Sequence[bool], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+        if len(on_gpu) != len(layer.sites):
+            raise ShapeError(
+                f"experts of {layer.site.key} on a GPU",
+                expected=f"{len(layer.sites)} answers, one for each expert",
+                found=str(len(on_gpu)),
+                fix="Say of every expert of the module whether it is there.",
+            )
+        self.on_gpu, self.link = tuple(map(bool, on_gpu)), link
+        there = [expert for expert, is_there in enumerate(self.on_gpu) if is_there]
+        self.hot = layer.part(there, link.device, neuron_rows) if there else None
+        experts = len(self.on_gpu)
+        place_E1 = torch.full((experts + 1,), len(there), dtype=torch.int64)  # where no expert is
+        place_E1[there] = torch.arange(len(there))
+        self._place_E1 = place_E1.to(link.device)
+        self._cold_E1 = torch.tensor([experts if there else e for e, there in enumerate(self.on_gpu)] + [experts])
+
+    @torch.compiler.disable  # a compiler sees no order between copies and what the CPU computes
+    def __call__(self, layer: Any, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        """What ``layer`` makes of ``x [T, H]`` on the GPU, whose experts and their weights are ``[T, k]``: both results
+        have ``x``'s dtype, their sum is taken in float32. Calls of several threads take turns.
+        """
+        y: torch.Tensor
+        if all(self.on_gpu):
+            y = self._on_gpu(x, index, routing)
+            return y
+        with self.link.turn:
+            arriving = self.link.leave(_as_bytes(index, routing.float(), x))
+            work = functools.partial(self._on_gpu, x, index, routing)
+            hot = None if self.hot is None else self.link.queue(work)
+            index_Tk, routing_Tk, x_TH = _from_bytes(arriving(), index, routing.float(), x)
+            y = self.link.enter(layer.compute(x_TH, self._cold_E1[index_Tk], routing_Tk))
+            return y if hot is None else (hot().float() + y.float()).to(x.dtype)
+
+    def _on_gpu(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        assert self.hot is not None
+        y: torch.Tensor = self.hot.compute(x, self._place_E1[index], routing)
+        return y
+
+
+def only_moves(split: Split | ExpertsSplit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether ``fn``, which a module's ``_apply`` was given, moves to the GPU of ``split`` and does nothing else."""
+    there = torch.empty(0, dtype=torch.float32, device=split.link.device)
+    made = fn(there)
+    return (made.device, made.dtype) == (there.device, there.dtype)
+
+
+def _as_bytes(*tensors: torch.Tensor) -> torch.Tensor:
+    """One tensor, to be copied at once, of several whose numbers get no longer from one to the next."""
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _from_bytes(held: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
+    """Views of ``held``, which was made by :func:`_as_bytes` of such tensors."""
+    parts = held.split([tensor.nbytes for tensor in like])
+    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -26,7 +26,7 @@ from typing import Any
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS
-from torch_pi2.machine.json import from_plain, limited, to_plain, wrong
+from torch_pi2.machine.json import from_plain, later, limited, to_plain, wrong
 from torch_pi2.machine.reads import Reads, check_reads
 
 FORMAT = "torch_pi2.hardware"
@@ -165,7 +165,10 @@ class Accelerator:
     Attributes:
         memory_bytes: for weights there. launch_us: to begin a call and to wait for its end.
         stream_gb_per_s: of weights, alone. shared_gb_per_s: it and the CPU together, both reading.
-        gmacs_per_s: 10^9 multiplications a second. merge_us: to add what it computed to what the CPU did, each call.
+        gmacs_per_s: 10^9 multiplications a second. merge_us: to add what it computed to what the CPU did, each token.
+        holds_rest: it has memory of its own, with all that is no feed-forward layer in it, as a GPU: both read at their
+            own speed, and a layer of which the CPU computes any neurons, and only such a one, takes ``merge_us`` more,
+            however many tokens: its input goes to the CPU and a result comes back.
     """
 
     name: str
@@ -175,6 +178,7 @@ class Accelerator:
     shared_gb_per_s: float = limited(above=True)
     gmacs_per_s: float = limited(above=True)
     merge_us: float = limited()
+    holds_rest: bool = later(False)
 
     def ffn_us(self, *, batch: int, neurons: int, hidden: int, rows: int, weight_bits: float) -> float:
         """Microseconds of ``rows`` rows of ``neurons`` neurons, dense: the longer of reading and multiplying them."""

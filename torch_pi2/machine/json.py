@@ -22,6 +22,11 @@ def limited(least: float = 0.0, most: float = MOST, *, above: bool = False, defa
     return field(metadata=metadata) if default is MISSING else field(metadata=metadata, default=default)
 
 
+def later(default: Any) -> Any:
+    """A dataclass field that files of before have not."""
+    return field(metadata={"later": True}, default=default)
+
+
 def to_plain(value: Any) -> Any:
     """What ``json.dumps`` takes of a dataclass; fields whose names begin with ``_`` are left out."""
     if is_dataclass(value) and not isinstance(value, type):
@@ -47,8 +52,9 @@ def wrong(path: str, expected: str, found: object) -> NoReturn:
 
 def _made(kind: type[T], found: Field) -> T:
     known, hints = _fields(kind), typing.get_type_hints(kind)
-    found.names([f.name for f in known])
-    return kind(**{f.name: _value(hints[f.name], found.at(f.name), f.metadata) for f in known})
+    newer = [f.name for f in known if f.metadata.get("later")]
+    there = found.names([f.name for f in known if f.name not in newer], newer)
+    return kind(**{f.name: _value(hints[f.name], found.at(f.name), f.metadata) for f in known if f.name in there})
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:

@@ -20,6 +20,7 @@ from torch_pi2.errors import ConfigError, LibraryMissingError
 from torch_pi2.machine.find import cached_path
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.measure.compute import CACHED, FULL, QUICK, rates, sparse_cases
+from torch_pi2.measure.gpu import Gpu, accelerator, gpu_here
 from torch_pi2.measure.machine import bandwidths, cache_bytes, glue, thread_factors
 from torch_pi2.measure.reads import drive, interference, reads
 from torch_pi2.measure.store import store_costs
@@ -53,6 +54,7 @@ def measure(
     seconds: float = 60.0,
     progress: bool = False,
     set_threads: Callable[[int], None] | None = None,
+    gpu: Gpu | None = None,
 ) -> Hardware:
     """Measure this machine on torch's current number of threads.
 
@@ -63,6 +65,7 @@ def measure(
         progress: show a bar on standard error.
         set_threads: what sets the number of compute threads, ``torch.set_num_threads``; without it only the current
             number is measured. It is as before afterwards.
+        gpu: beside the CPU (default: torch's current one, if it has kernels); it takes seconds more.
 
     Raises:
         ConfigError: no time. ArtifactError: the folder cannot be written.
@@ -99,9 +102,13 @@ def measure(
         together = interference(file, of_drive, busy, part("interference")[0])
         bar("interference", _SHARES["interference"])
         of_store = store_costs(folder, real=real, tick=part("store")[1])
+    gpu = gpu or gpu_here()
+    in_order = max(found.gb_per_s for found in memory if not found.row_bytes)
     notes = {"rates": "float linear layers, matrix products and SDPA by the wall's clock, others by the operators' own"}
     if not real:
         notes |= {"glue": "assumed: compiled as eager", "name": "a look in less than 20 seconds: not for plans"}
+    if gpu is not None:
+        notes["accelerator"] = "launches: four a layer; shared: the sum, as each has memory of its own"
     if set_threads is None:
         notes["thread_factors"] = "not measured: a part of the threads is taken to be as many times slower"
     return Hardware(
@@ -122,6 +129,7 @@ def measure(
         reads=of_drive,
         interference=together,
         store=of_store,
+        accelerator=None if gpu is None else accelerator(gpu, in_order),
     )
 
 

@@ -31,6 +31,16 @@ def predict_signbit(x: torch.Tensor, signs: torch.Tensor, columns: int, margin: 
     return active | x.isnan().any(-1, keepdim=True)
 
 
+def most_differing(columns: int, margin: float) -> int:
+    """With how many differing signs, at most, :func:`predict_signbit` finds a neuron active; -1: with none at all."""
+    lowest, highest = -1, columns  # fewer are active wherever more are
+    while lowest < highest:
+        middle = (lowest + highest + 1) // 2
+        active = float(columns - middle) >= margin * float(middle)
+        lowest, highest = (middle, highest) if active else (lowest, middle - 1)
+    return lowest
+
+
 def fake(x: torch.Tensor, signs: torch.Tensor, columns: int, margin: float) -> torch.Tensor:
     check_hidden(x, columns)
     check_rows("signs", signs, -(-columns // 64) * 8, "bytes", FIX)

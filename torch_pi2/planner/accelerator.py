@@ -24,7 +24,8 @@ Counts = tuple[int, ...]
 def caps(task: Task, space: Space, prices: Sequence[Price]) -> list[Counts | None]:
     """Counts that fit together, each once; the first is none at all. ``[None]``: there is no accelerator to plan for.
 
-    The same neurons are there at all batch sizes: the sum over them counts. In memory the second is the optimum.
+    The same neurons are there at all batch sizes: the sum over them counts. In memory the second is the optimum. What
+    has room there need not be used, but on one with memory of its own is.
     """
     if not task.accelerator_bytes:
         return [None]
@@ -36,8 +37,8 @@ def caps(task: Task, space: Space, prices: Sequence[Price]) -> list[Counts | Non
             line = [0.0] * len(firsts)
             for batch in task.batches:
                 best = space.cost(batch, price)[index, :, : len(firsts)].min(axis=0)
-                # What has room there need not be used.
-                line = [sum_ + task.weight(batch) * min(best[: n + 1]) for n, sum_ in enumerate(line)]
+                least = best if space.fixed else np.minimum.accumulate(best)
+                line = [sum_ + task.weight(batch) * ms for sum_, ms in zip(line, least.tolist(), strict=True)]
             costs.append(line)
         picks.append(choose(costs, sizes, task.accelerator_bytes))
     picks.append(_most_frequent(task, space, sizes))

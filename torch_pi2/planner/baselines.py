@@ -10,6 +10,7 @@ import numpy as np
 
 from torch_pi2.errors import check_choice
 from torch_pi2.planner.choices import STEP, Choice, hot_counts
+from torch_pi2.planner.layer_cost import without_rest
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.prompt_cost import prompt_plan
 from torch_pi2.planner.request import Task, assemble, check
@@ -58,7 +59,7 @@ def fixed_plan(
         ms = task.cost(batch, choice, resident).ms
         buckets.append(Bucket(batch, choice.hot, choice.accelerator, resident, task.cache_bytes(batch), ms))
     made = assemble(task, buckets, kind)
-    return replace(made, prompt=prompt_plan(shape, hardware, buckets[-1], task.stored))
+    return replace(made, prompt=prompt_plan(shape, without_rest(hardware), buckets[-1], task.stored))
 
 
 def simple_choice(task: Task, kind: str, seed: int = 0) -> Choice:

@@ -80,6 +80,9 @@ class Space:
     Args:
         accelerated: whether an accelerator may compute hot neurons: all counts are then multiples of its chunk.
         ticks: what is iterated over, for a progress bar.
+
+    Attributes:
+        fixed: whether what has room on an accelerator is computed there whatever the batch: it holds the rest, too.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class Space:
     ) -> None:
         self.shape, self.hardware, self.batches = shape, hardware, tuple(batches)
         step = ACCELERATOR_CHUNK if accelerated else STEP
+        theirs = hardware.accelerator
+        self.fixed = accelerated and theirs is not None and theirs.holds_rest
         self.hots = [hot_counts(layer, step) for layer in shape.layers]
         self.firsts = [self._firsts(layer, hots) if accelerated else np.array([0]) for layer, hots in self._each()]
         widest = max(len(h) for h in self.hots), max(len(a) for a in self.firsts)
@@ -155,10 +160,11 @@ class Space:
         return ms if price.read_ms == 0 else ms + price.read_ms * self.slot_use(batch, price)
 
     def capped(self, cost: np.ndarray, most: Sequence[int] | None) -> np.ndarray:
-        """``cost`` with no more than ``most`` neurons of each layer on the accelerator."""
+        """``cost`` with no more than ``most`` neurons of each layer on the accelerator; all of them if ``fixed``."""
         if most is None:
             return cost
-        return np.where(self._first_LN[:, None, :] <= np.asarray(most)[:, None, None], cost, np.inf)
+        first_L1N, most_L11 = self._first_LN[:, None, :], np.asarray(most)[:, None, None]
+        return np.where(first_L1N == most_L11 if self.fixed else first_L1N <= most_L11, cost, np.inf)
 
     def best(self, cost: np.ndarray) -> Choice:
         """Of each layer the cheapest; of those within :data:`NEAR` of it the fewest hot, then the fewest away."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import constants
-from torch_pi2.planner.layer_cost import TIMES, block_ms, layer_curve, linear_ms
+from torch_pi2.planner.layer_cost import TIMES, block_ms, layer_curve, linear_ms, without_rest
 from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.spec.offload import OffloadConfig
@@ -91,7 +91,8 @@ def step_cost(
     and once ``head``, the linear layer that makes logits.
 
     Args:
-        hot: by layer, neurons that are computed without a predictor. accelerator: of them, those that it computes.
+        hot: by layer, neurons that are computed without a predictor. accelerator: of them, those that it computes;
+            None: it has nothing of the model.
         resident: by layer, neurons (after the accelerator's) that never leave the cache.
         cache_bytes: of a store's neuron cache; None: all neurons are in memory.
         misses: what such a cache does not have (default: :class:`~torch_pi2.planner.misses.FrequencyMisses`).
@@ -102,6 +103,8 @@ def step_cost(
         ConfigError: counts that layers cannot have, resident neurons for which there is no room, or a kernel that the
             hardware profile does not know.
     """
+    if accelerator is None:
+        hardware = without_rest(hardware)
     none, sequences = [0] * len(shape.layers), batch if sequences is None else sequences
     config, firsts, kept = OffloadConfig(**(offload or {})), accelerator or none, resident or none
     for name, counts in (("hot", hot), ("accelerator", firsts), ("resident", kept)):
@@ -157,6 +160,8 @@ def step_cost(
             total[part] += value
     total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes, model_bytes=shape.weight_bytes)
     memory = _memory(shape, sequences, context, cache_bytes, kept, firsts, config)
+    if hardware.accelerator is not None and hardware.accelerator.holds_rest and cache_bytes is None:
+        memory["resident"] += memory["accelerator"]  # what a GPU has the CPU keeps, too
     return Cost(batch, total, read, rows, memory)
 
 

@@ -20,12 +20,11 @@ from torch_pi2.planner.misses import MissCurve, ReplayMisses
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import BATCHES
 from torch_pi2.planner.solve import solve
-from torch_pi2.rewrite.handle import parts_of, store_of
+from torch_pi2.rewrite.handle import parts_of, stored_stats
 from torch_pi2.spec.machine_plan import HardwarePlan
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import ActivationStats
-from torch_pi2.store.parts import Parts
 
 #: Steps of recorded accesses that are replayed for each question: enough for hit rates, in seconds even for 7B.
 _REPLAYED = 64
@@ -72,7 +71,7 @@ def plan_for(
             settings that make no sense, ``min_recall`` with statistics that do not see what predictors miss among them.
     """
     parts = parts_of(model)
-    found = stats or parts.stats or _stored(model)
+    found = stats or parts.stats or stored_stats(model)
     if found is None:
         raise CalibrationError(
             f"planning a {type(model).__name__}",
@@ -108,15 +107,6 @@ def check_recall(shape: ModelShape, stats: ActivationStats, min_recall: float | 
             found="statistics of a model that was watched with its predictors",
             fix="Profile the dense model (torch-pi2 profile) and pass its statistics, or leave min_recall out.",
         )
-
-
-def _stored(model: nn.Module) -> ActivationStats | None:
-    """Those of the folder of a model over a store, which it was loaded without: no budget has room for them."""
-    store = store_of(model)
-    if store is None:
-        return None
-    with Parts(store.path.parent) as parts:
-        return parts.stats(parts_of(model).plan.model_hash)
 
 
 def replayed(accesses: Accesses | str | Path, shape: ModelShape) -> Mapping[str, MissCurve]:

@@ -7,12 +7,15 @@ further number of hot neurons costs a few calls of the hardware's curves. ``step
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import QUANTIZED
+from torch_pi2.layers.gpu import DENSE_FROM
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.spec.method import Method
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Columns of :func:`layer_curve` that are milliseconds of a step and add up to the layer.
 TIMES = ("predictor", "hot", "cold", "merge")
+#: Of a number that a GPU dequantises in a call, beside those that it is stored in.
+_DEQUANTISED_BITS = 32
 
 
 class Sums(NamedTuple):
@@ -126,6 +131,9 @@ def layer_curve(
     * With an accelerator both sides work at once, and what ends last counts: ``max(accelerator.ffn_us, predictor +
       CPU)``, and not before the bytes of both have come at ``accelerator.shared_gb_per_s``. What the CPU's part does
       not hide of it is in ``hot``; then ``merge``, ``accelerator.merge_us`` a token.
+    * One that has the rest of the model in memory of its own (``accelerator.holds_rest``) reads at its own speed
+      whatever the CPU reads; ``merge`` is one ``merge_us`` wherever a < I, with a = 0 too. From ``DENSE_FROM`` tokens
+      on quantised neurons become 16 bits there in each call, written and read: 32 bits more of each number.
 
     All is multiplied by the share of steps in which an expert has tokens (:func:`expert_use`); experts share a call.
     Source: papers.md 11.1 (PowerInfer-2, arXiv 2406.06282, section 5, as worked out there); rates from
@@ -169,19 +177,25 @@ def layer_curve(
     hot_us_N = cpu_N * work.hot_bytes / np.maximum(ffn_bytes_N, 1)
     cold_us_N = cpu_N - hot_us_N
     merge_N = np.zeros(len(hot_N))
-    if hardware.accelerator is not None and first_N.any():
-        theirs = hardware.accelerator
+    theirs = hardware.accelerator
+    if theirs is not None and (first_N.any() or theirs.holds_rest):
         bits = 8 * layer.neuron_bytes / (layer.rows * layer.hidden)
+        if theirs.holds_rest and tokens >= DENSE_FROM and layer.kernel.partition("/")[0] in QUANTIZED:
+            bits += _DEQUANTISED_BITS
 
         def their_us(neurons: int) -> float:
             return theirs.ffn_us(
                 batch=max(1, round(tokens)), neurons=neurons, hidden=layer.hidden, rows=layer.rows, weight_bits=bits
             )
 
-        bytes_N = ffn_bytes_N + work.predictor_bytes + first_N * float(layer.neuron_bytes)
-        theirs_N = np.maximum(each(their_us, first_N), bytes_N / (theirs.shared_gb_per_s * 1e3))
+        theirs_N = each(their_us, first_N)
+        if theirs.holds_rest:
+            merge_N = np.where(first_N < layer.intermediate, theirs.merge_us, 0.0)
+        else:
+            bytes_N = ffn_bytes_N + work.predictor_bytes + first_N * float(layer.neuron_bytes)
+            theirs_N = np.maximum(theirs_N, bytes_N / (theirs.shared_gb_per_s * 1e3))
+            merge_N = np.where(first_N > 0, theirs.merge_us * tokens, 0.0)
         hot_us_N = hot_us_N + np.where(first_N > 0, np.maximum(theirs_N - predictor_N - cpu_N, 0), 0)
-        merge_N = np.where(first_N > 0, theirs.merge_us * tokens, 0.0)
     ms, wanted_N = use / 1e3, sums(layer, tokens).predicted[hot_N]
     return {
         "predictor": predictor_N * ms,
@@ -192,6 +206,12 @@ def layer_curve(
         "cold_wanted": use * wanted_N,
         "cpu_bytes": use * (ffn_bytes_N + work.predictor_bytes),
     }
+
+
+def without_rest(hardware: Hardware) -> Hardware:
+    """``hardware`` for a model of which nothing is on an accelerator that would have all but neurons, too."""
+    theirs = hardware.accelerator
+    return replace(hardware, accelerator=None) if theirs is not None and theirs.holds_rest else hardware
 
 
 class _Work(NamedTuple):

@@ -31,7 +31,7 @@ def pass_steps(task: Task, bucket: Bucket) -> dict[int, float]:
     def ms(tokens: int) -> float:
         return step_cost(
             task.shape,
-            task.hardware,
+            task.used,
             batch=tokens,
             sequences=1,
             hot=bucket.hot,

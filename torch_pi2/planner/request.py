@@ -10,6 +10,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.planner.choices import Choice, resident_counts
 from torch_pi2.planner.cost import Cost, step_cost
 from torch_pi2.planner.drive import offload_settings
+from torch_pi2.planner.layer_cost import without_rest
 from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
@@ -54,6 +55,11 @@ class Task:
         self.offload = dict(self.offload or offload_settings(self.shape, self.hardware, next(iter(self.misses), "")))
 
     @property
+    def used(self) -> Hardware:
+        """The machine, without what has no memory for the model."""
+        return self.hardware if self.accelerator_bytes else without_rest(self.hardware)
+
+    @property
     def stored(self) -> bool:
         return self.budget_bytes is not None
 
@@ -87,7 +93,7 @@ class Task:
         if key not in self._costs:
             self._costs[key] = step_cost(
                 self.shape,
-                self.hardware,
+                self.used,
                 batch=batch,
                 hot=choice.hot,
                 accelerator=choice.accelerator,
@@ -149,7 +155,7 @@ def _check_memory(task: Task) -> None:
     """Raises ConfigError: the machine has less memory than the budget, or than everything takes."""
     most, shape = task.hardware.memory_bytes, task.shape
     # Published profiles are of phones, whose accelerators have no memory of their own.
-    shares = task.hardware.source == "published"
+    shares, theirs = task.hardware.source == "published", task.hardware.accelerator
     if task.budget_bytes is not None:
         needed, what = task.budget_bytes, f"budget of {task.budget_bytes} bytes"
         if shares and task.accelerator_bytes:
@@ -158,7 +164,9 @@ def _check_memory(task: Task) -> None:
     else:
         budget = shape.budget(0, batch=task.batches[-1], context=task.context, config=OffloadConfig())
         every = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
-        ours = every if shares else max(0, every - task.accelerator_bytes)
+        # What a GPU has stays in the CPU's memory, too.
+        stays = shares or (theirs is not None and theirs.holds_rest)
+        ours = every if stays else max(0, every - task.accelerator_bytes)
         needed = budget.fixed + budget.predictors + budget.kv + ours
         what = f"everything in memory, for batches to {task.batches[-1]} of {task.context} tokens"
     if needed > most:
@@ -209,7 +217,7 @@ def assemble(task: Task, buckets: Sequence[Bucket], planner: str) -> HardwarePla
         buckets=tuple(buckets),
         prompt=PromptPlan((0,) * len(task.shape.layers)),
         offload=dict(task.offload) if task.stored else {},
-        threads=_thread_roles(task.hardware, task.stored),
+        threads=_thread_roles(task.used, task.stored),
         cluster=task.shape.layers[0].cluster,
     )
 

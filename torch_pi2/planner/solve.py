@@ -25,6 +25,7 @@ from torch_pi2.planner.accelerator import caps
 from torch_pi2.planner.baselines import KINDS, simple_choice
 from torch_pi2.planner.choices import Choice, Price, Space, prices
 from torch_pi2.planner.drive import read_ms, stream_ms
+from torch_pi2.planner.layer_cost import without_rest
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.passes import pass_steps
@@ -106,7 +107,7 @@ def solve(
             best = total, task, found
     assert best is not None
     _, task, plan = best
-    prompt = prompt_plan(task.shape, hardware, plan.buckets[-1], task.stored)
+    prompt = prompt_plan(task.shape, without_rest(hardware), plan.buckets[-1], task.stored)
     return replace(plan, prompt=prompt, passes=pass_steps(task, plan.buckets[0]))
 
 
@@ -116,9 +117,7 @@ class _Search:
     def __init__(self, task: Task) -> None:
         self.task = task
         accelerated = task.accelerator_bytes > 0
-        self.space = Space(
-            task.shape, task.hardware, task.batches, accelerated=accelerated, ticks=self._ticks("layers")
-        )
+        self.space = Space(task.shape, task.used, task.batches, accelerated=accelerated, ticks=self._ticks("layers"))
         self._check_recall()
 
     def _ticks(self, what: str) -> Any:
@@ -197,6 +196,8 @@ class _Search:
             choices += [_mixed(made["all-hot"], base, share) for base in rest for share in _MIXED]
         if most is None:
             return choices
+        if self.space.fixed:
+            return [Choice(tuple(map(max, c.hot, most)), tuple(most)) for c in choices]
         return [Choice(c.hot, tuple(map(min, c.accelerator, most))) for c in choices]
 
     def _apart(self, most: Sequence[int] | None) -> dict[int, Choice]:

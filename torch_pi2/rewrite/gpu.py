@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from torch_pi2.base.units import parse_bytes, size
-from torch_pi2.errors import ConfigError, OutOfMemoryError
+from torch_pi2.errors import ConfigError, DeviceError, OutOfMemoryError
+from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import check_gpu, stays
-from torch_pi2.layers.of_model import homes, sparse_layers
+from torch_pi2.layers.gpu import check_gpu, on_gpu
+from torch_pi2.layers.of_model import homes
+from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.split import CudaLink, Link, Split
-from torch_pi2.rewrite.handle import Handle, Optimized
+from torch_pi2.rewrite.handle import Handle, Optimized, stored_stats
+from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.store.storefile import StoreReader
+
+_log = logging.getLogger("torch_pi2")
 
 
 def checked_memory(gpu_memory: float | str) -> int:
@@ -24,26 +32,71 @@ def checked_memory(gpu_memory: float | str) -> int:
     return memory_bytes
 
 
-def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) -> dict[str, int]:
-    """Put as many neurons of ``model``, which is optimised and on the CPU, on a GPU as have room, and all else.
-
-    Those that fire most, of all layers; without statistics an equal share of each. They stay on the CPU, too: what is
-    saved and restored is there.
-
-    Args:
-        memory_bytes: of weights there; keys, values and activations come on top.
-        link: to the GPU (None: torch's current one).
-
-    Returns:
-        neurons there, by the key of their layer.
+@contextmanager
+def on_the_cpu(model: nn.Module, stays_here: bool = False) -> Iterator[None]:
+    """Within it a model of a GPU is on the CPU, and afterwards where it was; ``stays_here``: only after an error.
 
     Raises:
-        DeviceError: layers that have no kernels. OutOfMemoryError: the rest of the model has no room.
+        DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`.
     """
-    layers = sparse_layers(model)
-    if len(layers) != len(homes(model)) or not all(layer.in_memory for layer in layers):
-        raise stays(f"{type(model).__name__}, with mixtures of experts or over a store,")
-    inside = {id(tensor) for layer in layers for tensor in layer.buffers()}
+    devices = {parameter.device for parameter in model.parameters() if on_gpu(parameter)}
+    if len(devices) > 1:
+        raise DeviceError(
+            f"device of {type(model).__name__}",
+            expected="the CPU, or one GPU",
+            found=", ".join(sorted(map(str, devices))),
+            fix="Load it without device_map, and move it with model.to(device).",
+        )
+    for device in devices:
+        check_gpu(device)
+        model.to("cpu")
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        for device in devices:
+            if not (done and stays_here):
+                _as_a_whole(model, device)
+
+
+def _as_a_whole(model: nn.Module, device: torch.device) -> None:
+    """Move ``model`` to a GPU. Raises what the move raised, or OutOfMemoryError: all of it is on the CPU then."""
+    with _or_here(model, sum(t.nbytes for t in (*model.parameters(), *model.buffers())), device):
+        model.to(device)
+
+
+@contextmanager
+def _or_here(model: nn.Module, nbytes: int, device: torch.device) -> Iterator[None]:
+    """Within it ``nbytes`` of ``model`` go to a GPU; on any error all of it is on the CPU.
+
+    Raises:
+        OutOfMemoryError: the GPU has less memory.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for home in homes(model):
+            if home.split is not None:
+                home.end_split()
+        model.to("cpu")
+        if isinstance(error, torch.OutOfMemoryError):
+            raise OutOfMemoryError(
+                f"moving {type(model).__name__} to a GPU",
+                expected=f"{size(nbytes)} free on {device}",
+                found=" ".join(str(error).split())[:300],
+                fix="Give it less (gpu_memory), or end what else is there.",
+            ) from error
+        raise
+
+
+def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
+    """Bytes for neurons of ``model``, which is optimised, where ``memory_bytes`` have all else of it, too.
+
+    Raises:
+        OutOfMemoryError: the rest of the model has no room.
+    """
+    inside = {id(tensor) for home in homes(model) for tensor in home.buffers()}
     held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside}
     rest_bytes = sum(tensor.nbytes for tensor in held.values() if tensor.device.type != "meta")
     if memory_bytes < rest_bytes:
@@ -53,39 +106,155 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) ->
             found=size(memory_bytes),
             fix="Give it more, or leave the model on the CPU.",
         )
-    handle = Handle.of(model)
-    stats = handle.stats if isinstance(handle, Optimized) else None
-    counts = _most_fired(layers, stats, memory_bytes - rest_bytes)
+    return memory_bytes - rest_bytes
+
+
+def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) -> dict[str, int]:
+    """Put as many neurons of ``model``, which is optimised and on the CPU, on a GPU as have room, and all else.
+
+    Those that its plan gives to an accelerator, if it gives it any and all have room. Else those that are wanted most,
+    of all layers, of mixtures whole experts; without statistics an equal share of each layer. Of a model in memory they
+    stay on the CPU, too: what is saved and restored is there. Of one over a store they are read into the GPU's memory,
+    and the cache is for the others (:meth:`~torch_pi2.layers.offloaded.Store.preload`).
+
+    Args:
+        memory_bytes: of weights there; keys, values and activations come on top.
+        link: to the GPU (None: torch's current one).
+
+    Returns:
+        neurons there, by the key of their layer.
+
+    Raises:
+        OutOfMemoryError: the rest of the model has no room, or the GPU has less memory free. ArtifactError: a store
+            cannot be read. On any error all of the model is on the CPU.
+    """
+    room_bytes = room_on_gpu(model, memory_bytes)
+    found, handle = homes(model), Handle.of(model)
+    parts = handle if isinstance(handle, Optimized) else None
+    there = None if parts is None else _planned(found, parts.plan, room_bytes)
+    if there is None:
+        there = _most_wanted(found, None if parts is None else parts.stats or stored_stats(model), room_bytes)
     link = link or CudaLink(torch.device("cuda", torch.cuda.current_device()))
-    for layer, count in zip(layers, counts, strict=True):
-        layer.split = Split(layer, count, link)
-    model.to(link.device)
-    return {layer.site.key: count for layer, count in zip(layers, counts, strict=True)}
+    with _or_here(model, memory_bytes, link.device):
+        for home, units in zip(found, there, strict=True):
+            _split_off(home, units, link)
+        model.to(link.device)
+    return {layer.site.key: count for home in found for layer, count in _counts(home)}
 
 
-def _most_fired(layers: Sequence[SparseFFN], stats: ActivationStats | None, room_bytes: int) -> list[int]:
-    """Of each layer so many of its first neurons that all have room, those that fire most before others."""
+def _split_off(home: SparseFFN | SparseExperts, units: Sequence[int], link: Link) -> None:
+    """``units``: experts that are there, or neurons, which are the first."""
+    if isinstance(home, SparseExperts):
+        home.split_off([expert in units for expert in range(len(home.sites))], link, _stored_experts(home, units))
+    else:
+        count = len(units)
+        if not home.in_memory and count < home.site.intermediate:
+            count = count // Split.CHUNK * Split.CHUNK
+        home.split_off(count, link, _stored_neurons(home, count))
+
+
+def _counts(home: SparseFFN | SparseExperts) -> list[tuple[SparseFFN, int]]:
+    """Layers of ``home``, which is split, and how many neurons of each are there."""
+    if isinstance(home, SparseExperts):
+        assert home.split is not None
+        every = home.site.intermediate
+        return [(layer, every * there) for layer, there in zip(home.experts(), home.split.on_gpu, strict=True)]
+    assert home.split is not None
+    return [(home, home.split.n_gpu)]
+
+
+def _stored_neurons(layer: SparseFFN, count: int) -> torch.Tensor | None:
+    """The first ``count`` neurons of a layer over a store; None: of one in memory, which has them."""
+    if not isinstance(layer, OffloadedFFN):
+        return None
+    with StoreReader(layer.store.path) as reader:
+        return reader.as_computed(reader.read_layer(layer.store_layer, (0, count)))
+
+
+def _stored_experts(home: SparseExperts, experts: Sequence[int]) -> torch.Tensor | None:
+    """Neurons of some experts, one after another, as :func:`_stored_neurons`."""
+    if not isinstance(home, OffloadedExperts):
+        return None
+    rows = home.neuron_rows
+    found = torch.empty((len(experts), *rows.shape[1:]), dtype=rows.dtype)
+    with StoreReader(home.store.path) as reader:
+        for place, expert in enumerate(experts):
+            found[place] = reader.as_computed(reader.read_layer(home.first_layer + expert))
+    return found
+
+
+def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes: int) -> list[Sequence[int]] | None:
+    """What ``plan`` gives to an accelerator at any batch size; None: nothing, or more than has room."""
+    layers = [home for home in found if isinstance(home, SparseFFN)]
+    if plan.hardware is None or not plan.hardware.accelerator_bytes or len(layers) < len(found):
+        return None
+    by_key = {
+        layer.site.key: max(bucket.accelerator[i] for bucket in plan.hardware.buckets)
+        for i, layer in enumerate(plan.layers)
+    }
+    counts = [by_key[layer.site.key] for layer in layers]
+    wanted = sum(count * neuron_bytes(layer) for layer, count in zip(layers, counts, strict=True))
+    if wanted > room_bytes:
+        _log.warning(
+            "the plan has neurons of %s on a GPU, gpu_memory has room for %s: those that fire most go there instead",
+            size(wanted),
+            size(room_bytes),
+        )
+        return None
+    return [range(count) for count in counts]
+
+
+def neuron_bytes(layer: SparseFFN) -> int:
+    """Bytes of one neuron on a GPU, with its biases."""
+    held = sum(t.nbytes for t in (layer.neuron_rows, layer.bias_gate, layer.bias_up) if t is not None)
+    return held // layer.site.intermediate
+
+
+def _most_wanted(
+    found: Sequence[SparseFFN | SparseExperts], stats: ActivationStats | None, room_bytes: int
+) -> list[Sequence[int]]:
+    """Of each layer so many of its first neurons, and of each mixture those experts, that all have room: what a byte is
+    wanted for most often before others.
+    """
     ranks, sizes, owners = [], [], []
-    for i, layer in enumerate(layers):
-        neurons = layer.site.intermediate
-        if stats is None:
-            rank = 1 - torch.arange(neurons, dtype=torch.float64) / neurons
-        else:
-            of_layer = stats[layer.site.key]
-            rank = of_layer.fired[layer.order.cpu()].double() / max(1, of_layer.tokens)
-        ranks.append(rank.cummin(0).values)  # a neuron comes after those before it
-        per_neuron = sum(t.nbytes for t in (layer.neuron_rows, layer.bias_gate, layer.bias_up) if t is not None)
-        sizes.append(torch.full((neurons,), per_neuron // neurons, dtype=torch.int64))
-        owners.append(torch.full((neurons,), i, dtype=torch.int64))
+    for i, home in enumerate(found):
+        rank, nbytes = _experts(home, stats) if isinstance(home, SparseExperts) else _neurons(home, stats)
+        ranks.append(rank)
+        sizes.append(torch.full((len(rank),), nbytes, dtype=torch.int64))
+        owners.append(torch.full((len(rank),), i, dtype=torch.int64))
     by_rank = torch.cat(ranks).argsort(descending=True, stable=True)
-    taken = torch.cat(sizes)[by_rank].cumsum(0) <= room_bytes
-    counts = torch.bincount(torch.cat(owners)[by_rank][taken], minlength=len(layers))
-    return [int(count) for count in counts]
+    taken = torch.zeros(len(by_rank), dtype=torch.bool)
+    taken[by_rank] = torch.cat(sizes)[by_rank].cumsum(0) <= room_bytes
+    return [part.nonzero().flatten().tolist() for part in taken.split([len(rank) for rank in ranks])]
+
+
+def _neurons(layer: SparseFFN, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:
+    """How often each neuron fires, falling: one comes after those before it; and bytes of one."""
+    neurons = layer.site.intermediate
+    if stats is None:
+        rank = 1 - torch.arange(neurons, dtype=torch.float64) / neurons
+    else:
+        of_layer = stats[layer.site.key]
+        rank = of_layer.fired[layer.order.cpu()].double() / max(1, of_layer.tokens)
+    return rank.cummin(0).values, neuron_bytes(layer)
+
+
+def _experts(home: SparseExperts, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:
+    """How often a neuron of each expert is wanted: how often the router asks for it, times the share that fires; and
+    bytes of an expert.
+    """
+    experts = len(home.sites)
+    nbytes = sum(t.nbytes for t in home.buffers()) // experts
+    if stats is None:
+        return 1 - torch.arange(experts, dtype=torch.float64) / experts, nbytes
+    layers = [stats[site.key] for site in home.sites]
+    asked = [(layer.tokens - layer.borrowed) / max(1, stats.tokens) for layer in layers]
+    return torch.tensor([a * y.active_share for a, y in zip(asked, layers, strict=True)], dtype=torch.float64), nbytes
 
 
 def refuse_split(model: nn.Module, what: str) -> None:
     """Raises ConfigError: neurons of ``model`` are on a GPU, and ``what`` wants all of it on the CPU."""
-    if any(layer.split is not None for layer in sparse_layers(model)):
+    if any(home.split is not None for home in homes(model)):
         raise ConfigError(
             f"{what} {type(model).__name__}",
             expected="a model on the CPU",

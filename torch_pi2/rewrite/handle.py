@@ -15,6 +15,7 @@ from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import Plan, lossy_methods
 from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.budget import Budget
+from torch_pi2.store.parts import Parts
 
 _ATTRIBUTE = "torch_pi2"
 
@@ -136,3 +137,12 @@ def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:
             fix="Load a packed folder with torch_pi2.load(folder, budget=...).",
         )
     return handle.store, handle.budget
+
+
+def stored_stats(model: nn.Module) -> ActivationStats | None:
+    """Those of the folder of a model over a store, which it was loaded without: no budget has room for them."""
+    store = store_of(model)
+    if store is None:
+        return None
+    with Parts(store.path.parent) as parts:
+        return parts.stats(parts_of(model).plan.model_hash)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from drawn_layers import close, drawn, layer, predictors, quantize, quantized
 from operators import opcheck
 
 from torch_pi2.ops import ACTIVATIONS, load, reference
 from torch_pi2.ops.gpu import gathered_ffn as gpu
-from torch_pi2.ops.gpu import kernels
+from torch_pi2.ops.gpu import kernels, listed
 from torch_pi2.ops.gpu import linear as gpu_linear
 from torch_pi2.ops.linear import linear
+from torch_pi2.ops.predict_signbit import most_differing
 from torch_pi2.predict.signbit import pack_signs
 
 load()
@@ -27,33 +31,6 @@ def few_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "PARTS", 3)
         yield
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-def layer(neurons: int, rows: int, hidden: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    """x, neuron_rows, bias_gate, bias_up, bias_down."""
-    neuron_rows = (drawn(neurons, rows, hidden) * hidden**-0.5).to(dtype)
-    bias_gate, bias_up = (drawn(neurons, seed=seed).to(dtype) for seed in (1, 2))
-    return drawn(tokens, hidden), neuron_rows, bias_gate if rows == 3 else None, bias_up, drawn(hidden).to(dtype)
-
-
-def quantize(w: torch.Tensor, weights: str) -> torch.Tensor:
-    rows: torch.Tensor = torch.ops.pi2.quantize(w.float().contiguous(), weights, None)
-    return rows
-
-
-def quantized(weights: str, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, rows, *biases = tensors
-    held = torch.stack([quantize(row, weights) for row in rows.unbind(1)], 1).contiguous()
-    return x, held, *(None if bias is None else bias.float() for bias in biases)
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert found.dtype is wanted.dtype
-    torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.float().abs().max()) + 1e-7)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -89,19 +66,6 @@ def test_quantised_rows(weights: str, int8_activations: bool, rows: int, hidden:
         close(found, reference.sparse_ffn(*tensors, active, *settings))
 
 
-def predictors(hidden: int, cold: int, rank: int = 19) -> Iterator[tuple[Any, ...]]:
-    a, b = drawn(rank, hidden), drawn(cold, rank)
-    bias = drawn(cold)
-    scales = drawn(rank).abs() * 0.01, drawn(cold).abs() * 0.01
-    steps = [(tensor * 40).clamp(-127, 127).to(torch.int8) for tensor in (a, b)]
-    by_row = [steps[0], scales[0], steps[1], scales[1]]
-    yield by_row, "lowrank", 0.1, "float", False
-    yield [*by_row, bias], "lowrank", 0.1, "float", False
-    for weights, int8 in (("int4", True), ("int8", False)):
-        yield [quantize(a, weights), quantize(b, weights), bias], "lowrank_q", 0.1, weights, int8
-    yield [pack_signs(drawn(cold, hidden, seed=9))], "signbit", 1.0, "float", False
-
-
 def test_predictors() -> None:
     """Of the cold neurons alone, and of some that are hot now besides."""
     for n_hot, extra, weights in ((30, 0, "float"), (50, 20, "int4")):
@@ -111,6 +75,33 @@ def test_predictors() -> None:
             settings = ("relu", True, n_hot, 0.0, weights, False)
             found = gpu.launch(*tensors, None, *predictor, *settings)
             close(found, reference.predicted_ffn(*tensors, *predictor, *settings))
+
+
+@pytest.mark.parametrize("hidden", [1, 31, 111])
+def test_signs_are_those_of_the_reference_bit_for_bit(hidden: int) -> None:
+    """Of any size, at cuts that are met exactly, with a NaN and a negative zero in tokens."""
+    x_TH, signs = drawn(3, hidden), pack_signs(drawn(150, hidden))
+    x_TH[1, 0], x_TH[2, 0] = float("nan"), -0.0
+    words = signs.view(torch.int32)
+    for margin, (n_hot, neurons) in itertools.product((0.0, 1.0, 1.2), ((0, 150), (20, 150), (40, 170))):
+        tiles = -(-neurons // kernels.TILE)
+        lists, counts = (torch.zeros(3, tiles, *room, dtype=torch.int32) for room in ((kernels.TILE,), ()))
+        kernels.list_signed[(tiles, 3)](
+            x_TH, words, lists, counts, most_differing(hidden, margin), 150, n_hot, neurons, tiles,
+            H=hidden, WORDS=words.shape[1], TILE=kernels.TILE, BLOCK=2,
+        )  # fmt: skip
+        active_TC = reference.predict_signbit(x_TH, signs, hidden, margin)
+        for t in range(3):
+            listed = [int(i) for tile in range(tiles) for i in lists[t, tile, : counts[t, tile]]]
+            cold = [i for i in range(n_hot, neurons) if active_TC[t, i - neurons]]
+            assert listed == [*range(n_hot), *cold]
+
+
+@pytest.mark.parametrize("margin", [-1.0, 0.0, 0.3, 1.0, 1.1, 1 / 3, 1e9, math.inf, math.nan])
+def test_the_most_signs_that_may_differ(margin: float) -> None:
+    for columns in (1, 64, 111):
+        most = most_differing(columns, margin)
+        assert [d <= most for d in range(columns + 1)] == [columns - d >= margin * d for d in range(columns + 1)]
 
 
 def test_output_is_rounded_once() -> None:
@@ -139,6 +130,10 @@ def test_linear(tokens: int) -> None:
             wanted = linear(x, rows, added, weights, int8_activations)
             assert found.dtype is dtype
             torch.testing.assert_close(found, wanted, rtol=2e-3 if dtype is torch.float16 else 1e-6, atol=0.02)
+    whole = gpu_linear.launch(x, rows, bias, "int8", True)
+    with pytest.MonkeyPatch.context() as patch:  # seven rows at a time
+        patch.setattr(gpu_linear, "TEMPORARY_BYTES", 8 * 77 * 16 - 1)
+        torch.testing.assert_close(gpu_linear.launch(x, rows, bias, "int8", True), whole)
     assert gpu_linear.launch(x.view(1, tokens, 77), rows, None, "int8").shape == (1, tokens, 21)
 
 
@@ -157,7 +152,7 @@ def test_many_tokens_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, mask_TC = layer(70, 3, 24, 5), drawn(5, 60) < 0
     settings = ("relu", True, 10, 0.0, *FLOAT)
     wanted = gpu.launch(*tensors, mask_TC, *NONE, *settings)
-    monkeypatch.setattr(gpu, "MOST_TOKENS", 2)
+    monkeypatch.setattr(listed, "MOST_TOKENS", 2)
     assert torch.equal(gpu.launch(*tensors, mask_TC, *NONE, *settings), wanted)
 
 

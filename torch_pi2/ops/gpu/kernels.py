@@ -7,6 +7,10 @@
    activation, times the down row: a float32 sum ``[H]`` of their own, written to memory.
 3. Those sums are added in order. No atomics: a token's result has the same bits each time and in any company.
 
+Of a mixture of experts (``EXPERTS`` above 0) each pair of a token and one of its ``SLOTS`` goes through these as a
+token does above: it has lists, and programs, of its own. Neurons and predictors are stacked by expert, and so are cuts
+and thresholds (float64 in memory). Which expert a pair is of is read from ``experts`` where it is computed.
+
 A neuron's rows lie together (``neuron_rows [I, R, H]``), so that a neuron is one contiguous read; indices are compacted
 rather than masked, as a warp waits for its slowest thread.
 """
@@ -84,6 +88,26 @@ def _dots(rows, scales, start_N, live_N, x, H: tl.constexpr, FORMAT: tl.constexp
 
 
 @triton.jit
+def _of_pair(pair, experts, rows, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
+    """A pair's token, its expert, and how many of an expert's ``rows`` it has: none without an expert."""
+    if EXPERTS == 0:
+        return pair, 0, rows
+    else:
+        expert = tl.load(experts + pair)
+        known = (expert >= 0) & (expert < EXPERTS)
+        return pair // SLOTS, tl.where(known, expert, 0), tl.where(known, rows, 0)
+
+
+@triton.jit
+def _own(number, expert, EXPERTS: tl.constexpr):
+    """A number for all; or an expert's."""
+    if EXPERTS == 0:
+        return number
+    else:
+        return tl.load(number + expert).to(tl.float32)
+
+
+@triton.jit
 def _listed(list_N, counts, i_N, active_N, tile):
     """Write the ids of a tile's active neurons, one after another, and their number; where each went."""
     place_N = tl.cumsum(active_N.to(tl.int32), 0) - 1
@@ -123,19 +147,24 @@ def list_fired(
     ACTIVATION: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    experts=None,
+    SLOTS: tl.constexpr = 1,
+    EXPERTS: tl.constexpr = 0,
 ):
     """The exact gate: row 0 of every neuron; those that fire, with their activations in ``gates``, as in ``lists``."""
-    tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, expert, neurons = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
     i_N = tile * TILE + tl.arange(0, TILE)
-    live_N = i_N < INTERMEDIATE
-    gate_N = _dots(rows, scales, i_N.to(tl.int64) * (R * ROW), live_N, x + token * H, H, FORMAT, BLOCK)
+    live_N = i_N < neurons
+    start_N = (expert * INTERMEDIATE + i_N).to(tl.int64) * (R * ROW)
+    gate_N = _dots(rows, scales, start_N, live_N, x + token * H, H, FORMAT, BLOCK)
     if bias is not None:
         gate_N += tl.load(bias + i_N, mask=live_N, other=0.0).to(tl.float32)
     gate_N = _act(gate_N, ACTIVATION)
     # what is not less or equal fires, so that NaN does
-    fires_N = live_N & ((i_N < N_HOT) | ~(tl.abs(gate_N) <= threshold))
-    to = (token * TILES + tile) * TILE
-    place_N = _listed(lists + to, counts + token * TILES, i_N, fires_N, tile)
+    fires_N = live_N & ((i_N < N_HOT) | ~(tl.abs(gate_N) <= _own(threshold, expert, EXPERTS)))
+    to = (pair * TILES + tile) * TILE
+    place_N = _listed(lists + to, counts + pair * TILES, i_N, fires_N, tile)
     tl.store(gates + to + place_N, gate_N, mask=fires_N)
 
 
@@ -154,19 +183,24 @@ def project(
     RELU: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    experts=None,
+    SLOTS: tl.constexpr = 1,
+    EXPERTS: tl.constexpr = 0,
 ):
     """``y [T, ROWS]``: ``x`` times each of the rows, plus bias; with RELU, what is negative becomes 0."""
-    token = tl.program_id(1).to(tl.int64)
+    pair = tl.program_id(1).to(tl.int64)
+    token, expert, there = _of_pair(pair, experts, ROWS, SLOTS, EXPERTS)
     r_N = tl.program_id(0) * N + tl.arange(0, N)
-    live_N = r_N < ROWS
-    y_N = _dots(rows, scales, r_N.to(tl.int64) * ROW, live_N, x + token * H, H, FORMAT, BLOCK)
+    live_N = r_N < there
+    row_N = expert * ROWS + r_N
+    y_N = _dots(rows, scales, row_N.to(tl.int64) * ROW, live_N, x + token * H, H, FORMAT, BLOCK)
     if row_scale is not None:
-        y_N *= tl.load(row_scale + r_N, mask=live_N, other=0.0)
+        y_N *= tl.load(row_scale + row_N, mask=live_N, other=0.0)
     if bias is not None:
-        y_N += tl.load(bias + r_N, mask=live_N, other=0.0).to(tl.float32)
+        y_N += tl.load(bias + row_N, mask=live_N, other=0.0).to(tl.float32)
     if RELU:
         y_N = tl.where(y_N < 0, 0.0, y_N)
-    tl.store(y + token * ROWS + r_N, y_N.to(y.dtype.element_ty), mask=live_N)
+    tl.store(y + pair * ROWS + r_N, y_N.to(y.dtype.element_ty), mask=r_N < ROWS)
 
 
 @triton.jit
@@ -188,22 +222,87 @@ def list_predicted(
     FORMAT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    experts=None,
+    SLOTS: tl.constexpr = 1,
+    EXPERTS: tl.constexpr = 0,
 ):
     """Hot neurons and those whose logit ``b z + bias`` is not less than ``cut``; ``b`` has ``cold`` rows, of which the
     last ``INTERMEDIATE - N_HOT`` are of cold neurons. The list is made where the logits are: no mask goes through
     memory.
     """
-    tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, expert, neurons = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
     i_N = tile * TILE + tl.arange(0, TILE)
-    is_cold_N = (i_N >= N_HOT) & (i_N < INTERMEDIATE)
-    row_N = tl.where(is_cold_N, i_N + (cold - INTERMEDIATE), 0)
-    logit_N = _dots(b, scales, row_N.to(tl.int64) * ROW, is_cold_N, z + token * RANK, RANK, FORMAT, BLOCK)
+    is_cold_N = (i_N >= N_HOT) & (i_N < neurons)
+    row_N = expert * cold + tl.where(is_cold_N, i_N + (cold - INTERMEDIATE), 0)
+    logit_N = _dots(b, scales, row_N.to(tl.int64) * ROW, is_cold_N, z + pair * RANK, RANK, FORMAT, BLOCK)
     if b_scale is not None:
         logit_N *= tl.load(b_scale + row_N, mask=is_cold_N, other=0.0)
     if bias is not None:
         logit_N += tl.load(bias + row_N, mask=is_cold_N, other=0.0)
-    active_N = (i_N < N_HOT) | (is_cold_N & ~(logit_N < cut))  # NaN is active
-    _listed(lists + (token * TILES + tile) * TILE, counts + token * TILES, i_N, active_N, tile)
+    active_N = (i_N < N_HOT) | (is_cold_N & ~(logit_N < _own(cut, expert, EXPERTS)))  # NaN is active
+    _listed(lists + (pair * TILES + tile) * TILE, counts + pair * TILES, i_N, active_N, tile)
+
+
+@triton.jit
+def _ones(word):
+    """How many bits of a uint32 are 1: what compilers know for such, and Triton has no name for everywhere."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def list_signed(
+    x,
+    signs,
+    lists,
+    counts,
+    most,
+    cold,
+    N_HOT,
+    INTERMEDIATE,
+    TILES,
+    H: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    experts=None,
+    SLOTS: tl.constexpr = 1,
+    EXPERTS: tl.constexpr = 0,
+):
+    """Hot neurons and those whose ``signs [cold, WORDS]`` (32 in an int32) differ from the token's in no more than
+    ``most`` places; rows as in :func:`list_predicted`. A NaN in a token makes all its neurons active. Of experts
+    ``most`` has their margins, which are compared in float64.
+
+    Each program packs the token's signs by itself: it reads many more of the neurons'.
+    """
+    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, expert, neurons = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
+    i_N = tile * TILE + tl.arange(0, TILE)
+    is_cold_N = (i_N >= N_HOT) & (i_N < neurons)
+    row_N = expert * cold + tl.where(is_cold_N, i_N + (cold - INTERMEDIATE), 0)
+    differing_NW = tl.zeros([TILE, BLOCK], dtype=tl.int32)
+    nan_W = tl.zeros([BLOCK], dtype=tl.int32)
+    bit_K = tl.arange(0, 32)
+    for first in tl.range(0, WORDS, BLOCK):
+        w_W = first + tl.arange(0, BLOCK)
+        h_WK = w_W[:, None] * 32 + bit_K[None, :]
+        x_WK = tl.load(x + token * H + h_WK, mask=h_WK < H, other=0.0).to(tl.float32)
+        nan_W += tl.sum((x_WK != x_WK).to(tl.int32), 1)
+        word_W = tl.sum((x_WK < 0).to(tl.int32) << bit_K[None, :], 1)  # no two have a bit in common
+        inside_NW = is_cold_N[:, None] & (w_W < WORDS)[None, :]
+        sign_NW = tl.load(signs + row_N.to(tl.int64)[:, None] * WORDS + w_W[None, :], mask=inside_NW, other=0)
+        differing_NW += _ones((sign_NW ^ word_W[None, :]).to(tl.uint32, bitcast=True))
+    differing_N = tl.sum(differing_NW, 1)
+    if EXPERTS == 0:
+        near_N = differing_N <= most
+    else:
+        near_N = (H - differing_N).to(tl.float64) >= tl.load(most + expert) * differing_N.to(tl.float64)
+    near_N = tl.where(tl.sum(nan_W, 0) > 0, 1, near_N.to(tl.int32)) != 0
+    active_N = (i_N < N_HOT) | (is_cold_N & near_N)
+    _listed(lists + (pair * TILES + tile) * TILE, counts + pair * TILES, i_N, active_N, tile)
 
 
 @triton.jit
@@ -225,6 +324,7 @@ def listed_ffn(
     parts,
     threshold,
     N_HOT,
+    INTERMEDIATE,
     TILES,
     H: tl.constexpr,
     R: tl.constexpr,
@@ -237,30 +337,35 @@ def listed_ffn(
     PARTS: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    experts=None,
+    SLOTS: tl.constexpr = 1,
+    EXPERTS: tl.constexpr = 0,
 ):
     """``parts [T, PARTS, H]``, as far as they are used: sums over runs of listed neurons.
 
     ``gates``: their activations of row 0, if they are known. A listed cold neuron whose gate does not fire adds
     nothing, and its down row is not read.
     """
-    part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, expert, _ = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
+    threshold = _own(threshold, expert, EXPERTS)
     tile_C = tl.arange(0, MOST_TILES)
-    count_C = tl.load(counts + token * TILES + tile_C, mask=tile_C < TILES, other=0)
+    count_C = tl.load(counts + pair * TILES + tile_C, mask=tile_C < TILES, other=0)
     end_C = tl.cumsum(count_C, 0)
     total = tl.sum(count_C, 0)
     share = _share(total, PARTS, N)
     first = part * share
     last = tl.minimum(first + share, total)
-    sum_row = parts + (token * PARTS + part) * H
+    sum_row = parts + (pair * PARTS + part) * H
     for done in tl.range(first, last, N):
         n_N = done + tl.arange(0, N)
         live_N = n_N < last
         before_NC = end_C[None, :] <= n_N[:, None]
         tile_N = tl.sum(before_NC.to(tl.int32), 1)
         at_N = n_N - tl.sum(tl.where(before_NC, count_C[None, :], 0), 1)
-        slot_N = (token * TILES + tile_N) * TILE + at_N
+        slot_N = (pair * TILES + tile_N) * TILE + at_N
         i_N = tl.load(lists + slot_N, mask=live_N, other=0)
-        start_N = i_N.to(tl.int64) * (R * ROW)
+        start_N = (expert * INTERMEDIATE + i_N).to(tl.int64) * (R * ROW)
         if gates is not None:
             gate_N = tl.load(gates + slot_N, mask=live_N, other=0.0)
         else:
@@ -325,6 +430,35 @@ def _add(sum_row, column, value, is_first, H: tl.constexpr):
 
 
 @triton.jit
+def _added(
+    parts,
+    counts,
+    pair,
+    h_B,
+    TILES,
+    H: tl.constexpr,
+    MOST_TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """float32: the used parts of a pair, of these columns.
+
+    ``TOGETHER`` parts are on their way at a time: part p is added to sum p % TOGETHER, in order, and those sums are
+    added at the end, which depends on nothing but how many neurons are listed.
+    """
+    tile_C = tl.arange(0, MOST_TILES)
+    total = tl.sum(tl.load(counts + pair * TILES + tile_C, mask=tile_C < TILES, other=0), 0)
+    used = tl.cdiv(total, tl.maximum(_share(total, PARTS, N), 1))
+    sum_PB = tl.zeros([TOGETHER, h_B.shape[0]], dtype=tl.float32)
+    for first in tl.range(0, used, TOGETHER):
+        part_P = first + tl.arange(0, TOGETHER)
+        inside_PB = (part_P < used)[:, None] & (h_B < H)[None, :]
+        sum_PB += tl.load(parts + (pair * PARTS + part_P)[:, None] * H + h_B[None, :], mask=inside_PB, other=0.0)
+    return tl.sum(sum_PB, 0)
+
+
+@triton.jit
 def add_parts(
     parts,
     bias,
@@ -335,18 +469,28 @@ def add_parts(
     MOST_TILES: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
+    experts=None,
+    routing=None,
+    SLOTS: tl.constexpr = 1,
+    EXPERTS: tl.constexpr = 0,
 ):
-    """``y [T, H]``: the used parts in order, and the bias of the down projection; rounded once."""
+    """``y [T, H]``: the used parts, and the bias of the down projection; rounded once. Of experts: a token's slots in
+    order, each times its ``routing``; a slot without an expert adds nothing, whatever its weight is.
+    """
     token = tl.program_id(1).to(tl.int64)
     h_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tile_C = tl.arange(0, MOST_TILES)
-    total = tl.sum(tl.load(counts + token * TILES + tile_C, mask=tile_C < TILES, other=0), 0)
-    share = _share(total, PARTS, N)
-    sum_B = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in tl.range(0, total, tl.maximum(share, 1)):
-        part = first // share
-        sum_B += tl.load(parts + (token * PARTS + part) * H + h_B, mask=h_B < H, other=0.0)
+    if EXPERTS == 0:
+        sum_B = _added(parts, counts, token, h_B, TILES, H, MOST_TILES, PARTS, N, TOGETHER)
+    else:
+        sum_B = tl.zeros([BLOCK], dtype=tl.float32)
+        for slot in tl.range(0, SLOTS):
+            pair = token * SLOTS + slot
+            expert = tl.load(experts + pair)
+            weight = tl.load(routing + pair).to(tl.float32)
+            one_B = _added(parts, counts, pair, h_B, TILES, H, MOST_TILES, PARTS, N, TOGETHER)
+            sum_B += tl.where((expert >= 0) & (expert < EXPERTS), weight * one_B, 0.0)
     if bias is not None:
         sum_B += tl.load(bias + h_B, mask=h_B < H, other=0.0).to(tl.float32)
     tl.store(y + token * H + h_B, sum_B.to(y.dtype.element_ty), mask=h_B < H)

@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.ops.gpu.gathered_ffn import block_of_part, kernel_rows, rounded
+from torch_pi2.ops.gpu.listed import block_of_part, kernel_rows, rounded
 from torch_pi2.ops.quantize import dequantize
 
 #: Up to so many tokens each reads the rows by itself, from the cache but for the first.
 MOST_TOKENS = 8
+#: What dequantising for a product of matrices may take at a time.
+TEMPORARY_BYTES = 64 << 20
+#: Of a number on its way: integers, the same as floats, times their scales, in another dtype.
+_BYTES_OF_NUMBER = 16
+
+
+def rows_at_once(columns: int) -> int:
+    """Quantised rows that are dequantised together."""
+    return max(1, TEMPORARY_BYTES // (_BYTES_OF_NUMBER * columns))
 
 
 def launch(
@@ -22,8 +31,10 @@ def launch(
     tokens, columns = x_TK.shape
     shape = (*x.shape[:-1], len(rows))
     if tokens > MOST_TOKENS:
+        x_TK = x_TK.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            y_TN = F.linear(x_TK.to(x.dtype), dequantize(rows, weights, columns, x.dtype))
+            slices = rows.split(rows_at_once(columns))
+            y_TN = torch.cat([F.linear(x_TK, dequantize(part, weights, columns, x.dtype)) for part in slices], -1)
         return (y_TN if bias is None else (y_TN + bias).to(x.dtype)).reshape(shape)
     y = x.new_empty(shape)
     if tokens:

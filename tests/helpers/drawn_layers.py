@@ -1,0 +1,52 @@
+"""Random layers, their neurons in rows, and predictors of them, as operators take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_pi2.ops import load
+from torch_pi2.predict.signbit import pack_signs
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def layer(neurons: int, rows: int, hidden: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """x, neuron_rows, bias_gate, bias_up, bias_down."""
+    neuron_rows = (drawn(neurons, rows, hidden) * hidden**-0.5).to(dtype)
+    bias_gate, bias_up = (drawn(neurons, seed=seed).to(dtype) for seed in (1, 2))
+    return drawn(tokens, hidden), neuron_rows, bias_gate if rows == 3 else None, bias_up, drawn(hidden).to(dtype)
+
+
+def quantize(w: torch.Tensor, weights: str) -> torch.Tensor:
+    load()
+    rows: torch.Tensor = torch.ops.pi2.quantize(w.float().contiguous(), weights, None)
+    return rows
+
+
+def quantized(weights: str, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, rows, *biases = tensors
+    held = torch.stack([quantize(row, weights) for row in rows.unbind(1)], 1).contiguous()
+    return x, held, *(None if bias is None else bias.float() for bias in biases)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.dtype is wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.float().abs().max()) + 1e-7)
+
+
+def predictors(hidden: int, cold: int, rank: int = 19) -> Iterator[tuple[Any, ...]]:
+    a, b = drawn(rank, hidden), drawn(cold, rank)
+    bias = drawn(cold)
+    scales = drawn(rank).abs() * 0.01, drawn(cold).abs() * 0.01
+    steps = [(tensor * 40).clamp(-127, 127).to(torch.int8) for tensor in (a, b)]
+    by_row = [steps[0], scales[0], steps[1], scales[1]]
+    yield by_row, "lowrank", 0.1, "float", False
+    yield [*by_row, bias], "lowrank", 0.1, "float", False
+    for weights, int8 in (("int4", True), ("int8", False)):
+        yield [quantize(a, weights), quantize(b, weights), bias], "lowrank_q", 0.1, weights, int8
+    yield [pack_signs(drawn(cold, hidden, seed=9))], "signbit", 1.0, "float", False
