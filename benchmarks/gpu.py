@@ -74,17 +74,16 @@ class _Layer:
         return found
 
     def sparse(self, x_TH: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.gathered_ffn(
-            x_TH, self.rows, None, None, None, None, self.predictor, "lowrank", self.cut, "float", False,
+        y: torch.Tensor = torch.ops.pi2.predicted_ffn(
+            x_TH, self.rows, None, None, None, self.predictor, "lowrank", self.cut, "", False,
             "relu", False, 0, 0.0, self.weights, False,
         )  # fmt: skip
         return y
 
     def exact(self, x_TH: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.pi2.gathered_ffn(
-            x_TH, self.rows, None, None, None, None, [], "none", 0.0, "float", False,
-            "relu", False, 0, 0.0, self.weights, False,
-        )  # fmt: skip
+        y: torch.Tensor = torch.ops.pi2.sparse_ffn(
+            x_TH, self.rows, None, None, None, None, "relu", False, 0, 0.0, self.weights, False
+        )
         return y
 
     def dense(self, x_TH: torch.Tensor) -> torch.Tensor:

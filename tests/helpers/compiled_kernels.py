@@ -99,13 +99,14 @@ def loads(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], capa
 def traced(operator: str, kind: str) -> list[str]:
     """What a compiler sees of an operator with this predictor, on a GPU that is made up."""
     predictor: list[tuple[int, ...]] = {"none": [], "lowrank_q": [(32, ROW_64), (190, ROW_32), (190,)]}[kind]
-    of_experts = operator == "gathered_experts"
+    of_experts, predicted = operator == "gathered_experts", operator == "predicted_ffn"
 
     class Layer(torch.nn.Module):
         def forward(self, x: torch.Tensor, rows: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
             if not of_experts:
-                how = (list(given), kind, 0.0, "int4", False, "relu", False, 10, 0.0, "int4", False)
-                return (torch.ops.pi2.gathered_ffn(x, rows, None, None, None, None, *how),)
+                how = (list(given), kind, 0.0, "int4", False) if predicted else (None,)
+                layer = getattr(torch.ops.pi2, operator)
+                return (layer(x, rows, None, None, None, *how, "relu", False, 10, 0.0, "int4", False),)
             index, routing, cuts, *tensors = given
             how = (tensors, kind, cuts, "int4", False, "relu", False, cuts, "int4", False)
             return (torch.ops.pi2.gathered_experts(x, index, routing, rows, *how),)
@@ -123,10 +124,16 @@ def traced(operator: str, kind: str) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
-OPERATORS = ("gathered_ffn", "gathered_experts")
+#: Operators, and their predictors.
+OPERATORS = (
+    ("sparse_ffn", "none"),
+    ("predicted_ffn", "lowrank_q"),
+    ("gathered_experts", "none"),
+    ("gathered_experts", "lowrank_q"),
+)
 
 
 if __name__ == "__main__":
     found = {f"{name} {sm}": loads(*case, int(sm)) for name, case in cases().items() for sm in sys.argv[1:]}
-    calls = {f"{operator} {kind}": traced(operator, kind) for operator in OPERATORS for kind in ("none", "lowrank_q")}
+    calls = {" ".join(case): traced(*case) for case in OPERATORS}
     print(json.dumps({"loads": found, "traced": calls}))

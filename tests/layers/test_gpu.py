@@ -34,18 +34,19 @@ def interpreted() -> Iterator[list[str]]:
     """Layers take their tensors for those of a GPU; gives the predictors' kinds of the operators' calls."""
     kinds: list[str] = []
 
-    def launched(operator: Any, kind: int) -> Any:
+    def launched(operator: Any, kind: int | None) -> Any:
         def launch(*args: object) -> torch.Tensor:
-            kinds.append(str(args[kind]))
-            return operator.launch(*args)  # type: ignore[no-any-return]
+            kinds.append(gathered_ffn.NO_PREDICTOR if kind is None else str(args[kind]))
+            return operator(*args)  # type: ignore[no-any-return]
 
         return launch
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ffn, prompt, experts):
+        for module in (prompt, experts):
             patch.setattr(module, "on_gpu", lambda _: True)
-        patch.setattr(torch.ops.pi2, "gathered_ffn", launched(gathered_ffn, 7))
-        patch.setattr(torch.ops.pi2, "gathered_experts", launched(gathered_experts, 5))
+        patch.setattr(torch.ops.pi2, "sparse_ffn", launched(gathered_ffn.sparse_ffn, None))
+        patch.setattr(torch.ops.pi2, "predicted_ffn", launched(gathered_ffn.predicted_ffn, 6))
+        patch.setattr(torch.ops.pi2, "gathered_experts", launched(gathered_experts.launch, 5))
         patch.setattr(kernels, "PARTS", 3)
         yield kinds
 

@@ -77,6 +77,10 @@ def test_what_is_elsewhere_is_neither_read_nor_kept(tmp_path_factory: pytest.Tem
         torch.ops.pi2.store_leave_out(store.number, [0])
     with pytest.raises(RuntimeError, match="first of layer 2: expected 0 to 1024, found 1025"):
         torch.ops.pi2.store_leave_out(store.number, [0, 0, 1025, 0])
+    split_off(layer, 512, ThreadLink())
+    store.close()
+    layer.end_split()
+    assert layer.split is None
 
 
 def test_the_operator_leaves_out_first_neurons(tmp_path_factory: pytest.TempPathFactory) -> None:

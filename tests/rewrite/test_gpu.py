@@ -122,7 +122,7 @@ def test_moves_and_conversions() -> None:
     wanted = logits(model)
     layers = sparse_layers(model)
     hot_on_gpu(model, 1 << 30, ThreadLink())
-    with pytest.raises(ConfigError, match=r"restoring .*: expected a model on the CPU, found one with its hot neurons"):
+    with pytest.raises(ConfigError, match=r"restoring .*: expected a model on the CPU, found one with neurons"):
         torch_pi2.restore(model)
     model.to(CPU)  # where they are
     assert all(layer.split is not None for layer in layers)
@@ -195,7 +195,8 @@ def test_a_store_keeps_what_is_on_no_gpu(tmp_path_factory: pytest.TempPathFactor
     assert link.done[:2] in (["cold", "hot"], ["hot", "cold"])
     same = logits(model)
     assert torch.equal(logits(model), same)
-    model.to("cpu")
+    for layer in layers:
+        layer.end_split()
     assert store.left_out == [0] * len(layers)
     assert torch.equal(logits(model), wanted)
 
@@ -216,12 +217,49 @@ def test_a_store_that_cannot_be_read_leaves_the_model_on_the_cpu(
     assert all(layer.split is None for layer in sparse_layers(model))
 
 
-def test_other_weights_are_refused_while_some_are_on_a_gpu() -> None:
-    """They would be computed with the old ones there."""
+@pytest.mark.parametrize("name", ["drelu", "opt", "Mixtral"])
+def test_other_weights_are_for_both_parts(name: str) -> None:
+    def model_of(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return build(name) if name == "Mixtral" else tiny(name, seed=seed)
+
+    model, other = torch_pi2.optimize(model_of(0)), model_of(5)
+    wanted = logits(torch_pi2.optimize(model_of(5)))
+    hot_on_gpu(model, rest_bytes(model) + sum(y.neuron_rows.nbytes for y in sparse_layers(model)) // 2, ThreadLink())
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
+
+
+def test_a_divided_model_is_neither_watched_nor_calibrated() -> None:
     model = made()
     hot_on_gpu(model, 1 << 30, ThreadLink())
-    with pytest.raises(ConfigError, match=r"other weights for .*: expected all of its neurons on the CPU"):
-        model.load_state_dict(tiny("drelu", seed=5).state_dict())
+    for what, call in {
+        "watching": lambda: torch_pi2.watch(model),
+        "taking to the CPU": lambda: torch_pi2.profile(model, CALIBRATION),
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{what} .*: expected a model on the CPU, found one with neurons on a"):
+            call()
+    assert all(layer.split is not None for layer in sparse_layers(model))
+
+
+def test_conversions_end_it_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = made().bfloat16()
+    hot_on_gpu(model, 1 << 30, ThreadLink())
+    model.bfloat16()  # as it is
+    assert all(layer.split is not None for layer in sparse_layers(model))
+    model.float()
+    assert all(layer.split is None and layer.dtype == torch.float32 for layer in sparse_layers(model))
+    assert "a conversion to float32 ends the division" in caplog.text
+
+
+def test_the_mode_of_a_model_is_that_of_both_parts() -> None:
+    model = made()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.train()
+    hot_on_gpu(model, rest_bytes(model) + sparse_layers(model)[0].neuron_rows.nbytes, ThreadLink())
+    model.eval()
+    model(input_ids=IDS)  # with gradients on
 
 
 # --- moves that fail ---

@@ -162,7 +162,7 @@ class Decoder:
                 f"Decoder of {type(model).__name__}",
                 expected="a model on the CPU",
                 found="one on a GPU",
-                fix="Use model.generate there: its steps are transformers' own.",
+                fix="Use model.generate there; cache_implementation='static' lets transformers compile its steps.",
             )
         self._look()
         self._kv = KeyValues(model, max_tokens, batch)

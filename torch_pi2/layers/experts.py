@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -228,21 +229,16 @@ class SparseExperts(StandIn):
         return values
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Write parameter ``name`` into the neurons; whether it was new.
+        """Write parameter ``name`` into the neurons, wherever they are; whether it was new.
 
         Raises:
-            ConfigError: they are quantised, or experts are on a GPU, which would keep theirs.
+            ConfigError: they are quantised.
         """
-        if self.split is not None:
-            raise ConfigError(
-                f"other weights for {self.site.key}",
-                expected="all of its experts on the CPU",
-                found="some on a GPU",
-                fix="Call model.to('cpu') first.",
-            )
         changed = False
         for expert, part in enumerate(self.experts()):
             changed |= part.assign(name, value[expert])
+        if changed and self.split is not None:
+            self.split.refresh(self)
         return changed
 
     def shape_of(self, name: str) -> torch.Tensor:
@@ -263,7 +259,7 @@ class SparseExperts(StandIn):
             DeviceError: on the way to a GPU that has no kernels for this module.
         """
         if self.split is not None:
-            if only_moves(self.split, fn):
+            if only_moves(self.split, fn, self.dtype):
                 return self
             self.end_split()
         if goes_to_gpu(fn, self.order) and not self.in_memory:
@@ -318,8 +314,9 @@ class OffloadedExperts(InStore, SparseExperts):
 
     def end_split(self) -> None:
         super().end_split()
-        for expert in range(len(self.sites)):
-            self.store.leave_out(self.first_layer + expert, 0)
+        with suppress(ArtifactError):  # of a store that has been closed
+            for expert in range(len(self.sites)):
+                self.store.leave_out(self.first_layer + expert, 0)
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """See the base class."""

@@ -14,13 +14,12 @@ from torch_pi2.formats import row_bytes
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS, cold_part
 from torch_pi2.layers.dense import DenseForm
-from torch_pi2.layers.gpu import check_together, goes_to_gpu, on_gpu, stays
+from torch_pi2.layers.gpu import check_together, goes_to_gpu, stays
 from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.split import Link, Split, only_moves
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
-from torch_pi2.ops.gpu.gathered_ffn import NO_PREDICTOR
 from torch_pi2.ops.linear_blocks import IN_BLOCKS, from_blocks
 from torch_pi2.ops.quantized import check_kind
 from torch_pi2.spec.method import PREDICTED, Method
@@ -280,11 +279,7 @@ class SparseFFN(DenseForm):
             self.int8_activations and bool(self.predictor_weights),
         )
         y: torch.Tensor
-        settings = self.settings(n_hot, self.threshold)
-        if on_gpu(x):
-            y = torch.ops.pi2.gathered_ffn(x, *self.tensors(), None, *predictor, *settings)
-        else:
-            y = torch.ops.pi2.predicted_ffn(x, *self.tensors(), *predictor, *settings)
+        y = torch.ops.pi2.predicted_ffn(x, *self.tensors(), *predictor, *self.settings(n_hot, self.threshold))
         return y
 
     @property
@@ -343,11 +338,7 @@ class SparseFFN(DenseForm):
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
         y: torch.Tensor
-        settings = self.settings(n_hot, threshold)
-        if on_gpu(x):
-            y = torch.ops.pi2.gathered_ffn(x, *self.tensors(), active, [], NO_PREDICTOR, 0.0, "", False, *settings)
-        else:
-            y = torch.ops.pi2.sparse_ffn(x, *self.tensors(), active, *settings)
+        y = torch.ops.pi2.sparse_ffn(x, *self.tensors(), active, *self.settings(n_hot, threshold))
         return y
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -360,15 +351,11 @@ class SparseFFN(DenseForm):
         return site.activation, site.activation_on_up, n_hot, threshold, self.weights, self.int8_activations
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """See :meth:`DenseForm.assign`. Raises ConfigError, too: neurons are on a GPU, which would keep theirs."""
-        if self.split is not None:
-            raise ConfigError(
-                f"other weights for {self.site.key}",
-                expected="all of its neurons on the CPU",
-                found="some on a GPU",
-                fix="Call model.to('cpu') first.",
-            )
-        return super().assign(name, value)
+        """See :meth:`DenseForm.assign`; neurons that are on a GPU have the new weights there, too."""
+        changed = super().assign(name, value)
+        if changed and self.split is not None:
+            self.split.refresh(self)
+        return changed
 
     def split_off(self, n_gpu: int, link: Link, neuron_rows: torch.Tensor | None = None) -> None:
         """The first ``n_gpu`` neurons are computed at the end of ``link``, where inputs and results are from now on.
@@ -397,6 +384,7 @@ class SparseFFN(DenseForm):
                 buffers[name] = tensor[first:last]
         if neuron_rows is not None:
             buffers["neuron_rows"] = neuron_rows
+        buffers["inverse"] = None  # for dense values, which the whole gives
         part.site = replace(self.site, intermediate=last - first)
         part.n_hot = max(0, min(self.n_hot, last) - first)
         if last < self.site.intermediate:
@@ -408,7 +396,7 @@ class SparseFFN(DenseForm):
     def follow_whole(self, whole: SparseFFN) -> None:
         """What a plan says of ``whole``, of which this is a part, is said of this, too."""
         first, last = self.span
-        self.dense_from = whole.dense_from
+        self.dense_from, self.training = whole.dense_from, whole.training
         self._by_batch = tuple((batch, max(0, min(hot, last) - first)) for batch, hot in whole.by_batch)
 
     def check_input(self, x: torch.Tensor) -> None:
@@ -428,7 +416,7 @@ class SparseFFN(DenseForm):
             DeviceError: on the way to a GPU that has no kernels for this layer.
         """
         if self.split is not None:
-            if only_moves(self.split, fn):
+            if only_moves(self.split, fn, self.dtype):
                 return self
             self.end_split()
         if goes_to_gpu(fn, self.order):

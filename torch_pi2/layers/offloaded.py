@@ -6,7 +6,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,8 @@ class Store:
 
     def arrange(self, resident: Sequence[int], cache_bytes: int | None = None) -> None:
         """From now on the first so many neurons of each layer, the most frequent, never leave the cache; others may.
+
+        Of a layer whose first neurons are computed elsewhere (:meth:`leave_out`), those behind them.
 
         Returns at once where the cache keeps its size; else it waits for the layer that is being computed, and takes
         milliseconds. What is missing is read while calls go on, after what those wait for, and on demand if that fails.
@@ -396,7 +398,8 @@ class OffloadedFFN(InStore, SparseFFN):
 
     def end_split(self) -> None:
         super().end_split()
-        self.store.leave_out(self.store_layer, 0)
+        with suppress(ArtifactError):  # of a store that has been closed
+            self.store.leave_out(self.store_layer, 0)
 
     def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> SparseFFN:
         """See the base class: the first neurons in memory, as ``neuron_rows``; or the others, in the store."""

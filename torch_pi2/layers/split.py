@@ -15,7 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
+from torch_pi2.base.warn import log_once
 from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.ops.dtypes import dtype_name
+
+#: Why no compiler looks into a divided layer.
+_UNORDERED = "a layer is divided between a GPU and the CPU: a compiler sees no order between copies and computing"
 
 
 class Link(Protocol):
@@ -116,7 +121,7 @@ class Split:
         self.cold = layer.part(n_gpu, intermediate) if n_gpu < intermediate else None
         self._followed: tuple[Any, ...] = ()
 
-    @torch.compiler.disable  # a compiler sees no order between copies and what the CPU computes
+    @torch.compiler.disable(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """What ``layer`` makes of ``x``, ``[..., H]``, on the GPU: both results have ``x``'s dtype, their sum is taken
         in float32. Calls of several threads take turns.
@@ -133,10 +138,18 @@ class Split:
             y = self.link.enter(self.cold.whole(arriving()))
             return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 
+    def refresh(self, layer: Any) -> None:
+        """The GPU has the weights of ``layer`` from now on, which is in memory and has others than before."""
+        if self.hot is not None:
+            for name in ("neuron_rows", "bias_gate", "bias_up", "bias_down"):
+                there = self.hot._buffers[name]
+                if there is not None:
+                    there.copy_(layer._buffers[name][: len(there)])
+
     def _follow(self, layer: Any) -> None:
-        """What a plan has said of the layer since the last call is for its parts, too."""
-        if self._followed != (layer.by_batch, layer.dense_from):
-            self._followed = layer.by_batch, layer.dense_from
+        """What a plan has said of the layer since the last call, and its mode, are for its parts, too."""
+        if self._followed != (layer.by_batch, layer.dense_from, layer.training):
+            self._followed = layer.by_batch, layer.dense_from, layer.training
             for part in (self.hot, self.cold):
                 if part is not None:
                     part.follow_whole(layer)
@@ -175,7 +188,7 @@ class ExpertsSplit:
         self._place_E1 = place_E1.to(link.device)
         self._cold_E1 = torch.tensor([experts if there else e for e, there in enumerate(self.on_gpu)] + [experts])
 
-    @torch.compiler.disable  # a compiler sees no order between copies and what the CPU computes
+    @torch.compiler.disable(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """What ``layer`` makes of ``x [T, H]`` on the GPU, whose experts and their weights are ``[T, k]``: both results
         have ``x``'s dtype, their sum is taken in float32. Calls of several threads take turns.
@@ -192,17 +205,30 @@ class ExpertsSplit:
             y = self.link.enter(layer.compute(x_TH, self._cold_E1[index_Tk], routing_Tk))
             return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 
+    def refresh(self, layer: Any) -> None:
+        """See :meth:`Split.refresh`."""
+        if self.hot is not None:
+            for place, expert in enumerate(expert for expert, there in enumerate(self.on_gpu) if there):
+                self.hot.neuron_rows[place].copy_(layer.neuron_rows[expert])
+
     def _on_gpu(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         assert self.hot is not None
         y: torch.Tensor = self.hot.compute(x, self._place_E1[index], routing)
         return y
 
 
-def only_moves(split: Split | ExpertsSplit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether ``fn``, which a module's ``_apply`` was given, moves to the GPU of ``split`` and does nothing else."""
-    there = torch.empty(0, dtype=torch.float32, device=split.link.device)
+def only_moves(split: Split | ExpertsSplit, fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether ``fn``, which the ``_apply`` of a layer of ``dtype`` was given, moves to the GPU of ``split`` and does
+    nothing else; if it converts what is there, a warning: the layer is on the CPU as a whole from then on.
+    """
+    there = torch.empty(0, dtype=dtype, device=split.link.device)
     made = fn(there)
-    return (made.device, made.dtype) == (there.device, there.dtype)
+    if made.device == there.device and made.dtype != dtype:
+        log_once(
+            f"a conversion to {dtype_name(made.dtype)} ends the division of layers between a GPU and the CPU: call "
+            "model.to('cpu'), convert the model, and divide it again"
+        )
+    return (made.device, made.dtype) == (there.device, dtype)
 
 
 def _as_bytes(*tensors: torch.Tensor) -> torch.Tensor:

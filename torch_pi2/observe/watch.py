@@ -41,6 +41,7 @@ from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.profiling.recorder import threshold_map
+from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
@@ -84,6 +85,7 @@ class Watch:
         check_every: int = 0,
         limit: float = LIMIT,
     ) -> None:
+        refuse_split(model, "watching", whole=True)
         self.plan: Plan = parts_of(model).plan
         self.batch_sizes = _sizes(batch_sizes)
         self.check_every, self.limit = check_every, limit

@@ -6,7 +6,7 @@ Operators, all under ``torch.ops.pi2``:
   ``predict_signbit``; ``linear`` (functional and ``.out``), ``linear_blocks``, ``quantize`` and ``dequantize``;
   ``experts_ffn`` and ``stored_experts``, mixtures of experts; ``attention``: each has a file here, with its reference
   and its fake.
-* ``gathered_ffn``: ``sparse_ffn`` and ``predicted_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`.
+* ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`, where the others are as well.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores by number, see
   :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
@@ -58,13 +58,13 @@ from torch_pi2.ops import (
     stored_experts,
     stored_ffn,
 )
-from torch_pi2.ops.gpu import gathered_ffn
+from torch_pi2.ops.gpu import gathered_experts, gathered_ffn
 from torch_pi2.ops.gpu import linear as gpu_linear
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
 _fragment: torch.library.Library | None = None
-_gathered_ffn: Any = None
+_gathered_experts: Any = None
 
 
 def _out(fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -98,8 +98,10 @@ _FAKES: dict[str, Callable[..., torch.Tensor]] = {
     "attention": attention.fake,
 }
 
-#: Operator -> what it is on a GPU; layers there call ``gathered_ffn`` (:mod:`torch_pi2.ops.gpu`) besides.
+#: Operator -> what it is on a GPU.
 _ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
+    "sparse_ffn": gathered_ffn.sparse_ffn,
+    "predicted_ffn": gathered_ffn.predicted_ffn,
     "linear": gpu_linear.launch,
     "dequantize": quantize.dequantize,
     "predict_signbit": predict_signbit.predict_signbit,
@@ -142,7 +144,7 @@ def library_path(name: str | None = None) -> Path:
 
 def load() -> None:
     """Make ``torch.ops.pi2`` usable. Called by everything that needs it; a second call does nothing."""
-    global _fragment, _gathered_ffn
+    global _fragment, _gathered_experts
     if _fragment is not None:
         return
     with _lock:
@@ -160,7 +162,7 @@ def load() -> None:
             ) from error
         _check_instruction_set()
         try:
-            _fragment, _gathered_ffn = _register_python_parts(), gathered_ffn.register()
+            _fragment, _gathered_experts = _register_python_parts(), gathered_experts.register()
         except AttributeError as error:  # an operator that was added since
             raise LibraryMissingError(
                 f"loading {path}",

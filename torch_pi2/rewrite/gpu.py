@@ -37,8 +37,9 @@ def on_the_cpu(model: nn.Module, stays_here: bool = False) -> Iterator[None]:
     """Within it a model of a GPU is on the CPU, and afterwards where it was; ``stays_here``: only after an error.
 
     Raises:
-        DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`.
+        DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`. ConfigError: it is divided.
     """
+    refuse_split(model, "taking to the CPU")
     devices = {parameter.device for parameter in model.parameters() if on_gpu(parameter)}
     if len(devices) > 1:
         raise DeviceError(
@@ -76,9 +77,7 @@ def _or_here(model: nn.Module, nbytes: int, device: torch.device) -> Iterator[No
     try:
         yield
     except BaseException as error:
-        for home in homes(model):
-            if home.split is not None:
-                home.end_split()
+        _end_splits(model)
         model.to("cpu")
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemoryError(
@@ -88,6 +87,12 @@ def _or_here(model: nn.Module, nbytes: int, device: torch.device) -> Iterator[No
                 fix="Give it less (gpu_memory), or end what else is there.",
             ) from error
         raise
+
+
+def _end_splits(model: nn.Module) -> None:
+    for home in homes(model):
+        if home.split is not None:
+            home.end_split()
 
 
 def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
@@ -126,8 +131,9 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) ->
 
     Raises:
         OutOfMemoryError: the rest of the model has no room, or the GPU has less memory free. ArtifactError: a store
-            cannot be read. On any error all of the model is on the CPU.
+            cannot be read. On any error no layer is divided, and from the first move on all is on the CPU.
     """
+    _end_splits(model)
     room_bytes = room_on_gpu(model, memory_bytes)
     found, handle = homes(model), Handle.of(model)
     parts = handle if isinstance(handle, Optimized) else None
@@ -205,8 +211,8 @@ def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes:
 
 
 def neuron_bytes(layer: SparseFFN) -> int:
-    """Bytes of one neuron on a GPU, with its biases."""
-    held = sum(t.nbytes for t in (layer.neuron_rows, layer.bias_gate, layer.bias_up) if t is not None)
+    """Bytes of one neuron on a GPU, with its biases, and its part of a predictor that the layer has."""
+    held = sum(t.nbytes for name, t in layer.named_buffers() if name not in ("bias_down", "order", "inverse"))
     return held // layer.site.intermediate
 
 
@@ -252,12 +258,14 @@ def _experts(home: SparseExperts, stats: ActivationStats | None) -> tuple[torch.
     return torch.tensor([a * y.active_share for a, y in zip(asked, layers, strict=True)], dtype=torch.float64), nbytes
 
 
-def refuse_split(model: nn.Module, what: str) -> None:
-    """Raises ConfigError: neurons of ``model`` are on a GPU, and ``what`` wants all of it on the CPU."""
-    if any(home.split is not None for home in homes(model)):
+def refuse_split(model: nn.Module, what: str, whole: bool = False) -> None:
+    """Raises ConfigError: neurons of ``model`` are on a GPU, and ``what`` wants all of it on the CPU; ``whole``: also
+    where all of them are there.
+    """
+    if any(home.split is not None or (whole and on_gpu(home.order)) for home in homes(model)):
         raise ConfigError(
             f"{what} {type(model).__name__}",
             expected="a model on the CPU",
-            found="one with its hot neurons on a GPU",
+            found="one with neurons on a GPU",
             fix="Call model.to('cpu') first.",
         )

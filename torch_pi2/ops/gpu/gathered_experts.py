@@ -1,4 +1,4 @@
-"""``gathered_experts``: a mixture of experts on a GPU, by the kernels of ``gathered_ffn``.
+"""``gathered_experts``: a mixture of experts on a GPU, by the kernels of a layer.
 
 Each pair of a token and one of its slots is computed as a token is there; its expert is read from ``index`` by the
 kernels, so that nothing waits for the GPU. On the CPU it is ``experts_ffn`` of the C++ library.

@@ -1,22 +1,15 @@
-"""``gathered_ffn``: a feed-forward layer on a GPU, of which listed neurons are computed, as Triton kernels.
+"""``sparse_ffn`` and ``predicted_ffn`` on a GPU: listed neurons are gathered and computed, by Triton kernels.
 
-An opaque operator to ``torch.compile``: of a ``triton_op`` Inductor takes the weights for written to (an address that
-comes from a sum of what was read), and copies them in each call. On the CPU it is ``sparse_ffn`` or ``predicted_ffn``
-of the C++ library.
+To ``torch.compile`` they are as opaque as on the CPU: of a ``triton_op`` Inductor takes the weights for written to (an
+address that comes from a sum of what was read), and copies them in each call.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.library import custom_op
 
-from torch_pi2.ops.gpu import gathered_experts
+from torch_pi2.formats import FLOAT
 from torch_pi2.ops.gpu.listed import NO_PREDICTOR, compute, parts_of
-from torch_pi2.ops.sparse_ffn import ffn_output
-
-__all__ = ["NO_PREDICTOR", "launch", "register"]
 
 
 def launch(
@@ -58,37 +51,44 @@ def launch(
     return y
 
 
-def _on_the_cpu(
+def sparse_ffn(
     x: torch.Tensor,
     neuron_rows: torch.Tensor,
     bias_gate: torch.Tensor | None,
     bias_up: torch.Tensor | None,
     bias_down: torch.Tensor | None,
     active: torch.Tensor | None,
+    activation: str,
+    activation_on_up: bool,
+    n_hot: int,
+    threshold: float,
+    weights: str = FLOAT,
+    int8_activations: bool = False,
+) -> torch.Tensor:
+    """``torch.ops.pi2.sparse_ffn`` there."""
+    layer, settings = (x, neuron_rows, bias_gate, bias_up, bias_down), (activation, activation_on_up, n_hot, threshold)
+    return launch(*layer, active, [], NO_PREDICTOR, 0.0, "", False, *settings, weights, int8_activations)
+
+
+def predicted_ffn(
+    x: torch.Tensor,
+    neuron_rows: torch.Tensor,
+    bias_gate: torch.Tensor | None,
+    bias_up: torch.Tensor | None,
+    bias_down: torch.Tensor | None,
     predictor: list[torch.Tensor],
     kind: str,
     cut: float,
     predictor_weights: str,
     predictor_int8_activations: bool,
-    *settings: Any,
+    activation: str,
+    activation_on_up: bool,
+    n_hot: int,
+    threshold: float,
+    weights: str = FLOAT,
+    int8_activations: bool = False,
 ) -> torch.Tensor:
-    y: torch.Tensor
-    tensors = (x, neuron_rows, bias_gate, bias_up, bias_down)
-    if kind == NO_PREDICTOR:
-        y = torch.ops.pi2.sparse_ffn(*tensors, active, *settings)
-    else:
-        of_predictor = (predictor, kind, cut, predictor_weights, predictor_int8_activations)
-        y = torch.ops.pi2.predicted_ffn(*tensors, *of_predictor, *settings)
-    return y
-
-
-def _fake(x: torch.Tensor, neuron_rows: torch.Tensor, *others: Any) -> torch.Tensor:
-    return ffn_output(x, neuron_rows, others[-2])
-
-
-def register() -> Any:
-    """``torch.ops.pi2.gathered_ffn`` and ``gathered_experts``, as long as what is returned is kept."""
-    op: Any = custom_op("pi2::gathered_ffn", launch, mutates_args=())
-    op.register_kernel("cpu")(_on_the_cpu)
-    op.register_fake(_fake)
-    return op, gathered_experts.register()
+    """``torch.ops.pi2.predicted_ffn`` there."""
+    layer, settings = (x, neuron_rows, bias_gate, bias_up, bias_down), (activation, activation_on_up, n_hot, threshold)
+    how = (predictor, kind, cut, predictor_weights, predictor_int8_activations)
+    return launch(*layer, None, *how, *settings, weights, int8_activations)
