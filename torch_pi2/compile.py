@@ -27,6 +27,7 @@ from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteErro
 from torch_pi2.graph.left import left_dense
 from torch_pi2.graph.match import Match, Projection, match_ffns
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.offloaded import open_stores, unreadable
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
@@ -62,10 +63,10 @@ def backend(
     The neurons are made once per set of weights and shared by all graphs that use it; if a parameter is
     changed in place or loaded anew, they are refreshed at the next call. Changes that PyTorch does not count
     (``p.data.mul_(2)``, and any in place of parameters made under ``torch.inference_mode()``) are seen by a sample of
-    each parameter: those of all its numbers, as when PEFT merges or unmerges an adapter, but not those of a few rows.
-    After such, ``torch._dynamo.reset()`` and compile again, with new parameters (``model.load_state_dict(...,
-    assign=True)``). The dense weights stay in memory: they belong to the model (``torch_pi2.optimize`` gives them
-    back).
+    each parameter: those of all its numbers, as when PEFT merges or unmerges an adapter, but not those of a few rows;
+    on a GPU none is. After such, ``torch._dynamo.reset()`` and compile again, with new parameters
+    (``model.load_state_dict(..., assign=True)``). The dense weights stay in memory: they belong to the model
+    (``torch_pi2.optimize`` gives them back).
 
     Args:
         options: ``plan``: a :class:`Plan` or its folder (``my-sparse-model/pi2``: predictors in it are used);
@@ -193,7 +194,8 @@ class _Packed:
 
 def _stamp(parameter: torch.Tensor) -> _Stamp:
     version = 0 if parameter.is_inference() else parameter._version
-    return version, parameter.data_ptr(), tuple(_sample(parameter.detach()).tolist())
+    seen = () if on_gpu(parameter) else tuple(_sample(parameter.detach()).tolist())  # or each call would wait for it
+    return version, parameter.data_ptr(), seen
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
@@ -359,8 +361,9 @@ def _pack(
             if layer is None
             else LayerPlan(site, layer.method, layer.n_hot, order, layer.threshold)
         )
-        model = _holder(dict(zip(nodes, parameters)))
+        model = _holder(dict(zip(nodes, (p.detach().cpu() if on_gpu(p) else p for p in parameters))))
         ffn = SparseFFN(site, site.weights(model), layer_plan, *predictor_tensors(predictor)).eval()
+        ffn.to(parameters[0].device)
         stamps, references = [_stamp(p) for p in parameters], [weakref.ref(p) for p in parameters]
         shared[key] = _Packed(ffn, tuple(nodes), stamps, (layer, predictor), references)
     packed: _Packed = shared[key]
@@ -397,15 +400,16 @@ def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx
         return node
 
     result = match.down.node
-    tensors = [given(t) for t in ffn.tensors()]
-    predictor = [given(t) for t in ffn.predictor()]
+    arguments: list[Any] = [x, *(given(t) for t in ffn.tensors())]
+    operator: Any = torch.ops.pi2.sparse_ffn.default
+    if ffn.has_predictor:
+        tensors, *how = ffn.asked()
+        operator = torch.ops.pi2.predicted_ffn.default
+        arguments += [[given(t) for t in tensors], *how]
+    else:
+        arguments.append(None)  # no mask
     with gm.graph.inserting_before(match.down.nodes[0]):
-        active = None
-        if ffn.has_predictor:
-            predict, settings = ffn.predictor_call()
-            active = gm.graph.call_function(predict, (x, *predictor, *settings))
-        settings = ffn.settings(ffn.n_hot, ffn.threshold)
-        node = gm.graph.call_function(torch.ops.pi2.sparse_ffn.default, (x, *tensors, active, *settings))
+        node = gm.graph.call_function(operator, (*arguments, *ffn.settings(ffn.n_hot, ffn.threshold)))
     node.meta = dict(result.meta)
     replaced[result] = node
     result.replace_all_uses_with(node)

@@ -173,6 +173,24 @@ def test_plan_and_predictors(tmp_path):
 
 @pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
+def test_models_of_a_gpu_are_compiled_from_copies_of_their_weights(monkeypatch):
+    """On the CPU, which is taken for a GPU; nothing looks at numbers in each call there, counted changes are seen."""
+    monkeypatch.setattr(compile_module, "on_gpu", lambda _: True)
+    monkeypatch.setattr(compile_module, "_sample", lambda _: pytest.fail("a wait for the GPU"))
+    model = plain(GatedBlock())
+    plan = make_plan(model, (X_BTH,), method="lowrank")
+    predictors = {layer.site.key: predictor(seed=i) for i, layer in enumerate(plan.layers)}
+    fast = compiled(model, plan=plan, predictors=predictors)
+    wanted = rewrite(copy.deepcopy(model), plan, predictors)(X_BTH)
+    assert close(fast(X_BTH), wanted)
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert close(fast(X_BTH), model(X_BTH))
+    assert not close(wanted, model(X_BTH), 1e-3)
+
+
+@pytest.mark.usefixtures("captured_alone")
+@torch.no_grad()
 def test_wrong_options_and_stale_plans_are_errors():
     model = relu_model()
     with pytest.raises(Exception, match="only plan, predictors, found speed"):

@@ -271,16 +271,15 @@ class SparseFFN(DenseForm):
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
         refuse_vmap(self.site, x)
-        predictor = (
-            [tensor for tensor in self.predictor() if tensor is not None],
-            self.predictor_kind,
-            self.predictor_threshold,
-            self.predictor_format,
-            self.int8_activations and bool(self.predictor_weights),
-        )
         y: torch.Tensor
-        y = torch.ops.pi2.predicted_ffn(x, *self.tensors(), *predictor, *self.settings(n_hot, self.threshold))
+        y = torch.ops.pi2.predicted_ffn(x, *self.tensors(), *self.asked(), *self.settings(n_hot, self.threshold))
         return y
+
+    def asked(self) -> tuple[Any, ...]:
+        """What ``torch.ops.pi2.predicted_ffn`` takes after :meth:`tensors`: the predictor, and how it decides."""
+        tensors = [tensor for tensor in self.predictor() if tensor is not None]
+        int8 = self.int8_activations and bool(self.predictor_weights)
+        return tensors, self.predictor_kind, self.predictor_threshold, self.predictor_format, int8
 
     @property
     def has_predictor(self) -> bool:

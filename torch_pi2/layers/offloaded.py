@@ -20,6 +20,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.split import Link
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
+from torch_pi2.ops.gpu.listed import NO_PREDICTOR
 from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan
@@ -419,21 +420,10 @@ class OffloadedFFN(InStore, SparseFFN):
         self.announced = True
         if self.has_predictor and self.store_layer > 0:
             n_hot = self.hot_for(batch)
-            tensors = [tensor for tensor in self.predictor() if tensor is not None]
-            torch.ops.pi2.store_lookahead(
-                self.store.number,
-                self.store_layer,
-                tensors,
-                self.predictor_kind,
-                self.predictor_threshold,
-                self.predictor_format,
-                self.int8_activations and bool(self.predictor_weights),
-                n_hot,
-            )
+            torch.ops.pi2.store_lookahead(self.store.number, self.store_layer, *self.asked(), n_hot)
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
-        tensors = [tensor for tensor in self.predictor() if tensor is not None]
-        return self._stored(x, tensors, self.predictor_kind, n_hot, self.threshold)
+        return self._stored(x, self.asked(), n_hot, self.threshold)
 
     def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
         if active is not None:
@@ -443,11 +433,9 @@ class OffloadedFFN(InStore, SparseFFN):
                 found="one in a store, which predicts for itself",
                 fix="Load the model without a budget.",
             )
-        return self._stored(x, [], "none", n_hot, threshold)
+        return self._stored(x, ([], NO_PREDICTOR, 0.0, "", False), n_hot, threshold)
 
-    def _stored(
-        self, x: torch.Tensor, predictor: list[torch.Tensor], kind: str, n_hot: int, threshold: float
-    ) -> torch.Tensor:
+    def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         return self.read(
             torch.ops.pi2.stored_ffn,
             x,
@@ -456,11 +444,7 @@ class OffloadedFFN(InStore, SparseFFN):
             self.bias_gate,
             self.bias_up,
             self.bias_down,
-            predictor,
-            kind,
-            self.predictor_threshold,
-            self.predictor_format,
-            self.int8_activations and bool(self.predictor_weights),
+            *asked,
             self.site.activation,
             self.site.activation_on_up,
             n_hot,
