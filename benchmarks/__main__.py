@@ -1,7 +1,7 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
 `ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `offload`, `best-of`,
-`speculate` and `plan` are whole models; `serve` and `prefix` are servers of one.
+`speculate`, `plan` and `gpu-model` are whole models; `serve` and `prefix` are servers of one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ BENCHMARKS = {
     "ffn": "one gated layer with float weights, dense against sparse",
     "layer": "one gated layer over shares of active neurons, against the memory roofline",
     "gpu": "one gated layer on a GPU: predicted, by the exact gate, and dense by cuBLAS",
+    "gpu-model": "a whole model on a GPU: ours beside dense; or divided, beside offloading and the CPU",
     "attention": "new tokens over a static cache: our operator, torch's SDPA and the memory roofline",
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",
     "generate": "model.generate over our steps, beside transformers' own and torch_pi2.generate",

@@ -1,0 +1,179 @@
+"""A whole model on a GPU: our layers beside dense ones; and, in less memory than it takes, beside offloading.
+
+Greedy answers of one sequence. Models that are on the GPU as a whole have a static cache, whose steps transformers
+compiles (``max-autotune``: into CUDA graphs); divided ones run eagerly. ``--device cpu`` runs the same calls there, to
+see that they are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.figures import alternate, at_least, spread
+from benchmarks.subject import WORK, Subject
+from torch_pi2.base import process as machine
+from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.cli import common
+from torch_pi2.layers.gpu import check_gpu
+from torch_pi2.layers.of_model import homes
+from torch_pi2.rewrite.gpu import hot_on_gpu
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--folder", type=Path, metavar="DIR", help="model folder (default: work/bench/SHAPE-WEIGHTS-0.1, made)")
+    add("--shape", default="mistral-7b", metavar="NAME", help="of the model that is made (default: %(default)s)")
+    add("--weights", default="bfloat16", help="of the model that is made (default: %(default)s)")
+    add("--share", type=float, metavar="S", help="of the feed-forward layers' bytes in the GPU's memory, 0..1: divided")
+    add("--prompt", type=common.positive, default=16, metavar="T", help="tokens of the prompt (default: 16)")
+    add("--tokens", type=common.positive, default=64, metavar="N", help="tokens of the answer (default: 64)")
+    add("--rounds", type=common.positive, default=5, metavar="N", help="alternating; two more before are warm-up")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
+
+
+def run(
+    folder: str | Path | None = None,
+    *,
+    shape: str = "mistral-7b",
+    weights: str = "bfloat16",
+    share: float | None = None,
+    prompt: int = 16,
+    tokens: int = 64,
+    rounds: int = 5,
+    device: str = "cuda",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Milliseconds a token of greedy answers, prompt included.
+
+    Args:
+        share: with it ``divided`` (:func:`torch_pi2.load` with ``gpu_memory``), ``offloaded`` (accelerate, the dense
+            model with as much memory) and ``cpu`` (our steps there); without ``sparse`` and ``dense``, both as a whole
+            on the GPU.
+
+    Returns:
+        ``ways``, by name: ``ms`` a token, ``spread``, and ``ours_over`` it: how many times as fast our first way is
+        within each round; ``same``: of how many rounds the tokens were those of the first way. ``left_out``: what was
+        not run, and why.
+
+    Raises:
+        DeviceError: no GPU that has kernels. Pi2Error: the folder cannot be made or loaded.
+    """
+    import torch_pi2
+
+    at_least(1, prompt=prompt, tokens=tokens, rounds=rounds)
+    check_gpu(torch.device(device))
+    folder = Path(folder or WORK / f"{shape}-{weights}-0.1")
+    if not (folder / "pi2").is_dir():
+        torch_pi2.synthetic(folder, shape, active=0.1, weights=weights, seed=seed)
+    model: Any = torch_pi2.load(folder)
+    subject, left_out = Subject.of(model, folder), {}
+    answers: dict[str, Callable[[torch.Tensor], list[int]]] = {}
+    if share is None:
+        answers["sparse"] = _whole(model.to(device), tokens)
+        answers["dense"] = _whole(load_dense(folder).to(device), tokens)
+        memory_bytes = None
+    else:
+        inside = sum(tensor.nbytes for home in homes(model) for tensor in home.buffers())
+        every = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        memory_bytes = every - inside + int(share * inside)
+        hot_on_gpu(model, memory_bytes)
+        answers["divided"] = _eager(model, device, tokens)
+        if importlib.util.find_spec("accelerate") is None:
+            left_out["offloaded"] = "package accelerate is not installed"
+        else:
+            answers["offloaded"] = _eager(_offloaded(load_dense(folder), memory_bytes), device, tokens)
+        on_cpu: Any = torch_pi2.load(folder)
+        answers["cpu"] = lambda ids: torch_pi2.generate(on_cpu, ids, max_new_tokens=tokens, eos_token_id=[]).sequences[
+            0
+        ]
+    drawn = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(model.config.vocab_size, (1, prompt), generator=drawn) for _ in range(rounds + 2)]
+    said: dict[tuple[str, int], list[int]] = {}
+
+    def timed(way: str, index: int) -> float:
+        started = time.perf_counter()
+        said[way, index] = answers[way](prompts[index])  # a list: the GPU is done
+        return (time.perf_counter() - started) * 1e3 / tokens
+
+    ms = {way: values[2:] for way, values in alternate(tuple(answers), rounds + 2, timed).items()}
+    ours = next(iter(ms))
+    ways = {}
+    for way, values in ms.items():
+        ratios = [theirs / mine for theirs, mine in zip(values, ms[ours], strict=True)]
+        ways[way] = {
+            "ms": round(statistics.median(values), 3),
+            "ours_over": round(statistics.median(ratios), 3),
+            "spread": {"ms": spread(values), "ours_over": spread(ratios)},
+            "same": sum(said[way, i] == said[ours, i] for i in range(rounds + 2)),
+        }
+    head = {"what": "gpu-model", "shape": subject.shape, "weights": subject.weights, "synthetic": subject.synthetic}
+    about = {"share": share, "memory_bytes": memory_bytes, "prompt": prompt, "tokens": tokens, "rounds": rounds}
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return {**head, **about, "seed": seed, "device": name, "ways": ways, "left_out": left_out, **machine.describe()}
+
+
+def _settings(tokens: int) -> dict[str, Any]:
+    return {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def _whole(model: Any, tokens: int) -> Callable[[torch.Tensor], list[int]]:
+    from transformers import CompileConfig
+
+    how = {"cache_implementation": "static", "compile_config": CompileConfig(mode="max-autotune", fullgraph=False)}
+
+    def answer(ids: torch.Tensor) -> list[int]:
+        there = ids.to(model.device)
+        found: list[int] = type(model).generate(model, there, **how, **_settings(tokens))[0, ids.shape[1] :].tolist()
+        return found
+
+    return answer
+
+
+def _eager(model: Any, device: str, tokens: int) -> Callable[[torch.Tensor], list[int]]:
+    def answer(ids: torch.Tensor) -> list[int]:
+        out = type(model).generate(model, ids.to(device), **_settings(tokens))
+        found: list[int] = out[0, ids.shape[1] :].tolist()
+        return found
+
+    return answer
+
+
+def _offloaded(model: Any, memory_bytes: int) -> Any:
+    """The dense model, of which accelerate keeps so much on the GPU and brings the rest there in every step."""
+    accelerate: Any = importlib.import_module("accelerate")
+    most = {0: memory_bytes, "cpu": 1 << 40}
+    device_map = accelerate.infer_auto_device_map(model, most, no_split_module_classes=model._no_split_modules)
+    return accelerate.dispatch_model(model, device_map)
+
+
+def render(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            way,
+            f"{found['ms']:.2f}",
+            "{:.2f} to {:.2f}".format(*found["spread"]["ms"]),
+            f"{found['ours_over']:.2f}",
+            "{:.2f} to {:.2f}".format(*found["spread"]["ours_over"]),
+            f"{found['same']} of {result['rounds'] + 2}",
+        )
+        for way, found in result["ways"].items()
+    ]
+    memory = "" if result["memory_bytes"] is None else f", {common.size(result['memory_bytes'])} of its memory"
+    return "\n".join(
+        (
+            f"{result['shape']} {result['weights']} on {result['device']}{memory}, prompt {result['prompt']}, answer "
+            f"{result['tokens']}",
+            common.table(("way", "ms a token", "from - to", "ours over it", "from - to", "same"), rows),
+            *(f"not run: {name}, {why}" for name, why in result["left_out"].items()),
+            f"({result['synthetic']})",
+        )
+    )
