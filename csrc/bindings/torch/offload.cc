@@ -178,8 +178,8 @@ ScalarType bias_type(DType w_dtype) {
 Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTensor& bias_gate,
                   const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                   const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
-                  const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
-                  bool int8_activations, int64_t first) {
+                  const Text& activation, bool activation_on_up, int64_t n_hot, double threshold, bool int8_activations,
+                  int64_t first) {
   std::shared_ptr<Offload> offload;
   std::shared_ptr<const Lookahead> next;
   {
