@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from browsing import NEEDS_BROWSER, Tab, browser
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from serving import Server, dense, quantised, tokenizer_of_example
 
 pytestmark = NEEDS_BROWSER
@@ -84,7 +85,13 @@ def ask(page: Page, text: str, *, tokens: int, temperature: float = 0) -> None:
 
 
 def endless(page: Page, server: Server) -> None:
-    """An answer that does not end by itself within a test."""
+    """An answer that does not end by itself within a test: the token that ends one is never drawn."""
+
+    def without_end(route: Route) -> None:
+        asked = route.request.post_data_json
+        route.continue_(post_data=json.dumps(asked | {"logit_bias": {"0": -100}}))
+
+    page.route("**/v1/chat/completions", without_end)
     ask(page, "def main(", tokens=1000, temperature=2)
     expect(page.locator(".growing")).to_have_text(re.compile(".{40}", re.DOTALL))
 
