@@ -60,6 +60,19 @@ def spread(values: Sequence[float], digits: int = 3) -> list[float]:
     return [round(min(values), digits), round(max(values), digits)]
 
 
+def way_rows(ways: Mapping[str, Any], ratio: str, answers: int, digits: int) -> list[tuple[str, ...]]:
+    """For a table: ``ms`` of each way, its ``ratio``, their spreads, and the same tokens in how many."""
+
+    def shown(found: Mapping[str, Any], name: str, digits: int) -> tuple[str, str]:
+        low, high = found["spread"][name]
+        return f"{found[name]:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"
+
+    return [
+        (way, *shown(found, "ms", digits), *shown(found, ratio, 2), f"{found['same']} of {answers}")
+        for way, found in ways.items()
+    ]
+
+
 def over(rates: Mapping[str, Sequence[float]], first: str) -> dict[str, list[float]]:
     """By every other name, how many times as fast ``first`` is, within each round."""
     others = [name for name in rates if name != first]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.figures import alternate, at_least, label, spread
+from benchmarks.figures import alternate, at_least, label, spread, way_rows
 from benchmarks.subject import WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
@@ -124,17 +124,7 @@ def run(
 
 
 def render(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            way,
-            f"{found['ms']:.0f}",
-            "{:.0f} to {:.0f}".format(*found["spread"]["ms"]),
-            f"{found['times_as_fast']:.2f}",
-            "{:.2f} to {:.2f}".format(*found["spread"]["times_as_fast"]),
-            f"{found['same']} of {result['rounds'] + 1}",
-        )
-        for way, found in result["ways"].items()
-    ]
+    rows = way_rows(result["ways"], "times_as_fast", result["rounds"] + 1, digits=0)
     found = result["compiling"]
     known = " (code found on disk)" if found.get("found") else ""
     return "\n".join(

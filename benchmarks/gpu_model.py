@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import alternate, at_least, spread
+from benchmarks.figures import alternate, at_least, spread, way_rows
 from benchmarks.subject import WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common
 from torch_pi2.layers.gpu import check_gpu
 from torch_pi2.layers.of_model import homes
-from torch_pi2.rewrite.gpu import hot_on_gpu
+from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +83,7 @@ def run(
         memory_bytes = None
     else:
         inside = sum(tensor.nbytes for home in homes(model) for tensor in home.buffers())
-        every = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        memory_bytes = every - inside + int(share * inside)
+        memory_bytes = rest_bytes(model) + int(share * inside)
         hot_on_gpu(model, memory_bytes)
         answers["divided"] = _eager(model, device, tokens)
         if importlib.util.find_spec("accelerate") is None:
@@ -92,9 +91,7 @@ def run(
         else:
             answers["offloaded"] = _eager(_offloaded(load_dense(folder), memory_bytes), device, tokens)
         on_cpu: Any = torch_pi2.load(folder)
-        answers["cpu"] = lambda ids: torch_pi2.generate(on_cpu, ids, max_new_tokens=tokens, eos_token_id=[]).sequences[
-            0
-        ]
+        answers["cpu"] = _ours(on_cpu, tokens)
     drawn = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(model.config.vocab_size, (1, prompt), generator=drawn) for _ in range(rounds + 2)]
     said: dict[tuple[str, int], list[int]] = {}
@@ -123,6 +120,15 @@ def run(
 
 def _settings(tokens: int) -> dict[str, Any]:
     return {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def _ours(model: Any, tokens: int) -> Callable[[torch.Tensor], list[int]]:
+    import torch_pi2
+
+    def answer(ids: torch.Tensor) -> list[int]:
+        return torch_pi2.generate(model, ids, max_new_tokens=tokens, eos_token_id=[]).sequences[0]
+
+    return answer
 
 
 def _whole(model: Any, tokens: int) -> Callable[[torch.Tensor], list[int]]:
@@ -156,17 +162,7 @@ def _offloaded(model: Any, memory_bytes: int) -> Any:
 
 
 def render(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            way,
-            f"{found['ms']:.2f}",
-            "{:.2f} to {:.2f}".format(*found["spread"]["ms"]),
-            f"{found['ours_over']:.2f}",
-            "{:.2f} to {:.2f}".format(*found["spread"]["ours_over"]),
-            f"{found['same']} of {result['rounds'] + 2}",
-        )
-        for way, found in result["ways"].items()
-    ]
+    rows = way_rows(result["ways"], "ours_over", result["rounds"] + 2, digits=2)
     memory = "" if result["memory_bytes"] is None else f", {common.size(result['memory_bytes'])} of its memory"
     return "\n".join(
         (

@@ -190,6 +190,7 @@ def test_a_store_keeps_what_is_on_no_gpu(tmp_path_factory: pytest.TempPathFactor
     assert all(count % 64 == 0 for count in counts)
     assert sum(counts) > 0
     stats = store.stats()
+    assert store.config.preload  # later, too, when the budget grows
     assert 0 < stats["slots"] - len(layers) <= stats["resident"]  # filled, with others (shares of layers are rounded)
     torch.testing.assert_close(logits(model), wanted, rtol=0, atol=0.1)  # bfloat16, and fewer are missed
     assert link.done[:2] in (["cold", "hot"], ["hot", "cold"])

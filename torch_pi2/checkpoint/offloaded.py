@@ -42,7 +42,7 @@ def load_offloaded(
     int8_activations: bool,
     progress: bool,
 ) -> nn.Module:
-    """The model of ``folder`` with ``total`` bytes of memory; see :func:`torch_pi2.load`.
+    """The model of ``folder`` with ``total`` bytes of memory, and an empty cache; see :func:`torch_pi2.load`.
 
     ``predictors`` is emptied: layers have their own copies, and there must not be two when the cache is filled.
     """
@@ -94,8 +94,6 @@ def load_offloaded(
     give_back_freed_memory()
     model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
     give_back_freed_memory()  # what only loading needed, before the cache is filled
-    if config.preload:
-        store.preload()
     if config.lookahead and len({entry.hidden for entry in entries}) == 1:
         for module in model.modules():
             if isinstance(module, OffloadedFFN):

@@ -228,9 +228,8 @@ def load(
         }
         if budget is not None:
             room, config = parse_bytes(budget), offload or _offload_of(made)
-            now = config if gpu_bytes is None else replace(config, preload=False)  # what is not there is not known yet
-            stored = load_offloaded(folder, pi2, made, predictors, room, now, context, strict_budget, **how)
-            return _following(stored, gpu_bytes, config.preload)
+            stored = load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
+            return _following(stored, gpu_bytes)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
         return _following(quantized, gpu_bytes)
@@ -244,19 +243,16 @@ def load(
     return _following(apply(model.eval(), Optimized(made, predictors, stats), progress), gpu_bytes)
 
 
-def _following(model: nn.Module, gpu_bytes: int | None = None, preload: bool = True) -> LoadedModel:
-    """``model``, which generates with our steps, and follows its plan if that has a part for hardware; ``preload``: the
-    cache of a store, once it is known what is on a GPU.
-    """
+def _following(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
+    """``model``, which generates with our steps, and follows its plan if that has a part for hardware."""
     attach(model)
-    plan = parts_of(model).plan
-    if plan.hardware is not None:
-        follow(model, plan)
     if gpu_bytes is not None:
         hot_on_gpu(model, gpu_bytes)
-        store = store_of(model)
-        if store is not None and preload:
-            store.preload()
+    store, plan = store_of(model), parts_of(model).plan
+    if store is not None and store.config.preload:  # now that it is known what is on a GPU
+        store.preload()
+    if plan.hardware is not None:
+        follow(model, plan)
     return cast("LoadedModel", model)
 
 

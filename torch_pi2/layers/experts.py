@@ -309,14 +309,12 @@ class OffloadedExperts(InStore, SparseExperts):
     def split_off(self, on_gpu: Sequence[bool], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
         """See the base class. The cache is for the other experts from now on: :meth:`Store.preload` fills it."""
         super().split_off(on_gpu, link, neuron_rows)
-        for expert, there in enumerate(on_gpu):
-            self.store.leave_out(self.first_layer + expert, self.site.intermediate if there else 0)
+        self.store.leave_out(self.first_layer, [self.site.intermediate * there for there in on_gpu])
 
     def end_split(self) -> None:
         super().end_split()
         with suppress(ArtifactError):  # of a store that has been closed
-            for expert in range(len(self.sites)):
-                self.store.leave_out(self.first_layer + expert, 0)
+            self.store.leave_out(self.first_layer, [0] * len(self.sites))
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """See the base class."""

@@ -142,13 +142,14 @@ class Store:
             fix="Load the folder there with torch_pi2.load(folder, budget=...).",
         )
 
-    def leave_out(self, layer: int, first: int) -> None:
-        """The first so many neurons of ``layer`` are computed elsewhere: what :meth:`preload` fills begins after them.
+    def leave_out(self, layer: int, first: Sequence[int]) -> None:
+        """The first so many neurons of ``layer``, and of those after it, are computed elsewhere: what :meth:`preload`
+        fills begins after them.
 
         Raises:
             ArtifactError: the store has been closed.
         """
-        self.left_out[layer] = first
+        self.left_out[layer : layer + len(first)] = first
         with explained(str(self.path)):
             torch.ops.pi2.store_leave_out(self.number, self.left_out)
 
@@ -395,12 +396,12 @@ class OffloadedFFN(InStore, SparseFFN):
     def split_off(self, n_gpu: int, link: Link, neuron_rows: torch.Tensor | None = None) -> None:
         """See the base class. The cache is for the other neurons from now on: :meth:`Store.preload` fills it."""
         super().split_off(n_gpu, link, neuron_rows)
-        self.store.leave_out(self.store_layer, n_gpu)
+        self.store.leave_out(self.store_layer, [n_gpu])
 
     def end_split(self) -> None:
         super().end_split()
         with suppress(ArtifactError):  # of a store that has been closed
-            self.store.leave_out(self.store_layer, 0)
+            self.store.leave_out(self.store_layer, [0])
 
     def part(self, first: int, last: int, neuron_rows: torch.Tensor | None = None) -> SparseFFN:
         """See the base class: the first neurons in memory, as ``neuron_rows``; or the others, in the store."""

@@ -197,11 +197,12 @@ class ExpertsSplit:
         if all(self.on_gpu):
             y = self._on_gpu(x, index, routing)
             return y
+        sent = (index, routing.float(), x)
         with self.link.turn:
-            arriving = self.link.leave(_as_bytes(index, routing.float(), x))
+            arriving = self.link.leave(_as_bytes(*sent))
             work = functools.partial(self._on_gpu, x, index, routing)
             hot = None if self.hot is None else self.link.queue(work)
-            index_Tk, routing_Tk, x_TH = _from_bytes(arriving(), index, routing.float(), x)
+            index_Tk, routing_Tk, x_TH = _from_bytes(arriving(), *sent)
             y = self.link.enter(layer.compute(x_TH, self._cold_E1[index_Tk], routing_Tk))
             return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 

@@ -95,23 +95,28 @@ def _end_splits(model: nn.Module) -> None:
             home.end_split()
 
 
+def rest_bytes(model: nn.Module) -> int:
+    """Bytes of what is no feed-forward layer of ``model``, which is optimised."""
+    inside = {id(tensor) for home in homes(model) for tensor in home.buffers()}
+    held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside}
+    return sum(tensor.nbytes for tensor in held.values() if tensor.device.type != "meta")
+
+
 def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
     """Bytes for neurons of ``model``, which is optimised, where ``memory_bytes`` have all else of it, too.
 
     Raises:
         OutOfMemoryError: the rest of the model has no room.
     """
-    inside = {id(tensor) for home in homes(model) for tensor in home.buffers()}
-    held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside}
-    rest_bytes = sum(tensor.nbytes for tensor in held.values() if tensor.device.type != "meta")
-    if memory_bytes < rest_bytes:
+    least_bytes = rest_bytes(model)
+    if memory_bytes < least_bytes:
         raise OutOfMemoryError(
             "gpu_memory",
-            expected=f"{size(rest_bytes)} or more: what is no feed-forward layer is there as a whole",
+            expected=f"{size(least_bytes)} or more: what is no feed-forward layer is there as a whole",
             found=size(memory_bytes),
             fix="Give it more, or leave the model on the CPU.",
         )
-    return memory_bytes - rest_bytes
+    return memory_bytes - least_bytes
 
 
 def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) -> dict[str, int]:
@@ -222,12 +227,11 @@ def _most_wanted(
     """Of each layer so many of its first neurons, and of each mixture those experts, that all have room: what a byte is
     wanted for most often before others.
     """
-    ranks, sizes, owners = [], [], []
-    for i, home in enumerate(found):
+    ranks, sizes = [], []
+    for home in found:
         rank, nbytes = _experts(home, stats) if isinstance(home, SparseExperts) else _neurons(home, stats)
         ranks.append(rank)
         sizes.append(torch.full((len(rank),), nbytes, dtype=torch.int64))
-        owners.append(torch.full((len(rank),), i, dtype=torch.int64))
     by_rank = torch.cat(ranks).argsort(descending=True, stable=True)
     taken = torch.zeros(len(by_rank), dtype=torch.bool)
     taken[by_rank] = torch.cat(sizes)[by_rank].cumsum(0) <= room_bytes

@@ -6,6 +6,8 @@ address that comes from a sum of what was read), and copies them in each call.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torch_pi2.formats import FLOAT
@@ -19,20 +21,11 @@ def launch(
     bias_up: torch.Tensor | None,
     bias_down: torch.Tensor | None,
     active: torch.Tensor | None,
-    predictor: list[torch.Tensor],
-    kind: str,
-    cut: float,
-    predictor_weights: str,
-    predictor_int8_activations: bool,
-    activation: str,
-    activation_on_up: bool,
-    n_hot: int,
-    threshold: float,
-    weights: str,
-    int8_activations: bool,
+    *how: Any,
 ) -> torch.Tensor:
     """:func:`~torch_pi2.ops.sparse_ffn.sparse_ffn` with ``active``, or
-    :func:`~torch_pi2.ops.predicted_ffn.predicted_ffn` where ``kind`` is not ``none``; arguments as there.
+    :func:`~torch_pi2.ops.predicted_ffn.predicted_ffn`; ``how``: what :func:`~torch_pi2.ops.gpu.listed.compute` takes
+    from ``predictor`` on.
 
     A token's result has the same bits each time and in any company; sums are taken in float32, in another order than on
     the CPU.
@@ -43,11 +36,8 @@ def launch(
     y_TH, x_TH = y.view(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]).contiguous()
     active_TC = None if active is None else active.reshape(len(x_TH), -1)
     for part in parts_of(len(x_TH)):
-        compute(
-            y_TH[part], x_TH[part], neuron_rows, bias_gate, bias_up, bias_down,
-            None if active_TC is None else active_TC[part], predictor, kind, cut, predictor_weights,
-            predictor_int8_activations, activation, activation_on_up, n_hot, threshold, weights, int8_activations,
-        )  # fmt: skip
+        wanted = None if active_TC is None else active_TC[part]
+        compute(y_TH[part], x_TH[part], neuron_rows, bias_gate, bias_up, bias_down, wanted, *how)
     return y
 
 
