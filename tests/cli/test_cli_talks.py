@@ -19,11 +19,13 @@ import pytest
 import torch
 from cli_calls import Ran
 from shared import shared_folder
+from thread_link import ThreadLink
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_pi2
 from torch_pi2.cli import main
 from torch_pi2.cli.serve import url_of
+from torch_pi2.rewrite import gpu
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
 
@@ -172,3 +174,23 @@ def test_a_server_from_start_to_end(
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert json.loads(out)["talks"]["ended"] == {"length": 1}
+
+
+def test_a_talk_with_a_gpu_in_it(
+    talk: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same talk with some of the neurons on a thread in a GPU's place; without a GPU, a word before loading."""
+    wanted = talk("hello\n").out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for memory in ("all", "1GiB"):
+        said = talk("hello\n", "--gpu-memory", memory)
+        assert (said.code, said.out) == (2, "")
+        assert "layers on a GPU: expected a GPU, and a torch that was built for it, found torch" in said.err
+        assert "load " not in said.err
+    monkeypatch.setattr(gpu, "check_gpu", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu, "CudaLink", lambda _: ThreadLink())
+    said = talk("hello\n", "--gpu-memory", "12MiB")
+    assert (said.code, said.out) == (0, wanted), said.err
+    assert main(["generate", str(MODEL), "--prompt", "a", "--gpu-memory", "1GiB"]) == 2
+    assert "--gpu-memory 1GiB: expected all, of a model that is not optimised" in capsys.readouterr().err

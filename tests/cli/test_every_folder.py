@@ -194,6 +194,7 @@ def test_a_bundle_has_the_settings_of_models(command: Command, kinds: dict[str, 
         ["--activations", "int8"],
         ["--prompt-lookup", "2"],
         ["--dtype", "float32"],
+        ["--gpu-memory", "all"],
     ):
         ran = command("generate", kinds["bundle"], "--prompt", "x", *option, ok=False)
         assert ran.code == 2

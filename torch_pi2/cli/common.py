@@ -33,6 +33,8 @@ DTYPES = ("auto", *FLOATS)
 _MODEL = "a Hugging Face causal language model"
 #: Tokens of a sequence with its prompt, where nobody says how many and the model may have as many.
 MOST_TOKENS = 4096
+#: ``--gpu-memory`` of it: the model is on the GPU as a whole.
+ALL = "all"
 
 
 def _whole(text: str, least: int, most: int) -> int:
@@ -119,6 +121,11 @@ def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
     add = parser.add_argument
     add("--activations", choices=("float", "int8"), default="float", help="int8: faster, lossy (default: float)")
     add("--budget", metavar="BYTES", help=f"memory of a packed store, such as 2GiB{of_each} (default: all)")
+    add(
+        "--gpu-memory",
+        metavar="BYTES",
+        help="for weights on the GPU: all but feed-forward layers, and neurons that fire most; all: the whole model",
+    )
     add(
         "--compile",
         action="store_true",
@@ -342,13 +349,40 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
         if getattr(args, "budget", None) is not None:
             more |= given(args, "budget", "context")
+        if getattr(args, "gpu_memory", None) not in (None, ALL):
+            more["gpu_memory"] = args.gpu_memory
         return torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, **more)
 
 
-def load_any(args: argparse.Namespace) -> nn.Module:
-    """The model of folder ``args.model``, optimised or plain, in eval mode."""
+def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
+    """The model of folder ``args.model``, optimised (unless ``dense``) or plain, in eval mode; on a GPU as
+    ``args.gpu_memory`` says.
+    """
+    dense, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
+    if wanted is not None:
+        _check_gpu(args, wanted, dense)
+    model = load_dense(args) if dense else load_sparse(args)
+    return model.to("cuda") if wanted == ALL else model
 
-    return load_sparse(args) if (Path(args.model) / "pi2").is_dir() else load_dense(args)
+
+def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
+    """Before a model is loaded, which takes long."""
+    import torch
+
+    from torch_pi2.layers.gpu import check_gpu
+    from torch_pi2.rewrite.gpu import checked_memory
+
+    if wanted == ALL:
+        check_gpu(torch.device("cuda"))
+    elif dense:
+        raise ConfigError(
+            f"--gpu-memory {wanted}",
+            expected=f"{ALL}, of a model that is not optimised: its neurons are not in order of how often they fire",
+            found=args.model,
+            fix=f"Pass --gpu-memory {ALL}, or optimise it first: torch-pi2 optimize {args.model} --out DIR.",
+        )
+    else:
+        checked_memory(wanted)
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:

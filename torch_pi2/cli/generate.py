@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tokens 64"
 
 #: Options that bundles do not take, with their defaults; options of ``run`` that this verb has not.
-_OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0}
+_OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
 _OF_MODELS |= {"dtype": "auto", "trust_remote_code": False, "allow_download": False}
 _OF_RUN = dict.fromkeys(("ids", "system", "store", "io_threads", "engine", "policy", "verify")) | {"chat": False}
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
     args.context = inputs["input_ids"].numel() + args.max_new_tokens
-    model: Any = common.load_dense(args) if args.dense else common.load_any(args)
+    model: Any = common.load_any(args, args.dense)
     check_vocabulary(model, inputs["input_ids"])
     prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1
     text = Text(tokenizer, before=prompt)
@@ -169,7 +169,7 @@ def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Nam
     if args.temperature > 0:
         how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     with torch.no_grad():
-        ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)[0].tolist()
+        ids = model.generate(**inputs.to(model.device), max_new_tokens=args.max_new_tokens, **how)[0].tolist()
     prompt = inputs["input_ids"][0].tolist()
     return Generated([ids[len(prompt) :]], [], [], 0.0, prompt=prompt, tokenizer=tokenizer)
 

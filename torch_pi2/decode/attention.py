@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.ops import load
 from torch_pi2.ops.dtypes import DTYPES
 
@@ -38,13 +39,14 @@ def packed_sdpa(
     """transformers' attention interface. ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]``.
 
     ``torch.ops.pi2.attention`` under a boolean mask for all heads, or none. What it has not (dropout, soft caps,
-    biases, sinks, paged caches, masks that are added or of a head, values of another width than keys, gradients) goes
-    to transformers' own ``sdpa``.
+    biases, sinks, paged caches, masks that are added or of a head, values of another width than keys, gradients, GPUs)
+    goes to transformers' own ``sdpa``.
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
-    known = query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    known = known and query.shape[0] == key.shape[0] and not any(t.requires_grad for t in (query, key, value))
+    known = not on_gpu(query) and query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype
+    known = known and key.shape == value.shape and query.shape[0] == key.shape[0]
+    known = known and not any(t.requires_grad for t in (query, key, value))
     if not (plain and known and _for_all_heads(mask)):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -20,11 +20,13 @@ from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.attention import adds_masks, packed_attention
 from torch_pi2.decode.budget import room_for_compiling
+from torch_pi2.decode.cuda_graph import Forward, captured
 from torch_pi2.decode.kv import KeyValues, cache_name
 from torch_pi2.decode.pieces import LEAST_TOKENS, pieces_without_loss, same_frequencies_up_to, takes_several_lengths
-from torch_pi2.decode.recorded import Forward, Replay, State, record
+from torch_pi2.decode.recorded import Replay, State, record
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
-from torch_pi2.layers.gpu import on_gpu
+from torch_pi2.layers.gpu import device_of
+from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.prompt import piece_of, steps_of_one
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import dtype_name
@@ -100,7 +102,9 @@ class Decoder:
     change itself in its steps (counters, moving averages).
 
     Args:
-        model: a Hugging Face causal language model on the CPU, dense or optimised, in evaluation mode.
+        model: a Hugging Face causal language model, dense or optimised, in evaluation mode: on the CPU, on a GPU, or
+            divided between them, of which steps are not recorded. On a GPU recorded and compiled steps are captured as
+            CUDA graphs. Ids are taken from any device, and results are where the model is.
         max_tokens: room of the KV cache, prompt and answer together.
         batch: sequences decoded together, at most.
         backend: what compiles a step; ``torch_pi2`` makes one call of linears with the same input.
@@ -130,7 +134,8 @@ class Decoder:
     Raises:
         UnsupportedModelError: the model's cache cannot be static (state-space layers), or has a sliding window shorter
             than ``max_tokens``; it has an encoder; or (by :meth:`prompt`) it does not use the cache.
-        DeviceError: the model is on a GPU.
+        DeviceError: the model is on several GPUs, or (by what reads a prompt) has been moved since.
+        ConfigError: a divided model, compiled; or a setting that makes no sense.
     """
 
     @checked
@@ -157,15 +162,16 @@ class Decoder:
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
-        if any(map(on_gpu, model.parameters())):
-            raise DeviceError(
-                f"Decoder of {type(model).__name__}",
-                expected="a model on the CPU",
-                found="one on a GPU",
-                fix="Use model.generate there; cache_implementation='static' lets transformers compile its steps.",
-            )
+        self.device = device_of(model)
         self._look()
-        self._kv = KeyValues(model, max_tokens, batch)
+        if compiled and self._divided:
+            raise ConfigError(
+                f"Decoder of {type(model).__name__}, compiled",
+                expected="a model that is on one device as a whole",
+                found="layers that are divided between a GPU and the CPU, which no compiler can order",
+                fix="Leave compiled out (compiled=False).",
+            )
+        self._kv = KeyValues(model, max_tokens, batch, self.device)
         self.cache: Any = None
         self._cache_name = cache_name(model)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
@@ -182,7 +188,16 @@ class Decoder:
         return max(self.lengths, default=0)
 
     def _look(self) -> None:
-        """What the model allows now."""
+        """What the model allows now. Raises DeviceError: it is elsewhere than it was."""
+        device = device_of(self.model)
+        if device != self.device:
+            raise DeviceError(
+                f"Decoder of {type(self.model).__name__}",
+                expected=f"the model on {self.device}, where keys and values are",
+                found=f"it on {device}",
+                fix="Make another Decoder after moving a model.",
+            )
+        self._divided = any(home.split is not None for home in homes(self.model))
         handle = Handle.of(self.model)
         budget = None if handle is None else handle.budget
         self._most_tokens = 0
@@ -198,8 +213,8 @@ class Decoder:
         inputs = {"input_ids": ids_BT, self._cache_name: self.cache, "use_cache": True}
         if self._positions:
             batch, tokens = ids_BT.shape
-            positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens, device="cpu")
-            mask_B1TL = torch.arange(self.max_tokens, device="cpu") <= positions_BT[:, None, :, None]
+            positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens, device=self.device)
+            mask_B1TL = torch.arange(self.max_tokens, device=self.device) <= positions_BT[:, None, :, None]
             if adds_masks(self.model.config):
                 dtype: Any = self.model.dtype
                 mask_B1TL = torch.where(mask_B1TL, 0.0, torch.finfo(dtype).min).to(dtype)
@@ -291,7 +306,7 @@ class Decoder:
                 found="another",
                 fix="Load it with attn_implementation='sdpa', or decode one after another.",
             )
-        return self._join(ids_1T, known)
+        return self._join(ids_1T.to(self.device), known)
 
     @torch.inference_mode()
     def _join(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> Iterator[int]:
@@ -316,7 +331,7 @@ class Decoder:
                 yield tokens - at
             self._kv.check_used(self.model)
             new = len(self.lengths)  # some may have left
-            self._kv.lengths[row] = fed
+            self._kv.lengths[row].fill_(fed)
             if new != row:
                 self._kv.copy_row(row, new)
             self.lengths.append(fed)
@@ -336,6 +351,7 @@ class Decoder:
         """Prompts of all sequences; of the first so many tokens are ``known``."""
         rows, tokens = ids_BT.shape
         self._look()
+        ids_BT = ids_BT.to(self.device)
         known = self._known(known, tokens)
         self._use(rows)
         self._tell(rows)  # after keys and values gave memory back, and before they want any
@@ -349,7 +365,7 @@ class Decoder:
         except BaseException:
             self._use(1)
             raise
-        self._kv.lengths[:rows] = tokens
+        self._kv.lengths[:rows].fill_(tokens)
         self.lengths = [tokens] * rows
         self.cache = self._kv.stepping(rows)
         self._forget()
@@ -500,7 +516,9 @@ class Decoder:
 
     def _fed(self, ids_BT: torch.Tensor, forward: Forward) -> torch.Tensor:
         """What ``forward`` says of tokens that come next. If it fails, it is as if they had not been fed."""
-        ids_BT = ids_BT.to(torch.int64).contiguous()  # compiled code has no guards that would see another layout
+        if self.device.type != "cpu" and ids_BT.device.type == "cpu":  # where a wrong one would end CUDA
+            check_vocabulary(self.model, ids_BT, "token")
+        ids_BT = ids_BT.to(self.device, torch.int64).contiguous()  # compiled code would not see another layout
         of_each = forward == self._forward_each
         self._tell(self.batch)
         try:
@@ -544,6 +562,10 @@ class Decoder:
         others = any(not isinstance(getattr(hook, "__self__", None), Engine) and not _is_idle(hook) for hook in hooks)
         return others or nn.modules.module._has_any_global_hook()
 
+    def has_one_way(self) -> bool:
+        """Whether calls of a step are all there is to it: no hook sees it, and no copies and threads are in it."""
+        return not (self._divided or self.is_hooked())
+
     @torch.inference_mode()
     def rest(self) -> None:
         """Forget all sequences; the memory of their keys and values goes back to the system until the next prompt."""
@@ -565,8 +587,9 @@ class Decoder:
 
     def _add(self, tokens: int) -> None:
         """Each sequence has so many tokens more."""
-        self._kv.add(self.batch, tokens)
-        self.lengths = [length + tokens for length in self.lengths]
+        lengths = [length + tokens for length in self.lengths]
+        self._kv.add(tokens, lengths)
+        self.lengths = lengths
 
     @contextmanager
     def _attending(self, of_each: bool) -> Iterator[None]:
@@ -622,7 +645,7 @@ class Decoder:
                     found: torch.Tensor = getattr(decoder, name)(ids_BT)
                 return found
 
-            self._replays[key] = Replay(attending, lambda: not me().is_hooked(), lambda: State(me().model))
+            self._replays[key] = Replay(attending, lambda: me().has_one_way(), lambda: State(me().model))
         return self._replays[key]
 
     def _first_run(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> torch.Tensor:
@@ -633,7 +656,7 @@ class Decoder:
             run = None if hooked else self._compiled(ids_BT, forward)
             run = _through_dynamo(forward, self._backend) if run is None else run
             result = run(ids_BT)
-        self._runs[self.batch, ids_BT.shape[1], of_each] = run
+        self._runs[self.batch, ids_BT.shape[1], of_each] = run if hooked else captured(run, ids_BT)
         return result
 
     def _compiled(self, ids_BT: torch.Tensor, forward: Forward) -> Forward | None:

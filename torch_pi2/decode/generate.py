@@ -293,7 +293,7 @@ def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Gen
     scores_V, order_V = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k:
         scores_V = scores_V[: sampling.top_k]
-    share_V = scores_V.softmax(-1)
+    share_V = scores_V.softmax(-1).cpu()  # where the generator is
     if sampling.top_p < 1:
         left_V = share_V.cumsum(-1) - share_V < sampling.top_p
         left_V[0] = True  # whatever rounding says

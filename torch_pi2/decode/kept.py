@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.handle import store_of
 
 #: Tokens of a Decoder that is kept for the next answer: this, or the next power of two.
@@ -21,18 +21,18 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._free: list[tuple[Decoder, torch.dtype | None]] = []  # one at most
+        self._free: list[tuple[Decoder, object]] = []  # one at most
 
     def borrow(self, model: nn.Module, tokens: int, sequences: int) -> Decoder:
         """With so much room: the kept one, unless another answer has it, or a new one."""
         if store_of(model) is not None:
             return decoder_for(model, tokens, sequences)
         try:
-            decoder, dtype = self._free.pop()
+            decoder, kind = self._free.pop()
         except IndexError:
             pass
         else:
-            same = decoder.wake(model) and dtype == _dtype(model)  # a shallow copy has the decoder of another
+            same = decoder.wake(model) and kind == _kind(model)  # a shallow copy has the decoder of another
             if same and decoder.rows >= sequences and decoder.max_tokens >= tokens:
                 return decoder
         try:
@@ -42,14 +42,14 @@ class Kept:
 
     def give_back(self, decoder: Decoder) -> None:
         if store_of(decoder.model) is None:
-            dtype = _dtype(decoder.model)
+            kind = _kind(decoder.model)
             decoder.let_go()
-            self._free[:] = [(decoder, dtype)]
+            self._free[:] = [(decoder, kind)]
 
 
-def _dtype(model: nn.Module) -> torch.dtype | None:
-    """Of parameters, as ``model.to`` changes it: that of keys and values."""
-    return getattr(model, "dtype", None)
+def _kind(model: nn.Module) -> object:
+    """Dtype and device of parameters, as ``model.to`` changes them: those of keys and values."""
+    return getattr(model, "dtype", None), device_of(model)
 
 
 def decoder_for(

@@ -41,16 +41,17 @@ class KeyValues:
         model: see :func:`static_cache`.
         max_tokens: of each sequence.
         rows: sequences.
+        device: where all of it is.
 
     Attributes:
         lengths: int64 ``[rows]``, tokens that each sequence has.
     """
 
-    def __init__(self, model: nn.Module, max_tokens: int, rows: int) -> None:
+    def __init__(self, model: nn.Module, max_tokens: int, rows: int, device: torch.device) -> None:
         registered()
         self._made = static_cache(model, max_tokens)
-        self._memory = [Memory(rows, max_tokens) for _ in self._made.layers]
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self._memory = [Memory(rows, max_tokens, device) for _ in self._made.layers]
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._most = [0] * rows  # that each row may have had
         self._stepping: dict[int, Any] = {}
 
@@ -63,18 +64,22 @@ class KeyValues:
 
         What was there before is zeros: attention that multiplies what a mask hides by zero would make NaN of NaN.
         """
-        taken, self.lengths[first : first + rows] = slice(first, first + rows), 0
+        taken = slice(first, first + rows)
+        self.lengths[taken].zero_()
         most = max(self._most[taken])
         for memory in self._memory if most > known else []:
             for tensor in memory.tensors():
-                tensor[taken, :, known:most] = 0
+                tensor[taken, :, known:most].zero_()
         self._most[taken] = [tokens] * rows
         return self._cache([Reading(memory, taken, known) for memory in self._memory])
 
-    def add(self, rows: int, tokens: int) -> None:
-        """The first ``rows`` have so many tokens more. Layers do not say it: a step that fails can be repeated."""
+    def add(self, tokens: int, lengths: list[int]) -> None:
+        """The first rows have so many tokens more, and ``lengths`` by that. Layers do not say it: a step that fails can
+        be repeated.
+        """
+        rows = len(lengths)
         self.lengths[:rows] += tokens
-        self._most[:rows] = map(max, self._most, (self.lengths[:rows] + _MOST_STEPPED).tolist())
+        self._most[:rows] = (max(most, n + _MOST_STEPPED) for most, n in zip(self._most, lengths))
 
     def check_used(self, model: nn.Module) -> None:
         """After a prompt: raises UnsupportedModelError if ``model`` has ignored the cache."""
@@ -94,8 +99,9 @@ class KeyValues:
         return cache
 
     def copied(self, row: int, first: int, last: int) -> list[torch.Tensor]:
-        """Keys and values ``[heads, last - first, width]`` of some tokens of a row, by layer."""
-        return [tensor[row, :, first:last].clone() for memory in self._memory for tensor in memory.tensors()]
+        """Keys and values ``[heads, last - first, width]`` of some tokens of a row, by layer, on the CPU."""
+        parts = (tensor[row, :, first:last] for memory in self._memory for tensor in memory.tensors())
+        return [part.to("cpu", copy=True) for part in parts]
 
     def put(self, row: int, first: int, copied: list[torch.Tensor]) -> None:
         """Put what :meth:`copied` gave into a row, from token ``first`` on."""
@@ -117,8 +123,7 @@ class KeyValues:
     def give_back(self, rows: int) -> None:
         """The memory of all but the first ``rows`` to the system; whoever writes there has it again, zero at first."""
         for memory in self._memory:
-            for tensor in memory.tensors():
-                torch.ops.pi2.give_back(tensor[rows:])
+            memory.give_back(rows)
 
 
 def static_cache(model: nn.Module, max_tokens: int) -> Any:

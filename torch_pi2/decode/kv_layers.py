@@ -25,8 +25,8 @@ def registered() -> None:
 class Memory:
     """Keys and values of one layer, ``[rows, heads, max_tokens, width]``; made by the first prompt, which has sizes."""
 
-    def __init__(self, rows: int, max_tokens: int) -> None:
-        self.rows, self.max_tokens = rows, max_tokens
+    def __init__(self, rows: int, max_tokens: int, device: torch.device) -> None:
+        self.rows, self.max_tokens, self.device = rows, max_tokens, device
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
 
@@ -35,13 +35,22 @@ class Memory:
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def make(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Room for rows like these, ``[., heads, ., width]``: zeros, without memory until they are used."""
-        load()
+        """Room for rows like these, ``[., heads, ., width]``: zeros, on the CPU without memory until they are used."""
         self.keys, self.values = (
-            t.new_zeros((self.rows, t.shape[1], self.max_tokens, t.shape[3])) for t in (keys, values)
+            t.new_zeros((self.rows, t.shape[1], self.max_tokens, t.shape[3]), device=self.device)
+            for t in (keys, values)
         )
-        for tensor in (self.keys, self.values):
-            torch.ops.pi2.give_back(tensor)
+        self.give_back(0)
+
+    def give_back(self, rows: int) -> None:
+        """The memory of all but the first ``rows`` to the system; whoever writes there has it again, zero at first.
+
+        A GPU's allocator has no such thing: there it is kept.
+        """
+        if self.device.type == "cpu":
+            load()
+            for tensor in self.tensors():
+                torch.ops.pi2.give_back(tensor[rows:])
 
 
 class _Layer:
@@ -102,12 +111,12 @@ class Stepping(_Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds ``[B, heads, T, width]`` each, behind what each row has; all the room."""
         rows, new = key_states.shape[0], key_states.shape[2]
-        at_BT = self._lengths_B[:, None] + torch.arange(new, device="cpu")
+        at_BT = self._lengths_B[:, None] + torch.arange(new, device=key_states.device)
         for all_rows, states in ((self.keys, key_states), (self.values, value_states)):
             if rows == 1:
                 all_rows.index_copy_(2, at_BT[0], states)
             else:
-                all_rows[torch.arange(rows, device="cpu")[:, None], :, at_BT] = states.transpose(1, 2)
+                all_rows[torch.arange(rows, device=key_states.device)[:, None], :, at_BT] = states.transpose(1, 2)
         return self.keys, self.values
 
     def get_seq_length(self) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.decode.attention import adds_masks, uses_sdpa
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.gpu import DENSE_FROM, device_of
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import has_tiles, prompt_from
 from torch_pi2.ops.constants import constants
@@ -32,6 +33,8 @@ def pieces_without_loss(model: nn.Module) -> int:
     last bits. That goes for attention, too.
     """
     ours = [m for m in model.modules() if isinstance(m, (QuantLinear, SparseFFN))]
+    if device_of(model).type != "cpu":
+        return 0
     if not ours or not all(m.int8_activations for m in ours) or not has_tiles() or not has_our_attention(model):
         return 0
     lookups = [m for m in model.modules() if isinstance(m, nn.Embedding)]
@@ -48,7 +51,8 @@ def ways_of_prompts(model: nn.Module) -> tuple[int, ...]:
     Keys and values of the same tokens have the same bits in prompts that go one way.
     """
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
-    return tuple(sorted({constants().gemm_tokens, *map(prompt_from, layers)} - {0}))
+    there = set() if device_of(model).type == "cpu" else {DENSE_FROM}
+    return tuple(sorted({constants().gemm_tokens, *map(prompt_from, layers)} - {0} | there))
 
 
 def has_our_attention(model: nn.Module) -> bool:

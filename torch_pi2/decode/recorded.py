@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.decode.attention import NAME
+from torch_pi2.decode.cuda_graph import Forward, captured
 
 #: Calls that say of a tensor what it has in every step alike.
 _FACTS = {"size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "data_ptr"}
@@ -40,15 +41,13 @@ _COMPARED = 1000
 #: Steps before one is recorded, which takes as long as ten or so.
 _BEFORE = 8
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
-
 
 class Recorded:
     """The calls of a step, as a graph over ids and the tensors that were there before.
 
     Args:
-        graph: its first placeholder is the ids. inputs: of the others, in order. seen: nodes with size, stride and
-            dtype of their results.
+        graph: its first placeholder is the ids. inputs: of the others, in order. seen: nodes with size, stride,
+            dtype and device of their results.
 
     Attributes:
         inputs: tensors that every step has alike.
@@ -77,8 +76,8 @@ class Recorded:
         """The same by what ``backend``, of ``torch.compile``, makes of the graph."""
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with mode:
-            for node, (size, stride, dtype) in self._seen:
-                node.meta["example_value"] = torch.empty_strided(size, stride, dtype=dtype)
+            for node, (size, stride, dtype, device) in self._seen:
+                node.meta["example_value"] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         module = fx.GraphModule({}, self._graph)
         inputs, names = self.inputs, {id(tensor): name for name, tensor in tensors_of(model)}
         for node, tensor in zip(module.graph.find_nodes(op="placeholder")[1:], inputs, strict=True):
@@ -111,16 +110,19 @@ class Replay:
         self._forward, self._may_record, self._state = forward, may_record, state
         self._before, self._sure = _BEFORE, False
         self._recorded: Recorded | None = None
+        self._run: Forward | None = None
 
     def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
         if not self._sure:
             return self._looked_at(ids_BT)
         assert self._recorded is not None
         try:
-            return self._recorded(ids_BT)
+            if self._run is None:
+                self._run = captured(self._recorded, ids_BT)
+            return self._run(ids_BT)
         except Exception:
             result = self._forward(ids_BT)  # which says what is wrong, if it is
-            self._sure, self._recorded = False, None
+            self._sure, self._recorded, self._run = False, None, None
             return result
 
     def _looked_at(self, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -203,7 +205,7 @@ class _Recorder(TorchFunctionMode):
     def _is(self, tensor: torch.Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
-        self._seen.append((node, (tensor.shape, tensor.stride(), tensor.dtype)))
+        self._seen.append((node, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)))
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

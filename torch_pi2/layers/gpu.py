@@ -6,7 +6,9 @@ import importlib.util
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
+from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import DeviceError
 
@@ -19,6 +21,26 @@ DENSE_FROM = 9
 
 def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the parameters of ``model`` are: a GPU, or else the CPU. Of a divided one that is the GPU.
+
+    Raises:
+        DeviceError: on several GPUs, or some on the CPU.
+    """
+    held = [parameter for parameter in model.parameters() if not isinstance(parameter, AbsentParameter)]
+    devices = {parameter.device for parameter in held if on_gpu(parameter) or not parameter.is_meta}
+    if not any(map(on_gpu, held)):
+        return torch.device("cpu")
+    if len(devices) > 1:
+        raise DeviceError(
+            f"device of {type(model).__name__}",
+            expected="the CPU, or one GPU",
+            found=", ".join(sorted(map(str, devices))),
+            fix="Load it without device_map, and move it with model.to(device).",
+        )
+    return devices.pop()
 
 
 def check_gpu(device: torch.device) -> None:

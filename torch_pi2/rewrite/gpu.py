@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from torch_pi2.base.units import parse_bytes, size
-from torch_pi2.errors import ConfigError, DeviceError, OutOfMemoryError
+from torch_pi2.errors import ConfigError, OutOfMemoryError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import check_gpu, on_gpu
+from torch_pi2.layers.gpu import check_gpu, device_of, on_gpu
 from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.split import CudaLink, Link, Split
@@ -40,25 +40,19 @@ def on_the_cpu(model: nn.Module, stays_here: bool = False) -> Iterator[None]:
         DeviceError: its parameters are on several GPUs, or see :func:`check_gpu`. ConfigError: it is divided.
     """
     refuse_split(model, "taking to the CPU")
-    devices = {parameter.device for parameter in model.parameters() if on_gpu(parameter)}
-    if len(devices) > 1:
-        raise DeviceError(
-            f"device of {type(model).__name__}",
-            expected="the CPU, or one GPU",
-            found=", ".join(sorted(map(str, devices))),
-            fix="Load it without device_map, and move it with model.to(device).",
-        )
-    for device in devices:
-        check_gpu(device)
-        model.to("cpu")
+    device = device_of(model)
+    if device.type == "cpu":
+        yield
+        return
+    check_gpu(device)
+    model.to("cpu")
     done = False
     try:
         yield
         done = True
     finally:
-        for device in devices:
-            if not (done and stays_here):
-                _as_a_whole(model, device)
+        if not (done and stays_here):
+            _as_a_whole(model, device)
 
 
 def _as_a_whole(model: nn.Module, device: torch.device) -> None:

@@ -330,7 +330,7 @@ class Batch:
         logits_BV = self._decoder.step(ids_B1)
         self.counts.step_seconds += time.perf_counter() - started
         self.counts.steps += 1
-        self._took(list(zip(self._live, logits_BV, strict=True)))
+        self._took(list(zip(self._live, logits_BV.cpu(), strict=True)))
 
     def _forget(self) -> None:
         """Who left while they waited are in nobody's way."""

@@ -17,6 +17,9 @@ from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.process import describe
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.decode.pieces import pieces_without_loss
+from torch_pi2.layers.gpu import device_of
+from torch_pi2.layers.of_model import homes
+from torch_pi2.layers.split import Split
 from torch_pi2.ops.library import library_path
 from torch_pi2.rewrite.handle import store_of
 from torch_pi2.store.storefile import StoreReader, block_checks
@@ -32,9 +35,9 @@ def identity(model: nn.Module) -> str:
 
     Of its weights (those in memory by checksums of 4 KiB each; of a store by those that it has of its neurons), how it
     is built and set (dtypes, sizes, activations, methods, thresholds), the bytes of this package and of modelling code
-    that came with the model, versions of torch and transformers, and the processor's instructions. Where products are
-    PyTorch's, also how many threads share them. Rather too much than too little: what it is too careful about is
-    computed once more.
+    that came with the model, versions of torch and transformers, the processor's instructions, and the GPU. Where
+    products are PyTorch's, also how many threads share them. Rather too much than too little: what it is too careful
+    about is computed once more.
     """
     found = hashlib.sha256()
     for part in _parts(model):
@@ -54,9 +57,13 @@ def _parts(model: nn.Module) -> Iterator[bytes]:
         settings = {key: value for key, value in vars(module).items() if _plain(value) and key not in _PLACES}
         yield json.dumps([name, type(module).__qualname__, settings], sort_keys=True, default=str).encode()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not isinstance(tensor, AbsentParameter) and tensor.device.type == "cpu":
+        if not isinstance(tensor, AbsentParameter) and not tensor.is_meta:
             yield f"{name} {Spec.of(tensor)}".encode()
-            yield block_checks(tensor.detach().contiguous().reshape(-1).view(torch.uint8)).numpy().tobytes()
+            yield block_checks(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).numpy().tobytes()
+    for home in homes(model):
+        if home.split is not None:
+            there = home.split.n_gpu if isinstance(home.split, Split) else home.split.on_gpu
+            yield json.dumps([home.site.key, there]).encode()
     store = store_of(model)
     if store is not None:
         with StoreReader(store.path) as file:
@@ -70,7 +77,9 @@ def _surroundings(model: nn.Module) -> dict[str, Any]:
     threads = 0 if pieces_without_loss(model) else torch.get_num_threads()
     torch_has = [torch.backends.cpu.get_cpu_capability(), torch.get_float32_matmul_precision()]
     cpu = [about["machine"][name] for name in ("cpu", "kernels")]
-    return {"cpu": cpu, "versions": about["versions"], "torch": torch_has, "threads": threads}
+    device = device_of(model)
+    gpu = "" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return {"cpu": cpu, "gpu": gpu, "versions": about["versions"], "torch": torch_has, "threads": threads}
 
 
 def _sources(model: nn.Module) -> set[Path]:

@@ -1,0 +1,240 @@
+"""Decoding on a GPU, without one: a device that is made up, a thread in a GPU's place, and a made-up CUDA graph."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from serving import greedy_alone, quantised
+from thread_link import ThreadLink
+from tiny_models import tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.decode import cuda_graph
+from torch_pi2.decode.cuda_graph import captured
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.generate import Sampling, pick
+from torch_pi2.decode.kept import Kept
+from torch_pi2.errors import ConfigError, DeviceError
+from torch_pi2.layers import gpu
+from torch_pi2.layers.gpu import device_of
+from torch_pi2.layers.of_model import homes
+from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
+from torch_pi2.serve.batch import Batch, Sequence
+from torch_pi2.serve.identity import identity
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+IDS = torch.arange(6)[None]
+
+
+def divided(model: nn.Module, share: float = 0.5) -> nn.Module:
+    """``model`` with about ``share`` of its neurons on a thread in a GPU's place."""
+    hot_on_gpu(
+        model, rest_bytes(model) + int(share * sum(home.neuron_rows.nbytes for home in homes(model))), ThreadLink()
+    )
+    return model
+
+
+def whole(model: nn.Module) -> nn.Module:
+    """``model``, divided no more."""
+    for home in homes(model):
+        home.end_split()
+    return model
+
+
+def test_all_of_a_decoder_is_where_its_model_is() -> None:
+    environment = os.environ | {"PYTHONPATH": str(HELPERS)}
+    done = subprocess.run(
+        [sys.executable, str(HELPERS / "made_up_device.py")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert set(found) == {"llama", "opt", "sparse"}
+    assert {place for places in found.values() for place in places} == {"npy:0"}
+
+
+# --- divided between a GPU and the CPU ---
+
+
+def test_a_divided_model_says_what_it_would_as_a_whole() -> None:
+    wanted = torch_pi2.generate(torch_pi2.optimize(tiny("drelu")), IDS, max_new_tokens=24).sequences
+    model = divided(torch_pi2.optimize(tiny("drelu")))
+    assert torch_pi2.generate(model, IDS, max_new_tokens=24).sequences == wanted
+    assert torch_pi2.generate(model, IDS, max_new_tokens=24, prompt_lookup=3).sequences == wanted
+
+
+def test_steps_of_a_divided_model_are_not_recorded() -> None:
+    """Calls alone would not wait for the other half."""
+    model = divided(torch_pi2.optimize(tiny("drelu")))
+    decoder = Decoder(model, max_tokens=40, compiled=False)
+    ids = decoder.prompt(IDS)
+    for _ in range(14):
+        ids = decoder.step(ids)
+    assert [replay._sure for replay in decoder._replays.values()] == [False]
+    with pytest.raises(ConfigError, match="compiled: expected a model that is on one device as a whole, found layers"):
+        Decoder(model, max_tokens=40)
+    whole(model)
+    ids = decoder.prompt(IDS)
+    for _ in range(14):
+        ids = decoder.step(ids)
+    assert [replay._sure for replay in decoder._replays.values()] == [True]
+
+
+def test_a_divided_model_answers_requests() -> None:
+    model: Any = quantised()
+    prompts = [[5, 9, 13, 40], [7, 8, 9, 10, 11, 12]]
+    wanted = [greedy_alone(model, ids, 10) for ids in prompts]
+    divided(model)
+    said: list[list[int]] = [[] for _ in prompts]
+    batch = Batch(model, max_tokens=64, lanes=2)
+    sequences = [
+        Sequence(ids, 10, lambda what, to=to: to.append(what.token) if hasattr(what, "token") else None)
+        for ids, to in zip(prompts, said, strict=True)
+    ]
+    for sequence in sequences:
+        batch.submit(sequence)
+    batch.start()
+    batch.close(60)
+    assert said == wanted
+
+
+def test_keys_and_values_of_another_division_are_not_used() -> None:
+    models = [torch_pi2.optimize(tiny("drelu")) for _ in range(3)]
+    none, half, most = identity(models[0]), identity(divided(models[1])), identity(divided(models[2], 0.9))
+    assert len({none, half, most}) == 3
+    assert identity(whole(models[1])) not in (half, most)
+
+
+# --- places ---
+
+
+def made_up(monkeypatch: pytest.MonkeyPatch, *where: torch.Tensor) -> None:
+    """These tensors are on a GPU to what asks."""
+    monkeypatch.setattr(gpu, "on_gpu", lambda tensor: any(tensor is one for one in where))
+
+
+def test_a_model_that_moves() -> None:
+    model = tiny("llama")
+    decoder = Decoder(model, max_tokens=40, compiled=False)
+    decoder.device = torch.device("cuda", 0)  # as if it had been there
+    with pytest.raises(DeviceError, match="expected the model on cuda:0, where keys and values are, found it on cpu"):
+        decoder.prompt(IDS)
+
+
+def test_a_kept_decoder_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_pi2.decode import kept
+
+    model, free = tiny("llama"), Kept()
+    first = free.borrow(model, 20, 1)
+    free.give_back(first)
+    assert free.borrow(model, 20, 1) is first
+    free.give_back(first)
+    monkeypatch.setattr(kept, "device_of", lambda _: torch.device("cuda", 0))
+    assert free.borrow(model, 20, 1) is not first
+
+
+def test_parameters_in_several_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    assert device_of(model) == torch.device("cpu")
+    one: Any = next(model.parameters())
+    held = [one, torch.empty(2, device="meta"), *list(model.parameters())[1:]]
+    monkeypatch.setattr(model, "parameters", lambda: iter(held))
+    made_up(monkeypatch, one)
+    assert device_of(model) == torch.device("cpu")  # where the made-up one says that it is
+
+    class Elsewhere:
+        device, is_meta = torch.device("cuda", 1), False
+
+    held.append(Elsewhere())  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match=r"the CPU, or one GPU, found cpu, cuda:1. Load it without device_map"):
+        device_of(model)
+
+
+def test_drawing_is_the_cpus() -> None:
+    """The same token wherever the logits are: the generator is on the CPU, and so is what it draws from."""
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    drawn = [pick(logits, Sampling(0.8, 0, 0.9), torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert len(set(drawn)) > 3
+
+
+# --- CUDA graphs ---
+
+
+class MadeUpGraph:
+    """Writes down a function, and makes it again into the tensor that the first one gave."""
+
+    made: ClassVar[list[MadeUpGraph]] = []
+
+    def __init__(self) -> None:
+        self.replays = 0
+        MadeUpGraph.made.append(self)
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.again()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[MadeUpGraph]:
+    """CUDA graphs that are made up. What is captured must be ``run`` of :func:`stepped`."""
+    MadeUpGraph.made = []
+
+    @contextmanager
+    def capture(graph: MadeUpGraph, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        Step.capturing = graph
+        try:
+            yield
+        finally:
+            Step.capturing = None
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MadeUpGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(cuda_graph, "on_gpu", lambda _: True)
+    return MadeUpGraph.made
+
+
+class Step:
+    """Doubles ids; captured, it computes nothing yet."""
+
+    capturing: MadeUpGraph | None = None
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.capturing is None:
+            return ids * 2
+        result = torch.full_like(ids, -1)
+        self.capturing.again = lambda: result.copy_(ids * 2)  # type: ignore[attr-defined]
+        return result
+
+
+def test_a_captured_step_has_the_ids_of_each_call(graphs: list[MadeUpGraph]) -> None:
+    run = captured(Step(), torch.tensor([[1]]))
+    first, second = run(torch.tensor([[5]])), run(torch.tensor([[7]]))
+    assert [int(first), int(second)] == [10, 14]  # and the first is its own
+    assert [graph.replays for graph in graphs] == [2]
+
+
+def test_what_cannot_be_captured_runs_as_it_is(graphs: list[MadeUpGraph], caplog: pytest.LogCaptureFixture) -> None:
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        if Step.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return ids + 1
+
+    made = captured(run, torch.tensor([[1]]))
+    assert made is run
+    assert int(made(torch.tensor([[4]]))) == 5
+    assert "steps are not captured as CUDA graphs: operation not permitted" in caplog.text
+
+
+def test_on_the_cpu_nothing_is_captured() -> None:
+    step = Step()
+    assert captured(step, torch.tensor([[1]])) is step
