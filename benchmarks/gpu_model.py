@@ -79,6 +79,7 @@ def run(
     answers: dict[str, Callable[[torch.Tensor], list[int]]] = {}
     if share is None:
         answers["sparse"] = _whole(model.to(device), tokens)
+        answers["steps"] = _ours(model, tokens)
         answers["dense"] = _whole(load_dense(folder).to(device), tokens)
         memory_bytes = None
     else:

@@ -74,8 +74,8 @@ JNIEXPORT jbyteArray JNICALL Java_org_torchpi2_Bundle_generate(JNIEnv* env, jcla
     options.system = bytes_of(env, system);
     options.chat = chat != JNI_FALSE;
     options.request.max_new_tokens = max_new_tokens;
-    options.request.temperature = temperature;
-    options.request.top_p = top_p;
+    options.request.sampling.temperature = temperature;
+    options.request.sampling.top_p = top_p;
     options.request.seed = static_cast<std::uint64_t>(seed);
     const jmethodID text = env->GetMethodID(env->GetObjectClass(listener), "text", "([B)V");
     if (text == nullptr) throw pi2::runner::Problem("listener", "a method text(ByteArray)", "none", "Use Bundle.kt.");

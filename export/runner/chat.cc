@@ -40,27 +40,47 @@ std::vector<std::string> parts(const Fields& fields, const char* name, std::size
 
 }  // namespace
 
-std::string chat_text(const Json& json, const std::string& where, const std::string& user, const std::string* system) {
+std::string chat_text(const Json& json, const std::string& where, const std::vector<Message>& messages) {
   const Fields fields(json, where);
-  if (fields.text("format") != "torch_pi2.chat" || fields.number("version") != 2) {
-    throw Problem(where, "format torch_pi2.chat, version 2",
+  if (fields.text("format") != "torch_pi2.chat" || fields.number("version") != 3) {
+    throw Problem(where, "format torch_pi2.chat, version 3",
                   fields.text("format") + ", version " + std::to_string(fields.number("version")),
                   "Use the runner of the torch_pi2 that wrote it, or export it again.");
   }
-  const Fields strips = fields.sub("strips");
-  const auto content = [&](const char* role, const std::string& text) {
-    return strips.flag(role, false) ? trimmed(text) : text;
-  };
-  if (system == nullptr) {
-    const std::vector<std::string> around = parts(fields, "user", 2);
-    return around[0] + content("user", user) + around[1];
-  }
-  if (!fields.has("system_user")) {
-    throw Problem("--system", "a chat template that writes a system message as it is",
+  const bool system = !messages.empty() && messages[0].role == "system";
+  if (system && !fields.has("system_user")) {
+    throw Problem("system message", "a chat template that writes a system message as it is",
                   "one that takes none, or does more with it", "Put it into the prompt.");
   }
-  const std::vector<std::string> around = parts(fields, "system_user", 3);
-  return around[0] + content("system", *system) + around[1] + content("user", user) + around[2];
+  const std::size_t first = system ? 1 : 0;
+  bool turns = messages.size() > first && (messages.size() - first) % 2 == 1;
+  for (std::size_t i = first; i < messages.size() && turns; ++i) {
+    turns = messages[i].role == ((i - first) % 2 == 0 ? "user" : "assistant");
+  }
+  if (!turns) {
+    std::string roles;
+    for (const Message& message : messages) roles += (roles.empty() ? "" : ", ") + message.role;
+    throw Problem("messages", "user, or user, assistant, user and so on, a system message before them or none",
+                  roles.empty() ? "none" : printable(roles, 80), "A question is the last, and answers come between.");
+  }
+  if (messages.size() > first + 1 && !fields.has("assistant")) {
+    throw Problem("messages", "a chat template that writes earlier answers as they are", "one that does more with them",
+                  "Begin a new talk with each question; torch-pi2 run takes messages.");
+  }
+  const Fields strips = fields.sub("strips");
+  const auto content = [&](const Message& message) {
+    return strips.flag(message.role.c_str(), false) ? trimmed(message.content) : message.content;
+  };
+  const std::vector<std::string> around = system ? parts(fields, "system_user", 3) : parts(fields, "user", 2);
+  std::string text = around[0] + content(messages[0]);
+  if (system) text += around[1] + content(messages[1]);
+  if (messages.size() > first + 1) {
+    const std::vector<std::string> between = parts(fields, "assistant", 2);
+    for (std::size_t i = first + 1; i < messages.size(); i += 2) {
+      text += between[0] + content(messages[i]) + between[1] + content(messages[i + 1]);
+    }
+  }
+  return text + around.back();
 }
 
 }  // namespace pi2::runner

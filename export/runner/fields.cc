@@ -39,14 +39,15 @@ bool is_whole(const Json& value) { return value.is_number_unsigned() && value.ge
 
 }  // namespace
 
-Json parse_json(std::string_view text, const std::string& where) {
+Json parse_json(std::string_view text, const std::string& where, const char* fix) {
+  if (fix == nullptr) fix = kFix;
   if (!is_shallow(text)) {
-    throw Problem(where, "JSON of at most " + std::to_string(kDeepest) + " levels", "more", kFix);
+    throw Problem(where, "JSON of at most " + std::to_string(kDeepest) + " levels", "more", fix);
   }
   try {
     return Json::parse(text);
   } catch (const Json::exception& error) {
-    throw Problem(where, "JSON", error.what(), kFix);
+    throw Problem(where, "JSON", error.what(), fix);
   }
 }
 
@@ -58,14 +59,15 @@ std::string shown(const Json& value) {
   return printable(value.dump(-1, ' ', false, Json::error_handler_t::replace), 80);
 }
 
-Fields::Fields(const Json& data, std::string where) : data_(&data), where_(std::move(where)) {
-  if (!data.is_object()) throw Problem(where_, "an object", shown(data), kFix);
+Fields::Fields(const Json& data, std::string where, const char* fix)
+    : data_(&data), where_(std::move(where)), fix_(fix == nullptr ? kFix : fix) {
+  if (!data.is_object()) throw Problem(where_, "an object", shown(data), fix_);
 }
 
 const Json& Fields::at(const char* name, const char* expected, bool (*fits)(const Json&)) const {
   const auto found = data_->find(name);
-  if (found == data_->end()) throw Problem(where_ + ", " + name, expected, "nothing", kFix);
-  if (!fits(*found)) throw Problem(where_ + ", " + name, expected, shown(*found), kFix);
+  if (found == data_->end()) throw Problem(where_ + ", " + name, expected, "nothing", fix_);
+  if (!fits(*found)) throw Problem(where_ + ", " + name, expected, shown(*found), fix_);
   return *found;
 }
 
@@ -74,6 +76,10 @@ const std::string& Fields::text(const char* name) const {
 }
 
 std::int64_t Fields::number(const char* name) const { return at(name, "a whole number, 0 to 2^53", is_whole); }
+
+double Fields::real(const char* name) const {
+  return at(name, "a number", [](const Json& v) { return v.is_number(); }).get<double>();
+}
 
 bool Fields::flag(const char* name, bool otherwise) const {
   return has(name) ? at(name, "true or false", [](const Json& v) { return v.is_boolean(); }).get<bool>() : otherwise;
@@ -84,13 +90,23 @@ const Json& Fields::list(const char* name) const {
 }
 
 Fields Fields::sub(const char* name) const {
-  return {at(name, "an object", [](const Json& v) { return v.is_object(); }), where_ + ", " + name};
+  return {at(name, "an object", [](const Json& v) { return v.is_object(); }), where_ + ", " + name, fix_};
 }
 
 std::vector<std::int64_t> Fields::numbers(const char* name) const {
   const Json& found = at(name, "a list of whole numbers, 0 to 2^53",
                          [](const Json& v) { return v.is_array() && std::all_of(v.begin(), v.end(), is_whole); });
   return found.get<std::vector<std::int64_t>>();
+}
+
+std::vector<std::string> Fields::texts(const char* name) const {
+  const auto good = [](const Json& v) { return v.is_string() && !v.get_ref<const std::string&>().empty(); };
+  const Json& found = (*data_)[name];
+  const bool several = found.is_array() && std::all_of(found.begin(), found.end(), good);
+  if (!several && !good(found)) {
+    throw Problem(where_ + ", " + name, "text, or a list of texts, none of them empty", shown(found), fix_);
+  }
+  return several ? found.get<std::vector<std::string>>() : std::vector{found.get<std::string>()};
 }
 
 }  // namespace pi2::runner

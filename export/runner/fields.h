@@ -17,25 +17,29 @@ using Json = nlohmann::json;
 // Of manifest.json and chat.json, which have a few thousand: JSON in memory takes up to 22 times its text.
 constexpr std::int64_t kMostSmall = 1 << 20;
 
-// `where` begins messages. Throws Problem: it is no JSON, or nested too deeply for what walks through it by recursion.
-Json parse_json(std::string_view text, const std::string& where);
+// `where` begins messages, `fix` says what to do (by default to get a sound bundle). Throws Problem: it is no JSON, or
+// nested too deeply for what walks through it by recursion.
+Json parse_json(std::string_view text, const std::string& where, const char* fix = nullptr);
 // The whole file. Throws Problem: it cannot be read, has more than `most` bytes, or as parse_json.
 Json read_json(const std::filesystem::path& file, std::int64_t most);
 
 // One JSON object; `where` begins what messages say of it.
 class Fields {
  public:
-  Fields(const Json& data, std::string where);
+  // `fix`: as above.
+  Fields(const Json& data, std::string where, const char* fix = nullptr);
 
   const std::string& where() const { return where_; }
   bool has(const char* name) const { return data_->contains(name) && !(*data_)[name].is_null(); }
   // Each throws Problem: there is none, or it is of another type.
   const std::string& text(const char* name) const;
   std::int64_t number(const char* name) const;  // 0 to 2^53
+  double real(const char* name) const;
   bool flag(const char* name, bool otherwise) const;
   const Json& list(const char* name) const;
   Fields sub(const char* name) const;
   std::vector<std::int64_t> numbers(const char* name) const;
+  std::vector<std::string> texts(const char* name) const;  // or one; none is empty
   const Json& data() const { return *data_; }
 
  private:
@@ -43,6 +47,7 @@ class Fields {
 
   const Json* data_;
   std::string where_;
+  const char* fix_;
 };
 
 // A value in a message: as JSON, cut where it is long.

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <cstdio>
 #include <optional>
 #include <utility>
+
+#include "stops.h"
 
 namespace pi2::runner {
 namespace {
@@ -30,9 +30,11 @@ class Generation {
     full_ = limit_ == room ? "room" : "length";
     result_.answers.resize(static_cast<std::size_t>(request.sequences));
     for (int i = 0; i < request.sequences; ++i) {
-      Sequence& one = sequences_.emplace_back(Sequence{
-          i, Sampler(request.temperature, request.top_p, request.seed + static_cast<std::uint64_t>(i)), std::nullopt});
+      Sequence& one = sequences_.emplace_back(
+          Sequence{i, Sampler(request.sampling, request.seed + static_cast<std::uint64_t>(i)), {}, {}});
+      for (const std::int64_t token : request.prompt) one.sampler.add(token);
       if (tokenizer != nullptr) one.text.emplace(*tokenizer, request.prompt);
+      if (tokenizer != nullptr && request.stop) one.stops.emplace(*request.stop);
     }
   }
 
@@ -44,7 +46,13 @@ class Generation {
     result_.prompt_stats = take_engine_stats();
     const auto first = Clock::now();
     if (sequences_.size() > 1 && !all_ended()) program_.fork(std::vector<std::int64_t>(lanes()));
-    while (!all_ended()) step();
+    while (!all_ended()) {
+      if (request_.stopped && request_.stopped()) {
+        interrupt();
+      } else {
+        step();
+      }
+    }
     result_.decode_seconds = since(first);
     result_.decode_stats = take_engine_stats();
     return std::move(result_);
@@ -55,11 +63,9 @@ class Generation {
     int lane;
     Sampler sampler;
     std::optional<TextStream> text;
+    std::optional<Stops> stops;
+    std::string shown = "";  // of text with stop strings
   };
-
-  void check_stopped() const {
-    if (request_.stopped && request_.stopped()) throw Problem("interrupted");
-  }
 
   bool ended(std::size_t i) const { return !result_.answers[i].ended.empty(); }
   bool all_ended() const {
@@ -71,8 +77,8 @@ class Generation {
   const float* read_prompt() {
     const std::vector<std::int64_t>& ids = request_.prompt;
     const float* logits = nullptr;
-    for (std::int64_t at = 0; at < std::ssize(ids); at += manifest_.prompt_tokens) {
-      check_stopped();
+    for (std::int64_t at = request_.known; at < std::ssize(ids); at += manifest_.prompt_tokens) {
+      if (request_.stopped && request_.stopped()) throw Problem("interrupted");
       logits = program_.forward(ids.data() + at, std::min(manifest_.prompt_tokens, std::ssize(ids) - at), at);
     }
     return logits;
@@ -95,7 +101,6 @@ class Generation {
 
   // One more token for each that has not ended.
   void step() {
-    check_stopped();
     std::vector<std::size_t> going;
     for (std::size_t i = 0; i < sequences_.size(); ++i) {
       if (!ended(i)) going.push_back(i);
@@ -138,18 +143,39 @@ class Generation {
     if (logits_ != nullptr) logits_->add(logits);
     Answer& answer = result_.answers[i];
     const std::int64_t token = sequences_[i].sampler.choose(logits, manifest_.vocab);
+    sequences_[i].sampler.add(token);
     answer.ids.push_back(token);
     const bool eos = std::find(manifest_.eos.begin(), manifest_.eos.end(), token) != manifest_.eos.end();
     if (eos || std::ssize(answer.ids) == limit_) answer.ended = eos ? "eos" : full_;
-    if (std::optional<TextStream>& text = sequences_[i].text) {
-      std::string piece = eos ? "" : text->add(token);
-      if (!answer.ended.empty()) {
-        piece += text->rest();
-        answer.text = text->text();
-      }
-      if (stream_ && !piece.empty()) stream_(static_cast<int>(i), piece);
-    }
+    if (sequences_[i].text) say(i, eos ? "" : sequences_[i].text->add(token));
     result_.sampling_seconds += since(start);
+  }
+
+  // What is new of the text, and all of it once the answer has ended, which a stop string may do here.
+  void say(std::size_t i, std::string piece) {
+    Answer& answer = result_.answers[i];
+    Sequence& one = sequences_[i];
+    if (!answer.ended.empty()) piece += one.text->rest();
+    if (one.stops) {
+      piece = one.stops->add(piece);
+      if (one.stops->reached()) {
+        answer.ended = "stop";
+      } else if (!answer.ended.empty()) {
+        piece += one.stops->rest();
+      }
+      one.shown += piece;
+    }
+    if (!answer.ended.empty()) answer.text = answer.ended == "stop" ? one.shown : one.text->text();
+    if (stream_ && !piece.empty()) stream_(static_cast<int>(i), piece);
+  }
+
+  // Answers end as they are.
+  void interrupt() {
+    for (std::size_t i = 0; i < sequences_.size(); ++i) {
+      if (ended(i)) continue;
+      result_.answers[i].ended = "interrupted";
+      if (sequences_[i].text) say(i, "");
+    }
   }
 
   Program& program_;
@@ -167,18 +193,14 @@ class Generation {
 }  // namespace
 
 void check(const Request& r, int lanes) {
-  const auto fail = [](const char* name, const std::string& expected, double found) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.15g", found);
-    throw Problem(name, expected, text, "Correct it.");
-  };
-  if (!(r.temperature >= 0 && std::isfinite(r.temperature))) fail("temperature", "0 (greedy) or more", r.temperature);
-  if (!(r.top_p > 0 && r.top_p <= 1)) fail("top_p", "more than 0, at most 1", r.top_p);
+  check(r.sampling, "");
   if (r.sequences < 1 || r.sequences > lanes) {
-    fail("num_return_sequences", "1 to " + std::to_string(lanes) + ", the lanes of the bundle", r.sequences);
+    throw Problem("num_return_sequences", "1 to " + std::to_string(lanes) + ", the lanes of the bundle",
+                  std::to_string(r.sequences), "Correct it.");
   }
   if (r.max_new_tokens < 0) {
-    fail("max_new_tokens", "1 or more, or 0: as many as there is room for", static_cast<double>(r.max_new_tokens));
+    throw Problem("max_new_tokens", "1 or more, or 0: as many as there is room for", std::to_string(r.max_new_tokens),
+                  "Correct it.");
   }
 }
 

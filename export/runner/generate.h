@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,9 +19,11 @@ namespace pi2::runner {
 struct Request {
   std::vector<std::int64_t> prompt;
   std::int64_t max_new_tokens = 0;  // 0: as many as there is room for
-  double temperature = 0, top_p = 1;
+  Sampling sampling;
+  std::optional<std::vector<std::string>> stop;  // strings before which answers end; as Sampling has it
   std::uint64_t seed = 0;
   int sequences = 1;
+  std::int64_t known = 0;         // of the prompt, tokens that the first lane has read already
   std::function<bool()> stopped;  // asked before each token; none: nobody stops it
 };
 
@@ -30,7 +33,9 @@ void check(const Request& request, int lanes);
 struct Answer {
   std::vector<std::int64_t> ids;  // with the one that ended it
   std::string text;
-  std::string ended;  // "eos", "length" (max_new_tokens) or "room" (prompt and answer have max_tokens)
+  // "eos", "stop" (one of the strings), "length" (max_new_tokens), "room" (prompt and answer have max_tokens), or
+  // "interrupted"
+  std::string ended;
 };
 
 struct Generated {
@@ -46,7 +51,7 @@ using Stream = std::function<void(int, const std::string&)>;
 
 // The prompt is read once and copied to all sequences. They end at their own times; fewer are decoded together (by the
 // method of a smaller batch) once the last of them have ended, or all but one have. `tokenizer` may be null: no text.
-// Throws Problem: no room for the prompt, it was stopped, or what ExecuTorch and the engine say.
+// Throws Problem: no room for the prompt, it was stopped before the first token, or what ExecuTorch and the engine say.
 Generated generate(Program& program, const Manifest& manifest, const Tokenizer* tokenizer, const Request& request,
                    const Stream& stream, LogitsFile* logits);
 

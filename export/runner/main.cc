@@ -3,64 +3,24 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
-#include <iterator>
 #include <new>
 #include <utility>
 
+#include "measure.h"
 #include "output.h"
-#include "session.h"
+#include "requests.h"
 
 namespace pi2::runner {
 namespace {
-
-std::atomic<int> interrupted = 0;  // the signal
-
-// While an answer is made Ctrl-C ends it behind the next token, so that files that are written are finished or removed;
-// a second one ends the program at once, as one does before.
-class Interruptible {
- public:
-  Interruptible() {
-    struct sigaction action = {};
-    action.sa_handler = [](int signal) { interrupted = signal; };
-    action.sa_flags = SA_RESETHAND | SA_RESTART;
-    for (std::size_t i = 0; i < std::size(kSignals); ++i) {
-      sigaction(kSignals[i], nullptr, &before_[i]);
-      if (before_[i].sa_handler == SIG_DFL) sigaction(kSignals[i], &action, nullptr);  // not what nohup ignores
-    }
-  }
-  ~Interruptible() {
-    for (std::size_t i = 0; i < std::size(kSignals); ++i) sigaction(kSignals[i], &before_[i], nullptr);
-  }
-  Interruptible(const Interruptible&) = delete;
-  Interruptible& operator=(const Interruptible&) = delete;
-
- private:
-  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
-  struct sigaction before_[std::size(kSignals)];
-};
 
 // Text goes elsewhere if standard output is a file of numbers.
 void say(const Options& o, const std::string& text) {
   const bool taken = o.trace == "-" || o.etdump == "-" || o.logits == "-";
   if (!taken) return print(text);
   std::fputs(text.c_str(), stderr);
-}
-
-Run answer(const Options& o, bool& has_text) {
-  Session session(o);
-  has_text = session.has_tokenizer();
-  const bool streams = !o.json && o.request.sequences == 1;
-  std::string before = streams && !o.chat ? o.prompt : "";  // printed when it is known to be one that can be answered
-  const auto show = [&](int, const std::string& text) { say(o, std::exchange(before, "") + text); };
-  const Interruptible while_it_answers;
-  Run run = session.generate(o, streams ? Stream(show) : Stream());
-  if (!before.empty()) say(o, before);
-  session.close();  // what it writes then (the trace) is there before this program says that all went well
-  return run;
 }
 
 std::string answers(const Run& run, bool has_text) {
@@ -80,6 +40,36 @@ std::string answers(const Run& run, bool has_text) {
   return text;
 }
 
+// The one answer that was asked for, and what there is to say of it.
+void answer(Session& session, const Options& o) {
+  const bool streams = !o.json && o.request.sequences == 1;
+  std::string before = streams && !o.chat ? o.prompt : "";  // printed when it is known to be one that can be answered
+  const auto show = [&](int, const std::string& text) { say(o, std::exchange(before, "") + text); };
+  Run run = session.generate(o, streams ? Stream(show) : Stream());
+  if (!before.empty()) say(o, before);
+  session.close();  // what it writes then (the trace) is there before this program says that all went well
+  if (o.json) {
+    say(o, report(run).dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
+    return;
+  }
+  say(o, answers(run, session.has_tokenizer()));
+  std::fprintf(stderr, "%s\n", summary(run).c_str());
+}
+
+// All of them, by which the session is closed at the end.
+void answer_all(Session& session, const Options& o, Interruptible& signals) {
+  const Print print = [&](const std::string& text) { say(o, text); };
+  if (o.repeat > 0) {
+    const Json found = measure(session, o);
+    say(o, o.json ? found.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n" : measured_text(found));
+  } else if (!o.requests.empty()) {
+    answer_requests(session, o, print);
+  } else {
+    talk(session, o, signals, print);
+  }
+  session.close();
+}
+
 // Without the first three files those that are opened would get their numbers, and what is printed. Read-only: printing
 // fails.
 void open_standard_files() {
@@ -94,16 +84,16 @@ int main(int argc, char** argv) {
     print(kUsage);
     return 0;
   }
-  o.request.stopped = [] { return interrupted != 0; };
+  o.request.stopped = [] { return interrupted() != 0; };
   keep_log();
-  bool has_text = false;
-  const Run run = answer(o, has_text);
-  if (o.json) {
-    say(o, report(run).dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
-    return 0;
+  Session session(o);
+  Interruptible signals;
+  const bool one = o.repeat == 0 && o.requests.empty() && !o.talks;
+  if (one) {
+    answer(session, o);
+  } else {
+    answer_all(session, o, signals);
   }
-  say(o, answers(run, has_text));
-  std::fprintf(stderr, "%s\n", summary(run).c_str());
   return 0;
 }
 
@@ -134,8 +124,9 @@ int main(int argc, char** argv) {
   pi2::runner::open_standard_files();
   signal(SIGPIPE, SIG_IGN);  // it is an error of writing, which is said
   std::set_terminate(pi2::runner::last_words);
+  int code = 2;
   try {
-    return pi2::runner::main(argc, argv);
+    code = pi2::runner::main(argc, argv);
   } catch (const std::bad_alloc&) {
     pi2::runner::say_no_memory();
   } catch (const std::exception& error) {
@@ -143,6 +134,6 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "pi2_runner: %s\n", error.what());
   }
   // Whoever started it sees what ended it.
-  if (pi2::runner::interrupted != 0) raise(pi2::runner::interrupted);
-  return 2;
+  if (const int signal = pi2::runner::interrupted(); signal != 0) raise(signal);
+  return code;
 }

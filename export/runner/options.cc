@@ -74,6 +74,19 @@ void check_files(const Options& o) {
   }
 }
 
+// Several prompts have no place for what is of one.
+void check_several(const Options& o, bool prompt) {
+  const char* name = o.talks ? "--chat without --prompt" : "--requests";
+  const std::pair<const char*, bool> others[] = {{"--prompt or --ids", prompt},
+                                                 {"--logits", !o.logits.empty()},
+                                                 {"--repeat", o.repeat > 0},
+                                                 {"--json", o.talks && o.json},
+                                                 {"--num-return-sequences", o.talks && o.request.sequences > 1}};
+  for (const auto& [other, given] : others) {
+    if (given) throw Problem(name, "it without " + std::string(other), "both", kFix);
+  }
+}
+
 }  // namespace
 
 const char* const kUsage = R"(usage: pi2_runner BUNDLE --prompt TEXT [options]
@@ -82,13 +95,22 @@ Generates text with a bundle that torch_pi2.export wrote.
 
   --prompt TEXT            text to continue
   --ids N,...              token ids to continue, instead; needs no tokenizer
-  --chat                   --prompt is what a user says: the model's chat template goes around it
+  --chat                   --prompt is what a user says: the model's chat template goes around it; without --prompt a
+                           talk: every line of standard input is what the user says next
   --system TEXT            with --chat: what the system says first
   --max-new-tokens N       of each answer (64)
   --temperature T          0, the default, is greedy
-  --top-p P                draw from the most probable tokens that make up P (1)
+  --top-k K, --top-p P, --min-p P
+                           draw from the K most probable tokens (0: all), from those that make up P (1), from those at
+                           least P times as probable as the first (0)
+  --repetition-penalty R   of tokens that were there before; 1: none
+  --stop TEXT              answers end before it; may be repeated
+                           These, but not the temperature, are as the model's generation_config.json has them unless
+                           they are given.
   --seed S                 of the first answer; the next has S + 1 (0)
   --num-return-sequences N answers to one prompt (1)
+  --requests FILE          answer JSON objects, a line each, with a line each; -: of standard input (docs/BUNDLE.md)
+  --repeat N               measure: the same prompt N times, and --warm-up times (1) before; medians and percentiles
 
   --budget BYTES           memory of the whole process, such as 2GB or 1.5GiB (default: as it takes)
   --threads N              for all computing
@@ -107,7 +129,8 @@ Generates text with a bundle that torch_pi2.export wrote.
   --logits FILE            float32 [tokens, answers, vocabulary], for NumPy
                            One FILE may be -, standard output; text then goes to standard error.
 
-Errors: one line on standard error, exit code 2. Ctrl-C ends it behind the next token, a second one at once.
+Errors: one line on standard error, exit code 2. Ctrl-C ends an answer behind the next token, and the program when what
+it was to write is written; a second one at once.
 )";
 
 std::int64_t parse_bytes(const std::string& text) {
@@ -129,7 +152,8 @@ std::int64_t parse_bytes(const std::string& text) {
 Options parse_options(int argc, char** argv) {
   Options o;
   o.request.max_new_tokens = 64;
-  bool prompt = false, ids = false, system = false, hashes = false, sizes = false;
+  Sampling& sampling = o.request.sampling;
+  bool prompt = false, ids = false, system = false, hashes = false, sizes = false, warm_up = false;
   using Take = std::function<void(const std::string&)>;
   const auto text = [](std::string& to) { return Take([&to](const std::string& v) { to = v; }); };
   const std::map<std::string, Take> with_value = {
@@ -137,8 +161,27 @@ Options parse_options(int argc, char** argv) {
       {"--ids", [&](const auto& v) { o.request.prompt = token_ids(v), ids = true; }},
       {"--system", [&](const auto& v) { o.system = v, system = true, o.empty_system = v.empty(); }},
       {"--max-new-tokens", [&](const auto& v) { o.request.max_new_tokens = positive("--max-new-tokens", v); }},
-      {"--temperature", [&](const auto& v) { o.request.temperature = real("--temperature", v, "0 (greedy) or more"); }},
-      {"--top-p", [&](const auto& v) { o.request.top_p = real("--top-p", v, "more than 0, at most 1"); }},
+      {"--temperature", [&](const auto& v) { sampling.temperature = real("--temperature", v, "0 (greedy) or more"); }},
+      {"--top-p", [&](const auto& v) { sampling.top_p = real("--top-p", v, "more than 0, at most 1"); }},
+      {"--min-p", [&](const auto& v) { sampling.min_p = real("--min-p", v, "0 to 1"); }},
+      {"--repetition-penalty",
+       [&](const auto& v) { sampling.repetition_penalty = real("--repetition-penalty", v, "0.01 to 100; 1 is none"); }},
+      {"--top-k",
+       [&](const auto& v) {
+         sampling.top_k = number<std::int64_t>("--top-k", v, 0, std::numeric_limits<int>::max(), "0 (all) or more");
+       }},
+      {"--stop",
+       [&](const auto& v) {
+         if (!o.request.stop) o.request.stop.emplace();
+         o.request.stop->push_back(v);
+       }},
+      {"--requests", text(o.requests)},
+      {"--repeat", [&](const auto& v) { o.repeat = static_cast<int>(positive("--repeat", v)); }},
+      {"--warm-up",
+       [&](const auto& v) {
+         o.warm_up = static_cast<int>(number<std::int64_t>("--warm-up", v, 0, 1000, "a whole number, 0 to 1000"));
+         warm_up = true;
+       }},
       {"--seed",
        [&](const auto& v) {
          o.request.seed = number<std::uint64_t>("--seed", v, 0, std::numeric_limits<std::uint64_t>::max(),
@@ -190,10 +233,16 @@ Options parse_options(int argc, char** argv) {
   if (hashes && sizes) throw Problem("arguments", "--verify or --no-verify", "both", kFix);
   if (hashes || sizes) o.verify = hashes ? Verify::kHashes : Verify::kSizes;
   if (o.bundle.empty()) throw Problem("arguments", "a bundle", "none", kFix);
-  if (prompt == ids) throw Problem("arguments", "--prompt or --ids", prompt ? "both" : "neither", kFix);
+  o.talks = o.chat && !prompt && !ids && o.requests.empty();
+  if (!o.requests.empty() || o.talks) {
+    check_several(o, prompt || ids);
+  } else if (prompt == ids) {
+    throw Problem("arguments", "--prompt or --ids", prompt ? "both" : "neither", kFix);
+  }
+  if (warm_up && o.repeat == 0) throw Problem("--warm-up", "--repeat beside it", "none", kFix);
   check(o.request, std::numeric_limits<int>::max());  // before anything is loaded
   check_files(o);
-  if (o.chat && !prompt) throw Problem("--chat", "--prompt beside it", "--ids", kFix);
+  if (o.chat && ids) throw Problem("--chat", "--prompt beside it, or nothing", "--ids", kFix);
   if (system && !o.chat) throw Problem("--system", "--chat beside it", "none", kFix);
   return o;
 }

@@ -2,16 +2,64 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <limits>
 #include <numeric>
 
 #include "problem.h"
 
 namespace pi2::runner {
 
+Sampling Sampling::or_as(const Sampling& other) const {
+  const auto either = [](const auto& mine, const auto& theirs) { return mine ? mine : theirs; };
+  return {temperature, either(top_p, other.top_p), either(min_p, other.min_p),
+          either(repetition_penalty, other.repetition_penalty), either(top_k, other.top_k)};
+}
+
+void check(const Sampling& s, const std::string& before) {
+  const auto require = [&](bool good, const char* name, const char* expected, double found) {
+    if (good) return;
+    char text[32];
+    std::snprintf(text, sizeof text, "%.15g", found);
+    throw Problem(before + name, expected, text, "Correct it.");
+  };
+  const double top_p = s.top_p.value_or(1), min_p = s.min_p.value_or(0), penalty = s.repetition_penalty.value_or(1);
+  const std::int64_t top_k = s.top_k.value_or(0);
+  require(s.temperature >= 0 && std::isfinite(s.temperature), "temperature", "0 (greedy) or more", s.temperature);
+  require(top_p > 0 && top_p <= 1, "top_p", "more than 0, at most 1", top_p);
+  require(min_p >= 0 && min_p <= 1, "min_p", "0 to 1", min_p);
+  require(top_k >= 0, "top_k", "0 (all) or more", static_cast<double>(top_k));
+  require(penalty >= 0.01 && penalty <= 100, "repetition_penalty", "0.01 to 100; 1 is none", penalty);
+}
+
+Sampler::Sampler(const Sampling& s, std::uint64_t seed)
+    : temperature_(s.temperature),
+      top_p_(s.top_p.value_or(1)),
+      min_p_(s.min_p.value_or(0)),
+      penalty_(s.repetition_penalty.value_or(1)),
+      top_k_(s.top_k.value_or(0)),
+      random_(seed) {}
+
+void Sampler::add(std::int64_t token) {
+  if (penalty_ != 1) there_.insert(token);
+}
+
+const float* Sampler::penalised(const float* logits, std::int64_t vocab) {
+  if (there_.empty()) return logits;
+  penalised_.assign(logits, logits + vocab);
+  const auto penalty = static_cast<float>(penalty_);
+  for (const std::int64_t token : there_) {
+    float& logit = penalised_[static_cast<std::size_t>(token)];
+    logit = logit < 0 ? logit * penalty : logit / penalty;
+  }
+  return penalised_.data();
+}
+
 std::int64_t Sampler::choose(const float* logits, std::int64_t vocab) {
   if (!std::all_of(logits, logits + vocab, [](float value) { return std::isfinite(value); })) {
     throw Problem("logits", "finite numbers", "NaN or infinity", "Check the model in PyTorch, then export it again.");
   }
+  logits = penalised(logits, vocab);
   const float* best = std::max_element(logits, logits + vocab);
   if (temperature_ == 0) return best - logits;
   shares_.resize(static_cast<std::size_t>(vocab));
@@ -22,16 +70,26 @@ std::int64_t Sampler::choose(const float* logits, std::int64_t vocab) {
   order_.resize(shares_.size());
   std::iota(order_.begin(), order_.end(), 0);
   double most = sum;
-  if (top_p_ < 1) {
+  const bool few = top_k_ > 0 && top_k_ < vocab;
+  const auto in_order = [&](double wanted, std::size_t at_most) {
+    order_.resize(shares_.size());
+    std::iota(order_.begin(), order_.end(), 0);
+    return keep_first(wanted, at_most);
+  };
+  if (few) {
+    most = in_order(std::numeric_limits<double>::infinity(), static_cast<std::size_t>(top_k_));
+    if (top_p_ < 1) most = keep_first(top_p_ * most, order_.size());
+  } else if (top_p_ < 1) {
     // All with smaller shares together have less than 1 - top_p of the sum: none of them is among the first.
     const double least = (1 - top_p_) * sum / static_cast<double>(vocab);
     std::erase_if(order_, [&](std::int64_t token) { return shares_[token] < least; });
-    most = keep_first(top_p_ * sum);
-    if (most < top_p_ * sum) {  // sums were rounded down
-      order_.resize(shares_.size());
-      std::iota(order_.begin(), order_.end(), 0);
-      most = keep_first(top_p_ * sum);
-    }
+    most = keep_first(top_p_ * sum, order_.size());
+    if (most < top_p_ * sum) most = in_order(top_p_ * sum, shares_.size());  // sums were rounded down
+  }
+  if (min_p_ > 0) {  // the first has a share of 1
+    std::erase_if(order_, [&](std::int64_t token) { return shares_[token] < min_p_; });
+    most = 0;
+    for (const std::int64_t token : order_) most += shares_[token];
   }
   // 53 bits, as many as a double has: the same draw with every standard library.
   double draw = static_cast<double>(random_() >> 11) * 0x1p-53 * most;
@@ -42,11 +100,11 @@ std::int64_t Sampler::choose(const float* logits, std::int64_t vocab) {
   return order_.back();
 }
 
-double Sampler::keep_first(double wanted) {
+double Sampler::keep_first(double wanted, std::size_t most) {
   std::stable_sort(order_.begin(), order_.end(), [&](auto a, auto b) { return shares_[a] > shares_[b]; });
   double sum = 0;
   std::size_t count = 0;
-  while (count < order_.size() && sum < wanted) sum += shares_[order_[count++]];
+  while (count < std::min(most, order_.size()) && sum < wanted) sum += shares_[order_[count++]];
   order_.resize(count);
   return sum;
 }

@@ -7,6 +7,8 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <utility>
+#include <vector>
 
 #include "bundle.h"
 #include "chat.h"
@@ -72,8 +74,12 @@ std::string chat(const Options& o, const Manifest& manifest) {
                   other ? "Pass the prompt without --chat, as the template would write it; torch-pi2 run takes --chat."
                         : "Pass the prompt without --chat, or export with a tokenizer that has a chat template.");
   }
-  return chat_text(read_json(file, kMostSmall), file.string(), o.prompt,
-                   o.system.empty() && !o.empty_system ? nullptr : &o.system);
+  std::vector<Message> messages = o.messages;
+  if (messages.empty()) {
+    if (!o.system.empty() || o.empty_system) messages.push_back({"system", o.system});
+    messages.push_back({"user", o.prompt});
+  }
+  return chat_text(read_json(file, kMostSmall), file.string(), messages);
 }
 
 std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenizer, const Manifest& manifest) {
@@ -116,9 +122,12 @@ Session::Session(const Options& o) {
   const auto has = [&](const char* name) { return manifest_.files.contains(name); };
   if (has("tokenizer.json")) {
     tokenizer_.emplace(fs::path(o.bundle) / "tokenizer.json");
-  } else if (o.request.prompt.empty()) {
+  } else if (o.request.prompt.empty() && o.requests.empty()) {
     throw Problem((fs::path(o.bundle) / "manifest.json").string() + ", files", "tokenizer.json, for text", "none",
                   "Pass token ids with --ids, or export with a tokenizer.");
+  }
+  if (const fs::path file = fs::path(o.bundle) / "generation_config.json"; has("generation_config.json")) {
+    config_ = generation_config(read_json(file, kMostSmall), file.string());
   }
   trim_heap();
   program_ = std::make_unique<Program>(fs::path(o.bundle) / "model.pte", manifest_, !o.etdump.empty());
@@ -134,12 +143,28 @@ Run Session::generate(const Options& o, const Stream& stream) {
   load_decoding(o.request.sequences);
   load_seconds_ += since(started);
   Run run{o, manifest_, {}, 0, cache_bytes_, load_seconds_, threads(), {}};
-  run.options.request.prompt = prompt_ids(o, tokenizer, manifest_);
-  run.prompt_tokens = std::ssize(run.options.request.prompt);
+  Request& request = run.options.request;
+  request.prompt = prompt_ids(o, tokenizer, manifest_);
+  run.prompt_tokens = std::ssize(request.prompt);
+  request.sampling = request.sampling.or_as(config_.sampling);
+  if (!request.stop) {
+    request.stop = config_.stop;
+  } else if (tokenizer == nullptr && !request.stop->empty()) {
+    throw Problem("stop strings", "a bundle with a tokenizer", "one without", "Leave them out.");
+  }
+  if (o.goes_on) {
+    const auto same = std::mismatch(fed_.begin(), fed_.end(), request.prompt.begin(), request.prompt.end());
+    request.known = std::min<std::int64_t>(same.first - fed_.begin(), run.prompt_tokens - 1);
+  }
+  fed_.clear();
   std::optional<LogitsFile> logits;
   if (!o.logits.empty()) logits.emplace(o.logits, o.request.sequences, manifest_.vocab);
-  run.generated =
-      runner::generate(*program_, manifest_, tokenizer, run.options.request, stream, logits ? &*logits : nullptr);
+  run.generated = runner::generate(*program_, manifest_, tokenizer, request, stream, logits ? &*logits : nullptr);
+  if (o.request.sequences == 1) {
+    fed_ = request.prompt;
+    const std::vector<std::int64_t>& ids = run.generated.answers[0].ids;
+    fed_.insert(fed_.end(), ids.begin(), ids.end() - 1);
+  }
   run.memory = memory_of_process();
   if (logits) logits->close();
   if (!o.etdump.empty()) program_->write_dump(o.etdump);

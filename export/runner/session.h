@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "generation_config.h"
 #include "options.h"
 #include "report.h"
 
@@ -36,6 +37,8 @@ class Session {
   Claim claim_;
   Manifest manifest_;
   std::optional<Tokenizer> tokenizer_;
+  GenerationConfig config_;
+  std::vector<std::int64_t> fed_;  // what the first lane has read and said, but for its last token
   std::unique_ptr<Program> program_;
   std::int64_t cache_bytes_ = 0;
   double load_seconds_ = 0;

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_whole_model_beside_the_dense_one(folder: Path) -> None:
     result = gpu_model.run(folder, **SHORT)
-    assert list(result["ways"]) == ["sparse", "dense"]
+    assert list(result["ways"]) == ["sparse", "steps", "dense"]
     assert result["ways"]["sparse"]["ours_over"] == 1
     assert result["ways"]["sparse"]["same"] == 4
     assert json.loads(json.dumps(result)) == result

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,8 +191,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[MadeUpGraph]:
     MadeUpGraph.made = []
 
     @contextmanager
-    def capture(graph: MadeUpGraph, capture_error_mode: str) -> Iterator[None]:
-        assert capture_error_mode == "thread_local"
+    def capture(graph: MadeUpGraph, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert (stream, capture_error_mode) == ("its own", "thread_local")
         Step.capturing = graph
         try:
             yield
@@ -198,6 +200,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[MadeUpGraph]:
             Step.capturing = None
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", MadeUpGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "its own")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the thread's")
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(cuda_graph, "on_gpu", lambda _: True)
     return MadeUpGraph.made
@@ -221,6 +226,18 @@ def test_a_captured_step_has_the_ids_of_each_call(graphs: list[MadeUpGraph]) -> 
     first, second = run(torch.tensor([[5]])), run(torch.tensor([[7]]))
     assert [int(first), int(second)] == [10, 14]  # and the first is its own
     assert [graph.replays for graph in graphs] == [2]
+
+
+def test_what_a_graph_has_addresses_of_lives_as_long(graphs: list[MadeUpGraph]) -> None:
+    step = Step()
+    alive, run = weakref.ref(step), captured(step, torch.tensor([[1]]))
+    del step
+    gc.collect()
+    assert alive() is not None
+    del run
+    graphs.clear()
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_cannot_be_captured_runs_as_it_is(graphs: list[MadeUpGraph], caplog: pytest.LogCaptureFixture) -> None:

@@ -107,7 +107,7 @@ def test_templates_that_write_what_is_said_are_described(body: str) -> None:
     found = around_messages(tokenizer)
     assert found is not None
     assert found["system_user"] is not None
-    assert found["strips"] == {"system": False, "user": False}
+    assert found["strips"] == {"system": False, "user": False, "assistant": False}
 
 
 def test_each_role_is_stripped_or_not() -> None:
@@ -117,7 +117,7 @@ def test_each_role_is_stripped_or_not() -> None:
         tokenizer.chat_template += "{% else %}{{ m.content }}{% endif %}" + END
         found = around_messages(tokenizer)
         assert found is not None
-        assert found["strips"] == {role: True, other: False}
+        assert found["strips"] == {role: True, other: False, "assistant": False}
     # Llama 2's: a question alone is stripped at both ends, one behind a system message at one.
     tokenizer.chat_template = (
         "{% set c = messages[-1].content %}"
@@ -126,5 +126,6 @@ def test_each_role_is_stripped_or_not() -> None:
     assert around_messages(tokenizer) == {
         "user": ["[", "]"],
         "system_user": None,
-        "strips": {"system": False, "user": True},
+        "assistant": None,
+        "strips": {"system": False, "user": True, "assistant": False},
     }

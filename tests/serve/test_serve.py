@@ -20,10 +20,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
+from torch_pi2.decode.stops import begun
 from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
 from torch_pi2.serve.requests import Completion
 from torch_pi2.serve.served import Served
-from torch_pi2.serve.text import begun
 
 PROMPTS = ["def main(", "import os\n\nclass", "for", "    return self._", "if __name__ == '__main__':\n    "]
 

@@ -124,7 +124,8 @@ def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
     add(
         "--gpu-memory",
         metavar="BYTES",
-        help="for weights on the GPU: all but feed-forward layers, and neurons that fire most; all: the whole model",
+        help=f"for weights on the GPU{of_each}: all but feed-forward layers, and neurons that fire most; all: the "
+        "model as a whole",
     )
     add(
         "--compile",
@@ -362,7 +363,13 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
     if wanted is not None:
         _check_gpu(args, wanted, dense)
     model = load_dense(args) if dense else load_sparse(args)
-    return model.to("cuda") if wanted == ALL else model
+    if wanted == ALL:
+        import torch
+
+        from torch_pi2.rewrite.gpu import move_whole
+
+        move_whole(model, torch.device("cuda"))
+    return model
 
 
 def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
@@ -372,6 +379,21 @@ def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
     from torch_pi2.layers.gpu import check_gpu
     from torch_pi2.rewrite.gpu import checked_memory
 
+    over_store = getattr(args, "budget", None) is not None
+    if wanted == ALL and over_store:
+        raise ConfigError(
+            f"--gpu-memory {ALL}",
+            expected="a size, such as 6GiB, beside --budget: what is in a store has no room as a whole",
+            found=f"{ALL} and --budget {args.budget}",
+            fix="Pass a size, or leave --budget out.",
+        )
+    if wanted != ALL and args.compile:
+        raise ConfigError(
+            f"--gpu-memory {wanted} with --compile",
+            expected=f"one of them, or --gpu-memory {ALL}: no compiler can order what two devices do",
+            found="both",
+            fix="Leave --compile out.",
+        )
     if wanted == ALL:
         check_gpu(torch.device("cuda"))
     elif dense:

@@ -22,6 +22,7 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 _OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
 _OF_MODELS |= {"dtype": "auto", "trust_remote_code": False, "allow_download": False}
 _OF_RUN = dict.fromkeys(("ids", "system", "store", "io_threads", "engine", "policy", "verify")) | {"chat": False}
+_OF_RUN |= dict.fromkeys(("top_k", "min_p", "repetition_penalty", "stop"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +153,8 @@ def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
                 found="one of models that PyTorch runs",
                 fix="Leave it out; torch-pi2 run --help has what bundles take.",
             )
-    said = run.run(argparse.Namespace(**vars(args), **_OF_RUN, bundle=Path(args.model)))
+    top_p = None if args.top_p == 1 else args.top_p  # as the model has it
+    said = run.run(argparse.Namespace(**vars(args) | _OF_RUN | {"top_p": top_p, "bundle": Path(args.model)}))
     count, seconds = said["new_tokens"], said["prompt_seconds"] + said["decode_seconds"]
     texts = [sequence["text"] for sequence in said["sequences"]]
     both = {"text": texts[0], "texts": texts, "ms_per_token": seconds * 1e3 / max(1, count)}

@@ -35,12 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="with --chat: what the system says first")
     add("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most so many")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (0: all)")
     add(
         "--top-p",
         type=float,
-        default=1.0,
         metavar="P",
         help="sample among the likeliest tokens that together have this probability",
+    )
+    add("--min-p", type=float, metavar="P", help="sample among tokens at least P times as likely as the likeliest")
+    add("--repetition-penalty", type=float, metavar="R", help="of tokens that were there before; 1: none")
+    add(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="answers end before it; may be repeated. These five are as the model's generation_config.json has them "
+        "unless they are given",
     )
     add("--seed", type=common.seed, default=0, help="of the first sequence; the next has this and 1")
     add("--num-return-sequences", type=common.positive, default=1, metavar="N", help="answers to one prompt")
@@ -82,7 +91,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         made = bundle.generate(
             _prompt(args),
             args.max_new_tokens,
-            **common.given(args, "temperature", "top_p", "seed", "num_return_sequences"),
+            **common.given(args, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed"),
+            **common.given(args, "num_return_sequences"),
             stream=_Stream(args.stdout, "" if args.chat else args.prompt or "") if streamed else None,
         )
         read = bundle.stats()

@@ -20,7 +20,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.attention import adds_masks, packed_attention
 from torch_pi2.decode.budget import room_for_compiling
-from torch_pi2.decode.cuda_graph import Forward, captured
+from torch_pi2.decode.cuda_graph import Forward, captured, on_device
 from torch_pi2.decode.kv import KeyValues, cache_name
 from torch_pi2.decode.pieces import LEAST_TOKENS, pieces_without_loss, same_frequencies_up_to, takes_several_lengths
 from torch_pi2.decode.recorded import Replay, State, record
@@ -103,8 +103,9 @@ class Decoder:
 
     Args:
         model: a Hugging Face causal language model, dense or optimised, in evaluation mode: on the CPU, on a GPU, or
-            divided between them, of which steps are not recorded. On a GPU recorded and compiled steps are captured as
-            CUDA graphs. Ids are taken from any device, and results are where the model is.
+            divided between them, of which steps are not recorded. On a GPU recorded steps, and compiled ones of
+            optimised models, are captured as CUDA graphs. Ids are taken from any device, and results are where the
+            model is.
         max_tokens: room of the KV cache, prompt and answer together.
         batch: sequences decoded together, at most.
         backend: what compiles a step; ``torch_pi2`` makes one call of linears with the same input.
@@ -162,20 +163,13 @@ class Decoder:
             )
         self.model, self.max_tokens, self.batch, self.rows = model, max_tokens, batch, batch
         self.lengths, self.logits, self.chunk_tokens = list[int](), logits, chunk_tokens
-        self.device = device_of(model)
+        self.device, self.compiled = device_of(model), compiled
         self._look()
-        if compiled and self._divided:
-            raise ConfigError(
-                f"Decoder of {type(model).__name__}, compiled",
-                expected="a model that is on one device as a whole",
-                found="layers that are divided between a GPU and the CPU, which no compiler can order",
-                fix="Leave compiled out (compiled=False).",
-            )
         self._kv = KeyValues(model, max_tokens, batch, self.device)
         self.cache: Any = None
         self._cache_name = cache_name(model)
         self._settings = _INDUCTOR | {"cpp_wrapper": cpp_wrapper}
-        self._backend, self.compiled = backend, compiled
+        self._backend = backend
         #: By sequences, tokens and whether all their logits are wanted: what is compiled, or recorded, of their steps.
         self._runs: dict[tuple[int, int, bool], Forward] = {}
         self._replays: dict[tuple[int, int, bool], Replay] = {}
@@ -188,7 +182,7 @@ class Decoder:
         return max(self.lengths, default=0)
 
     def _look(self) -> None:
-        """What the model allows now. Raises DeviceError: it is elsewhere than it was."""
+        """What the model allows now. Raises DeviceError: it is elsewhere than it was; ConfigError: see the class."""
         device = device_of(self.model)
         if device != self.device:
             raise DeviceError(
@@ -198,6 +192,13 @@ class Decoder:
                 fix="Make another Decoder after moving a model.",
             )
         self._divided = any(home.split is not None for home in homes(self.model))
+        if self.compiled and self._divided:
+            raise ConfigError(
+                f"Decoder of {type(self.model).__name__}, compiled",
+                expected="a model that is on one device as a whole",
+                found="layers that are divided between a GPU and the CPU, which no compiler can order",
+                fix="Leave compiled out (compiled=False, or no --compile).",
+            )
         handle = Handle.of(self.model)
         budget = None if handle is None else handle.budget
         self._most_tokens = 0
@@ -383,7 +384,7 @@ class Decoder:
 
     def _read_piece(self, ids_BT: torch.Tensor, cache: Any, of_tokens: int) -> torch.Tensor:
         """Some tokens of prompts of so many; what comes next."""
-        with packed_attention(self.model), piece_of(of_tokens):
+        with on_device(self.device), packed_attention(self.model), piece_of(of_tokens):
             output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
         return self._answer(output.logits)
 
@@ -522,13 +523,14 @@ class Decoder:
         of_each = forward == self._forward_each
         self._tell(self.batch)
         try:
-            run = self._runs.get((self.batch, ids_BT.shape[1], of_each))
-            if run is not None:
-                result: torch.Tensor = run(ids_BT)
-            elif self.compiled:
-                result = self._first_run(ids_BT, forward, of_each)
-            else:
-                result = self._replay(ids_BT, forward, of_each)(ids_BT)
+            with on_device(self.device):
+                run = self._runs.get((self.batch, ids_BT.shape[1], of_each))
+                if run is not None:
+                    result: torch.Tensor = run(ids_BT)
+                elif self.compiled:
+                    result = self._first_run(ids_BT, forward, of_each)
+                else:
+                    result = self._replay(ids_BT, forward, of_each)(ids_BT)
         except BaseException:
             check_vocabulary(self.model, ids_BT, "token")  # what may have been wrong, and is said by no name
             raise
@@ -568,7 +570,9 @@ class Decoder:
 
     @torch.inference_mode()
     def rest(self) -> None:
-        """Forget all sequences; the memory of their keys and values goes back to the system until the next prompt."""
+        """Forget all sequences; the memory of their keys and values goes back to the system until the next prompt (on a
+        GPU it is kept).
+        """
         self.lengths = []
         self._kv.give_back(0)
 
@@ -656,7 +660,9 @@ class Decoder:
             run = None if hooked else self._compiled(ids_BT, forward)
             run = _through_dynamo(forward, self._backend) if run is None else run
             result = run(ids_BT)
-        self._runs[self.batch, ids_BT.shape[1], of_each] = run if hooked else captured(run, ids_BT)
+        # What compiling has put into a dense model looks at each call whether its weights are others.
+        whole = not hooked and Handle.of(self.model) is not None
+        self._runs[self.batch, ids_BT.shape[1], of_each] = captured(run, ids_BT) if whole else run
         return result
 
     def _compiled(self, ids_BT: torch.Tensor, forward: Forward) -> Forward | None:

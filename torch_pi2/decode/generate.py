@@ -200,7 +200,7 @@ def _continued(
 ) -> Generated:
     """``sequences``, a token of each a step."""
     started = time.perf_counter()
-    logits_BV = decoder.prompt(input_ids)
+    logits_BV = decoder.prompt(input_ids).cpu()
     prompt_ms = (time.perf_counter() - started) * 1e3
     live, step_ms, batches = sequences, list[float](), list[int]()
     if len(sequences) > 1 and limit > 1:
@@ -214,12 +214,12 @@ def _continued(
             engine.batch(len(live))
         started = time.perf_counter()
         ids_B1 = torch.tensor([[sequence.tokens[-1]] for sequence in live], dtype=torch.int64, device="cpu")
-        logits_BV = decoder.step(ids_B1)
+        logits_BV = decoder.step(ids_B1).cpu()  # so that a GPU has done it
         step_ms.append((time.perf_counter() - started) * 1e3)
         batches.append(len(live))
         return zip(live, logits_BV, strict=True)
 
-    grow(sequences, logits_BV[0], step, lambda logits_V, random: pick(logits_V, sampling, random))
+    grow(sequences, logits_BV[0], step, lambda grown, logits_V: pick(logits_V, sampling, grown.random))
     return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
 
 
@@ -254,7 +254,7 @@ def _speculated(
     if assistant_model is not None:
         source = Assistant(assistant_model, decoder.model, input_ids.shape[1] + limit, decoder.compiled)
     started = time.perf_counter()
-    logits_V = decoder.prompt(input_ids)[0]
+    logits_V = decoder.prompt(input_ids)[0].cpu()
     source.read(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
     engine = engine_of(decoder.model)
@@ -293,7 +293,7 @@ def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Gen
     scores_V, order_V = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k:
         scores_V = scores_V[: sampling.top_k]
-    share_V = scores_V.softmax(-1).cpu()  # where the generator is
+    share_V = scores_V.softmax(-1)
     if sampling.top_p < 1:
         left_V = share_V.cumsum(-1) - share_V < sampling.top_p
         left_V[0] = True  # whatever rounding says

@@ -48,17 +48,17 @@ def grow(
     sequences: Sequence[_Kind],
     prompt_V: torch.Tensor,
     step: Callable[[list[_Kind]], Iterable[tuple[_Kind, torch.Tensor]]],
-    choose: Callable[[torch.Tensor, torch.Generator], int],
+    choose: Callable[[_Kind, torch.Tensor], int],
 ) -> None:
     """Let ``sequences`` grow until each has ended.
 
     Args:
         prompt_V: logits after the prompt, of all. step: sequences that go on -> each with its next logits ``[V]``, in
-            the order in which tokens are chosen from these.
+            the order in which tokens are chosen from these. choose: the next token of a sequence.
     """
     live = [(sequence, prompt_V) for sequence in sequences]
     while live:
         for sequence, logits_V in live:
-            sequence.take(choose(logits_V, sequence.random))
+            sequence.take(choose(sequence, logits_V))
         going = [sequence for sequence, _ in live if sequence.ended is None]
         live = list(step(going)) if going else []

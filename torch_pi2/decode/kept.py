@@ -10,12 +10,13 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.handle import store_of
 
-#: Tokens of a Decoder that is kept for the next answer: this, or the next power of two.
+#: Tokens of a Decoder that is kept for the next answer: this, or the next power of two (on a GPU multiple).
 _LEAST_ROOM = 256
 
 
 class Kept:
-    """Of a model in memory, which it does not keep; the memory of keys and values goes back to the system in between.
+    """Of a model in memory, which it does not keep; the memory of keys and values goes back to the system in between,
+    but on a GPU.
 
     Over a store nothing is kept: its memory is the budget's. Threads may borrow at the same time.
     """
@@ -36,7 +37,7 @@ class Kept:
             if same and decoder.rows >= sequences and decoder.max_tokens >= tokens:
                 return decoder
         try:
-            return decoder_for(model, max(_LEAST_ROOM, 1 << (tokens - 1).bit_length()), sequences)
+            return decoder_for(model, _room(model, tokens), sequences)
         except UnsupportedModelError:  # perhaps for a sliding window, which so many tokens may fit into
             return decoder_for(model, tokens, sequences)
 
@@ -45,6 +46,13 @@ class Kept:
             kind = _kind(decoder.model)
             decoder.let_go()
             self._free[:] = [(decoder, kind)]
+
+
+def _room(model: nn.Module, tokens: int) -> int:
+    """For so many, and for others: on the CPU the next power of two, which takes memory only where it is used."""
+    if device_of(model).type == "cpu":
+        return max(_LEAST_ROOM, 1 << (tokens - 1).bit_length())
+    return -(-tokens // _LEAST_ROOM) * _LEAST_ROOM
 
 
 def _kind(model: nn.Module) -> object:

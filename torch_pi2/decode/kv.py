@@ -78,7 +78,7 @@ class KeyValues:
         be repeated.
         """
         rows = len(lengths)
-        self.lengths[:rows] += tokens
+        self.lengths[:rows].add_(tokens)
         self._most[:rows] = (max(most, n + _MOST_STEPPED) for most, n in zip(self._most, lengths))
 
     def check_used(self, model: nn.Module) -> None:

@@ -131,7 +131,11 @@ class Replay:
         if self._before or not self._may_record():
             return self._forward(ids_BT)
         self._before, first, before = -1, self._recorded, self._state()
-        result, self._recorded = record(self._forward, ids_BT)
+        try:
+            result, self._recorded = record(self._forward, ids_BT)
+        except torch.OutOfMemoryError:  # of a GPU: recording keeps all that is between
+            self._recorded = None
+            return self._forward(ids_BT)
         again = self._recorded is not None and before == self._state()
         if first is None and again:
             self._before = 0  # the next one is the second
@@ -281,7 +285,8 @@ class State:
         except TypeError:
             known = value
         self._alive[id(known)] = known
-        return id(known)
+        # CUDA graphs have addresses of tensors, which may get other memory and stay what they are
+        return (id(known), value.data_ptr()) if isinstance(value, torch.Tensor) and value.is_cuda else id(known)
 
 
 def _source(name: str, tensor: torch.Tensor) -> str:

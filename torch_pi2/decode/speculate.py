@@ -287,7 +287,7 @@ def speculate(
         count = pace.count(limit - len(sequence.tokens) - 1)
         guesses = source.propose(tokens, count) if count else []
         ids_1T = torch.tensor([[tokens[-1], *guesses]], dtype=torch.int64, device="cpu")
-        logits_TV = decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)
+        logits_TV = (decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)).cpu()  # a GPU has done it
         forward_ms.append((time.perf_counter() - started) * 1e3)
         if not guesses:
             pace.plain(forward_ms[-1])

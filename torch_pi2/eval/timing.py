@@ -95,10 +95,11 @@ def _decode_round(
 ) -> tuple[float, float]:
     """(total, ffn) milliseconds per decoding step; the prompt is processed before the clock starts."""
     if isinstance(model, Decoder):
-        next_B1 = model.prompt(ids_BT)
+        next_B1 = model.prompt(ids_BT).cpu()
         started = time.perf_counter()
         for _ in range(new_tokens):
             next_B1 = model.step(next_B1)
+        next_B1.cpu()  # a GPU has done it
         return (time.perf_counter() - started) * 1e3 / new_tokens, 0.0
     name = cache_name(model)
     with evaluating(model):

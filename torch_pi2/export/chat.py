@@ -16,7 +16,7 @@ from torch_pi2.errors import ConfigError
 
 CHAT_FILE = "chat.json"
 FORMAT = "torch_pi2.chat"
-VERSION = 2  # in 1 ``strips`` was of both roles together, and templates were described that do more with messages
+VERSION = 3  # in 2 there were no earlier answers
 
 _log = logging.getLogger("torch_pi2")
 
@@ -279,29 +279,55 @@ def around_messages(tokenizer: Any) -> dict[str, Any] | None:
 
     Returns:
         ``user``: two texts around a question. ``system_user``: three around a system message and a question; None if
-        the template takes no system message, or does more with it. ``strips``: for each role whether it strips what
-        that says of white space at both ends (that of :meth:`str.strip`). None in all if there is no template, or what
-        it writes depends on what is said by more than that.
+        the template takes no system message, or does more with it. ``assistant``: two around an earlier answer, behind
+        which the next question comes; None if the template does more with answers. ``strips``: for each role whether it
+        strips what that says of white space at both ends (that of :meth:`str.strip`). None in all if there is no
+        template, or what it writes depends on what is said by more than that.
 
     Raises:
         ConfigError: see :func:`render_messages`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    found: dict[tuple[str, ...], tuple[list[str], list[bool]] | None] = {}
-    for roles in (("user",), ("system", "user")):
-        around = _around(tokenizer, roles)
-        found[roles] = around if around and _as_described(tokenizer, roles, *around) else None
-    user, both = found.values()
+    user, both, turns = (_described(tokenizer, roles) for roles in (_USER, _SYSTEM + _USER, _USER + _TURN))
     if user is None:
         return None
     if both is not None and both[1][1] != user[1][0]:
         both = None
+    if turns is not None and not _repeats(tokenizer, user, both, turns):
+        turns = None
     return {
         "user": user[0],
         "system_user": both and both[0],
-        "strips": {"system": both is not None and both[1][0], "user": user[1][0]},
+        "assistant": turns and turns[0][1:3],
+        "strips": {
+            "system": both is not None and both[1][0],
+            "user": user[1][0],
+            "assistant": turns is not None and turns[1][1],
+        },
     }
+
+
+#: A question, what may come before it, and an earlier answer with the next question.
+_USER, _SYSTEM, _TURN = ("user",), ("system",), ("assistant", "user")
+
+
+def _described(tokenizer: Any, roles: Sequence[str]) -> tuple[list[str], list[bool]] | None:
+    around = _around(tokenizer, roles)
+    return around if around and _as_described(tokenizer, roles, *around) else None
+
+
+def _repeats(tokenizer: Any, user: Any, both: Any, turns: Any) -> bool:
+    """Whether each answer with the next question is written as the first one of ``turns`` is, whatever was before."""
+    between, strips = turns[0][1:3], turns[1][1:]
+    for before, start in ((_USER, user), (_SYSTEM + _USER, both)):
+        for count in (1, 2):
+            if start is not None:
+                (*first, last), cut = start
+                expected = [*first, *between * count, last], [*cut, *strips * count]
+                if _around(tokenizer, [*before, *_TURN * count]) != expected:
+                    return False
+    return True
 
 
 def write_chat(tokenizer: Any, folder: Path) -> bool:

@@ -22,6 +22,7 @@ from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode import executorch as backend
 from torch_pi2.decode.executorch import parts_of_problem
 from torch_pi2.decode.growing import Growing, grow
+from torch_pi2.decode.stops import Stops
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
@@ -32,6 +33,7 @@ from torch_pi2.errors import (
     StaleArtifactError,
     VersionError,
 )
+from torch_pi2.export.choose import Choosing, of_model
 from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
 
@@ -49,7 +51,8 @@ class Answer:
 
     Attributes:
         ids: chosen tokens, with the one that ended it. text: of them; empty without a tokenizer.
-        ended: "eos", "length" (``max_new_tokens``) or "room" (prompt and answer have ``max_tokens``).
+        ended: "eos", "stop" (one of the strings), "length" (``max_new_tokens``) or "room" (prompt and answer have
+            ``max_tokens``).
     """
 
     ids: list[int]
@@ -62,7 +65,7 @@ class Generated:
     """What :meth:`Bundle.generate` returns.
 
     Attributes:
-        prompt_ids: tokens of the prompt. sequences: the answers.
+        prompt_ids: tokens of the prompt, of which ``known_tokens`` were not read again. sequences: the answers.
         prompt_seconds: until the first token. decode_seconds: all others. decode_steps: calls of decoding methods.
     """
 
@@ -71,6 +74,7 @@ class Generated:
     prompt_seconds: float
     decode_seconds: float
     decode_steps: int
+    known_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -148,6 +152,8 @@ class Bundle:
             "trace": None if trace is None else str(Path(trace).absolute()),
         }
         self._tokenizer = tokenizer
+        self._model_says = of_model(self.folder)
+        self._fed: list[int] = []  # what the first lane has read and said, but for its last token
         self._methods: dict[str, Any] = {}
         self._using = threading.RLock()
         self.load_seconds = 0.0
@@ -220,9 +226,14 @@ class Bundle:
         max_new_tokens: int | None = None,
         *,
         temperature: float = 0.0,
-        top_p: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: str | Sequence[str] | None = None,
         seed: int = 0,
         num_return_sequences: int = 1,
+        reuse: bool = False,
         stream: Stream | None = None,
     ) -> Generated:
         """Continue a prompt.
@@ -236,8 +247,11 @@ class Bundle:
             prompt: text, token ids, or messages of a chat (``{"role": ..., "content": ...}``) for the tokenizer's
                 template.
             max_new_tokens: of each sequence (default: as many as there is room for).
-            temperature: 0 is greedy. top_p: tokens are drawn from the most probable ones that make up this much.
+            temperature: 0 is greedy. top_k, top_p, min_p, repetition_penalty, stop: see
+                :class:`torch_pi2.export.choose.Choosing`; None: as the model's generation_config.json has them.
             num_return_sequences: at most ``manifest.lanes``.
+            reuse: do not read again what prompt and last call (with one sequence) begin with: the next question of a
+                talk. Keys and values of what was said are those of steps, which may have other last bits.
             stream: called for every token, in order of sequences within a step.
 
         Raises:
@@ -246,17 +260,26 @@ class Bundle:
             NonFiniteError: logits are not finite.
         """
         self._require("decoder", "generate")
-        _check_sampling(temperature, top_p, num_return_sequences, self.manifest.lanes, max_new_tokens)
+        strings = [stop] if isinstance(stop, str) else stop
+        choosing = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, strings)
+        _check_counts(num_return_sequences, self.manifest.lanes, max_new_tokens)
         argument(seed, "seed").whole(most=1 << 62)
         if isinstance(prompt, str):
             argument(prompt, "prompt").text(empty=True)
         with self._using:
             wordless = self._tokenizer is None and not self._has_tokenizer() and not isinstance(prompt, str)
             ids = encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
+            choosing = choosing.or_as(self._model_says)
+            if wordless and stop is not None:
+                raise ConfigError(
+                    "stop", expected="a bundle with a tokenizer", found="one without", fix="Leave it out, or pass one."
+                )
             left = self._room(ids)
             limit = left if max_new_tokens is None else min(max_new_tokens, left)
             answers = [
-                _Answering(i, seed, limit, self.manifest.eos, ids, None if wordless else self.tokenizer, stream)
+                _Answering(
+                    i, seed, limit, self.manifest.eos, ids, None if wordless else self.tokenizer, stream, choosing
+                )
                 for i in range(num_return_sequences)
             ]
             self._load_decoding(num_return_sequences)
@@ -269,12 +292,21 @@ class Bundle:
                 logits_NV = self._step(going)
                 return [(answer, logits_NV[answer.lane]) for answer in going]
 
+            known = self._same(ids) if reuse else 0
+            self._fed = []
             started = time.perf_counter()
-            grow(answers, self._read(ids), step, lambda logits_V, random: _choose(logits_V, temperature, top_p, random))
+            grow(answers, self._read(ids, known), step, lambda answer, logits_V: answer.choose(logits_V))
             done = time.perf_counter()
+            if num_return_sequences == 1:
+                self._fed = ids + answers[0].tokens[:-1]
         first = steps[0] if steps else done
         full = "room" if limit == left else "length"
-        return Generated(ids, [a.result(full) for a in answers], first - started, done - first, len(steps))
+        return Generated(ids, [a.result(full) for a in answers], first - started, done - first, len(steps), known)
+
+    def _same(self, ids: list[int]) -> int:
+        """Tokens with which ``ids`` and what the first lane has begin, but for the last of ``ids``."""
+        pairs = enumerate(zip(ids[:-1], self._fed))
+        return next((i for i, (a, b) in pairs if a != b), min(len(ids) - 1, len(self._fed)))
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
@@ -291,6 +323,7 @@ class Bundle:
             self._room(tokens[:-1])
             if not 1 <= prompt <= len(tokens):
                 raise ShapeError("prompt", expected=f"1 to {len(tokens)} tokens", found=str(prompt), fix="Correct it.")
+            self._fed = []
             rows = [self._read(tokens[:prompt])]
             for position in range(prompt, len(tokens)):
                 rows.append(self._decode({0: (tokens[position], position)})[0])
@@ -344,10 +377,12 @@ class Bundle:
             )
         return left
 
-    def _read(self, ids: list[int]) -> torch.Tensor:
-        """Logits ``[V]`` after ``ids``, which lane 0 then has; in pieces of what ``forward`` takes."""
+    def _read(self, ids: list[int], known: int = 0) -> torch.Tensor:
+        """Logits ``[V]`` after ``ids``, which lane 0 then has, and the first of which it has already; in pieces of what
+        ``forward`` takes.
+        """
         piece = self.manifest.methods["forward"].max_tokens
-        for start in range(0, len(ids), piece):
+        for start in range(known, len(ids), piece):
             part_1T = torch.tensor([ids[start : start + piece]])
             logits_11V = self._call("forward", part_1T, torch.tensor([start]))[0]
         return _finite(logits_11V[0, -1])
@@ -427,43 +462,42 @@ class _Answering(Growing):
         prompt: list[int],
         tokenizer: Any,
         stream: Stream | None,
+        choosing: Choosing,
     ) -> None:
         super().__init__(number, seed, limit, eos)
         self.lane, self.text = number, ""
-        self._prompt, self._stream = len(prompt), stream
+        self._prompt, self._stream, self._choosing = prompt, stream, choosing
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
+        self._stops, self._shown = Stops(choosing.stop or ()), ""
 
     @property
     def position(self) -> int:
         """Of the last token."""
-        return self._prompt + len(self.tokens) - 1
+        return len(self._prompt) + len(self.tokens) - 1
+
+    def choose(self, logits_V: torch.Tensor) -> int:
+        """The next token."""
+        return self._choosing.choose(logits_V, self._prompt + self.tokens, self.random)
 
     def take(self, token: int) -> None:
         super().take(token)
         piece = ""
         if self._detokenizer is not None:
             piece = "" if self.ended == "eos" else self._detokenizer.add(token)
+            piece = self._stops.add(piece + (self._detokenizer.rest() if self.ended else ""))
+            if self._stops.reached:
+                self.ended = "stop"
+            elif self.ended:
+                piece += self._stops.rest()
+            self._shown += piece
             if self.ended:
-                piece += self._detokenizer.rest()
-                self.text = self._detokenizer.text()
+                self.text = self._shown if self.ended == "stop" else self._detokenizer.text()
         if self._stream is not None:
             self._stream(self.number, token, piece)
 
     def result(self, full: str) -> Answer:
         """``full``: why it could have no more tokens."""
-        return Answer(self.tokens, self.text, "eos" if self.ended == "eos" else full)
-
-
-def _choose(logits_V: torch.Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
-    """The next token: the most probable one (the first of equals), or drawn."""
-    if temperature == 0:
-        return int(torch.argmax(logits_V))
-    shares_V = torch.softmax((logits_V.double() - logits_V.max()) / temperature, -1)  # finite or -inf: never NaN
-    if top_p < 1:
-        sorted_V, order_V = shares_V.sort(descending=True, stable=True)
-        before_V = sorted_V.cumsum(-1) - sorted_V
-        shares_V = torch.zeros_like(shares_V).scatter_(-1, order_V, sorted_V.where(before_V < top_p, 0))
-    return int(torch.multinomial(shares_V, 1, generator=random))
+        return Answer(self.tokens, self.text, self.ended if self.ended in ("eos", "stop") else full)
 
 
 def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
@@ -478,10 +512,8 @@ def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor
     )
 
 
-def _check_sampling(temperature: float, top_p: float, count: int, lanes: int, most: int | None) -> None:
+def _check_counts(count: int, lanes: int, most: int | None) -> None:
     for name, fits, expected, found in (
-        ("temperature", 0 <= temperature < float("inf"), "0 (greedy) or more", temperature),
-        ("top_p", 0 < top_p <= 1, "more than 0, at most 1", top_p),
         ("num_return_sequences", 1 <= count <= lanes, f"1 to {lanes}, the lanes of the bundle", count),
         ("max_new_tokens", most is None or most >= 1, "1 or more", most),
     ):

@@ -52,10 +52,10 @@ def on_the_cpu(model: nn.Module, stays_here: bool = False) -> Iterator[None]:
         done = True
     finally:
         if not (done and stays_here):
-            _as_a_whole(model, device)
+            move_whole(model, device)
 
 
-def _as_a_whole(model: nn.Module, device: torch.device) -> None:
+def move_whole(model: nn.Module, device: torch.device) -> None:
     """Move ``model`` to a GPU. Raises what the move raised, or OutOfMemoryError: all of it is on the CPU then."""
     with _or_here(model, sum(t.nbytes for t in (*model.parameters(), *model.buffers())), device):
         model.to(device)

@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.ops import load
 from torch_pi2.ops.memory import new_tensor
 
@@ -55,6 +56,8 @@ def merge_linears(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -
     for node in gm.graph.nodes:
         found = _linear(node)
         if found is None or not {found.rows, *([] if found.bias is None else [found.bias])} <= set(tensors):
+            continue
+        if on_gpu(tensors[found.rows]):  # where pieces of one memory are tensors with an offset, which graphs have as 0
             continue
         rows_used[found.rows] = rows_used.get(found.rows, 0) + 1
         width = tensors[found.rows].shape[1]

@@ -327,10 +327,10 @@ class Batch:
         self._enter("step")
         ids_B1 = torch.tensor([[sequence._last()] for sequence in self._live], dtype=torch.int64)
         started = time.perf_counter()
-        logits_BV = self._decoder.step(ids_B1)
+        logits_BV = self._decoder.step(ids_B1).cpu()  # so that a GPU has done it
         self.counts.step_seconds += time.perf_counter() - started
         self.counts.steps += 1
-        self._took(list(zip(self._live, logits_BV.cpu(), strict=True)))
+        self._took(list(zip(self._live, logits_BV, strict=True)))
 
     def _forget(self) -> None:
         """Who left while they waited are in nobody's way."""

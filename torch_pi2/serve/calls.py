@@ -9,7 +9,7 @@ import string
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 
-from torch_pi2.serve.text import begun
+from torch_pi2.decode.stops import begun
 from torch_pi2.serve.tools import Form
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')

@@ -107,13 +107,13 @@ class Talk:
         growing, text = Growing(0, self._seed, limit, self._ends), Text(self._tokenizer)
         self._seed += 1
         started = time.perf_counter()
-        logits_1V = self._decoder.prompt(torch.tensor([ids]), known=known)
+        logits_1V = self._decoder.prompt(torch.tensor([ids]), known=known).cpu()
         said.prompt_seconds = time.perf_counter() - started
         self._fed = list(ids)
         while growing.ended is None:
             started = time.perf_counter()
             if growing.tokens:
-                logits_1V = self._decoder.step(torch.tensor([[growing.tokens[-1]]]))
+                logits_1V = self._decoder.step(torch.tensor([[growing.tokens[-1]]])).cpu()
                 self._fed.append(growing.tokens[-1])
             growing.take(pick(logits_1V[0], self._sampling, growing.random))
             said.tokens, said.seconds = len(growing.tokens), said.seconds + time.perf_counter() - started

@@ -1,20 +1,25 @@
-// Any bytes as manifest.json or chat.json: refused by one line, or what is taken makes sense to who runs it. The first
-// byte says what they are, and whether the manifest's checksum is made right before.
+// Any bytes as manifest.json, chat.json, a line of --requests or generation_config.json: refused by one line, or what
+// is taken makes sense to who runs it. The first byte says what they are, and whether the manifest's checksum is made
+// right before, or a talk has two turns.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "base/crc32c.h"
 #include "chat.h"
 #include "fields.h"
+#include "generation_config.h"
 #include "manifest.h"
+#include "request_line.h"
 
 namespace {
 
 using namespace pi2::runner;
 
-constexpr std::uint8_t kChat = 1, kSystem = 2, kSealed = 4;
+constexpr std::uint8_t kChat = 1, kSystem = 2, kSealed = 4, kRequest = 8;
 
 void must(bool condition, const char* what) {
   if (condition) return;
@@ -33,16 +38,36 @@ void check(const Manifest& m) {
   }
 }
 
+void check(const GenerationConfig& found) {
+  check(found.sampling, "");
+  must(std::none_of(found.stop.begin(), found.stop.end(), [](const std::string& stop) { return stop.empty(); }),
+       "stop");
+}
+
+void check(const Options& o) {
+  must(o.request.max_new_tokens >= 0 && o.request.sequences >= 0, "counts");
+  must(o.messages.empty() || o.chat, "a talk without a template");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
   std::string text(reinterpret_cast<const char*>(data) + 1, size - 1);
   try {
+    if ((data[0] & kRequest) != 0) {
+      const Json json = parse_json(text, "request", kCorrectRequest);
+      if ((data[0] & kChat) != 0) return check(generation_config(json, "generation_config.json")), 0;
+      return check(request_of(json, Options())), 0;
+    }
     if ((data[0] & kChat) != 0) {
-      const std::string said = "\u3000Be brief. ";
-      (void)chat_text(parse_json(text, "chat.json"), "chat.json", " question ",
-                      (data[0] & kSystem) != 0 ? &said : nullptr);
+      std::vector<Message> messages;
+      if ((data[0] & kSystem) != 0) messages.push_back({"system", "\u3000Be brief. "});
+      for (int turn = 0; turn <= ((data[0] & kSealed) != 0 ? 1 : 0); ++turn) {
+        if (turn > 0) messages.push_back({"assistant", "\nanswer"});
+        messages.push_back({"user", " question "});
+      }
+      (void)chat_text(parse_json(text, "chat.json"), "chat.json", messages);
       return 0;
     }
     if ((data[0] & kSealed) != 0) {

@@ -1,6 +1,7 @@
-// pi2_parts_test sampler | tokenizer FILE COUNT | stream FILE: what needs no program of ExecuTorch, so that sanitizers
-// can look at it.
-//   sampler              the nucleus is the one that sorting the whole vocabulary gives
+// pi2_parts_test sampler | stops | tokenizer FILE COUNT | stream FILE: what needs no program of ExecuTorch, so that
+// sanitizers can look at it.
+//   sampler              what is drawn from is what sorting the whole vocabulary gives
+//   stops                text in random pieces ends where it would as a whole
 //   tokenizer FILE COUNT random changes of a tokenizer.json: it is refused by name, or text goes there and back
 //   stream FILE          for every line of standard input, [prompt, answer] in tokens: pieces and text of the answer
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "sampler.h"
+#include "stops.h"
 #include "tokenizer/text_stream.h"
 
 namespace pi2::runner {
@@ -27,7 +29,8 @@ int failed(const std::string& what) {
 }
 
 // As in sampler.cc, but over all tokens in order.
-std::int64_t chosen(const std::vector<float>& logits, double temperature, double top_p, Random& random) {
+std::int64_t chosen(const std::vector<float>& logits, double temperature, double top_p, std::int64_t top_k,
+                    double min_p, Random& random) {
   const float best = *std::max_element(logits.begin(), logits.end());
   std::vector<double> shares;
   double sum = 0;
@@ -38,9 +41,19 @@ std::int64_t chosen(const std::vector<float>& logits, double temperature, double
   std::vector<std::size_t> order(logits.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return shares[a] > shares[b]; });
+  if (top_k > 0 && static_cast<std::size_t>(top_k) < order.size()) {
+    order.resize(static_cast<std::size_t>(top_k));
+    sum = 0;
+    for (const std::size_t token : order) sum += shares[token];
+  }
   std::size_t count = 0;
   double most = 0;
   while (count < order.size() && most < top_p * sum) most += shares[order[count++]];
+  if (min_p > 0) {
+    while (shares[order[count - 1]] < min_p) --count;
+    most = 0;
+    for (std::size_t i = 0; i < count; ++i) most += shares[order[i]];
+  }
   double draw = static_cast<double>(random() >> 11) * 0x1p-53 * most;
   for (std::size_t i = 0; i < count; ++i) {
     draw -= shares[order[i]];
@@ -62,16 +75,61 @@ int check_sampler() {
     const double temperature = std::vector<double>{1e-3, 0.7, 1, 50}[random() % 4];
     const double top_p = std::vector<double>{1e-300, 1e-6, 0.5, 0.9, 0.999, 1 - 1e-12, 1 - 0x1p-53}[random() % 7];
     const std::uint64_t seed = random();
-    Sampler sampler(temperature, top_p, seed);
+    const std::int64_t top_k = random() % 2 == 0 ? 0 : static_cast<std::int64_t>(1 + random() % (vocab + 2));
+    const double min_p = random() % 2 == 0 ? 0 : std::vector<double>{1e-9, 0.05, 0.5, 1}[random() % 4];
+    const double penalty = random() % 2 == 0 ? 1 : std::vector<double>{0.5, 1.1, 3}[random() % 3];
+    Sampler sampler({temperature, top_p, min_p, penalty, top_k}, seed);
+    std::vector<float> penalised = logits;
+    for (std::size_t token = 0; token < vocab; token += 3) {
+      sampler.add(static_cast<std::int64_t>(token));
+      sampler.add(static_cast<std::int64_t>(token));
+      float& logit = penalised[token];
+      logit = logit < 0 ? logit * static_cast<float>(penalty) : logit / static_cast<float>(penalty);
+    }
     Random same(seed);
     for (int i = 0; i < 8; ++i) {
-      const std::int64_t expected = chosen(logits, temperature, top_p, same);
+      const std::int64_t expected = chosen(penalised, temperature, top_p, top_k, min_p, same);
       const std::int64_t found = sampler.choose(logits.data(), static_cast<std::int64_t>(vocab));
       if (found != expected) {
         return failed("sampler, round " + std::to_string(round) + ": expected token " + std::to_string(expected) +
                       ", found " + std::to_string(found));
       }
     }
+  }
+  return 0;
+}
+
+int check_stops() {
+  Random random(2);
+  const auto draw = [&](std::size_t most) {
+    std::string text;
+    for (std::uint64_t n = 1 + random() % most; n > 0; --n) text += "ab\n"[random() % 3];
+    return text;
+  };
+  for (int round = 0; round < 5000; ++round) {
+    std::vector<std::string> strings;
+    for (std::uint64_t n = random() % 4; n > 0; --n) strings.push_back(draw(5));
+    const std::string text = draw(40);
+    std::size_t end = std::string::npos;
+    for (std::size_t n = 1; n <= text.size() && end == std::string::npos; ++n) {
+      for (const std::string& stop : strings) {
+        if (text.substr(0, n).ends_with(stop)) end = std::min(end, n - stop.size());
+      }
+    }
+    Stops stops(strings);
+    std::string shown;
+    for (std::size_t at = 0; at < text.size();) {
+      const std::size_t bytes = 1 + random() % 4;
+      const std::string piece = stops.add(text.substr(at, bytes));
+      shown += piece;
+      at += bytes;
+      if (text.substr(0, end).compare(0, shown.size(), shown) != 0) return failed("stops: text too soon");
+      // nothing is held back that no stop string can begin with
+      if (!stops.reached() && strings.empty() && shown.size() < std::min(at, text.size())) return failed("stops: held");
+    }
+    if (stops.reached() != (end != std::string::npos)) return failed("stops: not where one is");
+    shown += stops.rest();
+    if (shown != text.substr(0, end)) return failed("stops: expected " + text.substr(0, end) + ", found " + shown);
   }
   return 0;
 }
@@ -153,7 +211,8 @@ int stream(const std::string& file) {
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "sampler" && argc == 2) return pi2::runner::check_sampler();
+  if (what == "stops" && argc == 2) return pi2::runner::check_stops();
   if (what == "tokenizer" && argc == 4) return pi2::runner::check_tokenizer(argv[2], std::stoi(argv[3]));
   if (what == "stream" && argc == 3) return pi2::runner::stream(argv[2]);
-  return pi2::runner::failed("expected sampler, tokenizer FILE COUNT, or stream FILE");
+  return pi2::runner::failed("expected sampler, stops, tokenizer FILE COUNT, or stream FILE");
 }

@@ -35,8 +35,8 @@ Json answer(const Json& given, std::map<std::string, std::pair<Options, std::uni
   Options o = options;
   o.request.prompt = given.at("ids").get<std::vector<std::int64_t>>();
   o.request.max_new_tokens = given.value("max_new_tokens", std::int64_t{0});
-  o.request.temperature = number(given, "temperature", 0);
-  o.request.top_p = number(given, "top_p", 1);
+  o.request.sampling.temperature = number(given, "temperature", 0);
+  o.request.sampling.top_p = number(given, "top_p", 1);
   o.request.sequences = given.value("sequences", 1);
   return report(session->generate(o, {}));
 }

@@ -258,11 +258,13 @@ def test_templates_that_are_not_described_are_named(copy: Path) -> None:
     chat = {"format": "torch_pi2.chat", "version": 1, "user": ["<", ">"], "system_user": None, "strips": True}
     (copy / "chat.json").write_text(json.dumps(chat))
     write_manifest(copy)
-    message = "chat.json: expected format torch_pi2.chat, version 2, found torch_pi2.chat, version 1. "
+    message = "chat.json: expected format torch_pi2.chat, version 3, found torch_pi2.chat, version 1. "
     assert message in refused(copy, *asked)
-    (copy / "chat.json").write_text(json.dumps({**chat, "version": 2, "strips": {}}))
+    (copy / "chat.json").write_text(json.dumps({**chat, "version": 3, "strips": {}}))
     write_manifest(copy)
-    message = "--system: expected a chat template that writes a system message as it is, found one that takes none, or "
+    message = (
+        "system message: expected a chat template that writes a system message as it is, found one that takes none, or "
+    )
     for system in ("s", ""):
         assert message in refused(copy, *asked, "--system", system)
 
@@ -274,12 +276,23 @@ def test_templates_that_are_and_that_are_not_described() -> None:
     assert around_messages(tokenizer) == {
         "user": ["<user>", "\nA:"],
         "system_user": ["<system>", "\n<user>", "\nA:"],
-        "strips": {"system": True, "user": True},
+        "assistant": ["\n<assistant>", "\n<user>"],
+        "strips": {"system": True, "user": True, "assistant": True},
     }
     only_users = "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}[{{ messages[0].content }}]"
     tokenizer.chat_template = only_users
-    strips = {"system": False, "user": False}
-    assert around_messages(tokenizer) == {"user": ["[", "]"], "system_user": None, "strips": strips}
+    strips = {"system": False, "user": False, "assistant": False}
+    one = {"user": ["[", "]"], "system_user": None, "assistant": None, "strips": strips}
+    assert around_messages(tokenizer) == one
+    # earlier answers without what was thought, as many models of today have it; and one that counts turns
+    for body in (
+        "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}",
+        "{{ m.content }}{{ loop.index }}",
+    ):
+        tokenizer.chat_template = "{% for m in messages %}" + body + ";{% endfor %}"
+        found = around_messages(tokenizer)
+        assert found is not None
+        assert found["assistant"] is None
     tokenizer.chat_template = "{{ messages[0].content | upper }}"
     assert around_messages(tokenizer) is None
 
@@ -336,7 +349,18 @@ def test_manifests_that_it_cannot_run_are_refused(copy: Path, fields: dict[str, 
         (["--ids", "1,x"], "--ids: expected token ids such as 1,2,3, found 'x'. "),
         (["--prompt", "d", "--ids", "1"], "arguments: expected --prompt or --ids, found both. "),
         (["--prompt", "d", "--chat"], "chat.json: expected the chat template of the bundle, found no such file: "),
-        (["--ids", "1", "--chat"], "--chat: expected --prompt beside it, found --ids. "),
+        (["--ids", "1", "--chat"], "--chat: expected --prompt beside it, or nothing, found --ids. "),
+        (["--chat", "--json"], "--chat without --prompt: expected it without --json, found both. "),
+        (["--requests", "-", "--prompt", "d"], "--requests: expected it without --prompt or --ids, found both. "),
+        (["--requests", "nowhere"], "nowhere: expected lines that can be read, found No such file or directory. "),
+        (["--prompt", "d", "--warm-up", "2"], "--warm-up: expected --repeat beside it, found none. "),
+        (["--prompt", "d", "--top-k", "-1"], "--top-k: expected 0 (all) or more, found '-1'. "),
+        (["--prompt", "d", "--min-p", "2"], "min_p: expected 0 to 1, found 2. "),
+        (
+            ["--prompt", "d", "--repetition-penalty", "0"],
+            "repetition_penalty: expected 0.01 to 100; 1 is none, found 0. ",
+        ),
+        (["--prompt", "d", "--stop", ""], "--stop: expected a value, found an empty one. "),
         (["--prompt", "d", "--system", "x"], "--system: expected --chat beside it, found none. "),
         (["--prompt", "d", "--temperature", "-1"], "temperature: expected 0 (greedy) or more, found -1. "),
         (["--prompt", "d", "--top-p", "0"], "top_p: expected more than 0, at most 1, found 0. "),

@@ -32,7 +32,7 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
         json.dumps(
             {
                 "format": "torch_pi2.chat",
-                "version": 2,
+                "version": 3,
                 "user": ["<", ">"],
                 "system_user": None,
                 "strips": {"user": True},

@@ -1,0 +1,33 @@
+#include "interrupts.h"
+
+#include <atomic>
+
+namespace pi2::runner {
+namespace {
+
+std::atomic<int> came = 0;
+
+}  // namespace
+
+int interrupted() { return came; }
+void forget_interrupt() { came = 0; }
+
+Interruptible::Interruptible() {
+  for (std::size_t i = 0; i < std::size(kSignals); ++i) sigaction(kSignals[i], nullptr, &before_[i]);
+  listen();
+}
+
+Interruptible::~Interruptible() {
+  for (std::size_t i = 0; i < std::size(kSignals); ++i) sigaction(kSignals[i], &before_[i], nullptr);
+}
+
+void Interruptible::listen() {
+  struct sigaction action = {};
+  action.sa_handler = [](int signal) { came = signal; };
+  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+  for (std::size_t i = 0; i < std::size(kSignals); ++i) {
+    if (before_[i].sa_handler == SIG_DFL) sigaction(kSignals[i], &action, nullptr);  // not what nohup ignores
+  }
+}
+
+}  // namespace pi2::runner

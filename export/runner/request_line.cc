@@ -1,0 +1,82 @@
+#include "request_line.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+namespace pi2::runner {
+namespace {
+
+constexpr const char* kFix = kCorrectRequest;
+constexpr std::array kNames{"id",
+                            "prompt",
+                            "ids",
+                            "messages",
+                            "system",
+                            "chat",
+                            "stop",
+                            "seed",
+                            "stream",
+                            "reuse",
+                            "temperature",
+                            "top_k",
+                            "top_p",
+                            "min_p",
+                            "repetition_penalty",
+                            "num_return_sequences",
+                            "max_new_tokens"};
+
+std::vector<Message> messages_of(const Json& list) {
+  std::vector<Message> messages;
+  for (const Json& one : list) {
+    const Fields fields(one, "request, messages", kFix);
+    messages.push_back({fields.text("role"), fields.text("content")});
+  }
+  return messages;
+}
+
+}  // namespace
+
+Options request_of(const Json& line, const Options& base) {
+  const Fields fields(line, "request", kFix);
+  for (const auto& [name, value] : line.items()) {
+    if (std::none_of(kNames.begin(), kNames.end(), [&](const char* known) { return name == known; })) {
+      throw Problem("request", "fields that docs/BUNDLE.md has", printable(name, 80), kFix);
+    }
+  }
+  if (fields.has("prompt") + fields.has("ids") + fields.has("messages") != 1) {
+    throw Problem("request", "prompt, ids or messages", "none or several of them", kFix);
+  }
+  Options o = base;
+  o.goes_on = fields.flag("reuse", true);
+  o.chat = fields.flag("chat", base.chat) && fields.has("prompt");
+  if (fields.has("prompt")) o.prompt = fields.text("prompt");
+  if (fields.has("ids")) o.request.prompt = fields.numbers("ids");
+  if (fields.has("messages")) {
+    o.messages = messages_of(fields.list("messages"));
+    if (o.messages.empty()) throw Problem("request, messages", "one or more", "none", kFix);
+    o.chat = true;
+  }
+  if (fields.has("system")) {
+    if (!o.chat || !fields.has("prompt")) throw Problem("request, system", "chat and prompt beside it", "none", kFix);
+    o.system = fields.text("system");
+    o.empty_system = o.system.empty();
+  }
+  Request& request = o.request;
+  Sampling& s = request.sampling;
+  if (fields.has("temperature")) s.temperature = fields.real("temperature");
+  if (fields.has("top_p")) s.top_p = fields.real("top_p");
+  if (fields.has("min_p")) s.min_p = fields.real("min_p");
+  if (fields.has("top_k")) s.top_k = fields.number("top_k");
+  if (fields.has("repetition_penalty")) s.repetition_penalty = fields.real("repetition_penalty");
+  if (fields.has("stop")) request.stop = fields.texts("stop");
+  if (fields.has("seed")) request.seed = static_cast<std::uint64_t>(fields.number("seed"));
+  if (fields.has("max_new_tokens")) request.max_new_tokens = fields.number("max_new_tokens");
+  if (fields.has("num_return_sequences")) {
+    const std::int64_t most = std::numeric_limits<int>::max();
+    request.sequences = static_cast<int>(std::min(fields.number("num_return_sequences"), most));
+  }
+  return o;
+}
+
+}  // namespace pi2::runner

@@ -1,0 +1,353 @@
+"""The C++ runner: how tokens are chosen, requests of a file, talks, rounds that are measured, and Ctrl-C in each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runner_calls
+from runner_calls import PROMPTS, call, refused, run
+from tiny_bundle import ROOM, write_manifest
+
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.export.chat import write_chat
+from torch_pi2.export.run import Bundle
+
+
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def talking(copy: Path) -> Path:
+    with Bundle(copy) as twin:
+        assert write_chat(twin.tokenizer, copy)
+    write_manifest(copy)
+    return copy
+
+
+def configured(folder: Path, **settings: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 9.0, **settings}))
+    write_manifest(folder)
+
+
+def asked(folder: Path, *requests: object, options: tuple[object, ...] = ()) -> list[dict[str, Any]]:
+    """Lines that answer these."""
+    text = "".join((request if isinstance(request, str) else json.dumps(request)) + "\n" for request in requests)
+    command = [runner_calls.FOLDER / "pi2_runner", folder, "--requests", "-", *options]
+    done = subprocess.run([*map(str, command)], input=text, capture_output=True, text=True, timeout=60, env={})
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# --- how tokens are chosen ---
+
+
+def test_greedy_answers_are_those_of_python(bundle: Path) -> None:
+    """With penalties and stop strings, which the model's own text has somewhere."""
+    with Bundle(bundle) as twin:
+        for prompt in PROMPTS:
+            text = twin.generate(prompt, 12).text
+            for how in (
+                {"repetition_penalty": 1.5},
+                {"repetition_penalty": 0.3},
+                {"stop": text[3:5]},
+                {"stop": [text[-1], "never said"]},
+                {"repetition_penalty": 2.0, "stop": text[1:2], "num_return_sequences": 3},
+            ):
+                wanted = twin.generate(prompt, 12, **how)  # type: ignore[arg-type]
+                stops = [how["stop"]] if isinstance(how.get("stop"), str) else how.get("stop", [])
+                options = [part for stop in stops for part in ("--stop", stop)]  # type: ignore[union-attr]
+                for name in ("repetition_penalty", "num_return_sequences"):
+                    options += [f"--{name.replace('_', '-')}", how[name]] if name in how else []
+                found = run(bundle, "--prompt", prompt, "--max-new-tokens", 12, *options)
+                assert found["sequences"] == [vars(answer) for answer in wanted.sequences], how
+                assert not any(stop in wanted.text for stop in stops)  # type: ignore[union-attr]
+
+
+def test_a_penalty_changes_what_is_said(bundle: Path) -> None:
+    with Bundle(bundle) as twin:
+        plain, other = (
+            twin.generate("def", 20).sequences[0],
+            twin.generate("def", 20, repetition_penalty=3.0).sequences[0],
+        )
+    assert len(set(other.ids)) > len(set(plain.ids))
+
+
+def test_a_few_of_the_likeliest_are_drawn(bundle: Path) -> None:
+    drawn = ("--prompt", "def", "--max-new-tokens", 30, "--temperature", 50)
+    greedy = run(bundle, *drawn[:4])["sequences"][0]["ids"]
+    for few in (("--top-k", 1), ("--min-p", 1), ("--top-p", 1e-9)):
+        assert run(bundle, *drawn, *few)["sequences"][0]["ids"] == greedy
+    with Bundle(bundle) as twin:
+        for few in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}):
+            assert twin.generate("def", 30, temperature=50.0, **few).sequences[0].ids == greedy  # type: ignore[arg-type]
+    assert run(bundle, *drawn)["sequences"][0]["ids"] != greedy
+
+
+def test_what_the_model_says_is_obeyed(copy: Path) -> None:
+    """But not its temperature; what is asked for counts more."""
+    with Bundle(copy) as twin:
+        greedy = twin.generate("def", 24)
+        penalised = twin.generate("def", 24, repetition_penalty=1.7)
+    assert greedy.sequences != penalised.sequences
+    configured(copy, repetition_penalty=1.7, top_k=1)
+    options = ("--prompt", "def", "--max-new-tokens", 24)
+    found = run(copy, *options)
+    assert found["sequences"] == [vars(answer) for answer in penalised.sequences]
+    settings = {"temperature": 0, "top_k": 1, "top_p": 1, "min_p": 0, "repetition_penalty": 1.7, "stop": []}
+    assert found["sampling"] == settings
+    plain = run(copy, *options, "--repetition-penalty", 1)
+    assert plain["sequences"] == [vars(answer) for answer in greedy.sequences]
+    assert (
+        run(copy, *options, "--repetition-penalty", 1, "--temperature", 50)["sequences"] == plain["sequences"]
+    )  # top_k
+    with Bundle(copy) as twin:
+        assert twin.generate("def", 24).sequences == penalised.sequences
+        assert twin.generate("def", 24, repetition_penalty=1.0).sequences == greedy.sequences
+        configured(copy, stop_strings=greedy.text[4:6])
+    with Bundle(copy) as twin:
+        wanted = twin.generate("def", 24)
+        assert (wanted.sequences[0].ended, wanted.text) == ("stop", greedy.text[: greedy.text.index(greedy.text[4:6])])
+    assert run(copy, *options)["sequences"] == [vars(answer) for answer in wanted.sequences]
+    assert run(copy, *options, "--stop", "never said")["sequences"] == plain["sequences"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("repetition_penalty", -1, "0.01 to 100; 1 is none, found -1"),
+        ("top_k", 1.5, None),
+        ("top_p", 7, "more than 0, at most 1, found 7"),
+        ("min_p", "x", None),
+        ("stop_strings", ["a", ""], None),
+    ],
+)
+def test_what_makes_no_sense_is_named(copy: Path, name: str, value: object, expected: str | None) -> None:
+    configured(copy, **{name: value})
+    message = refused(copy, "--prompt", "d")
+    assert message.startswith(f"{copy}/generation_config.json, {name}: expected {expected or ''}")
+    with pytest.raises(ArtifactError, match=rf"generation_config.json, {name}: expected .*, found .*"):
+        Bundle(copy)
+    if name != "stop_strings":
+        with Bundle(without(copy)) as twin, pytest.raises(ConfigError, match=name):
+            twin.generate("d", **{name: value})  # type: ignore[arg-type]
+
+
+def without(folder: Path) -> Path:
+    """``folder``, whose model says nothing."""
+    (folder / "generation_config.json").unlink()
+    write_manifest(folder)
+    return folder
+
+
+# --- requests ---
+
+
+def test_each_request_is_answered_as_if_alone(bundle: Path) -> None:
+    ids = run(bundle, "--prompt", PROMPTS[0], "--max-new-tokens", 1)
+    requests: list[Any] = [
+        {"id": 7, "prompt": PROMPTS[0], "max_new_tokens": 9},
+        {"id": "two", "prompt": PROMPTS[1], "temperature": 2.0, "seed": 5, "top_k": 9, "reuse": False},
+        {"ids": [5, 6], "max_new_tokens": 4, "num_return_sequences": 3},
+        {"prompt": PROMPTS[2], "stop": ["e", "\n"], "repetition_penalty": 1.2, "id": None},
+    ]
+    found = asked(bundle, *requests, options=("--max-new-tokens", 11))
+    options: list[tuple[object, ...]] = [
+        ("--prompt", PROMPTS[0], "--max-new-tokens", 9),
+        ("--prompt", PROMPTS[1], "--max-new-tokens", 11, "--temperature", 2, "--seed", 5, "--top-k", 9),
+        ("--ids", "5,6", "--max-new-tokens", 4, "--num-return-sequences", 3),
+        ("--prompt", PROMPTS[2], "--max-new-tokens", 11, "--stop", "e", "--stop", "\n", "--repetition-penalty", 1.2),
+    ]
+    assert [line["sequences"] for line in found] == [run(bundle, *each)["sequences"] for each in options]
+    assert [line["id"] for line in found] == [7, "two", None, None]
+    assert found[0]["prompt_tokens"] == ids["prompt_tokens"]
+
+
+def test_what_begins_alike_is_not_read_again(bundle: Path) -> None:
+    first, *rest = asked(
+        bundle,
+        {"ids": [5, 6, 7, 8], "max_new_tokens": 3},
+        *(
+            {"ids": ids, "max_new_tokens": 3, "reuse": reuse}
+            for ids in ([5, 6, 9], [5, 6, 9, 1])
+            for reuse in (True, False)
+        ),
+    )
+    assert first["known_tokens"] == 0
+    assert [line["known_tokens"] for line in rest] == [2, 0, 3, 0]
+    assert rest[0]["sequences"] == rest[1]["sequences"]
+    assert rest[2]["sequences"] == rest[3]["sequences"]
+    said = first["sequences"][0]["ids"]
+    whole = [5, 6, 7, 8, *said[:-1]]
+    again = asked(bundle, {"ids": [5, 6, 7, 8], "max_new_tokens": 3}, {"ids": [*whole, 4], "max_new_tokens": 2})[1]
+    assert again["known_tokens"] == len(whole)  # its own answer, too
+    assert (
+        again["sequences"] == run(bundle, "--ids", ",".join(map(str, [*whole, 4])), "--max-new-tokens", 2)["sequences"]
+    )
+    several = asked(bundle, {"ids": [5, 6], "num_return_sequences": 2}, {"ids": [5, 6, 7]})
+    assert several[1]["known_tokens"] == 0
+
+
+def test_a_stream_of_lines_is_the_text(bundle: Path) -> None:
+    *pieces, whole = asked(bundle, {"id": 1, "prompt": PROMPTS[1], "max_new_tokens": 20, "stream": True})
+    assert all(set(piece) == {"id", "sequence", "text"} for piece in pieces)
+    assert "".join(piece["text"] for piece in pieces) == whole["sequences"][0]["text"]
+    assert len(pieces) > 3
+
+
+def test_what_is_wrong_with_a_request_is_said_and_the_others_are_answered(talking: Path) -> None:
+    wrong: list[tuple[Any, str]] = [
+        ("no JSON", "request: expected JSON, found "),
+        ([1], "request: expected an object, found [1]. "),
+        ({"prompts": "d"}, "request: expected fields that docs/BUNDLE.md has, found prompts. "),
+        ({}, "request: expected prompt, ids or messages, found none or several of them. "),
+        ({"prompt": "d", "ids": [1]}, "request: expected prompt, ids or messages, found none or several of them. "),
+        ({"prompt": 5}, "request, prompt: expected text, found 5. Correct the request."),
+        ({"ids": [1, 999]}, "prompt: expected tokens of one sequence below 300, found the token 999. "),
+        ({"ids": [1], "temperature": "x"}, 'request, temperature: expected a number, found "x". '),
+        ({"ids": [1], "top_p": 0}, "top_p: expected more than 0, at most 1, found 0. "),
+        (
+            {"ids": [1], "stop": [""]},
+            'request, stop: expected text, or a list of texts, none of them empty, found [""]. ',
+        ),
+        ({"ids": [1], "num_return_sequences": 99}, "num_return_sequences: expected 1 to 4, the lanes of the bundle, "),
+        ({"ids": [1] * ROOM}, f"prompt: expected at most {ROOM - 1} tokens"),
+        ({"messages": []}, "request, messages: expected one or more, found none. "),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "a system message before them or none, found tool. "),
+        ({"messages": [{"role": "user"}]}, "request, messages, content: expected text, found nothing. "),
+        ({"ids": [1], "system": "x"}, "request, system: expected chat and prompt beside it, found none. "),
+    ]
+    requests = [part for request, _ in wrong for part in (request, {"id": "sound", "ids": [5], "max_new_tokens": 1})]
+    found = asked(talking, *requests)
+    assert [line.get("id") for line in found[1::2]] == ["sound"] * len(wrong)
+    assert all("sequences" in line for line in found[1::2])
+    for (_, message), line in zip(wrong, found[::2], strict=True):
+        assert set(line) == {"id", "error"}
+        assert message in line["error"]
+
+
+def test_requests_of_a_file_whose_last_line_has_no_end(bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "requests"
+    file.write_bytes(b'{"ids": [5], "max_new_tokens": 1}\r\n\n  \n{"ids": [6], "max_new_tokens": 1}')
+    lines = call(bundle, "--requests", file).stdout.decode().splitlines()
+    assert [len(json.loads(line)["sequences"]) for line in lines] == [1, 1]
+
+
+# --- talks ---
+
+
+def test_a_talk_is_what_python_makes_of_its_messages(talking: Path) -> None:
+    said = ["a", "b"]
+    command = [runner_calls.FOLDER / "pi2_runner", talking, "--chat", "--max-new-tokens", 2]
+    done = subprocess.run(
+        [*map(str, command)],
+        input="".join(f"{line}\n" for line in said),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={},
+    )
+    assert done.returncode == 0, done.stderr
+    messages = list[dict[str, str]]()
+    with Bundle(talking) as twin:
+        wanted, known = "", []
+        for line in said:
+            messages.append({"role": "user", "content": line})
+            made = twin.generate(messages, 2, reuse=True)
+            known.append(made.known_tokens)
+            messages.append({"role": "assistant", "content": made.text})
+            wanted += made.text + "\n"
+    assert done.stdout == wanted
+    assert done.stderr.count("tokens/s") == 2 * len(said)
+    assert known[0] == 0 < known[1]
+
+
+def test_messages_of_a_request_are_a_talk(talking: Path) -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": " b "},
+        {"role": "user", "content": "c"},
+    ]
+    (found,) = asked(talking, {"messages": turns, "max_new_tokens": 5})
+    with Bundle(talking) as twin:
+        made = twin.generate(turns, 5)
+    assert found["sequences"] == [vars(answer) for answer in made.sequences]
+    chat = json.loads((talking / "chat.json").read_text())
+    (talking / "chat.json").write_text(json.dumps({**chat, "assistant": None}))
+    write_manifest(talking)
+    (found,) = asked(talking, {"messages": turns})
+    assert (
+        "expected a chat template that writes earlier answers as they are, found one that does more" in found["error"]
+    )
+
+
+def test_a_question_without_room_is_said_and_the_talk_goes_on(talking: Path) -> None:
+    command = [runner_calls.FOLDER / "pi2_runner", str(talking), "--chat", "--max-new-tokens", "2"]
+    text = "x" * ROOM + "\na\n"
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, env={})
+    assert done.returncode == 0
+    assert f"pi2_runner: prompt: expected at most {ROOM - 1} tokens" in done.stderr
+    assert done.stdout.count("\n") >= 1
+
+
+# --- measuring ---
+
+
+def test_rounds_are_measured(bundle: Path) -> None:
+    found = run(bundle, "--prompt", "def", "--max-new-tokens", 8, "--repeat", 5, "--warm-up", 2)
+    assert (found["rounds"], found["warm_up"], found["new_tokens"]) == (5, 2, 8)
+    for name in ("prompt_tokens_per_second", "tokens_per_second"):
+        rates = found[name]
+        assert 0 < rates["min"] <= rates["p10"] <= rates["median"] <= rates["p90"] <= rates["max"]
+    assert set(found["before"]) == {"celsius", "battery_percent"}
+    text = call(bundle, "--prompt", "def", "--max-new-tokens", 8, "--repeat", 2).stdout.decode()
+    assert text.startswith("2 rounds, 8 tokens after ")
+    assert "decoding" in text
+
+
+# --- Ctrl-C ---
+
+
+def signalled(command: list[object], after: bytes, text: str, one: signal.Signals) -> tuple[int, str, str]:
+    """Exit code and what was printed of a program that gets ``one`` once it has printed ``after``."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env={}) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(text.encode())
+        before = b""
+        while after not in before:
+            piece = process.stdout.read(1)
+            assert piece, before
+            before += piece
+        process.send_signal(one)
+        out, err = process.communicate(timeout=60)
+    return process.returncode, (before + out).decode(), err.decode()
+
+
+def test_an_answer_that_is_ended_is_told_with_its_trace(predicted: Path, tmp_path: Path) -> None:
+    trace, command = tmp_path / "trace", [runner_calls.FOLDER / "pi2_runner", predicted]
+    several = "".join(json.dumps({"ids": [5, 6], "id": n}) + "\n" for n in range(300))
+    code, out, err = signalled([*command, "--requests", "-", "--trace", trace], b'"id":3', several, signal.SIGINT)
+    assert code == -signal.SIGINT, err
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert 3 < len(lines) < 300
+    assert lines[-1]["sequences"][0]["ended"] in ("interrupted", "room", "eos", "length")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_talk_goes_on_after_an_answer_that_was_ended(talking: Path) -> None:
+    """Where it waits for a question, the same signal ends it."""
+    command = [runner_calls.FOLDER / "pi2_runner", talking, "--chat", "--max-new-tokens", 1]
+    code, out, _ = signalled(command, b"\n", "a\n", signal.SIGINT)
+    assert code == -signal.SIGINT
+    assert out.endswith("\n")
+    code, _, _ = signalled(command, b"\n", "a\n", signal.SIGTERM)
+    assert code == -signal.SIGTERM
