@@ -21,10 +21,10 @@ class Generation {
       : program_(program), manifest_(manifest), request_(request), stream_(stream), logits_(logits) {
     const auto room = manifest.max_tokens - std::ssize(request.prompt);
     if (room <= 0) {
-      throw Problem("prompt",
-                    "at most " + std::to_string(manifest.max_tokens - 1) + " tokens: the bundle has room for " +
-                        std::to_string(manifest.max_tokens) + ", answer included",
-                    std::to_string(request.prompt.size()), "Shorten it, or export with a larger max_tokens.");
+      throw NoRoom("prompt",
+                   "at most " + std::to_string(manifest.max_tokens - 1) + " tokens: the bundle has room for " +
+                       std::to_string(manifest.max_tokens) + ", answer included",
+                   std::to_string(request.prompt.size()), "Shorten it, or export with a larger max_tokens.");
     }
     limit_ = request.max_new_tokens == 0 ? room : std::min<std::int64_t>(request.max_new_tokens, room);
     full_ = limit_ == room ? "room" : "length";

@@ -23,7 +23,9 @@ Interruptible::~Interruptible() {
 
 void Interruptible::listen() {
   struct sigaction action = {};
-  action.sa_handler = [](int signal) { came = signal; };
+  action.sa_handler = [](int signal) {
+    if (came == 0 || came == SIGINT) came = signal;  // Ctrl-C may end an answer alone: not what ends the program
+  };
   action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
   for (std::size_t i = 0; i < std::size(kSignals); ++i) {
     if (before_[i].sa_handler == SIG_DFL) sigaction(kSignals[i], &action, nullptr);  // not what nohup ignores

@@ -23,8 +23,9 @@ class Interruptible {
   // After the signal that was forgotten, the next one is noted again.
   void listen();
 
- private:
   static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
+
+ private:
   struct sigaction before_[std::size(kSignals)];
 };
 

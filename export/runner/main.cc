@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <exception>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "measure.h"
@@ -57,15 +58,15 @@ void answer(Session& session, const Options& o) {
 }
 
 // All of them, by which the session is closed at the end.
-void answer_all(Session& session, const Options& o, Interruptible& signals) {
+void answer_all(Session& session, const Options& o, Lines* lines, Interruptible& signals) {
   const Print print = [&](const std::string& text) { say(o, text); };
   if (o.repeat > 0) {
     const Json found = measure(session, o);
     say(o, o.json ? found.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n" : measured_text(found));
   } else if (!o.requests.empty()) {
-    answer_requests(session, o, print);
+    answer_requests(session, o, *lines, print);
   } else {
-    talk(session, o, signals, print);
+    talk(session, o, *lines, signals, print);
   }
   session.close();
 }
@@ -86,13 +87,14 @@ int main(int argc, char** argv) {
   }
   o.request.stopped = [] { return interrupted() != 0; };
   keep_log();
+  std::optional<Lines> lines;  // opened before signals are noted, as what opens a FIFO waits for who writes there
+  if (o.talks || !o.requests.empty()) lines.emplace(o.talks ? "-" : o.requests);
   Session session(o);
   Interruptible signals;
-  const bool one = o.repeat == 0 && o.requests.empty() && !o.talks;
-  if (one) {
-    answer(session, o);
+  if (lines || o.repeat > 0) {
+    answer_all(session, o, lines ? &*lines : nullptr, signals);
   } else {
-    answer_all(session, o, signals);
+    answer(session, o);
   }
   return 0;
 }

@@ -77,11 +77,10 @@ void check_files(const Options& o) {
 // Several prompts have no place for what is of one.
 void check_several(const Options& o, bool prompt) {
   const char* name = o.talks ? "--chat without --prompt" : "--requests";
-  const std::pair<const char*, bool> others[] = {{"--prompt or --ids", prompt},
-                                                 {"--logits", !o.logits.empty()},
-                                                 {"--repeat", o.repeat > 0},
-                                                 {"--json", o.talks && o.json},
-                                                 {"--num-return-sequences", o.talks && o.request.sequences > 1}};
+  const std::pair<const char*, bool> others[] = {
+      {"--prompt or --ids", prompt},   {"--logits", !o.logits.empty()},
+      {"--etdump", !o.etdump.empty()}, {"--repeat", o.repeat > 0},
+      {"--json", o.talks && o.json},   {"--num-return-sequences", o.talks && o.request.sequences > 1}};
   for (const auto& [other, given] : others) {
     if (given) throw Problem(name, "it without " + std::string(other), "both", kFix);
   }
@@ -238,6 +237,9 @@ Options parse_options(int argc, char** argv) {
     check_several(o, prompt || ids);
   } else if (prompt == ids) {
     throw Problem("arguments", "--prompt or --ids", prompt ? "both" : "neither", kFix);
+  }
+  if (o.repeat > 0 && !(o.logits.empty() && o.etdump.empty())) {
+    throw Problem("--repeat", "it without --logits and --etdump, which are of one answer", "both", kFix);
   }
   if (warm_up && o.repeat == 0) throw Problem("--warm-up", "--repeat beside it", "none", kFix);
   check(o.request, std::numeric_limits<int>::max());  // before anything is loaded

@@ -18,6 +18,7 @@ struct Options {
   bool empty_system = false;      // the system says nothing, but speaks; else an empty `system` is none
   Request request;                // its prompt: of --ids
   bool goes_on = false;           // what an earlier answer's prompt and it begin with is not read again
+  bool streams = false;           // text of a request, piece by piece
   std::string requests;           // a file of them, a line each; "-": standard input
   bool talks = false;             // questions are lines of standard input
   int repeat = 0, warm_up = 1;    // measured and unmeasured rounds of one prompt; 0: no measuring

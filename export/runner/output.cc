@@ -31,7 +31,11 @@ void write_file(const std::string& file, std::string_view bytes) {
 
 void print(std::string_view text) {
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
-    check_written("-", std::strerror(errno));
+    try {
+      check_written("-", std::strerror(errno));
+    } catch (const Problem& problem) {
+      throw NobodyReads(problem.what());
+    }
   }
 }
 

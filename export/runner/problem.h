@@ -17,4 +17,16 @@ class Problem : public std::runtime_error {
                            ". " + fix) {}
 };
 
+// What was asked for has no room: less may.
+class NoRoom : public Problem {
+ public:
+  using Problem::Problem;
+};
+
+// What is printed cannot be written: whoever is answered does not hear it.
+class NobodyReads : public Problem {
+ public:
+  using Problem::Problem;
+};
+
 }  // namespace pi2::runner

@@ -48,8 +48,10 @@ Options request_of(const Json& line, const Options& base) {
     throw Problem("request", "prompt, ids or messages", "none or several of them", kFix);
   }
   Options o = base;
-  o.goes_on = fields.flag("reuse", true);
-  o.chat = fields.flag("chat", base.chat) && fields.has("prompt");
+  o.goes_on = fields.flag("reuse", fields.has("messages"));
+  o.streams = fields.flag("stream", false);
+  o.chat = fields.flag("chat", base.chat && fields.has("prompt"));
+  if (o.chat && !fields.has("prompt")) throw Problem("request, chat", "prompt beside it", "none", kFix);
   if (fields.has("prompt")) o.prompt = fields.text("prompt");
   if (fields.has("ids")) o.request.prompt = fields.numbers("ids");
   if (fields.has("messages")) {

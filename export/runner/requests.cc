@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -12,48 +13,33 @@
 namespace pi2::runner {
 namespace {
 
-// Lines of a file, or of standard input.
-class Lines {
- public:
-  explicit Lines(const std::string& file) : fd_(file == "-" ? STDIN_FILENO : open(file.c_str(), O_RDONLY | O_CLOEXEC)) {
-    if (fd_ < 0) fail(file);
-  }
-  ~Lines() {
-    if (fd_ != STDIN_FILENO) close(fd_);
-  }
-  Lines(const Lines&) = delete;
-  Lines& operator=(const Lines&) = delete;
-
-  // The next one without its end; false: there is none, or a signal came. Throws Problem: it cannot be read.
-  bool next(std::string& line) {
-    std::size_t end;
-    while ((end = read_.find('\n')) == std::string::npos) {
-      pollfd input{fd_, POLLIN, 0};  // which no signal lets go on, as it does what reads
-      if (poll(&input, 1, -1) < 0) return false;
-      char piece[4096];
-      const ssize_t bytes = read(fd_, piece, sizeof piece);
-      if (bytes < 0) fail("requests");
-      if (bytes == 0) {
-        if (read_.empty()) return false;
-        read_ += '\n';
-      }
-      read_.append(piece, static_cast<std::size_t>(bytes));
-    }
-    line = read_.substr(0, end > 0 && read_[end - 1] == '\r' ? end - 1 : end);
-    read_.erase(0, end + 1);
-    return true;
-  }
-
- private:
-  [[noreturn]] static void fail(const std::string& what) {
-    throw Problem(what, "lines that can be read", std::strerror(errno), "Name a file, or - for standard input.");
-  }
-
-  int fd_;
-  std::string read_;  // and not given yet
-};
-
 std::string line_of(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n"; }
+
+// What ends a call that waits for it, as poll does; a signal that comes before it waits ends it, too.
+bool wait_for_input(int fd) {
+  sigset_t noted, before;
+  sigemptyset(&noted);
+  for (const int signal : Interruptible::kSignals) sigaddset(&noted, signal);
+  pthread_sigmask(SIG_BLOCK, &noted, &before);
+  pollfd input{fd, POLLIN, 0};
+  const bool there = interrupted() == 0 && ppoll(&input, 1, nullptr, &before) >= 0;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return there;
+}
+
+// The answer to the last of `turn`'s messages. What was said first is forgotten where there is no room for it.
+Run answered(Session& session, Options& turn, std::size_t first, const Stream& stream) {
+  while (true) {
+    try {
+      return session.generate(turn, stream);
+    } catch (const NoRoom&) {
+      if (turn.messages.size() < first + 3) throw;
+      const auto oldest = turn.messages.begin() + static_cast<std::ptrdiff_t>(first);
+      turn.messages.erase(oldest, oldest + 2);
+      std::fprintf(stderr, "(the oldest question and its answer are forgotten: no room)\n");
+    }
+  }
+}
 
 // Everything that can go wrong with one answer: the others are answered.
 template <class Body>
@@ -61,6 +47,8 @@ std::string problem_of(const Body& body) {
   try {
     body();
     return "";
+  } catch (const NobodyReads&) {
+    throw;
   } catch (const Problem& problem) {
     return problem.what();
   }
@@ -68,8 +56,42 @@ std::string problem_of(const Body& body) {
 
 }  // namespace
 
-void answer_requests(Session& session, const Options& o, const Print& print) {
-  Lines lines(o.requests);
+Lines::Lines(const std::string& file) : fd_(file == "-" ? STDIN_FILENO : open(file.c_str(), O_RDONLY | O_CLOEXEC)) {
+  if (fd_ < 0) fail(file);
+}
+
+Lines::~Lines() {
+  if (fd_ != STDIN_FILENO) close(fd_);
+}
+
+void Lines::fail(const std::string& what) {
+  throw Problem(what, "lines that can be read", std::strerror(errno), "Name a file, or - for standard input.");
+}
+
+bool Lines::next(std::string& line) {
+  std::size_t end;
+  while ((end = read_.find('\n', searched_)) == std::string::npos) {
+    searched_ = read_.size();
+    if (searched_ > kMostBytes) {
+      throw Problem("line", "at most " + std::to_string(kMostBytes) + " bytes", "more", "Split it.");
+    }
+    if (!wait_for_input(fd_)) return false;
+    char piece[1 << 16];
+    const ssize_t bytes = read(fd_, piece, sizeof piece);
+    if (bytes < 0) fail("lines");
+    if (bytes == 0) {
+      if (read_.empty()) return false;
+      read_ += '\n';
+    }
+    read_.append(piece, static_cast<std::size_t>(bytes));
+  }
+  line = read_.substr(0, end > 0 && read_[end - 1] == '\r' ? end - 1 : end);
+  read_.erase(0, end + 1);
+  searched_ = 0;
+  return true;
+}
+
+void answer_requests(Session& session, const Options& o, Lines& lines, const Print& print) {
   for (std::string line; interrupted() == 0 && lines.next(line);) {
     if (line.find_first_not_of(" \t") == std::string::npos) continue;
     Json id;
@@ -81,8 +103,7 @@ void answer_requests(Session& session, const Options& o, const Print& print) {
       const auto stream = [&](int sequence, const std::string& text) {
         print(line_of({{"id", id}, {"sequence", sequence}, {"text", text}}));
       };
-      const bool streams = json.value("stream", Json(false)) == Json(true);
-      said = report(session.generate(asked, streams ? Stream(stream) : Stream()));
+      said = report(session.generate(asked, asked.streams ? Stream(stream) : Stream()));
     });
     if (!wrong.empty()) said = {{"error", wrong}};
     said["id"] = id;
@@ -90,35 +111,33 @@ void answer_requests(Session& session, const Options& o, const Print& print) {
   }
 }
 
-void talk(Session& session, const Options& o, Interruptible& signals, const Print& print) {
-  Lines lines("-");
+void talk(Session& session, const Options& o, Lines& lines, Interruptible& signals, const Print& print) {
   Options turn = o;
   turn.goes_on = true;
-  if (!o.system.empty() || o.empty_system) turn.messages.push_back({"system", o.system});
+  const std::size_t first = !o.system.empty() || o.empty_system ? 1 : 0;
+  std::vector<Message>& said = turn.messages;
+  if (first == 1) said.push_back({"system", o.system});
   const bool shows = isatty(STDIN_FILENO) == 1;
+  std::string line;
   while (true) {
     if (shows) print("> ");
-    std::string line;
     if (!lines.next(line)) return;
     if (line.find_first_not_of(" \t") == std::string::npos) continue;
-    turn.messages.push_back({"user", line});
-    std::string answer;
+    said.push_back({"user", line});
     const std::string wrong = problem_of([&] {
-      const Run run = session.generate(turn, [&](int, const std::string& text) { print(text); });
-      answer = run.generated.answers[0].text;
+      const Run run = answered(session, turn, first, [&](int, const std::string& text) { print(text); });
       print("\n");
       std::fprintf(stderr, "%s\n", summary(run).c_str());
+      said.push_back({"assistant", run.generated.answers[0].text});
     });
     if (interrupted() == SIGINT) {
       forget_interrupt();
       signals.listen();
     }
     if (interrupted() != 0) return;
-    if (wrong.empty()) {
-      turn.messages.push_back({"assistant", answer});
-    } else {
+    if (!wrong.empty()) {
       std::fprintf(stderr, "pi2_runner: %s\n", wrong.c_str());
-      turn.messages.pop_back();
+      said.pop_back();
     }
   }
 }

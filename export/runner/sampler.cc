@@ -101,10 +101,18 @@ std::int64_t Sampler::choose(const float* logits, std::int64_t vocab) {
 }
 
 double Sampler::keep_first(double wanted, std::size_t most) {
-  std::stable_sort(order_.begin(), order_.end(), [&](auto a, auto b) { return shares_[a] > shares_[b]; });
+  const auto before = [&](std::int64_t a, std::int64_t b) {
+    return shares_[a] > shares_[b] || (shares_[a] == shares_[b] && a < b);
+  };
+  const std::size_t sorted = std::min(most, order_.size());
+  if (sorted == order_.size()) {
+    std::sort(order_.begin(), order_.end(), before);
+  } else {
+    std::partial_sort(order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(sorted), order_.end(), before);
+  }
   double sum = 0;
   std::size_t count = 0;
-  while (count < std::min(most, order_.size()) && sum < wanted) sum += shares_[order_[count++]];
+  while (count < sorted && sum < wanted) sum += shares_[order_[count++]];
   order_.resize(count);
   return sum;
 }

@@ -199,6 +199,31 @@ def test_a_stream_is_the_text(bundle: Bundle) -> None:
     assert made.text == made.sequences[0].text
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", "3"),
+        ("num_return_sequences", True),
+        ("temperature", None),
+        ("temperature", 1 << 2000),
+        ("repetition_penalty", 1 << 2000),
+        ("top_k", 1.0),
+        ("top_p", float("nan")),
+        ("stop", ["a", 5]),
+        ("reuse", "no"),
+        ("stream", 5),
+        ("prompt", 5),
+        ("prompt", b"x"),
+        ("prompt", {"role": "user"}),
+        ("prompt", [True]),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(bundle: Bundle, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        bundle.generate(**{"prompt": [1, 2], "max_new_tokens": 2, name: value})
+
+
 def test_detokenizing_waits_for_whole_characters(bundle: Bundle) -> None:
     text = "x é €🙂 y"
     ids = bundle.tokenizer(text)["input_ids"]

@@ -139,8 +139,8 @@ def sampling_of(args: argparse.Namespace) -> Any:
     from torch_pi2.decode.generate import Sampling
 
     if args.temperature > 0:
-        return Sampling(args.temperature, 0, args.top_p)
-    if args.top_p < 1:
+        return Sampling(args.temperature, 0, 1.0 if args.top_p is None else args.top_p)
+    if args.top_p is not None and args.top_p < 1:
         raise ConfigError(
             "--top-p",
             expected="a --temperature above 0",

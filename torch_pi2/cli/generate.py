@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p",
         type=common.probability,
-        default=1.0,
         metavar="P",
-        help="sample among the likeliest tokens that together have this probability",
+        help="sample among the likeliest tokens that together have this probability (default: 1; of bundles, what the "
+        "model says)",
     )
     parser.add_argument(
         "--num-return-sequences",
@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     if kind_of(Path(args.model)) == "bundle":
         return _of_bundle(args)
+    args.top_p = 1.0 if args.top_p is None else args.top_p
     recorded = trace(args.trace) if args.trace else None  # a path that cannot be written is found before loading
     if args.trace and is_standard_output(args.trace):
         args.stdout = sys.stderr
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     text = Text(tokenizer, before=prompt)
     how = common.given(args, "num_return_sequences", "max_new_tokens", "seed", "prompt_lookup")
     if sampling is not None:
-        how |= {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
+        how |= {"do_sample": True, "temperature": args.temperature, "top_p": sampling.top_p}
     if shown:
         emit(args.stdout, args.prompt)
         how["streamer"] = lambda _, token: emit(args.stdout, text.add(token))
@@ -153,8 +154,7 @@ def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
                 found="one of models that PyTorch runs",
                 fix="Leave it out; torch-pi2 run --help has what bundles take.",
             )
-    top_p = None if args.top_p == 1 else args.top_p  # as the model has it
-    said = run.run(argparse.Namespace(**vars(args) | _OF_RUN | {"top_p": top_p, "bundle": Path(args.model)}))
+    said = run.run(argparse.Namespace(**vars(args) | _OF_RUN | {"bundle": Path(args.model)}))
     count, seconds = said["new_tokens"], said["prompt_seconds"] + said["decode_seconds"]
     texts = [sequence["text"] for sequence in said["sequences"]]
     both = {"text": texts[0], "texts": texts, "ms_per_token": seconds * 1e3 / max(1, count)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ class Choosing:
     def __post_init__(self) -> None:
         for name, fits, expected in _RULES:
             value = getattr(self, name)
-            if value is not None and not fits(value):
+            if (value is not None or name == "temperature") and not fits(value):
                 raise ConfigError(name, expected=expected, found=str(value), fix="Correct it.")
 
     def or_as(self, other: Choosing) -> Choosing:
@@ -86,7 +87,12 @@ def _penalised(logits_V: torch.Tensor, before: Sequence[int], penalty: float) ->
 
 def _is_number(value: object, least: float, most: float) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and least <= value <= most  # type: ignore[arg-type, operator]
+    return is_number and least <= value <= most  # type: ignore[operator]
+
+
+def is_whole(value: object, least: int = 0, most: float = math.inf) -> bool:
+    """Whether it is a whole number of ``least`` to ``most``."""
+    return type(value) is int and least <= value <= most
 
 
 def _are_stops(value: Any) -> bool:
@@ -95,8 +101,8 @@ def _are_stops(value: Any) -> bool:
 
 #: Name, what fits, in words.
 _RULES = (
-    ("temperature", lambda v: _is_number(v, 0, math.inf), "0 (greedy) or more"),
-    ("top_k", lambda v: type(v) is int and v >= 0, "0 (all) or more"),
+    ("temperature", lambda v: _is_number(v, 0, sys.float_info.max), "0 (greedy) or more"),
+    ("top_k", is_whole, "0 (all) or more"),
     ("top_p", lambda v: _is_number(v, 0, 1) and v > 0, "more than 0, at most 1"),
     ("min_p", lambda v: _is_number(v, 0, 1), "0 to 1"),
     ("repetition_penalty", lambda v: _is_number(v, 0.01, 100), "0.01 to 100; 1 is none"),

@@ -33,7 +33,7 @@ from torch_pi2.errors import (
     StaleArtifactError,
     VersionError,
 )
-from torch_pi2.export.choose import Choosing, of_model
+from torch_pi2.export.choose import Choosing, is_whole, of_model
 from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
 
@@ -251,7 +251,8 @@ class Bundle:
                 :class:`torch_pi2.export.choose.Choosing`; None: as the model's generation_config.json has them.
             num_return_sequences: at most ``manifest.lanes``.
             reuse: do not read again what prompt and last call (with one sequence) begin with: the next question of a
-                talk. Keys and values of what was said are those of steps, which may have other last bits.
+                talk. Keys and values of what was said are those of steps, and the rest is read as a short prompt: where
+                neurons are predicted it misses what steps miss, which a long prompt read whole does not.
             stream: called for every token, in order of sequences within a step.
 
         Raises:
@@ -263,6 +264,9 @@ class Bundle:
         strings = [stop] if isinstance(stop, str) else stop
         choosing = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, strings)
         _check_counts(num_return_sequences, self.manifest.lanes, max_new_tokens)
+        argument(reuse, "reuse").flag()
+        if stream is not None and not callable(stream):
+            argument(stream, "stream").wrong("a function, or None")
         argument(seed, "seed").whole(most=1 << 62)
         if isinstance(prompt, str):
             argument(prompt, "prompt").text(empty=True)
@@ -514,8 +518,8 @@ def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor
 
 def _check_counts(count: int, lanes: int, most: int | None) -> None:
     for name, fits, expected, found in (
-        ("num_return_sequences", 1 <= count <= lanes, f"1 to {lanes}, the lanes of the bundle", count),
-        ("max_new_tokens", most is None or most >= 1, "1 or more", most),
+        ("num_return_sequences", is_whole(count, 1, lanes), f"1 to {lanes}, the lanes of the bundle", count),
+        ("max_new_tokens", most is None or is_whole(most, 1), "1 or more", most),
     ):
         if not fits:
             raise ConfigError(name, expected=expected, found=str(found), fix="Correct it.")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.fields import argument
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 from torch_pi2.export.chat import render_messages
 
@@ -62,11 +63,13 @@ def encode(
         ids = list(tokenizer()(prompt)["input_ids"])
     elif isinstance(prompt, torch.Tensor):
         ids = prompt.flatten().tolist() if prompt.dim() == 1 or prompt.shape[0] == 1 else []
+    elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
+        argument(prompt, "prompt").wrong("text, messages, or tokens of one sequence")
     elif prompt and isinstance(prompt[0], Mapping):
         ids = list(tokenizer()(chat_text(tokenizer(), prompt), add_special_tokens=False)["input_ids"])
     else:
         ids = list(prompt)
-    wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < vocab), None)
+    wrong = next((t for t in ids if type(t) is not int or not 0 <= t < vocab), None)
     if not ids or wrong is not None:
         raise ConfigError(
             "prompt",

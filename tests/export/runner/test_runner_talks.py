@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +188,17 @@ def test_what_begins_alike_is_not_read_again(bundle: Path) -> None:
     assert rest[2]["sequences"] == rest[3]["sequences"]
     said = first["sequences"][0]["ids"]
     whole = [5, 6, 7, 8, *said[:-1]]
-    again = asked(bundle, {"ids": [5, 6, 7, 8], "max_new_tokens": 3}, {"ids": [*whole, 4], "max_new_tokens": 2})[1]
-    assert again["known_tokens"] == len(whole)  # its own answer, too
-    assert (
-        again["sequences"] == run(bundle, "--ids", ",".join(map(str, [*whole, 4])), "--max-new-tokens", 2)["sequences"]
+    first_ids, longer = (
+        {"ids": [5, 6, 7, 8], "max_new_tokens": 3},
+        {"ids": [*whole, 4], "max_new_tokens": 2, "reuse": True},
     )
-    several = asked(bundle, {"ids": [5, 6], "num_return_sequences": 2}, {"ids": [5, 6, 7]})
+    again = asked(bundle, first_ids, longer)[1]
+    assert again["known_tokens"] == len(whole)  # its own answer, too
+    alone = run(bundle, "--ids", ",".join(map(str, [*whole, 4])), "--max-new-tokens", 2)
+    assert again["sequences"] == alone["sequences"]
+    assert asked(bundle, first_ids, {**longer, "reuse": False})[1]["known_tokens"] == 0
+    assert asked(bundle, first_ids, {"ids": longer["ids"]})[1]["known_tokens"] == 0  # unless it is a talk
+    several = asked(bundle, {"ids": [5, 6], "num_return_sequences": 2}, {"ids": [5, 6, 7], "reuse": True})
     assert several[1]["known_tokens"] == 0
 
 
@@ -222,6 +229,8 @@ def test_what_is_wrong_with_a_request_is_said_and_the_others_are_answered(talkin
         ({"messages": []}, "request, messages: expected one or more, found none. "),
         ({"messages": [{"role": "tool", "content": "x"}]}, "a system message before them or none, found tool. "),
         ({"messages": [{"role": "user"}]}, "request, messages, content: expected text, found nothing. "),
+        ({"ids": [1], "chat": True}, "request, chat: expected prompt beside it, found none. "),
+        ({"ids": [1], "stream": "yes"}, 'request, stream: expected true or false, found "yes". '),
         ({"ids": [1], "system": "x"}, "request, system: expected chat and prompt beside it, found none. "),
     ]
     requests = [part for request, _ in wrong for part in (request, {"id": "sound", "ids": [5], "max_new_tokens": 1})]
@@ -288,13 +297,14 @@ def test_messages_of_a_request_are_a_talk(talking: Path) -> None:
     )
 
 
-def test_a_question_without_room_is_said_and_the_talk_goes_on(talking: Path) -> None:
-    command = [runner_calls.FOLDER / "pi2_runner", str(talking), "--chat", "--max-new-tokens", "2"]
-    text = "x" * ROOM + "\na\n"
+def test_a_talk_without_room_forgets_what_was_said_first(talking: Path) -> None:
+    command = [str(runner_calls.FOLDER / "pi2_runner"), str(talking), "--chat", "--max-new-tokens", "2"]
+    text = "x" * ROOM + "\n" + "a\n" * 5
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, env={})
     assert done.returncode == 0
-    assert f"pi2_runner: prompt: expected at most {ROOM - 1} tokens" in done.stderr
-    assert done.stdout.count("\n") >= 1
+    assert done.stderr.count(f"pi2_runner: prompt: expected at most {ROOM - 1} tokens") == 1
+    assert done.stderr.count("(the oldest question and its answer are forgotten: no room)") >= 3
+    assert done.stderr.count("tokens/s") == 2 * 5
 
 
 # --- measuring ---
@@ -315,8 +325,10 @@ def test_rounds_are_measured(bundle: Path) -> None:
 # --- Ctrl-C ---
 
 
-def signalled(command: list[object], after: bytes, text: str, one: signal.Signals) -> tuple[int, str, str]:
-    """Exit code and what was printed of a program that gets ``one`` once it has printed ``after``."""
+def signalled(
+    command: list[object], after: bytes, text: str, one: signal.Signals, wait: float = 0.0
+) -> tuple[int, str, str]:
+    """Exit code and what was printed of a program that gets ``one`` so many seconds after it has printed ``after``."""
     pipe = subprocess.PIPE
     with subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env={}) as process:
         assert process.stdin is not None
@@ -327,6 +339,7 @@ def signalled(command: list[object], after: bytes, text: str, one: signal.Signal
             piece = process.stdout.read(1)
             assert piece, before
             before += piece
+        time.sleep(wait)
         process.send_signal(one)
         out, err = process.communicate(timeout=60)
     return process.returncode, (before + out).decode(), err.decode()
@@ -343,11 +356,29 @@ def test_an_answer_that_is_ended_is_told_with_its_trace(predicted: Path, tmp_pat
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_a_talk_goes_on_after_an_answer_that_was_ended(talking: Path) -> None:
-    """Where it waits for a question, the same signal ends it."""
+def test_a_talk_ends_by_a_signal_where_it_waits(talking: Path) -> None:
     command = [runner_calls.FOLDER / "pi2_runner", talking, "--chat", "--max-new-tokens", 1]
-    code, out, _ = signalled(command, b"\n", "a\n", signal.SIGINT)
-    assert code == -signal.SIGINT
-    assert out.endswith("\n")
-    code, _, _ = signalled(command, b"\n", "a\n", signal.SIGTERM)
-    assert code == -signal.SIGTERM
+    for one in (signal.SIGINT, signal.SIGTERM):
+        code, out, _ = signalled(command, b"\n", "a\n", one, wait=0.5)
+        assert code == -one
+        assert out.endswith("\n")
+
+
+def test_requests_of_a_fifo_that_nobody_writes(bundle: Path, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    command = [str(runner_calls.FOLDER / "pi2_runner"), str(bundle), "--requests", str(fifo)]
+    with subprocess.Popen(command, env={}, stderr=subprocess.PIPE) as process:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("option", [("--chat",), ("--requests", "-")])
+def test_answers_that_nobody_reads_end_it(talking: Path, option: tuple[str, ...]) -> None:
+    command = [str(runner_calls.FOLDER / "pi2_runner"), str(talking), *option, "--max-new-tokens", "2"]
+    text = "a\nb\n" if option == ("--chat",) else '{"ids": [5]}\n' * 2
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, input=text.encode(), stdout=full, stderr=subprocess.PIPE, timeout=60, env={})
+    assert done.returncode == 2
+    assert done.stderr.decode().count("standard output: expected a file that can be written") == 1
