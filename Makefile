@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install wheel runner demo first-hour phone docs test test-python test-slow test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
+.PHONY: install wheel runner demo first-hour phone docs test test-python test-slow test-long test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -65,7 +65,11 @@ test-python: install runner
 
 # What takes more than ten seconds: benchmarks whose peers are processes of their own, compilers from cold, calls that fail in turn.
 test-slow: install runner
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'slow and not qnn and not faults' -n $(PYTEST_WORKERS) --dist worksteal
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'slow and not long and not qnn and not faults' -n $(PYTEST_WORKERS) --dist worksteal
+
+# What takes minutes: tutorials, notebooks and the first hour as pasted, a wheel in an environment of its own, soaks. Some 20 minutes.
+test-long: install runner
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m long -n $(PYTEST_WORKERS) --dist worksteal
 
 # Those that were skipped again, for who has installed what they need since.
 test-skipped: install runner

@@ -36,6 +36,7 @@ def has_groups():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_modes_from_the_command_line(folder, tmp_path, capsys):
     peer = has_groups() and find_spec("llama_cpp") is not None
     command = ["offload", "--folder", str(folder), "--eager", "--tokens", "3", "--rounds", "2", "--json"]

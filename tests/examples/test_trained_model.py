@@ -103,6 +103,7 @@ def test_generated_text_is_the_same(dense, tokenizer) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_lowrank_predictor_keeps_the_loss(dense, sparse, tokenizer, heldout, tmp_path) -> None:
     """Held-out loss within 1 % of dense while at least 70 % of cold neurons are skipped (issue's acceptance)."""
     plan = sparse.torch_pi2.plan
@@ -128,6 +129,7 @@ def test_lowrank_predictor_keeps_the_loss(dense, sparse, tokenizer, heldout, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_quantisation_costs(sparse, tokenizer, calibration, heldout, monkeypatch) -> None:
     """Bits per byte of every format, dense and behind a predictor; sparsity may add 1 % to its format.
 

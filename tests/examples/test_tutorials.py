@@ -13,7 +13,10 @@ PAGES = sorted(path.stem for path in (ROOT / "docs" / "tutorials").glob("*.md") 
 QUICK = {"by_hand"}
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PAGES])
+LONG = [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=LONG) for n in PAGES])
 def test_tutorial(name: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     shown = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from browsing import NEEDS_BROWSER
 
-pytestmark = [pytest.mark.slow, *NEEDS_BROWSER]
+pytestmark = [pytest.mark.slow, pytest.mark.long, *NEEDS_BROWSER]
 
 SCRIPT = Path(__file__).with_name("first_hour.py")
 

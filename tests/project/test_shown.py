@@ -152,6 +152,7 @@ def _asked(address: str, server: subprocess.Popen[bytes], seconds: float = 300) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_page_runs_as_pasted(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / ".cache"))

@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parents[2]
 TRAINED = REPO / "examples" / "models" / "drelu-stdlib-5m"
 HF = "transformers>=5.0,<6"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def called(*command: object, cwd: Path = REPO) -> str:

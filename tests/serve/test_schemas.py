@@ -154,5 +154,6 @@ def test_answers_of_schemas(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_answers_of_a_thousand_schemas(client: openai.OpenAI) -> None:
     answers_are_valid(client, 1000, seed=2)

@@ -378,6 +378,7 @@ def test_a_moment_of_it_and_a_restart(folders: Path, alone: Alone, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["memory", "store"])
 def test_an_hour_of_it(folders: Path, alone: Alone, tmp_path: Path, name: str) -> None:
     requests = int(os.environ.get("PI2_SOAK_REQUESTS", "300"))
