@@ -95,7 +95,8 @@ std::string measured_text(const Json& found) {
   text += line;
   for (const auto& [name, what] :
        {std::pair("prompt_tokens_per_second", "prompt"), {"tokens_per_second", "decoding"}}) {
-    const auto at = [&](const char* which) { return found[name][which].get<double>(); };
+    const Json& rates = found[name];
+    const auto at = [&rates](const char* which) { return rates[which].get<double>(); };
     std::snprintf(line, sizeof line,
                   "%-9s %8.1f tokens/s (median; %.1f to %.1f from the 10th to the 90th percentile)\n", what,
                   at("median"), at("p10"), at("p90"));

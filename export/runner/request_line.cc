@@ -3,28 +3,29 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <string_view>
 
 namespace pi2::runner {
 namespace {
 
 constexpr const char* kFix = kCorrectRequest;
-constexpr std::array kNames{"id",
-                            "prompt",
-                            "ids",
-                            "messages",
-                            "system",
-                            "chat",
-                            "stop",
-                            "seed",
-                            "stream",
-                            "reuse",
-                            "temperature",
-                            "top_k",
-                            "top_p",
-                            "min_p",
-                            "repetition_penalty",
-                            "num_return_sequences",
-                            "max_new_tokens"};
+constexpr std::array<std::string_view, 17> kNames{"id",
+                                                  "prompt",
+                                                  "ids",
+                                                  "messages",
+                                                  "system",
+                                                  "chat",
+                                                  "stop",
+                                                  "seed",
+                                                  "stream",
+                                                  "reuse",
+                                                  "temperature",
+                                                  "top_k",
+                                                  "top_p",
+                                                  "min_p",
+                                                  "repetition_penalty",
+                                                  "num_return_sequences",
+                                                  "max_new_tokens"};
 
 std::vector<Message> messages_of(const Json& list) {
   std::vector<Message> messages;
@@ -40,7 +41,7 @@ std::vector<Message> messages_of(const Json& list) {
 Options request_of(const Json& line, const Options& base) {
   const Fields fields(line, "request", kFix);
   for (const auto& [name, value] : line.items()) {
-    if (std::none_of(kNames.begin(), kNames.end(), [&](const char* known) { return name == known; })) {
+    if (std::find(kNames.begin(), kNames.end(), name) == kNames.end()) {
       throw Problem("request", "fields that docs/BUNDLE.md has", printable(name, 80), kFix);
     }
   }
