@@ -126,7 +126,8 @@ class PrefixFolder:
     def _spoil(self, name: bytes, error: ArtifactError) -> None:
         """Say it, once, and delete the file, unless it is the system that cannot read it now."""
         self._spoiled.add(name)
-        self.counts.damaged += 1
+        with self._changed:
+            self.counts.damaged += 1
         self._doubted = True
         if not isinstance(error.__cause__, OSError):
             with suppress(OSError):
@@ -228,6 +229,8 @@ class PrefixFolder:
             read_block(self._path(name), self._specs, self.identity, name.hex())
         except ArtifactError as error:
             if not isinstance(error.__cause__, OSError):
+                with self._changed:
+                    self.counts.damaged += 1
                 self._path(name).unlink(missing_ok=True)
             return False
         return True
