@@ -55,6 +55,8 @@ Json read_json(const std::filesystem::path& file, std::int64_t most) {
   return parse_json(read_file(file, most), file.string());
 }
 
+std::string line_of(const Json& value) { return value.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n"; }
+
 std::string shown(const Json& value) {
   return printable(value.dump(-1, ' ', false, Json::error_handler_t::replace), 80);
 }

@@ -50,6 +50,8 @@ class Fields {
   const char* fix_;
 };
 
+// A value as a line of JSON.
+std::string line_of(const Json& value);
 // A value in a message: as JSON, cut where it is long.
 std::string shown(const Json& value);
 

@@ -50,7 +50,7 @@ void answer(Session& session, const Options& o) {
   if (!before.empty()) say(o, before);
   session.close();  // what it writes then (the trace) is there before this program says that all went well
   if (o.json) {
-    say(o, report(run).dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
+    say(o, line_of(report(run)));
     return;
   }
   say(o, answers(run, session.has_tokenizer()));
@@ -62,7 +62,7 @@ void answer_all(Session& session, const Options& o, Lines* lines, Interruptible&
   const Print print = [&](const std::string& text) { say(o, text); };
   if (o.repeat > 0) {
     const Json found = measure(session, o);
-    say(o, o.json ? found.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n" : measured_text(found));
+    say(o, o.json ? line_of(found) : measured_text(found));
   } else if (!o.requests.empty()) {
     answer_requests(session, o, *lines, print);
   } else {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <vector>
 
@@ -28,7 +29,7 @@ Json spread(std::vector<double> values) {
 }
 
 // The first line; nothing: it cannot be read.
-std::string line_of(const fs::path& file) {
+std::string first_line(const fs::path& file) {
   std::ifstream in(file);
   std::string line;
   std::getline(in, line);
@@ -41,25 +42,27 @@ Json read_all(const fs::path& folder, const std::string& prefix, const char* nam
   std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
     const std::string own = entry.path().filename().string();
-    const std::string number = line_of(entry.path() / file);
+    const std::string number = first_line(entry.path() / file);
     if (!own.starts_with(prefix) || number.empty()) continue;
-    const std::string called = name == nullptr ? "" : " " + line_of(entry.path() / name);
+    const std::string called = name == nullptr ? "" : " " + first_line(entry.path() / name);
     found[own + called] = std::atof(number.c_str()) * scale;
   }
   return found;
 }
 
-}  // namespace
-
-Json conditions(const fs::path& sys) {
+// Degrees Celsius by thermal zone, and percent by battery, as far as the system tells.
+Json conditions() {
+  const fs::path sys = "/sys";
   return {{"celsius", read_all(sys / "class/thermal", "thermal_zone", "type", "temp", 1e-3)},
           {"battery_percent", read_all(sys / "class/power_supply", "", nullptr, "capacity", 1)}};
 }
 
+}  // namespace
+
 Json measure(Session& session, const Options& o) {
   std::vector<double> prompts, tokens;
   Json last;
-  const Json before = conditions("/sys");
+  const Json before = conditions();
   for (int round = -o.warm_up; round < o.repeat; ++round) {
     Json said;
     try {
@@ -79,7 +82,7 @@ Json measure(Session& session, const Options& o) {
                 {"prompt_tokens_per_second", spread(prompts)},
                 {"tokens_per_second", spread(tokens)},
                 {"before", before},
-                {"after", conditions("/sys")}};
+                {"after", conditions()}};
   for (const char* same : {"bundle", "target", "prompt_tokens", "new_tokens", "load_seconds", "memory", "threads"}) {
     found[same] = last[same];
   }

@@ -1,7 +1,6 @@
 // The same prompt several times, for figures.
 #pragma once
 
-#include <filesystem>
 #include <string>
 
 #include "session.h"
@@ -12,8 +11,5 @@ namespace pi2::runner {
 // what the system says of temperatures and battery before and after. Throws Problem, also if there was none.
 Json measure(Session& session, const Options& o);
 std::string measured_text(const Json& found);  // for people, lines
-
-// Degrees Celsius by thermal zone, and percent by battery, as far as the system in `sys` (/sys) tells.
-Json conditions(const std::filesystem::path& sys);
 
 }  // namespace pi2::runner

@@ -5,6 +5,8 @@
 #include <limits>
 #include <string_view>
 
+#include "generation_config.h"
+
 namespace pi2::runner {
 namespace {
 
@@ -66,12 +68,8 @@ Options request_of(const Json& line, const Options& base) {
     o.empty_system = o.system.empty();
   }
   Request& request = o.request;
-  Sampling& s = request.sampling;
-  if (fields.has("temperature")) s.temperature = fields.real("temperature");
-  if (fields.has("top_p")) s.top_p = fields.real("top_p");
-  if (fields.has("min_p")) s.min_p = fields.real("min_p");
-  if (fields.has("top_k")) s.top_k = fields.number("top_k");
-  if (fields.has("repetition_penalty")) s.repetition_penalty = fields.real("repetition_penalty");
+  if (fields.has("temperature")) request.sampling.temperature = fields.real("temperature");
+  read_sampling(fields, request.sampling);
   if (fields.has("stop")) request.stop = fields.texts("stop");
   if (fields.has("seed")) request.seed = static_cast<std::uint64_t>(fields.number("seed"));
   if (fields.has("max_new_tokens")) request.max_new_tokens = fields.number("max_new_tokens");

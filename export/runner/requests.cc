@@ -13,8 +13,6 @@
 namespace pi2::runner {
 namespace {
 
-std::string line_of(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n"; }
-
 // What ends a call that waits for it, as poll does; a signal that comes before it waits ends it, too.
 bool wait_for_input(int fd) {
   sigset_t noted, before;

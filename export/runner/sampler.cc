@@ -67,24 +67,24 @@ std::int64_t Sampler::choose(const float* logits, std::int64_t vocab) {
   for (std::int64_t i = 0; i < vocab; ++i) {
     sum += shares_[i] = std::exp((static_cast<double>(logits[i]) - *best) / temperature_);
   }
-  order_.resize(shares_.size());
-  std::iota(order_.begin(), order_.end(), 0);
-  double most = sum;
-  const bool few = top_k_ > 0 && top_k_ < vocab;
-  const auto in_order = [&](double wanted, std::size_t at_most) {
+  const auto take_all = [&] {
     order_.resize(shares_.size());
     std::iota(order_.begin(), order_.end(), 0);
-    return keep_first(wanted, at_most);
   };
-  if (few) {
-    most = in_order(std::numeric_limits<double>::infinity(), static_cast<std::size_t>(top_k_));
+  take_all();
+  double most = sum;
+  if (top_k_ > 0 && top_k_ < vocab) {
+    most = keep_first(std::numeric_limits<double>::infinity(), static_cast<std::size_t>(top_k_));
     if (top_p_ < 1) most = keep_first(top_p_ * most, order_.size());
   } else if (top_p_ < 1) {
     // All with smaller shares together have less than 1 - top_p of the sum: none of them is among the first.
     const double least = (1 - top_p_) * sum / static_cast<double>(vocab);
     std::erase_if(order_, [&](std::int64_t token) { return shares_[token] < least; });
     most = keep_first(top_p_ * sum, order_.size());
-    if (most < top_p_ * sum) most = in_order(top_p_ * sum, shares_.size());  // sums were rounded down
+    if (most < top_p_ * sum) {  // sums were rounded down
+      take_all();
+      most = keep_first(top_p_ * sum, order_.size());
+    }
   }
   if (min_p_ > 0) {  // the first has a share of 1
     std::erase_if(order_, [&](std::int64_t token) { return shares_[token] < min_p_; });

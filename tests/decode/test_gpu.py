@@ -161,8 +161,8 @@ def test_parameters_in_several_places(monkeypatch: pytest.MonkeyPatch) -> None:
         device_of(model)
 
 
-def test_drawing_is_the_cpus() -> None:
-    """The same token wherever the logits are: the generator is on the CPU, and so is what it draws from."""
+def test_what_is_drawn_depends_on_the_seed() -> None:
+    """A generator of the CPU draws: who decodes on a GPU brings logits there first."""
     logits = torch.randn(64, generator=torch.Generator().manual_seed(3))
     drawn = [pick(logits, Sampling(0.8, 0, 0.9), torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert len(set(drawn)) > 3
