@@ -18,7 +18,6 @@ namespace pi2 {
 namespace {
 
 constexpr std::int64_t kSplitWords = kAttentionSplit / kAttendWord;
-constexpr std::int64_t kTileRows = 64;  // queries, sums and scores of so many, and a word of keys, are in L2 together
 constexpr std::int64_t kTinyMacs = 1 << 16;  // waking a thread costs a few microseconds
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -30,6 +29,10 @@ std::uint64_t bits_of(const std::uint8_t* bytes) {
   return ((x >> 7 & 0x0101010101010101) * 0x0102040810204080) >> 56;
 }
 
+std::uint64_t lowest_bits(std::int64_t count) {
+  return count == kAttendWord ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
+}
+
 // What the splits of a tile found: [splits, rows], y: [., ld].
 struct Found {
   float *max, *sum, *y;
@@ -39,55 +42,67 @@ struct Found {
 struct Tile {
   std::int64_t b, head, token, tokens, rows;  // rows: tokens * group, token by token
   std::uint64_t* mask = nullptr;              // [tokens, ld_mask]
-  std::int64_t ld_mask = 0, words = 0, splits = 0;
+  std::int64_t ld_mask = 0, words = 0;
+  std::int64_t first = 0, splits = 0;  // those that are seen
 };
 
 struct Work {
   const AttentionArgs& args;
   AttendFn attend;
   std::int64_t group, ld;
-  std::int64_t tile_tokens, tiles;  // of a key head: as many tokens as have kTileRows queries
+  std::int64_t tile_tokens, tiles;  // of a key head: as many tokens as have kAttentionRows queries
   // Of all tiles, where splits are work items of their own: masks and what was found.
   Tile* shared = nullptr;
   float* found = nullptr;
   std::int64_t most_splits = 0;
 
-  const char* at(const void* data, const std::int64_t (&strides)[3], std::int64_t b, std::int64_t head) const {
-    return static_cast<const char*>(data) + (b * strides[0] + head * strides[1]) * row_bytes(args.dtype, 1);
+  // Of keys or values: those of a sequence and head.
+  const char* cache_at(const void* data, const std::int64_t (&strides)[3], std::int64_t b, std::int64_t head) const {
+    const std::int64_t lane = args.lanes == nullptr ? b : args.lanes[b];
+    return static_cast<const char*>(data) + (lane * strides[0] + head * strides[1]) * row_bytes(args.kv_dtype, 1);
   }
 
   // Behind the last position that it may see.
-  std::int64_t end_of(std::int64_t token) const {
-    return args.mask == nullptr && args.causal ? std::min(token + 1, args.length) : args.length;
+  std::int64_t end_of(std::int64_t b, std::int64_t token) const {
+    if (args.mask != nullptr) return args.length;
+    if (args.positions != nullptr) return std::min(args.positions[b * args.tokens + token] + 1, args.length);
+    return args.causal ? std::min(token + 1, args.length) : args.length;
   }
 
   // Without its mask.
   Tile tile(std::int64_t index) const {
     const std::int64_t token = index % tiles * tile_tokens, tokens = std::min(tile_tokens, args.tokens - token);
     Tile t{index / tiles / args.key_heads, index / tiles % args.key_heads, token, tokens, tokens * group};
-    t.ld_mask = (end_of(token + tokens - 1) + kAttendWord - 1) / kAttendWord;
+    std::int64_t end = 0;
+    for (std::int64_t i = 0; i < tokens; ++i) end = std::max(end, end_of(t.b, token + i));
+    t.ld_mask = (end + kAttendWord - 1) / kAttendWord;
     return t;
   }
 
-  // Fills in the mask, and how far it goes.
+  // Fills in the mask, and from where to where it goes.
   void see(Tile& t, std::uint64_t* mask) const {
     t.mask = mask;
+    std::int64_t begin = t.ld_mask;
     for (std::int64_t i = 0; i < t.tokens; ++i) {
       std::uint64_t* row = mask + i * t.ld_mask;
       pack(t.b, t.token + i, row, t.ld_mask);
       std::int64_t last = t.ld_mask;
       while (last > t.words && row[last - 1] == 0) --last;
       t.words = last;
+      begin = std::min(begin, std::find_if(row, row + begin, [](std::uint64_t word) { return word != 0; }) - row);
     }
-    t.splits = (t.words + kSplitWords - 1) / kSplitWords;
+    t.first = begin / kSplitWords;
+    t.splits = std::max<std::int64_t>(0, (t.words + kSplitWords - 1) / kSplitWords - t.first);
   }
 
   void pack(std::int64_t b, std::int64_t token, std::uint64_t* out, std::int64_t words) const {
     const std::uint8_t* mask = args.mask + b * args.mask_strides[0] + token * args.mask_strides[1];
-    const std::int64_t end = end_of(token);
+    const std::int64_t end = end_of(b, token),
+                       begin = args.window == 0 ? 0 : std::max<std::int64_t>(0, end - args.window);
     for (std::int64_t w = 0; w < words; ++w) {
       const std::int64_t first = w * kAttendWord, count = std::clamp<std::int64_t>(end - first, 0, kAttendWord);
-      std::uint64_t word = count == kAttendWord ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
+      const std::int64_t skipped = std::clamp<std::int64_t>(begin - first, 0, kAttendWord);
+      std::uint64_t word = lowest_bits(count) & ~lowest_bits(skipped);
       if (args.mask != nullptr) {
         word = 0;
         std::int64_t i = 0;
@@ -109,9 +124,9 @@ struct Work {
   float* queries(const Tile& t) const {
     float *q = scratch(Scratch::kInput, t.rows * ld), *out = q;
     for (std::int64_t r = 0; r < t.rows; ++r, out += ld) {
-      const char* from = at(args.query, args.query_strides, t.b, t.head * group + r % group) +
-                         (t.token + r / group) * args.query_strides[2] * row_bytes(args.dtype, 1);
-      widen(from, args.dtype, out, args.width);
+      const std::int64_t *strides = args.query_strides, n = t.head * group + r % group;
+      const std::int64_t place = t.b * strides[0] + n * strides[1] + (t.token + r / group) * strides[2];
+      widen(static_cast<const char*>(args.query) + row_bytes(args.dtype, place), args.dtype, out, args.width);
       std::fill(out + args.width, out + ld, 0.0f);
     }
     return q;
@@ -124,15 +139,16 @@ struct Work {
     a.width = args.width;
     a.ld = ld;
     a.q = q;
-    a.key = at(args.key, args.key_strides, t.b, t.head);
-    a.value = at(args.value, args.value_strides, t.b, t.head);
-    a.key_stride = args.key_strides[2] * row_bytes(args.dtype, 1);
-    a.value_stride = args.value_strides[2] * row_bytes(args.dtype, 1);
+    a.key = cache_at(args.key, args.key_strides, t.b, t.head);
+    a.value = cache_at(args.value, args.value_strides, t.b, t.head);
+    a.key_stride = row_bytes(args.kv_dtype, args.key_strides[2]);
+    a.value_stride = row_bytes(args.kv_dtype, args.value_strides[2]);
     a.mask = t.mask;
     a.words = t.ld_mask;
-    a.begin = s * kSplitWords;
+    a.begin = (t.first + s) * kSplitWords;
     a.end = std::min(t.words, a.begin + kSplitWords);
     a.scale = args.scale;
+    a.softcap = args.softcap;
     a.scores = scratch(Scratch::kScores, t.rows * kAttendWord);
     a.max = found.max + s * t.rows;
     a.sum = found.sum + s * t.rows;
@@ -192,10 +208,10 @@ struct Work {
 
 void attention(const AttentionArgs& args, const ParallelFor& parallel) {
   const TraceSpan span(Stage::kAttention, args.length, args.tokens);
-  Work work{args, kernels().attend[static_cast<int>(args.dtype)]};
+  Work work{args, kernels().attend[static_cast<int>(args.kv_dtype)]};
   work.group = args.heads / args.key_heads;
   work.ld = (args.width + kAttendPad - 1) / kAttendPad * kAttendPad;
-  work.tile_tokens = std::clamp<std::int64_t>(kTileRows / work.group, 1, args.tokens);
+  work.tile_tokens = std::clamp<std::int64_t>(kAttentionRows / work.group, 1, args.tokens);
   work.tiles = (args.tokens + work.tile_tokens - 1) / work.tile_tokens;
   const std::int64_t tiles = args.batch * args.key_heads * work.tiles;
   if (tiles >= 2 * std::max(1, parallel.threads)) {  // enough of them for all threads

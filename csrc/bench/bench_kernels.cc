@@ -221,7 +221,8 @@ void run_count_signs(benchmark::State& state, const KernelTable& table, int, std
 // Four query heads of one token over keys and values of n bytes a position together.
 void run_attend(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n, std::int64_t total) {
   constexpr std::int64_t kGroup4 = 4;
-  const std::int64_t number = row_bytes(static_cast<DType>(dtype), 1), width = n / 2 / number / 8;
+  const std::int64_t number = row_bytes(static_cast<DType>(dtype), 1);
+  const std::int64_t width = n / 2 / number / 8 - (number == 1 ? kKvScaleBytes : 0);
   const std::uint64_t mask[1] = {~std::uint64_t{0}};
   float* memory = vector_of(kGroup4 * (2 * width + kAttendWord + 2));
   AttendArgs a{memory, 1, kGroup4, width, width, nullptr, nullptr, n / 16, n / 16, mask, 1, 0, 1, 1e-3f};

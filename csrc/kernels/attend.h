@@ -5,6 +5,8 @@
 // Everything that a row of scores becomes depends on its own query and mask alone: rows share loads, never sums.
 #pragma once
 
+#include <cmath>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -102,15 +104,43 @@ inline void score_word(const AttendArgs& a, const char* key, std::int64_t first,
   }
 }
 
-// The scores of row r in a word become weights, and what the row has so far is scaled to the new maximum.
+// Rows in whole numbers end with their scale.
 template <class Format>
-inline void soften(const AttendArgs& a, std::int64_t r, std::uint64_t mask) {
+constexpr bool kScaled = Format::kBytes == 1;
+
+// Of the rows of a word that are read; beyond them zeros.
+struct WordScales {
+  float key[kAttendWord] = {}, value[kAttendWord] = {};
+
+  void read(const AttendArgs& a, std::int64_t word, std::int64_t first, std::int64_t end) {
+    for (std::int64_t i = 0; i < kAttendWord; ++i) {
+      if (i < first || i >= end) {
+        key[i] = value[i] = 0;
+        continue;
+      }
+      const std::int64_t position = word * kAttendWord + i;
+      std::memcpy(&key[i], a.key + position * a.key_stride + a.width, sizeof(float));
+      std::memcpy(&value[i], a.value + position * a.value_stride + a.width, sizeof(float));
+    }
+  }
+};
+
+// The scores of row r in a word become weights, and what the row has so far is scaled to the new maximum. In the end
+// weights have the scale of their value in them.
+template <class Format>
+inline void soften(const AttendArgs& a, std::int64_t r, std::uint64_t mask, const WordScales& scales) {
   using Float = typename Format::Float;
   constexpr std::int64_t kLanes = Format::kLanes;
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   float* s = a.scores + r * kAttendWord;
-  for (std::int64_t i = 0; i < kAttendWord; i += kLanes)
-    Format::store_floats(s + i, Format::mul(Format::load_floats(s + i), Format::set1(a.scale)));
+  for (std::int64_t i = 0; i < kAttendWord; i += kLanes) {
+    Float score = Format::mul(Format::load_floats(s + i), Format::set1(a.scale));
+    if constexpr (kScaled<Format>) score = Format::mul(score, Format::load_floats(scales.key + i));
+    Format::store_floats(s + i, score);
+  }
+  if (a.softcap != 0)
+    for (std::int64_t i = 0; i < kAttendWord; ++i)
+      if ((mask >> i & 1) != 0) s[i] = a.softcap * std::tanh(s[i] / a.softcap);
   if (~mask != 0)  // also of positions whose scores were not computed
     for (std::int64_t i = 0; i < kAttendWord; ++i) s[i] = (mask >> i & 1) != 0 ? s[i] : kNone;
   Float top = Format::set1(a.max[r]);
@@ -119,8 +149,11 @@ inline void soften(const AttendArgs& a, std::int64_t r, std::uint64_t mask) {
   Float total = Format::zero();
   for (std::int64_t i = 0; i < kAttendWord; i += kLanes) {
     const Float e = exp_of<Format>(Format::add(Format::load_floats(s + i), Format::set1(-base)));
-    Format::store_floats(s + i, e);
     total = Format::add(total, e);
+    if constexpr (kScaled<Format>)
+      Format::store_floats(s + i, Format::mul(e, Format::load_floats(scales.value + i)));
+    else
+      Format::store_floats(s + i, e);
   }
   float before;
   Format::store_floats(&before, exp_of<Format>(Format::set1(a.max[r] - base)), 1);
@@ -197,15 +230,17 @@ inline void weigh_word(const AttendArgs& a, const char* value, std::int64_t word
 // kRows: rows whose sums the registers hold, with four positions or four vectors of columns.
 template <class Format, int kRows>
 inline void attend(const AttendArgs& a) {
+  WordScales scales;
   for (std::int64_t word = a.begin; word < a.end; ++word) {
     std::uint64_t any = 0;
     for (std::int64_t t = 0; t < a.tokens; ++t) any |= a.mask[t * a.words + word];
     if (any == 0) continue;
     const std::int64_t first = __builtin_ctzll(any), end = kAttendWord - __builtin_clzll(any);
     score_word<Format, kRows>(a, a.key + word * kAttendWord * a.key_stride, first / kAttendTile * kAttendTile, end);
+    if constexpr (kScaled<Format>) scales.read(a, word, first, end);
     for (std::int64_t r = 0; r < a.tokens * a.group; ++r) {
       const std::uint64_t mask = a.mask[r / a.group * a.words + word];
-      if (mask != 0) soften<Format>(a, r, mask);
+      if (mask != 0) soften<Format>(a, r, mask, scales);
     }
     weigh_word<Format, kRows>(a, a.value + word * kAttendWord * a.value_stride, word, first, end);
   }

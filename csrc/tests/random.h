@@ -1,12 +1,15 @@
 // Deterministic random data in every stored format.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <random>
 #include <vector>
 
+#include "base/convert.h"
 #include "kernels/scalar/convert.h"
+#include "pi2/attention.h"
 #include "pi2/types.h"
 
 namespace pi2_test {
@@ -33,6 +36,32 @@ inline std::vector<char> stored(std::mt19937& rng, pi2::DType dtype, std::int64_
     std::memcpy(&out[static_cast<std::size_t>(i * bytes)], from, static_cast<std::size_t>(bytes));
   }
   return out;
+}
+
+// Rows of keys or values as a cache has them: those of whole numbers end with their scale.
+inline std::vector<char> kv_rows(std::mt19937& rng, pi2::DType dtype, std::int64_t rows, std::int64_t width) {
+  if (dtype != pi2::DType::kI8) return stored(rng, dtype, rows * width);
+  std::vector<char> out;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const std::vector<char> row = stored(rng, dtype, width);
+    const float scale = i % 9 == 8 ? 0.0f : std::fabs(normal(rng)) / 128;
+    const char* bytes = reinterpret_cast<const char*>(&scale);
+    out.insert(out.end(), row.begin(), row.end());
+    out.insert(out.end(), bytes, bytes + pi2::kKvScaleBytes);
+  }
+  return out;
+}
+
+// Bytes of such a row.
+inline std::int64_t kv_bytes(pi2::DType dtype, std::int64_t width) {
+  return pi2::row_bytes(dtype, width) + (dtype == pi2::DType::kI8 ? pi2::kKvScaleBytes : 0);
+}
+
+// Number k of such a row.
+inline double kv_number(const char* row, pi2::DType dtype, std::int64_t width, std::int64_t k) {
+  float scale = 1;
+  if (dtype == pi2::DType::kI8) std::memcpy(&scale, row + width, sizeof(scale));
+  return static_cast<double>(pi2::load_float(row, dtype, k)) * scale;
 }
 
 // A quantised row: any values, also the most negative, and scales of which one in four is a subnormal half, one in

@@ -22,17 +22,18 @@ struct Case {
   std::vector<char> query;
   Guarded key, value;
   std::vector<std::uint8_t> mask;
+  std::vector<std::int64_t> lanes, positions;
 
   // `used` positions, of which each token sees those before it, in the last sequence all but the first two of them.
-  Case(std::mt19937& rng, DType dtype, std::int64_t batch, std::int64_t key_heads, std::int64_t group,
+  Case(std::mt19937& rng, DType dtype, DType kv, std::int64_t batch, std::int64_t key_heads, std::int64_t group,
        std::int64_t tokens, std::int64_t used, std::int64_t width)
       : query(stored(rng, dtype, batch * key_heads * group * tokens * width)),
-        key(stored(rng, dtype, batch * key_heads * used * width).data(),
-            batch * key_heads * used * pi2::row_bytes(dtype, width)),
-        value(stored(rng, dtype, batch * key_heads * used * width).data(), key.size()),
+        key(kv_rows(rng, kv, batch * key_heads * used, width).data(), batch * key_heads * used * kv_bytes(kv, width)),
+        value(kv_rows(rng, kv, batch * key_heads * used, width).data(), key.size()),
         mask(static_cast<std::size_t>(batch * tokens * (used + 70))) {
     const std::int64_t heads = key_heads * group, length = used + 70;  // the rest of the cache is no memory
     args.dtype = dtype;
+    args.kv_dtype = kv;
     args.batch = batch;
     args.heads = heads;
     args.key_heads = key_heads;
@@ -45,7 +46,8 @@ struct Case {
     args.mask = mask.data();
     args.scale = 0.2f;
     const std::int64_t q_strides[] = {heads * tokens * width, tokens * width, width};
-    const std::int64_t kv_strides[] = {key_heads * used * width, used * width, width};
+    const std::int64_t row = kv_bytes(kv, width) / pi2::row_bytes(kv, 1);
+    const std::int64_t kv_strides[] = {key_heads * used * row, used * row, row};
     std::copy_n(q_strides, 3, args.query_strides);
     std::copy_n(kv_strides, 3, args.key_strides);
     std::copy_n(kv_strides, 3, args.value_strides);
@@ -57,6 +59,25 @@ struct Case {
           mask[(b * tokens + t) * length + l] = 1;
   }
 
+  // The same of positions and a window (0: none), of sequences in another order, instead of a mask, which is changed
+  // to say the same.
+  void by_position(std::int64_t window) {
+    const std::int64_t used = args.length - 70;
+    for (std::int64_t b = 0; b < args.batch; ++b) {
+      lanes.push_back(args.batch - 1 - b);
+      for (std::int64_t t = 0; t < args.tokens; ++t) {
+        positions.push_back(used - args.tokens + t);
+        for (std::int64_t l = 0; l < args.length; ++l)
+          mask[(b * args.tokens + t) * args.length + l] =
+              l <= positions.back() && (window == 0 || l > positions.back() - window);
+      }
+    }
+    args.lanes = lanes.data();
+    args.positions = positions.data();
+    args.window = window;
+    args.mask = nullptr;
+  }
+
   std::vector<char> run(const pi2::ParallelFor& parallel) {
     std::vector<char> y(query.size());
     args.y = y.data();
@@ -65,38 +86,33 @@ struct Case {
   }
 };
 
-std::vector<double> doubles(const void* data, DType dtype, std::int64_t count) {
-  std::vector<double> found(static_cast<std::size_t>(count));
-  for (std::int64_t i = 0; i < count; ++i) found[static_cast<std::size_t>(i)] = pi2::load_float(data, dtype, i);
-  return found;
-}
-
 void check_values(const Case& c, const std::vector<char>& y) {
   const AttentionArgs& a = c.args;
-  const std::vector<double> query = doubles(a.query, a.dtype, a.batch * a.query_strides[0]);
-  const std::vector<double> key = doubles(a.key, a.dtype, a.batch * a.key_strides[0]);
-  const std::vector<double> value = doubles(a.value, a.dtype, a.batch * a.value_strides[0]);
   for (std::int64_t row = 0; row < a.batch * a.tokens * a.heads; ++row) {
     const std::int64_t n = row % a.heads, t = row / a.heads % a.tokens, b = row / a.heads / a.tokens;
-    const std::int64_t head = n / (a.heads / a.key_heads);
-    const double* q = query.data() + b * a.query_strides[0] + n * a.query_strides[1] + t * a.query_strides[2];
-    const std::int64_t kv = b * a.key_strides[0] + head * a.key_strides[1];
+    const std::int64_t head = n / (a.heads / a.key_heads), lane = a.lanes == nullptr ? b : a.lanes[b];
+    const std::int64_t q = b * a.query_strides[0] + n * a.query_strides[1] + t * a.query_strides[2];
+    const std::int64_t bytes = kv_bytes(a.kv_dtype, a.width), used = a.length - 70;
+    const std::int64_t kv = (lane * a.key_heads + head) * used * bytes;
     std::vector<double> wanted(static_cast<std::size_t>(a.width));
     double total = 0;
-    for (std::int64_t l = 0; l < a.length; ++l) {
-      if (a.mask[(b * a.tokens + t) * a.length + l] == 0) continue;
-      const double *keys = key.data() + kv + l * a.width, *values = value.data() + kv + l * a.width;
+    for (std::int64_t l = 0; l < used; ++l) {
+      if (c.mask[(b * a.tokens + t) * a.length + l] == 0) continue;
+      const char* keys = c.key.data() + kv + l * bytes;
+      const char* values = c.value.data() + kv + l * bytes;
       double score = 0;
-      for (std::int64_t k = 0; k < a.width; ++k) score += q[k] * keys[k];
-      const double weight = std::exp(score * a.scale);
+      for (std::int64_t k = 0; k < a.width; ++k)
+        score += pi2::load_float(a.query, a.dtype, q + k) * kv_number(keys, a.kv_dtype, a.width, k);
+      score *= a.scale;
+      const double weight = std::exp(a.softcap == 0 ? score : a.softcap * std::tanh(score / a.softcap));
       total += weight;
-      for (std::int64_t k = 0; k < a.width; ++k) wanted[k] += weight * values[k];
+      for (std::int64_t k = 0; k < a.width; ++k) wanted[k] += weight * kv_number(values, a.kv_dtype, a.width, k);
     }
     for (std::int64_t k = 0; k < a.width; ++k) {
       const double found = pi2::load_float(y.data(), a.dtype, row * a.width + k);
       const double off = a.dtype == DType::kF32 ? 1e-5 : a.dtype == DType::kF16 ? 2e-3 : 2e-2;
-      PI2_CHECK(std::fabs(found - wanted[k] / total) <= off, "dtype %d: %g, wanted %g", static_cast<int>(a.dtype),
-                found, wanted[k] / total);
+      PI2_CHECK(std::fabs(found - wanted[k] / total) <= off, "dtype %d of %d: %g, wanted %g", static_cast<int>(a.dtype),
+                static_cast<int>(a.kv_dtype), found, wanted[k] / total);
     }
   }
 }
@@ -132,11 +148,31 @@ int main() {
       for (const std::int64_t group : {1, 4, 6}) {
         for (const std::int64_t tokens : {3, 100}) {  // the splits of few tiles are shared among threads, tiles of many
           if (tokens + 2 > used) continue;
-          Case c(rng, dtype, 2, tokens > 64 ? 3 : 2, group, tokens, used, 24);  // 12 tiles or more, or 4
+          Case c(rng, dtype, dtype, 2, tokens > 64 ? 3 : 2, group, tokens, used, 24);  // 12 tiles or more, or 4
           const std::vector<char> y = c.run(pi2::serial());
           check_values(c, y);
           check_alone(c, y);
           PI2_CHECK(c.run(two.parallel()) == y && c.run(five.parallel()) == y, "threads change bits");
+          ++cases;
+        }
+      }
+    }
+  }
+  for (const DType kv : {DType::kF32, DType::kF16, DType::kI8}) {
+    for (const std::int64_t used : {5, 64, 130, 1700}) {
+      for (const std::int64_t window : {0, 1, 60, 600}) {
+        for (const std::int64_t tokens : {1, 3, 100}) {
+          if (tokens + 2 > used) continue;
+          Case c(rng, DType::kF32, kv, 2, tokens > 64 ? 3 : 2, 4, tokens, used, 24);
+          c.by_position(window);
+          c.args.softcap = window == 60 ? 3 : 0;
+          const std::vector<char> y = c.run(pi2::serial());
+          check_values(c, y);
+          PI2_CHECK(c.run(two.parallel()) == y && c.run(five.parallel()) == y, "threads change bits");
+          c.args.positions = nullptr;  // the mask says the same
+          c.args.mask = c.mask.data();
+          c.args.window = 0;
+          PI2_CHECK(c.run(pi2::serial()) == y, "positions differ from a mask");
           ++cases;
         }
       }

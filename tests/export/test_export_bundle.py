@@ -369,6 +369,13 @@ class OverTokens(nn.Module):
         return x - x.mean(1, keepdim=True) / 2
 
 
+def own_window() -> nn.Module:
+    """As a model whose attention is in its own code."""
+    model: Any = exact(_hf("Mistral", sliding_window=16))
+    model._supports_attention_backend = False
+    return model
+
+
 def not_causal() -> nn.Module:
     model = one_layer()
     model.model.norm = OverTokens()
@@ -412,7 +419,8 @@ def refusals() -> list[Any]:
         pytest.param(optimized, few | {"tokenizer": "gpt2"}, ConfigError, "found str", id="tokenizer"),
         pytest.param(int4, few | {"linears": "int8"}, ConfigError, "those of the model are in int4", id="quantised"),
         pytest.param(lambda: torch_pi2.optimize(mlp, [(x,)]), {}, ConfigError, "example inputs", id="args"),
-        pytest.param(lambda: exact(_hf("Mistral", sliding_window=16)), few, UnsupportedModelError, window, id="window"),
+        pytest.param(own_window, few, UnsupportedModelError, window, id="window"),
+        pytest.param(optimized, {"kv": "int4"}, ConfigError, r"kv=.*float32, float16, int8", id="kv"),
         pytest.param(gpt_neo, few, UnsupportedModelError, "its attention is of another kind", id="local"),
         pytest.param(lambda: exact(architecture("longrope")), many, ConfigError, long, id="longrope"),
         pytest.param(not_causal, few, UnsupportedModelError, "its attention is of another kind", id="not causal"),

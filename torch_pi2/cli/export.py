@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.cli import common, verdict
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.spec.config import LINEARS
+from torch_pi2.spec.config import KV_FORMATS, LINEARS
 
 if TYPE_CHECKING:
     from torch_pi2.spec.verdict import Verdict
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of a float model, layers outside FFNs; int8, int4: lossy",
     )
+    add("--kv", choices=KV_FORMATS, default="float32", help="keys and values; float16, int8: lossy")
     add(
         "--activations",
         choices=ACTIVATIONS,
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         model,
         args.out,
         **common.given(
-            args, "target", "max_tokens", "max_prompt", "batches", "linears", "hot", "precision", "outliers"
+            args, "target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "precision", "outliers"
         ),
         tokenizer=tokenizer,
         weight_sharing=not args.no_weight_sharing,
@@ -112,7 +113,8 @@ def _verdict(args: argparse.Namespace, model: Any, made: dict[str, Any]) -> Verd
     from torch_pi2.rewrite.handle import parts_of
 
     earlier, parts = verdict.read(Path(args.model)), parts_of(model)
-    settings = {"target": args.target} | ({} if args.linears == "float32" else {"linears": args.linears})
+    rounded = {"linears": args.linears, "kv": args.kv}
+    settings = {"target": args.target} | {name: kind for name, kind in rounded.items() if kind != "float32"}
     steps = [*verdict.before(Path(args.model)), verdict.step("export", args.model, settings)]
     why = {"speed": f"it is that of the device: torch-pi2 run {args.out.name} here, or on the device, says it"}
     found = unmeasured(args.out, parts.plan, parts.weights, made=steps, not_measured=why)

@@ -42,6 +42,7 @@ def export(
     max_prompt: int = 256,
     batches: Sequence[int] = (1, 2, 4),
     linears: str = "float32",
+    kv: str = "float32",
     hot: Mapping[int, int] | None = None,
     precision: str = "w4a16",
     outliers: int = 64,
@@ -66,6 +67,8 @@ def export(
             planned for as many, and longer prompts go in pieces.
         linears: layers outside feed-forward ones in a float model: ``float32``, ``int8`` or ``int4`` (lossy; XNNPACK's
             8-bit activations). Those of a model with int4 or int8 weights stay as they are.
+        kv: keys and values of a decoder: ``float32``, ``float16`` or ``int8`` (with a scale for each token and head;
+            both are lossy, and a half and a quarter of the memory).
         hot: batch size -> chunks of 512 neurons that the accelerator computes in each layer. Default: from the
             statistics. With ``xnnpack`` XNNPACK stands in for the accelerator (default: there is none).
         precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
@@ -75,7 +78,7 @@ def export(
 
     Raises:
         ConfigError: a dense model, a setting that makes no sense, or more ``max_tokens`` than what is traced is right
-            for (the message has the most). UnsupportedModelError: experts, a sliding window, or something that torch,
+            for (the message has the most). UnsupportedModelError: experts, or something that torch,
             transformers or ExecuTorch cannot export; the message has the reason. LibraryMissingError:
             executorch is not installed, or for ``qnn`` Qualcomm's libraries are not. ArtifactError: the folder holds
             other files, or cannot be written. CalibrationError: see ``calibration``.
@@ -86,6 +89,7 @@ def export(
         max_prompt,
         sorted_batches(batches),
         linears,
+        kv,
         hot,
         precision,
         outliers,

@@ -86,15 +86,6 @@ class _Traced:
         self._forward: Any = programs["forward"].module()
         self._decode: Any = programs[f"decode_b{lanes.lanes}"].module() if decode else None
 
-    def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values ``[max_tokens, KV heads, head size]`` of every layer, to read and to change."""
-
-        def of(kind: str, layer: int) -> torch.Tensor:
-            cache: torch.Tensor = getattr(self.lanes, f"{kind}_{layer}")
-            return cache.view(self.lanes.lanes, -1, *cache.shape[1:])[self.lane]
-
-        return [(of("key", i), of("value", i)) for i in range(self.lanes.layers)]
-
     def read(self, ids_1T: torch.Tensor, position: int) -> torch.Tensor:
         """Logits ``[V]`` after a prompt, whose first token is at ``position``."""
         logits_11V = torch.empty(1, 1, 0)
@@ -121,28 +112,31 @@ def _difference(traced: _Traced, length: int) -> float:
     The model reads its first and last tokens at once, each at its position, so that it knows how long the sequence is;
     then the last ones after what a cache has of all others.
     """
-    model, rows = traced.lanes.model, traced.rows()
+    lanes, model = traced.lanes, traced.lanes.model
     head = min(_HEAD, length - 1)
     tail = min(_TAIL, length - head)
     before = length - tail
     vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     ids_1T = torch.randint(0, vocab, (1, head + tail), generator=torch.Generator().manual_seed(0))
     positions_1T = torch.cat((torch.arange(head), torch.arange(before, length)))[None]
+    from transformers import DynamicCache
+
     with sparse_only():  # long prompts may be computed otherwise
-        whole = _run(model, input_ids=ids_1T, **({"position_ids": positions_1T} if before > head else {}))
+        beginning = {cache_name(model): DynamicCache()}  # that keeps what windows do not see
+        whole = _run(model, input_ids=ids_1T, **beginning, **({"position_ids": positions_1T} if before > head else {}))
         offs = [_relative(traced.read(ids_1T[:, :head], 0), whole.logits[0, head - 1])]
-        for layer, kept in zip(cache_of(whole).layers, rows):
-            for found_LKD, wanted_1KTD in zip(kept, (layer.keys, layer.values)):
-                offs.append(_relative(found_LKD[:head], wanted_1KTD[0, :, :head].transpose(0, 1)))
-                found_LKD[head:before] = found_LKD[torch.arange(before - head) % head]
+        for layer, kept in zip(cache_of(whole).layers, lanes.floats(traced.lane, head)):
+            for found_HKD, wanted_1KTD in zip(kept, (layer.keys, layer.values)):
+                offs.append(_relative(found_HKD, wanted_1KTD[0, :, :head].transpose(0, 1)))
+        for rows_LKD in (rows for pair in lanes.lane(traced.lane) for rows in pair):
+            rows_LKD[head:before] = rows_LKD[torch.arange(before - head) % head]
         if before > head:
-            whole = _run(model, input_ids=ids_1T[:, head:], **{cache_name(model): _cache(model, rows, before)})
+            cache = _cache(model, lanes.floats(traced.lane, before))
+            whole = _run(model, input_ids=ids_1T[:, head:], **{cache_name(model): cache})
         if tail > 1:
             traced.read(ids_1T[:, head:-1], before)
         offs.append(_relative(traced.step(ids_1T[:, -1:], length - 1), whole.logits[0, -1]))
-    for buffer in traced.lanes.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.zero_()
+    lanes.forget()
     return max(offs)
 
 
@@ -156,13 +150,13 @@ def _run(model: Any, **inputs: Any) -> Any:
             buffer.copy_(before)
 
 
-def _cache(model: Any, rows: list[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> Any:
-    """The model's own cache, with the first ``tokens`` of ``rows`` in it."""
+def _cache(model: Any, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """The model's own cache, with keys and values ``[tokens, KV heads, width]`` of each layer in it."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    for i, pair in enumerate(rows):
-        keys, values = (kept[:tokens].transpose(0, 1)[None].clone() for kept in pair)
+    for i, pair in enumerate(kept):
+        keys, values = (rows.transpose(0, 1)[None].clone() for rows in pair)
         cache.update(keys, values, i)
     return cache
 

@@ -136,6 +136,8 @@ def _lossy(source: Source, request: Request) -> list[str]:
         found.append(f"neurons in {kind_of(layers[0])}")
     if rest != "float32":
         found.append(f"linear layers in {rest}")
+    if source.decoder and request.kv != "float32":
+        found.append(f"keys and values in {request.kv}")
     if layers[0].int8_activations:
         found.append("inputs of layers in int8")
     if request.soc is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torch_pi2.decode.budget import scratch_bytes
+from torch_pi2.ops.constants import constants
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.budget import engine_bytes
 from torch_pi2.store.superblock import LayerEntry
@@ -18,6 +19,8 @@ from torch_pi2.store.superblock import LayerEntry
 #: The runner with its libraries, stacks and thread pool, before anything is loaded (11 MB on x86-64), and the 4 MiB
 #: in which the cache is filled.
 _PROCESS_BYTES = 20 << 20
+#: Of which the process may have so many; and, of a row of sums, what is padding, largest score and total.
+_THREADS, _PADDING = 8, 18
 #: Times a tokenizer's file: while it is read, before anything else is loaded, and from then on (measured: 6 and 2.6).
 _TOKENIZER_READ, _TOKENIZER_KEPT = 8, 4
 
@@ -48,14 +51,28 @@ def fixed_bytes(
 
 
 def workspace_bytes(edge: Any) -> int:
-    """What XNNPACK needs for tensors within its delegates, which all share it: the most that live at once in any."""
-    found = [0]
+    """What XNNPACK needs for tensors within its delegates, which all share it, the most that live at once in any; and
+    our attention for its sums.
+    """
+    found, attention = [0], [0]
     for key in edge.methods:
         module = edge.exported_program(key).graph_module
         for lowered in _lowered(module):
             if lowered.backend_id == "XnnpackBackend":
                 found.append(_most_alive(lowered.original_module.graph))
-    return max(found)
+        calls = (node for node in module.graph.nodes if "pi2.cached_attention" in str(node.args[:1]))
+        attention += (_attention_bytes(call) for call in calls)
+    return max(found) + max(attention)
+
+
+def _attention_bytes(call: Any) -> int:
+    """Of a call of ``cached_attention``, at most: sums of each split of the positions, of the tiles in work at once."""
+    core = constants()
+    heads, width = (call.kwargs["query"].meta["val"].shape[i] for i in (1, 3))
+    _, key_heads, length, _ = call.kwargs["_all_bases"][0].meta["val"].shape
+    rows, splits = max(core.attention_rows, heads // key_heads), -(-length // core.attention_split)
+    tile = 4 * splits * rows * (width + _PADDING) + length * rows // 8
+    return int(2 * _THREADS * tile)
 
 
 def _lowered(module: Any) -> Iterator[Any]:

@@ -87,7 +87,7 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
         prepare = _split(source, private, chunks, request, staging)
     if "forward" in prepare:
         prepare["forward"]()
-    lanes = Lanes(private, max(request.batches), request.max_tokens)
+    lanes = Lanes(private, max(request.batches), request.max_tokens, request.kv)
     longest = request.prompt_tokens
     length = Dim.DYNAMIC(min=1, max=longest)
     example = min(8, longest)
@@ -106,7 +106,7 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
     def check(programs: Programs) -> None:
         prepare.get("forward", lambda: None)()
         rough = any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in source.layers)
-        smooth = source.rest == "float32" and not rough
+        smooth = source.rest == request.kv == "float32" and not rough
         # hot parts may be compiled, and have neurons that predictors leave out
         check_traced(lanes, programs, max_prompt=longest, smooth=smooth, decode=not request.splits)
 

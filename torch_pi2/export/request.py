@@ -11,7 +11,7 @@ from typing import Any
 from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
-from torch_pi2.spec.config import LINEARS
+from torch_pi2.spec.config import KV_FORMATS, LINEARS
 
 #: Precision, outliers and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
 _NPU_DEFAULTS = ("w4a16", 64, True)
@@ -26,6 +26,7 @@ class Request:
     max_prompt: int
     batches: tuple[int, ...]
     linears: str
+    kv: str
     hot: Mapping[int, int] | None
     precision: str
     outliers: int
@@ -63,6 +64,7 @@ def check_request(request: Request) -> None:
         ("max_prompt", all(whole) and request.max_prompt >= 2, "a whole number, 2 or more"),
         ("batches", all(whole) and bool(request.batches) and min(request.batches) >= 1, "batch sizes of 1 or more"),
         ("linears", request.linears in LINEARS, ", ".join(LINEARS)),
+        ("kv", request.kv in KV_FORMATS, ", ".join(KV_FORMATS)),
         (
             "precision",
             request.soc is not None or npu == _NPU_DEFAULTS,

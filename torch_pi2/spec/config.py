@@ -18,6 +18,8 @@ WEIGHTS = (FLOAT, *QUANTIZED)
 QUANTIZATIONS = ("rtn", "weighted")
 #: Of linear layers outside FFNs, in a program that was exported.
 LINEARS = ("float32", "int8", "int4")
+#: Of keys and values there.
+KV_FORMATS = ("float32", "float16", "int8")
 
 
 @dataclass(frozen=True)

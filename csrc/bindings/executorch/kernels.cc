@@ -1,15 +1,11 @@
 // pi2::linear.out, sparse_ffn.out and predicted_ffn.out for ExecuTorch: weights that are in the .pte itself. The
 // schemas are those of csrc/bindings/torch.
-#include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
-#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
-
 #include <cmath>
-#include <cstring>
 #include <string>
 #include <string_view>
 
 #include "bindings/activations.h"
-#include "bindings/executorch/fault.h"
+#include "bindings/executorch/operators.h"
 #include "bindings/executorch/threads.h"
 #include "pi2/ffn.h"
 #include "pi2/linear.h"
@@ -19,36 +15,7 @@ namespace pi2::et {
 namespace {
 
 using executorch::aten::ArrayRef;
-using executorch::aten::ScalarType;
-using executorch::aten::Tensor;
-using executorch::runtime::Error;
-using executorch::runtime::KernelRuntimeContext;
 using MaybeTensor = std::optional<Tensor>;
-
-// What a check found; stops the operator.
-struct Refused {
-  std::string what, expected, found;
-};
-
-std::string shape_of(const Tensor& tensor) {
-  std::string text = "[";
-  for (executorch::aten::SizesType d = 0; d < tensor.dim(); ++d)
-    text += (d == 0 ? "" : ", ") + std::to_string(tensor.size(d));
-  return text + "]";
-}
-
-void expect(bool sound, const char* what, const std::string& expected, const std::string& found) {
-  if (!sound) throw Refused{what, expected, found};
-}
-
-DType float_dtype(const Tensor& tensor, const char* what) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return DType::kF32;
-    case ScalarType::BFloat16: return DType::kBF16;
-    case ScalarType::Half: return DType::kF16;
-    default: throw Refused{what, "float32, bfloat16 or float16", "another dtype"};
-  }
-}
 
 DType quantized_dtype(std::string_view weights) {
   expect(weights == "int4" || weights == "int8", "weights", "int4 or int8", std::string(weights));
@@ -85,23 +52,6 @@ std::int64_t hidden_of(const Tensor& x) {
   for (std::size_t d = 0; d < static_cast<std::size_t>(x.dim()); ++d)
     expect(x.dim_order()[d] == d, "x", "a contiguous tensor", "another order");
   return x.size(x.dim() - 1);
-}
-
-// `body`, with every failure told to ExecuTorch and none thrown into it.
-template <class Body>
-void guarded(KernelRuntimeContext& context, const char* op, const Body& body) {
-  const Problem wrong = et::guarded(op, [&] {
-    try {
-      body();
-    } catch (const Refused& r) {
-      return problem(Fault::kArgument, std::string(op) + ", " + r.what, r.expected, r.found, "Export the model again.");
-    }
-    return Problem();
-  });
-  if (!wrong) return;
-  remember(wrong);
-  ET_LOG(Error, "%s", wrong.text.c_str());
-  context.fail(wrong.fault == Fault::kMemory ? Error::MemoryAllocationFailed : Error::InvalidArgument);
 }
 
 // The layer but for x's and out's data and its mask.
@@ -241,15 +191,6 @@ Tensor& predicted_ffn_out(KernelRuntimeContext& context, const Tensor& x, const 
     if (args.tokens > 0) pi2::predicted_ffn(any, args, executorch_threads());
   });
   return out;
-}
-
-// A second registration of an operator ends the process: not where another copy of this library has done it.
-// (registry_has_op_function says so too, and logs an error where it has not.)
-template <class Function>
-Error add(const char* name, Function function) {
-  for (const auto& kernel : executorch::runtime::get_registered_kernels())
-    if (std::strcmp(kernel.name_, name) == 0) return Error::Ok;
-  return executorch::runtime::register_kernel(executorch::extension::make_boxed_kernel(name, function));
 }
 
 constexpr char kLinear[] = "pi2::linear.out", kSparse[] = "pi2::sparse_ffn.out",

@@ -50,7 +50,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   AttentionArgs args;
   const Tensor q = heads_of(query, "query", args.query_strides), k = heads_of(key, "key", args.key_strides),
                v = heads_of(value, "value", args.value_strides);
-  args.dtype = float_dtype(query, "query");
+  args.dtype = args.kv_dtype = float_dtype(query, "query");
   check_sizes(query, key, value);
   args.batch = query.size(0);
   args.heads = query.size(1);

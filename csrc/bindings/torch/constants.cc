@@ -2,6 +2,7 @@
 // (torch_pi2.ops.constants).
 #include "bindings/torch/common.h"
 #include "cache/neuron_cache.h"
+#include "pi2/attention.h"
 #include "pi2/ffn.h"
 #include "pi2/firing.h"
 #include "pi2/linear.h"
@@ -22,6 +23,8 @@ std::string constants() {
       {"gemm_tokens", kGemmTokens},
       {"blocks", takes_blocks()},
       {"mask_bytes", kMaskBytes},
+      {"attention_split", kAttentionSplit},
+      {"attention_rows", kAttentionRows},
       {"most_group", kMostGroup},
       {"most_sizes", kMostSizes},
       {"most_traced", kMostTraced},

@@ -78,7 +78,7 @@ struct AttendArgs {
   std::int64_t key_stride = 0, value_stride = 0;  // bytes from one position to the next
   const std::uint64_t* mask = nullptr;            // [tokens, words]: bit i of word w: the token sees position 64 w + i
   std::int64_t words = 0, begin = 0, end = 0;
-  float scale = 1;
+  float scale = 1, softcap = 0;
   float* scores = nullptr;  // room for [tokens * group, kAttendWord]
   // Of each row: the largest score so far (-inf at first), the sum of the weights under it (0), and y [., ld] (0).
   float* max = nullptr;
@@ -134,7 +134,7 @@ using AttendFn = void (*)(PI2_ATTEND_ARGS);
 // Every entry that a dtype has is filled; the others are null:
 //   dot        all dtypes                  axpy       all but i8
 //   prepare    q4, q8 (float activations)  restore    q4, q8
-//   attend     f32, bf16, f16
+//   attend     f32, bf16, f16, i8 (a float behind each row is its scale)
 //   dot_a8, prepare_a8                     q4, q8 (activations as int8 with a float scale per group of 32)
 struct KernelTable {
   const char* isa;  // as in kernels/list.inc

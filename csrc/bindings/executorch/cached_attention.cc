@@ -1,0 +1,125 @@
+// pi2::cached_attention.out for ExecuTorch: new keys and values into the lanes of a cache, which is a buffer of the
+// program, and attention to what is then in it. torch_pi2/export/cached_attention.py has its reference.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "base/convert.h"
+#include "bindings/executorch/operators.h"
+#include "bindings/executorch/threads.h"
+#include "pi2/attention.h"
+
+namespace pi2::et {
+namespace {
+
+DType kv_dtype(const Tensor& cache) {
+  if (cache.scalar_type() == ScalarType::Byte) return DType::kI8;
+  expect(cache.scalar_type() != ScalarType::BFloat16, "keys", "float32, float16 or bytes", "bfloat16");
+  return float_dtype(cache, "keys");
+}
+
+// Its data, of exactly these sizes and in this order.
+char* data_of(const Tensor& tensor, const char* what, ScalarType dtype, const std::vector<std::int64_t>& sizes) {
+  bool sound = tensor.scalar_type() == dtype && tensor.dim() == static_cast<ssize_t>(sizes.size());
+  for (std::size_t d = 0; sound && d < sizes.size(); ++d)
+    sound = tensor.size(static_cast<ssize_t>(d)) == sizes[d] && tensor.dim_order()[d] == d;
+  std::string wanted;
+  for (const std::int64_t size : sizes) wanted += (wanted.empty() ? "[" : ", ") + std::to_string(size);
+  expect(sound, what, wanted + "] of its dtype, contiguous", shape_of(tensor));
+  return static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+}
+
+// One row of the cache. Whole numbers are followed by their scale; NaN if one of them was no number.
+void pack(const float* from, DType dtype, std::int64_t width, char* to) {
+  if (dtype != DType::kI8) return narrow(from, to, dtype, width);
+  float most = 0;
+  bool finite = true;
+  for (std::int64_t k = 0; k < width; ++k) {
+    finite &= std::isfinite(from[k]);
+    most = std::max(most, std::fabs(from[k]));
+  }
+  const float scale = finite ? most / 127 : std::numeric_limits<float>::quiet_NaN(), exact = 1 / scale;
+  const float inverse = std::isfinite(exact) ? exact : 0;  // not of zeros, or of what is next to nothing
+  for (std::int64_t k = 0; k < width; ++k)
+    to[k] = finite ? static_cast<char>(static_cast<std::int8_t>(std::rint(from[k] * inverse))) : 0;
+  std::memcpy(to + width, &scale, kKvScaleBytes);
+}
+
+Tensor& cached_attention_out(KernelRuntimeContext& context, const Tensor& query, const Tensor& key, const Tensor& value,
+                             const Tensor& rows, const Tensor& keys, const Tensor& values, double scale,
+                             std::int64_t window, double softcap, Tensor& out) {
+  guarded(context, "pi2::cached_attention.out", [&] {
+    expect(query.dim() == 4 && keys.dim() == 4, "query, keys", "4 dimensions", shape_of(query) + ", " + shape_of(keys));
+    AttentionArgs args;
+    args.batch = query.size(0);
+    args.heads = query.size(1);
+    args.tokens = query.size(2);
+    args.width = query.size(3);
+    args.key_heads = keys.size(1);
+    args.length = keys.size(2);
+    args.kv_dtype = kv_dtype(keys);
+    args.scale = static_cast<float>(scale);
+    args.softcap = static_cast<float>(softcap);
+    args.window = window;
+    expect(window >= 0 && softcap >= 0, "window, softcap", "0 or more",
+           std::to_string(window) + ", " + std::to_string(softcap));
+    expect(args.key_heads > 0 && args.heads % args.key_heads == 0, "keys", "heads of which query's are a multiple",
+           shape_of(keys));
+    const std::int64_t lanes = keys.size(0), numbers = args.width + (args.kv_dtype == DType::kI8 ? kKvScaleBytes : 0);
+    const std::int64_t row = row_bytes(args.kv_dtype, numbers), tokens = args.batch * args.tokens;
+    const std::vector<std::int64_t> new_sizes = {args.batch, args.key_heads, args.tokens, args.width};
+    const std::vector<std::int64_t> cache_sizes = {lanes, args.key_heads, args.length, numbers};
+    args.query = data_of(query, "query", ScalarType::Float, {args.batch, args.heads, args.tokens, args.width});
+    char* caches[] = {data_of(keys, "keys", keys.scalar_type(), cache_sizes),
+                      data_of(values, "values", keys.scalar_type(), cache_sizes)};
+    const char* added[] = {data_of(key, "key", ScalarType::Float, new_sizes),
+                           data_of(value, "value", ScalarType::Float, new_sizes)};
+    const auto* row_of =
+        reinterpret_cast<const std::int64_t*>(data_of(rows, "rows", ScalarType::Long, {args.batch, args.tokens}));
+    executorch::aten::SizesType sizes[] = {
+        static_cast<executorch::aten::SizesType>(args.batch), static_cast<executorch::aten::SizesType>(args.tokens),
+        static_cast<executorch::aten::SizesType>(args.heads), static_cast<executorch::aten::SizesType>(args.width)};
+    expect(out.scalar_type() == ScalarType::Float && executorch::runtime::resize_tensor(out, {sizes, 4}) == Error::Ok,
+           "out", "room for " + std::to_string(tokens) + " tokens", shape_of(out));
+
+    std::vector<std::int64_t> lane_of(static_cast<std::size_t>(args.batch)),
+        positions(static_cast<std::size_t>(tokens));
+    for (std::int64_t i = 0; i < tokens; ++i) {
+      const std::int64_t lane = row_of[i] / args.length, b = i / args.tokens;
+      if (i % args.tokens == 0) lane_of[static_cast<std::size_t>(b)] = lane;
+      expect(row_of[i] >= 0 && lane < lanes && lane == lane_of[static_cast<std::size_t>(b)], "rows",
+             "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(args.length) + " tokens each",
+             std::to_string(row_of[i]));
+      positions[static_cast<std::size_t>(i)] = row_of[i] % args.length;
+    }
+    for (int kind = 0; kind < 2; ++kind)
+      for (std::int64_t i = 0; i < tokens * args.key_heads; ++i) {
+        const std::int64_t token = i / args.key_heads, head = i % args.key_heads, b = token / args.tokens;
+        const std::int64_t from = (b * args.key_heads + head) * args.tokens + token % args.tokens;
+        const std::int64_t to = (row_of[token] / args.length * args.key_heads + head) * args.length +
+                                positions[static_cast<std::size_t>(token)];
+        pack(reinterpret_cast<const float*>(added[kind]) + from * args.width, args.kv_dtype, args.width,
+             caches[kind] + to * row);
+      }
+    args.key = caches[0];
+    args.value = caches[1];
+    const std::int64_t q_strides[] = {args.heads * args.tokens * args.width, args.tokens * args.width, args.width};
+    const std::int64_t kv_strides[] = {args.key_heads * args.length * numbers, args.length * numbers, numbers};
+    std::copy_n(q_strides, 3, args.query_strides);
+    std::copy_n(kv_strides, 3, args.key_strides);
+    std::copy_n(kv_strides, 3, args.value_strides);
+    args.lanes = lane_of.data();
+    args.positions = positions.data();
+    args.y = out.mutable_data_ptr();
+    if (out.numel() > 0) attention(args, executorch_threads());
+  });
+  return out;
+}
+
+constexpr char kName[] = "pi2::cached_attention.out";
+[[maybe_unused]] const Error added = add(kName, EXECUTORCH_FN(cached_attention_out, kName));
+
+}  // namespace
+}  // namespace pi2::et

@@ -1,0 +1,112 @@
+"""``pi2::cached_attention``: new tokens into a KV cache of several lanes, and their attention over what it then has.
+
+One operator, so that what is read is what the tokens see and no more: neither all that the cache has room for, nor a
+mask as large. In a ``.pte`` it is a kernel (csrc/bindings/executorch/cached_attention.cc); here is its reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_pi2.ops import load
+from torch_pi2.spec.config import KV_FORMATS
+
+#: What the formats of a cache are stored in.
+KV_DTYPES = dict(zip(KV_FORMATS, (torch.float32, torch.float16, torch.uint8)))
+#: Behind the numbers of a row in int8: its scale, a float32.
+SCALE_BYTES = 4
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tensor(b!) values, "
+    "float scale, int window, float softcap"
+)
+_library: torch.library.Library | None = None
+
+
+def define() -> None:
+    """Make the operator known to torch. A second call does nothing."""
+    global _library
+    if _library is not None:
+        return
+    load()
+    library = torch.library.Library("pi2", "FRAGMENT")
+    library.define(f"cached_attention({_ARGUMENTS}) -> Tensor")
+    library.define(f"cached_attention.out({_ARGUMENTS}, *, Tensor(c!) out) -> Tensor(c!)")
+    library.impl("cached_attention", cached_attention, "CompositeExplicitAutograd")
+    library.impl("cached_attention.out", _out, "CompositeExplicitAutograd")
+    torch.library.register_fake("pi2::cached_attention", _fake, lib=library)
+    _library = library
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Write ``key`` and ``value`` into the cache, then attend to it; N query heads share K key heads in equal groups.
+
+    Args:
+        query: float32 ``[B, N, T, D]``. key, value: float32 ``[B, K, T, D]``.
+        rows: int64 ``[B, T]``: lane * L + position of each token; those of a sequence are of one lane.
+        keys, values: the cache ``[lanes, K, L, D]`` in float32 or float16, or uint8 ``[lanes, K, L, D + 4]``: see
+            :func:`packed`.
+        scale: what scores are multiplied by. softcap: c tanh(scores / c) follows if it is not 0.
+        window: a token sees so many positions, itself the last; 0: all before it.
+
+    Returns:
+        float32 ``[B, T, N, D]``.
+    """
+    length = keys.shape[2]
+    lane_B, position_BT = rows[:, 0] // length, rows % length
+    found = []
+    for cache, new_BKTD in ((keys, key), (values, value)):
+        cache[lane_B[:, None], :, position_BT] = packed(new_BKTD, cache.dtype).transpose(1, 2)
+        found.append(unpacked(cache[lane_B]).repeat_interleave(query.shape[1] // key.shape[1], 1))
+    key_BNLD, value_BNLD = found
+    slots_L, last_BT1 = torch.arange(length, device=rows.device), position_BT[..., None]
+    seen_BTL = slots_L <= last_BT1
+    if window:
+        seen_BTL = seen_BTL & (slots_L > last_BT1 - window)
+    scores_BNTL = scale * query @ key_BNLD.mT
+    if softcap:
+        scores_BNTL = softcap * torch.tanh(scores_BNTL / softcap)
+    weights_BNTL = scores_BNTL.masked_fill(~seen_BTL[:, None], -torch.inf).softmax(-1)
+    return (weights_BNTL @ value_BNLD.where(seen_BTL.any(1)[:, None, :, None], 0)).transpose(1, 2).contiguous()
+
+
+def packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows ``[..., D]`` as a cache has them.
+
+    uint8 stands for int8: D numbers and their scale, the largest magnitude / 127, as four bytes of a float32. A row
+    that has something else than numbers is zeros with a scale of NaN.
+    """
+    if dtype != torch.uint8:
+        return x.to(dtype)
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    scale, inverse = scale.where(scale.isfinite(), torch.nan), (1 / scale).nan_to_num(0, 0, 0)
+    whole = (x * inverse.where(scale.isfinite(), 0)).nan_to_num(0).round().to(torch.int8)
+    return torch.cat((whole.view(torch.uint8), scale.contiguous().view(torch.uint8)), -1)
+
+
+def unpacked(rows: torch.Tensor) -> torch.Tensor:
+    """What :func:`packed` packed, in float32."""
+    if rows.dtype != torch.uint8:
+        return rows.float()
+    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return rows[..., :-SCALE_BYTES].contiguous().view(torch.int8) * scale
+
+
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    batch, heads, tokens, width = query.shape
+    return query.new_empty((batch, tokens, heads, width))
+
+
+def _out(*args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(cached_attention(*args))
