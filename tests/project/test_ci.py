@@ -27,8 +27,8 @@ def test_readme_first() -> None:
     before, installs, _ = RUN.partition("apt-get")
     assert installs
     for command in readme_commands():
-        assert f"PATH=$PWD/build/bare {command}" in before
-    assert not re.search(r"^\s*(pip|make (?!demo|test\b))", before, flags=re.MULTILINE)
+        assert f"PATH=$PWD/build/bare step {command}" in before
+    assert not re.search(r"^\s*(step )?(pip|make (?!demo|test\b))", before, flags=re.MULTILINE)
     assert RUN.rstrip().endswith("tail -n 1")  # pytest's closing line
     subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
 
