@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import torch_pi2
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.program import export_program
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import sparse_only
@@ -113,28 +113,3 @@ def test_torch_export_itself_refuses_what_would_come_out_dense(strict: bool) -> 
         torch.export.export(model, (x,), strict=strict)
     restored = torch_pi2.restore(model)
     assert torch.export.export(restored, (x,), strict=strict)
-
-
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize(("sparse", "found"), [(True, r"such as pi2\.sparse_ffn\."), (False, "with no operator of")])
-def test_our_partitioner_says_when_nothing_would_be_ours(order: int, sparse: bool, found: str) -> None:
-    """In ExecuTorch's own ways of lowering, in any order of partitioners."""
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
-
-    from torch_pi2.export.partitioner import Pi2Partitioner
-
-    model = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
-    if sparse:
-        torch_pi2.optimize(model, [(torch.randn(80, 24),)], torch_pi2.Config(method="exact"))
-    exported = torch.export.export(model, (torch.randn(2, 24),))
-    config = EdgeCompileConfig(_check_ir_validity=False)
-    message = (
-        rf"Pi2Partitioner: expected a program that torch_pi2\.export\(model, folder\) lowers.*{found}.*Call torch_pi2"
-    )
-    with pytest.raises(ConfigError, match=message):
-        to_edge_transform_and_lower(
-            exported, partitioner=[Pi2Partitioner(), XnnpackPartitioner()][::order], compile_config=config
-        )
-    with pytest.raises(ConfigError, match=message):
-        to_edge(exported, compile_config=config).to_backend(Pi2Partitioner())

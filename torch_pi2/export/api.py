@@ -116,7 +116,7 @@ def export(
                 made = decoder_methods_of(source, private, request, staging)
             else:
                 made = module_methods(private, args, kwargs, dynamic_shapes)
-        planned = _write_program(staging / PROGRAM_FILE, source, made, request, name, facts)
+        planned = _write_program(staging / PROGRAM_FILE, source, made, request, facts)
         manifest = manifest_of(source, request, facts, staging, made.chunks, planned)
         manifest.save(staging)
         manifest.verify(staging)
@@ -150,12 +150,9 @@ def _check_model(model: nn.Module, request: Request, decoder: bool, traced: bool
         )
 
 
-def _write_program(
-    path: Path, source: Source, made: Methods, request: Request, name: str, facts: StoreFacts
-) -> tuple[int, int]:
+def _write_program(path: Path, source: Source, made: Methods, request: Request, facts: StoreFacts) -> tuple[int, int]:
     """Trace, check, lower and write methods; bytes of ExecuTorch's memory for them, and of XNNPACK's."""
     from torch_pi2.export.lower import lower, trace
-    from torch_pi2.export.partitioner import blobs
 
     layers = source.layers
     preload_from = [min(of_layer) * CHUNK for of_layer in zip(*made.chunks.values())] or [0] * len(layers)
@@ -166,10 +163,9 @@ def _write_program(
         return blob_of(facts, layers, layer, role, first, queue, wanted).pack()
 
     constants = runner_constants(source, request) if source.decoder else {}
-    with blobs(name, blob):
-        programs = trace(made.methods, source.name, progress=request.progress)
-        made.check(programs)
-        program = lower(programs, source.name, constants=constants, progress=request.progress)
+    programs = trace(made.methods, source.name, progress=request.progress)
+    made.check(programs)
+    program = lower(programs, source.name, blob=blob, constants=constants, progress=request.progress)
     atomic_write(path, program.data)
     return program.arena_bytes, program.workspace_bytes
 

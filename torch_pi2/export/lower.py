@@ -24,7 +24,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.failures import named_failures
 from torch_pi2.export.memory import workspace_bytes
-from torch_pi2.export.partitioner import BACKEND, Pi2Partitioner, role_of
+from torch_pi2.export.partitioner import BACKEND, BlobPartitioner, role_of
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,15 @@ def lower(
     programs: Mapping[str, torch.export.ExportedProgram],
     name: str,
     *,
+    blob: Callable[[int, int, int, int], bytes] | None = None,
     constants: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> Program:
-    """The ``.pte`` of ``programs``, whose delegate operators become blobs of :func:`~.partitioner.blobs`.
+    """The ``.pte`` of ``programs``.
 
-    ``constants``: methods that return a number, a bool or a list of these.
+    Args:
+        blob: what a delegate operator becomes, of its layer, role, first neuron and queue.
+        constants: methods that return a number, a bool or a list of these.
 
     Raises:
         UnsupportedModelError: ExecuTorch cannot lower it; or a delegate operator was left over.
@@ -90,12 +93,20 @@ def lower(
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
     from executorch.exir.passes import MemoryPlanningPass
 
+    def blob_of_node(_: Any, node: torch.fx.Node) -> bytes | None:
+        role = role_of(node)
+        if role is None or blob is None:
+            return None
+        layer, *settings = node.args[2:]  # behind x and the name of the layers
+        first, queue = settings if role else (0, 0)
+        return blob(layer, role, first, queue)  # type: ignore[arg-type]
+
     rest = XnnpackPartitioner()
     calls = {key: sum(role_of(n) is not None for n in p.graph.nodes) for key, p in programs.items()}
     with _quiet(), _counted(progress), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
         edge = to_edge_transform_and_lower(
             dict(programs),
-            partitioner={key: [Pi2Partitioner(rest) if count else rest] for key, count in calls.items()},
+            partitioner={key: [BlobPartitioner(blob_of_node, rest) if count else rest] for key, count in calls.items()},
             constant_methods=dict(constants or {}),
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )

@@ -24,7 +24,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
 from torch_pi2.ops import load
 
-#: What :class:`~torch_pi2.export.partitioner.Pi2Partitioner` takes, and the role in the blob.
+#: What becomes a call of the delegate, and its role in the blob.
 ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2}
 
 _models: dict[str, Sequence[SparseFFN]] = {}

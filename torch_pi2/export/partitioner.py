@@ -1,36 +1,36 @@
-"""``Pi2Partitioner``: the delegate operators of a program become calls of the ``Pi2Backend`` delegate.
+"""``Pi2Partitioner``: feed-forward layers of a program become calls of the ``Pi2Backend`` delegate.
 
 The weights are in a store that has been written before (D2), so that what is left in the ``.pte`` is a blob of 512
-bytes per call (:mod:`torch_pi2.export.blob`). Needs executorch.
+bytes per call (:mod:`torch_pi2.export.blob`), which travels in the compile specs. Needs executorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from executorch.exir.backend.utils import tag_constant_data
+from executorch.exir.dialects.edge._ops import EdgeOpOverload
+from torch import nn
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.markers import ROLES
+from torch_pi2.export.standins import exported_layers
+from torch_pi2.export.store import blob_of, write_store
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.rewrite.handle import parts_of
 
 BACKEND = "Pi2Backend"
-
-#: Name of registered layers -> (layer, role, first neuron, queue) -> the blob.
-_blobs: dict[str, Callable[[int, int, int, int], bytes]] = {}
-
-
-@contextmanager
-def blobs(name: str, make: Callable[[int, int, int, int], bytes]) -> Iterator[None]:
-    """While this is entered, operators of the registered layers ``name`` are lowered to what ``make`` gives."""
-    _blobs[name] = make
-    try:
-        yield
-    finally:
-        del _blobs[name]
+_BLOB = "blob"
+#: Of a node of a program: its blob, or None if it is none of ours.
+BlobOf = Callable[[torch.export.ExportedProgram, torch.fx.Node], "bytes | None"]
+#: Whole layers, in programs of :func:`torch_pi2.export_program` and ``torch.export.export``.
+_WHOLE = ("pi2.sparse_ffn", "pi2.predicted_ffn")
 
 
 def role_of(node: torch.fx.Node) -> int | None:
@@ -48,75 +48,129 @@ def _operator(node: torch.fx.Node) -> str:
 
 @final
 class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
-    """Gives each delegate operator its blob."""
+    """Gives each call its blob."""
 
     @staticmethod
-    def preprocess(edge_program: torch.export.ExportedProgram, compile_specs: list[Any]) -> PreprocessResult:
-        found = [(node, role_of(node)) for node in edge_program.graph.nodes]
-        calls = [(node, role) for node, role in found if role is not None]
-        assert len(calls) == 1, calls
-        node, role = calls[0]
-        assert role is not None
-        name, layer, *rest = node.args[1:]
-        first, queue = rest if role else (0, 0)
-        if name not in _blobs:
-            raise ConfigError(
-                f"lowering of {node.target}",
-                expected="a program made by torch_pi2.export",
-                found=f"layers {name}, whose store is not known",
-                fix="Lower it inside torch_pi2.export(...), which writes the store first.",
-            )
-        return PreprocessResult(processed_bytes=_blobs[name](int(layer), role, int(first), int(queue)))
+    def preprocess(edge_program: torch.export.ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
+        return PreprocessResult(processed_bytes=next(spec.value for spec in compile_specs if spec.key == _BLOB))
 
 
-@final
-class Pi2Partitioner(Partitioner):
-    """Takes delegate operators, each by itself, and leaves everything else to another partitioner.
-
-    It is for :func:`torch_pi2.export` alone, which writes the store first; elsewhere it would take nothing.
+class BlobPartitioner(Partitioner):
+    """Takes nodes that have a blob, each by itself, and leaves everything else to another partitioner.
 
     Args:
+        blob: of a node.
         rest: of the rest. It is a part of this one because each partitioner in a list decomposes the whole program
-            first: with another list of operators to preserve, what the other one knows (quantised linears) would be
-            gone without an error; with the same list, it would be done twice.
+            first: with the same operators to preserve that is done twice, with others what the next one knows
+            (quantised linears) would be gone without an error. None: those of XNNPACK are preserved.
     """
 
-    def __init__(self, rest: Partitioner | None = None) -> None:
+    def __init__(self, blob: BlobOf, rest: Partitioner | None = None) -> None:
         super().__init__()
-        self._rest = rest
-        self._spec = DelegationSpec(BACKEND, [])
-
-    def transform_for_pre_decomposition(
-        self, exported_program: torch.export.ExportedProgram
-    ) -> torch.export.ExportedProgram:
-        _refuse_others(exported_program)
-        return exported_program
+        self._blob, self._rest = blob, rest
 
     def ops_to_not_decompose(self, ep: torch.export.ExportedProgram) -> Any:
-        return ([], None) if self._rest is None else self._rest.ops_to_not_decompose(ep)
+        if self._rest is not None:
+            return self._rest.ops_to_not_decompose(ep)
+        if any(isinstance(node.target, EdgeOpOverload) for node in ep.graph.nodes):
+            return [], None  # of lowered programs it is asked what must be gone
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+        return XnnpackPartitioner().ops_to_not_decompose(ep)
 
     def partition(self, exported_program: torch.export.ExportedProgram) -> PartitionResult:
-        _refuse_others(exported_program)
         tags: dict[str, DelegationSpec] = {}
         if self._rest is not None:
             found = self._rest.partition(exported_program)
             exported_program, tags = found.tagged_exported_program, dict(found.partition_tags)
         for i, node in enumerate(exported_program.graph.nodes):
-            if role_of(node) is not None:
+            blob = self._blob(exported_program, node)
+            if blob is not None:
                 node.meta["delegation_tag"] = f"pi2_{i}"
-                tags[f"pi2_{i}"] = self._spec
+                tags[f"pi2_{i}"] = DelegationSpec(BACKEND, [CompileSpec(_BLOB, blob)])
+        tag_constant_data(exported_program)  # weights are in the store, not in the program
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
 
 
-def _refuse_others(program: torch.export.ExportedProgram) -> None:
-    """Raises ConfigError for a program of which nothing would be ours."""
-    if any(role_of(node) is not None for node in program.graph.nodes):
-        return
-    ours = next((name for name in map(_operator, program.graph.nodes) if name.startswith("pi2.")), None)
-    raise ConfigError(
-        "Pi2Partitioner",
-        expected="a program that torch_pi2.export(model, folder) lowers, whose feed-forward layers are in a store",
-        found="another program, with " + (f"operators such as {ours}" if ours else "no operator of ours"),
-        fix="Call torch_pi2.export(model, folder): it lowers the rest with XNNPACK, too. Or leave Pi2Partitioner out: "
-        "all feed-forward layers are then lowered as any other part of the model, with weights in the .pte.",
-    )
+@final
+class Pi2Partitioner(BlobPartitioner):
+    """Feed-forward layers of an optimised model to ``Pi2Backend``, their weights to a neuron store.
+
+    For programs of the model or of a module around it, exported by :func:`torch_pi2.export_program` or
+    ``torch.export.export``::
+
+        program = torch_pi2.export_program(model, (ids,))
+        partitioner = [Pi2Partitioner(model, "out/model.pi2"), XnnpackPartitioner()]
+        edge = to_edge_transform_and_lower(program, partitioner=partitioner)
+        edge.to_executorch().save("out/model.pte")
+
+    Who runs the ``.pte`` has our library in the process, and says where the store is (docs/BUNDLE.md).
+    :func:`torch_pi2.export` does more: a KV cache, a manifest, a tokenizer.
+
+    Args:
+        model: that :func:`torch_pi2.optimize` or :func:`torch_pi2.load` gave.
+        store: the file to write, at once; ``.pte`` files know its name alone.
+        rest: another partitioner, for all else; or list it behind this one, if it is XNNPACK's.
+
+    Raises:
+        ConfigError: a dense model; when lowering, a program without layers of this model. UnsupportedModelError: see
+            :func:`torch_pi2.export`; a layer that is called twice. ArtifactError: the store cannot be written.
+    """
+
+    def __init__(self, model: nn.Module, store: str | Path, rest: Partitioner | None = None) -> None:
+        layers = exported_layers(model)
+        names = {id(module): name for name, module in model.named_modules() if isinstance(module, SparseFFN)}
+        facts = write_store(Path(store), layers, parts_of(model).plan)
+        self._places = {f"{names[id(ffn)]}.neuron_rows": i for i, ffn in enumerate(layers)}
+
+        def blob(program: torch.export.ExportedProgram, node: torch.fx.Node) -> bytes | None:
+            layer = self._layer(program, node)
+            return None if layer is None else blob_of(facts, layers, layer, 0).pack()
+
+        super().__init__(blob, rest)
+
+    def transform_for_pre_decomposition(
+        self, exported_program: torch.export.ExportedProgram
+    ) -> torch.export.ExportedProgram:
+        self._check(exported_program)
+        return exported_program
+
+    def partition(self, exported_program: torch.export.ExportedProgram) -> PartitionResult:
+        self._check(exported_program)
+        return super().partition(exported_program)
+
+    def _layer(self, program: torch.export.ExportedProgram, node: torch.fx.Node) -> int | None:
+        """The layer that a node is; None if it is no layer of ours."""
+        if _operator(node) not in _WHOLE:
+            return None
+        signature, rows = program.graph_signature, node.args[1]
+        known = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        name = known.get(getattr(rows, "name", ""), "")
+        found = [layer for place, layer in self._places.items() if name == place or name.endswith(f".{place}")]
+        if len(found) != 1:
+            raise ConfigError(
+                "Pi2Partitioner",
+                expected="a program of the model that it was made with",
+                found=f"a layer of another one ({name or node.name})",
+                fix="Make it with the model that the program was exported from.",
+            )
+        return found[0]
+
+    def _check(self, program: torch.export.ExportedProgram) -> None:
+        """Raises ConfigError for a program of which nothing would be ours, UnsupportedModelError for a layer twice."""
+        found = [layer for layer in (self._layer(program, node) for node in program.graph.nodes) if layer is not None]
+        if not found:
+            ours = next((name for name in map(_operator, program.graph.nodes) if name.startswith("pi2.")), None)
+            raise ConfigError(
+                "Pi2Partitioner",
+                expected="a program with feed-forward layers of its model, from torch_pi2.export_program",
+                found="one with " + (f"operators such as {ours} alone" if ours else "no operator of ours"),
+                fix="Export the optimised model, not the dense one; leave the partitioner out for other methods.",
+            )
+        if len({*found}) < len(found):
+            raise UnsupportedModelError(
+                "Pi2Partitioner",
+                expected="layers that are called once",
+                found=f"layer {next(i for i in found if found.count(i) > 1)} called twice",
+                fix="Leave the partitioner out: feed-forward layers are then lowered with weights in the .pte.",
+            )
