@@ -26,8 +26,10 @@ double since(std::chrono::steady_clock::time_point start) {
 
 // What the budget leaves for neurons.
 std::int64_t cache_of(const Options& options, const Manifest& manifest) {
-  // The manifest counts a few threads; each has a stack and buffers of its own.
-  const std::int64_t fixed = manifest.fixed_bytes + std::int64_t{std::max(0, options.threads - 8)} * (128 << 10);
+  // The manifest counts a few threads; each has a stack and buffers of its own, and attention's sums of each 512
+  // tokens.
+  const std::int64_t further = std::max(0, options.threads - 8), splits = (manifest.max_tokens + 511) / 512;
+  const std::int64_t fixed = manifest.fixed_bytes + further * ((128 << 10) + splits * (256 << 10));
   const std::int64_t left = options.budget - fixed;
   if (left < 1024) {
     const auto mib = std::to_string((fixed + (1 << 20) - 1) >> 20) + " MiB";

@@ -80,11 +80,17 @@ def exportable_attention(model: nn.Module, layers: Sequence[Any]) -> Iterator[No
     from transformers import AttentionInterface
 
     def attention(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **others: Any
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        return _attention(module, query, key, value, layers, **others), None
+        return _attention(module, query, key, value, layers, text, **others), None
 
     config: Any = model.config
+    text = config.get_text_config(decoder=True)
     AttentionInterface.register(_NAME, attention)
     before = config._attn_implementation
     if takes_attention(model):
@@ -106,32 +112,50 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     layers: Sequence[Any],
+    config: Any,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> torch.Tensor:
     """transformers' attention interface. The mask is not looked at: positions and the window say what a token sees."""
-    layer = next((layer for layer in layers if layer.new_key is key), None)
+    index = next((i for i, layer in enumerate(layers) if layer.new_key is key), None)
     strange = [name for name in _NOT_HERE if others.get(name) is not None]
-    if strange or layer is None:
-        raise UnsupportedModelError(
-            f"export of {type(module).__name__}",
-            expected="attention of scores, a window and softmax, of the keys that its cache gives",
-            found=f"one with {', '.join(strange)}" if strange else "one that changes them",
-            fix="Run it with PyTorch; this attention is not in the exporter yet.",
-        )
+    if strange or index is None:
+        raise _unsupported(module, f"one with {', '.join(strange)}" if strange else "one that changes them")
+    layer = layers[index]
+    window = _window(module, config, index, sliding_window, layer.tokens)
     widths = query.shape[-1], value.shape[-1]  # of a cache they are the same
     query, key, value = (
         F.pad(x, (0, max(widths) - x.shape[-1])) if len({*widths}) > 1 else x for x in (query, key, value)
     )
     scale = float(widths[0] ** -0.5 if scaling is None else scaling)
-    window = sliding_window if sliding_window and sliding_window < layer.tokens else 0
     settings = (scale, window, float(softcap or 0))
     y: torch.Tensor = torch.ops.pi2.cached_attention(
         query, key, value, layer.rows_BT, layer.keys, layer.values, *settings
     )
     return y[..., : widths[1]]
+
+
+def _window(module: nn.Module, config: Any, layer: int, called_with: int | None, tokens: int) -> int:
+    """Of a layer, 0: none that is shorter than ``tokens``. Masks follow the configuration, calls say it besides."""
+    kinds, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
+    slides = kinds[layer] == "sliding_attention" if kinds else getattr(config, "use_sliding_window", True)
+    by_config, by_call = (w if w < tokens else 0 for w in (width if slides else 0, called_with or 0))
+    if by_config != by_call and not (kinds and by_call == 0):
+        raise _unsupported(
+            module, f"a window of {by_call or 'all'} tokens, and {by_config or 'all'} in its configuration"
+        )
+    return by_config
+
+
+def _unsupported(module: nn.Module, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"export of {type(module).__name__}",
+        expected="attention of scores, a window and softmax, of the keys that its cache gives",
+        found=found,
+        fix="Run it with PyTorch; this attention is not in the exporter yet.",
+    )
 
 
 def _fixed(kind: Any) -> Any:

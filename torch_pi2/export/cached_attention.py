@@ -70,15 +70,17 @@ def cached_attention(
         cache[lane_B[:, None], :, position_BT] = packed(new_BKTD, cache.dtype).transpose(1, 2)
         found.append(unpacked(cache[lane_B]).repeat_interleave(query.shape[1] // key.shape[1], 1))
     key_BNLD, value_BNLD = found
-    slots_L, last_BT1 = torch.arange(length, device=rows.device), position_BT[..., None]
-    seen_BTL = slots_L <= last_BT1
-    if window:
-        seen_BTL = seen_BTL & (slots_L > last_BT1 - window)
-    scores_BNTL = scale * query @ key_BNLD.mT
-    if softcap:
-        scores_BNTL = softcap * torch.tanh(scores_BNTL / softcap)
-    weights_BNTL = scores_BNTL.masked_fill(~seen_BTL[:, None], -torch.inf).softmax(-1)
-    return (weights_BNTL @ value_BNLD.where(seen_BTL.any(1)[:, None, :, None], 0)).transpose(1, 2).contiguous()
+    slots_L, y = torch.arange(length, device=rows.device), []
+    for q_BND, last_B in zip(query.unbind(2), position_BT.unbind(1), strict=True):
+        seen_BL = slots_L <= last_B[:, None]
+        if window:
+            seen_BL = seen_BL & (slots_L > last_B[:, None] - window)
+        scores_BNL = scale * (q_BND[:, :, None] @ key_BNLD.mT)[:, :, 0]
+        if softcap:
+            scores_BNL = softcap * torch.tanh(scores_BNL / softcap)
+        weights_BNL = scores_BNL.masked_fill(~seen_BL[:, None], -torch.inf).softmax(-1)
+        y.append((weights_BNL[:, :, None] @ value_BNLD.where(seen_BL[:, None, :, None], 0))[:, :, 0])
+    return torch.stack(y, 1)
 
 
 def packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

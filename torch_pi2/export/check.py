@@ -2,7 +2,7 @@
 
 What depends on the length of a sequence (windows, rotary embeddings, tables of positions) is fixed by tracing, and no
 configuration tells all of it. So the traced methods read a few tokens at the beginning and at the end of their room;
-what the beginning left in the cache is repeated in between, which costs little however large the room is.
+in between the cache is filled at random, which costs little however large the room is.
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ def _difference(traced: _Traced, length: int) -> float:
         for layer, kept in zip(cache_of(whole).layers, lanes.floats(traced.lane, head)):
             for found_HKD, wanted_1KTD in zip(kept, (layer.keys, layer.values)):
                 offs.append(_relative(found_HKD, wanted_1KTD[0, :, :head].transpose(0, 1)))
-        for rows_LKD in (rows for pair in lanes.lane(traced.lane) for rows in pair):
-            rows_LKD[head:before] = rows_LKD[torch.arange(before - head) % head]
+        for keys_LKD, values_LKD in lanes.lane(traced.lane):
+            _fill(keys_LKD, head, before, 0)
+            _fill(values_LKD, head, before, 3)
         if before > head:
             cache = _cache(model, lanes.floats(traced.lane, before))
             whole = _run(model, input_ids=ids_1T[:, head:], **{cache_name(model): cache})
@@ -138,6 +139,14 @@ def _difference(traced: _Traced, length: int) -> float:
         offs.append(_relative(traced.step(ids_1T[:, -1:], length - 1), whole.logits[0, -1]))
     lanes.forget()
     return max(offs)
+
+
+def _fill(rows_LKD: torch.Tensor, head: int, before: int, ramp: float) -> None:
+    """Rows between: as large as the first ones, random, and drifting, so that means of some and of all differ."""
+    random = torch.Generator().manual_seed(0)
+    shape = rows_LKD[head:before].shape
+    drift_LKD = torch.linspace(-ramp, ramp, shape[0])[:, None, None] * torch.randn(shape[1:], generator=random)
+    rows_LKD[head:before] = (torch.randn(shape, generator=random) + drift_LKD) * rows_LKD[:head].std(0)
 
 
 def _run(model: Any, **inputs: Any) -> Any:

@@ -68,7 +68,7 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
     """Of a Hugging Face decoder, of whose copy ``private`` the layers are delegated."""
     from torch.export import Dim
 
-    from torch_pi2.export.lower import Method
+    from torch_pi2.export.lower import Method, trace
 
     chunks: dict[str, list[int]] = {}
     prepare: dict[str, Callable[[], None]] = {}
@@ -93,24 +93,32 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
     example = min(8, longest)
     tokens = torch.zeros((1, example), dtype=torch.int64)
     prompt = (tokens, torch.zeros(1, dtype=torch.int64))
-    methods: dict[str, Method] = {}
-    for name, module in decoder_methods(lanes, request.batches).items():
-        if name == "forward":
-            methods[name] = Method(module, prompt, None, ({1: length}, None), prepare.get(name))
-        elif name == "fork":
-            methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
-        else:
-            step = torch.zeros((int(name.removeprefix("decode_b")), 1), dtype=torch.int64)
-            methods[name] = Method(module, (step, step.clone()), prepare=prepare.get(name))
+
+    def methods_of(lanes: Lanes, batches: Sequence[int]) -> dict[str, Method]:
+        methods: dict[str, Method] = {}
+        for name, module in decoder_methods(lanes, batches).items():
+            if name == "forward":
+                methods[name] = Method(module, prompt, None, ({1: length}, None), prepare.get(name))
+            elif name == "fork":
+                methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
+            else:
+                step = torch.zeros((int(name.removeprefix("decode_b")), 1), dtype=torch.int64)
+                methods[name] = Method(module, (step, step.clone()), prepare=prepare.get(name))
+        return methods
 
     def check(programs: Programs) -> None:
         prepare.get("forward", lambda: None)()
         rough = any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in source.layers)
-        smooth = source.rest == request.kv == "float32" and not rough
+        smooth, checked = source.rest == "float32" and not rough, lanes
+        if request.kv != "float32":  # what is wrong would not be told from rounding: the same, without
+            batch = request.batches[0]
+            checked = Lanes(private, batch, request.max_tokens)
+            programs = trace(methods_of(checked, (batch,)), source.name)
+            prepare.get("forward", lambda: None)()
         # hot parts may be compiled, and have neurons that predictors leave out
-        check_traced(lanes, programs, max_prompt=longest, smooth=smooth, decode=not request.splits)
+        check_traced(checked, programs, max_prompt=longest, smooth=smooth, decode=not request.splits)
 
-    return Methods(methods, chunks, check)
+    return Methods(methods_of(lanes, request.batches), chunks, check)
 
 
 def _split(

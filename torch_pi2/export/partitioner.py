@@ -14,7 +14,6 @@ import torch
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
-from executorch.exir.backend.utils import tag_constant_data
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch import nn
 
@@ -44,6 +43,12 @@ def _operator(node: torch.fx.Node) -> str:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return ""
     return str(target._schema.name.replace("::", "."))
+
+
+def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> bool:
+    signature = program.graph_signature
+    kinds = signature.inputs_to_parameters, signature.inputs_to_buffers, signature.inputs_to_lifted_tensor_constants
+    return any(node.name in names for names in kinds)
 
 
 @final
@@ -88,7 +93,9 @@ class BlobPartitioner(Partitioner):
             if blob is not None:
                 node.meta["delegation_tag"] = f"pi2_{i}"
                 tags[f"pi2_{i}"] = DelegationSpec(BACKEND, [CompileSpec(_BLOB, blob)])
-        tag_constant_data(exported_program)  # weights are in the store, not in the program
+                for data in node.all_input_nodes:  # weights are in the store, and go with the node
+                    if data.op == "placeholder" and [*data.users] == [node] and _is_constant(exported_program, data):
+                        data.meta["delegation_tag"] = f"pi2_{i}"
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
 
 
