@@ -19,8 +19,8 @@ def test_figures_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bundle, "WORK", tmp_path)
     torch_pi2.synthetic(tmp_path / "m", "tiny", layers=2)
     sizes = {"prompts": (5, 40), "max_tokens": 64, "tokens": 6, "rounds": 2}
-    result = bundle.run(tmp_path / "m", kv=("float32", "int8"), **sizes, runner=runner)
-    assert [*result["ways"]] == [bundle.DECODER, "runner, float32", "runner, int8"]
+    result = bundle.run(tmp_path / "m", kv=("int8",), **sizes, runner=runner)
+    assert [*result["ways"]] == [bundle.DECODER, "runner, int8"]
     for way, found in result["ways"].items():
         for length in found["lengths"].values():
             for name in ("prompt", "decode", "of_decoder"):

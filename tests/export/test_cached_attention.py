@@ -3,6 +3,7 @@ decoders with windows, soft caps and caches in 16 and 8 bits."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from torch.library import opcheck
 
 import torch_pi2
 from torch_pi2.decode import executorch as backend
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export import attention
 from torch_pi2.export.attention import takes_attention
 from torch_pi2.export.cached_attention import KV_DTYPES, cached_attention, define, packed, unpacked
+from torch_pi2.export.check import check_traced
+from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.lower import Method, lower, trace
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.run import Bundle
@@ -220,6 +224,89 @@ def test_caches_in_16_and_8_bits(kv: str, off: float, tmp_path: Path) -> None:
         alone = bundle.generate(PROMPT, 12).sequences[0].ids
         two = bundle.generate(PROMPT, 12, num_return_sequences=2, temperature=1e-4, seed=0).sequences  # forked
         assert [s.ids for s in two] == [alone, alone]
+
+
+def test_rounding_is_not_taken_for_another_attention(tmp_path: Path) -> None:
+    """A small random model, whose logits 8 bits move by more than two percent."""
+    torch.manual_seed(2)
+    model = _hf("Llama").eval()
+    for parameter in (p for p in model.parameters() if p.dim() > 1):
+        nn.init.normal_(parameter, 0, 0.3)
+    model = torch_pi2.optimize(model, method="exact")
+    torch_pi2.export(model, tmp_path / "b", max_tokens=64, max_prompt=8, batches=(1,), kv="int8")
+
+
+def traced(model: nn.Module, max_tokens: int) -> Lanes:
+    """Its methods as they are exported, in PyTorch, compared with the model for every length."""
+    lanes = Lanes(model, 1, max_tokens)
+    steps = torch.zeros((1, 1), dtype=torch.int64)
+    arguments: dict[str, Any] = {"forward": (torch.zeros((1, 8), dtype=torch.int64), torch.zeros(1, dtype=torch.int64))}
+    shapes = {"forward": ({1: torch.export.Dim.DYNAMIC(min=1, max=40)}, None)}
+    methods = {
+        name: Method(module, arguments.get(name, (steps, steps.clone())), None, shapes.get(name))
+        for name, module in decoder_methods(lanes, (1,)).items()
+    }
+    programs = trace(methods, "model")
+    check_traced(lanes, programs, max_prompt=40, smooth=False, decode=True)
+    return lanes
+
+
+def long_mistral(**config: Any) -> nn.Module:
+    return _hf("Mistral", **config, max_position_embeddings=4096).eval()
+
+
+def test_a_window_that_layer_types_alone_tell() -> None:
+    """transformers' SmolLM3 has it in its mask, and calls attention without."""
+    kinds = {"use_sliding_window": False, "sliding_window": 700, "layer_types": ["sliding_attention"] * 2}
+    model = _hf("SmolLM3", **kinds, no_rope_layers=[1, 1], max_position_embeddings=4096).eval()
+    for parameter in (p for p in model.parameters() if p.dim() > 1):
+        nn.init.normal_(parameter, 0, 0.3)
+    traced(model, 1000)
+
+
+def test_what_a_call_says_must_be_what_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = long_mistral(sliding_window=700)
+
+    class Other:
+        def __getattr__(self, name: str) -> Any:
+            return None if name == "sliding_window" else getattr(model.config, name)
+
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        monkeypatch.setattr(layer.self_attn, "config", Other())
+    with pytest.raises(UnsupportedModelError, match="a window of all tokens, and 700 in its configuration"):
+        traced(model, 1000)
+
+
+def test_a_window_that_is_missing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of it the traced methods lost: the longest that is offered is hardly longer."""
+    monkeypatch.setattr(attention, "_window", lambda *_: 0)
+    torch.manual_seed(0)
+    model = long_mistral(sliding_window=900)
+    for parameter in (p for p in model.parameters() if p.dim() > 1):
+        nn.init.normal_(parameter, 0, 0.3)
+    with pytest.raises(ConfigError, match=r"at most (\d+)") as error:
+        traced(model, 1000)
+    offered = int(re.search(r"at most (\d+)", str(error.value)).group(1))  # type: ignore[union-attr]
+    assert 900 <= offered <= 940
+
+
+def test_masks_may_be_passed_by_keyword(tmp_path: Path) -> None:
+    model = _hf("Afmoe", num_dense_layers=2, layer_types=["full_attention"] * 2, head_dim=8).eval()
+    folder = torch_pi2.export(torch_pi2.optimize(model, method="exact"), tmp_path / "b", max_tokens=48, batches=(1,))
+    with Bundle(folder) as bundle:
+        assert bundle.generate(PROMPT, 8).sequences[0].ids == greedy(model, PROMPT, 8)
+
+
+def test_what_is_not_seen_may_be_no_number() -> None:
+    size = (1, 2, 1, 6, 4)
+    new, cache = drawn(size, "float32")
+    rows_BT = rows_of(size, 60)
+    wanted = cached_attention(*new, rows_BT, *[c.clone() for c in cache], 0.3, 3, 0.0)
+    new[1][0, 0, 1], new[2][0, 0, 1] = float("nan"), float("inf")
+    found = cached_attention(*new, rows_BT, *cache, 0.3, 3, 0.0)
+    assert torch.equal(found[:, 0], wanted[:, 0])
+    assert torch.equal(found[:, 4:], wanted[:, 4:])
+    assert found[:, 1:4].isnan().all()
 
 
 def test_attention_of_its_own_code_has_no_other_cache(tmp_path: Path) -> None:
