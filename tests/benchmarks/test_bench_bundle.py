@@ -14,6 +14,7 @@ from torch_pi2.errors import ConfigError
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_figures_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Path("build/runner/pi2/pi2_runner").resolve()
     monkeypatch.setattr(bundle, "WORK", tmp_path)

@@ -353,6 +353,7 @@ def test_a_peer_that_dies_is_an_error():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_torch_as_a_peer(tmp_path):
     torch_pi2.synthetic(tmp_path / "m", "tiny", layers=1, rank=32)
     settings = {"folder": str(tmp_path / "m"), "threads": 1, "context": 9, "batches": [1, 2]}

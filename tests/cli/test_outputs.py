@@ -159,6 +159,7 @@ print(json.dumps(told))
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_result_that_nobody_gets_is_no_success(tmp_path: Path) -> None:
     import json
 

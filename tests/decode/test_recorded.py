@@ -411,6 +411,7 @@ def test_compiled_steps_need_no_dynamo() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_compiled_steps_are_found_on_disk_by_the_next_process(tmp_path: Path) -> None:
     code = f"""
 import sys
