@@ -25,9 +25,11 @@ char* data_of(const Tensor& tensor, const char* what, ScalarType dtype, const st
   bool sound = tensor.scalar_type() == dtype && tensor.dim() == static_cast<ssize_t>(sizes.size());
   for (std::size_t d = 0; sound && d < sizes.size(); ++d)
     sound = tensor.size(static_cast<ssize_t>(d)) == sizes[d] && tensor.dim_order()[d] == d;
-  std::string wanted;
-  for (const std::int64_t size : sizes) wanted += (wanted.empty() ? "[" : ", ") + std::to_string(size);
-  expect(sound, what, wanted + "] of its dtype, contiguous", shape_of(tensor));
+  if (!sound) {
+    std::string wanted;
+    for (const std::int64_t size : sizes) wanted += (wanted.empty() ? "[" : ", ") + std::to_string(size);
+    throw Refused{what, wanted + "] of its dtype, contiguous", shape_of(tensor)};
+  }
   return static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
 }
 
@@ -89,9 +91,11 @@ Tensor& cached_attention_out(KernelRuntimeContext& context, const Tensor& query,
     for (std::int64_t i = 0; i < tokens; ++i) {
       const std::int64_t lane = row_of[i] / args.length, b = i / args.tokens;
       if (i % args.tokens == 0) lane_of[static_cast<std::size_t>(b)] = lane;
-      expect(row_of[i] >= 0 && lane < lanes && lane == lane_of[static_cast<std::size_t>(b)], "rows",
-             "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(args.length) + " tokens each",
-             std::to_string(row_of[i]));
+      if (row_of[i] < 0 || lane >= lanes || lane != lane_of[static_cast<std::size_t>(b)])
+        throw Refused{"rows",
+                      "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(args.length) +
+                          " tokens each",
+                      std::to_string(row_of[i])};
       positions[static_cast<std::size_t>(i)] = row_of[i] % args.length;
     }
     for (int kind = 0; kind < 2; ++kind)
