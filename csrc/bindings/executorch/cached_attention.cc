@@ -92,10 +92,10 @@ Tensor& cached_attention_out(KernelRuntimeContext& context, const Tensor& query,
       const std::int64_t lane = row_of[i] / args.length, b = i / args.tokens;
       if (i % args.tokens == 0) lane_of[static_cast<std::size_t>(b)] = lane;
       if (row_of[i] < 0 || lane >= lanes || lane != lane_of[static_cast<std::size_t>(b)])
-        throw Refused{"rows",
-                      "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(args.length) +
-                          " tokens each",
-                      std::to_string(row_of[i])};
+        throw Refused{
+            "rows",
+            "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(args.length) + " tokens each",
+            std::to_string(row_of[i])};
       positions[static_cast<std::size_t>(i)] = row_of[i] % args.length;
     }
     for (int kind = 0; kind < 2; ++kind)
