@@ -21,6 +21,15 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="model folder (default: work/bench/llama-1b-int4-0.1, made if needed)",
+    )
+
+
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=common.positive, default=4096, metavar="H")
     parser.add_argument("--intermediate", type=common.positive, default=14336, metavar="I", help="neurons")

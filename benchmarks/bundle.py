@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.arguments import list_of
+from benchmarks.arguments import add_folder, list_of
 from benchmarks.figures import alternate, at_least, known, label, spread
 from benchmarks.subject import WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
+from torch_pi2.export.cached_attention import KV_DTYPES, packed
 from torch_pi2.observe.steps import timed_steps
 from torch_pi2.spec.config import KV_FORMATS
 
@@ -32,12 +33,7 @@ _RUNNER = Path("build/runner/pi2/pi2_runner")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="model folder (default: work/bench/llama-1b-int4-0.1, made if needed)",
-    )
+    add_folder(parser)
     add("--kv", type=list_of(str), default=list(KV_FORMATS), metavar="FORMAT,...", help="of keys and values")
     add("--prompts", type=list_of(int), default=[64, 3900], metavar="T,...", help="tokens of prompts")
     add("--max-tokens", type=common.positive, default=4096, metavar="N", help="that the bundles have room for")
@@ -116,7 +112,7 @@ def run(
     config = model.config.get_text_config(decoder=True)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads
-    row = {"float32": 4 * width, "float16": 2 * width, "int8": width + 4}
+    row = {name: packed(torch.zeros(width), dtype).nbytes for name, dtype in KV_DTYPES.items()}
     table: dict[str, Any] = {}
     for way in ways:
         by_length = {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.arguments import add_folder
 from benchmarks.figures import alternate, at_least, label, spread, way_rows
 from benchmarks.subject import WORK, Subject
 from torch_pi2.base import process as machine
@@ -24,12 +25,7 @@ COMPILED = "torch_pi2.generate, compiled"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="model folder (default: work/bench/llama-1b-int4-0.1, made if needed)",
-    )
+    add_folder(parser)
     add("--prompt", type=common.positive, default=64, metavar="T", help="tokens of the prompt (default: 64)")
     add("--tokens", type=common.positive, default=32, metavar="N", help="tokens of the answer (default: 32)")
     add("--rounds", type=common.positive, default=5, metavar="N", help="alternating; one more before is warm-up")

@@ -112,6 +112,8 @@ def _difference(traced: _Traced, length: int) -> float:
     The model reads its first and last tokens at once, each at its position, so that it knows how long the sequence is;
     then the last ones after what a cache has of all others.
     """
+    from transformers import DynamicCache
+
     lanes, model = traced.lanes, traced.lanes.model
     head = min(_HEAD, length - 1)
     tail = min(_TAIL, length - head)
@@ -119,8 +121,6 @@ def _difference(traced: _Traced, length: int) -> float:
     vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     ids_1T = torch.randint(0, vocab, (1, head + tail), generator=torch.Generator().manual_seed(0))
     positions_1T = torch.cat((torch.arange(head), torch.arange(before, length)))[None]
-    from transformers import DynamicCache
-
     with sparse_only():  # long prompts may be computed otherwise
         beginning = {cache_name(model): DynamicCache()}  # that keeps what windows do not see
         whole = _run(model, input_ids=ids_1T, **beginning, **({"position_ids": positions_1T} if before > head else {}))
