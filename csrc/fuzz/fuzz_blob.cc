@@ -39,11 +39,16 @@ void check(const Blob& b) {
        "name");
   // What a layer reads beside its neurons is there as a whole.
   if (b.predictor == PredictorForm::kSignbit)
-    must(b.tensors[kA].bytes == static_cast<std::uint64_t>(b.cold() * pi2::sign_bytes(b.hidden)), "signs");
+    must(b.tensors[kA].bytes == static_cast<std::uint64_t>(b.layers() * b.cold() * pi2::sign_bytes(b.hidden)), "signs");
   if (b.predictor == PredictorForm::kLowrank)
-    must(b.rank > 0 && b.tensors[kAScale].bytes == static_cast<std::uint64_t>(4 * b.rank) &&
-             b.tensors[kBScale].bytes == static_cast<std::uint64_t>(4 * b.cold()),
+    must(b.rank > 0 && b.tensors[kAScale].bytes == static_cast<std::uint64_t>(4 * b.layers() * b.rank) &&
+             b.tensors[kBScale].bytes == static_cast<std::uint64_t>(4 * b.layers() * b.cold()),
          "scales");
+  if (b.experts > 0) {
+    must(b.role == Role::kWhole && b.n_hot == 0 && b.dense_from == 0 && b.tensors[kBiasUp].bytes == 0, "a mixture");
+    must(b.predictor == PredictorForm::kNone || b.tensors[kCuts].bytes == static_cast<std::uint64_t>(8 * b.experts),
+         "cuts");
+  }
   if (b.tensors[kBiasUp].bytes > 0) must(b.tensors[kBiasUp].bytes >= static_cast<std::uint64_t>(2 * b.neurons), "bias");
 }
 
@@ -63,10 +68,12 @@ void bind(std::vector<std::uint8_t>* bytes, const pi2_test::StoreFixture& store)
   std::memcpy(bytes->data() + 384, own.store.data(), own.store.size());
   for (std::size_t i = 0; i < kTensorNames; ++i) {
     std::uint64_t offset = 0, size = 0;
-    std::memcpy(&offset, bytes->data() + 128 + 24 * i, 8);
-    std::memcpy(&size, bytes->data() + 136 + 24 * i, 8);
+    if (i >= kCuts && (*bytes)[8] != 2) break;
+    const std::size_t at = pi2_test::place_of(i);
+    std::memcpy(&offset, bytes->data() + at, 8);
+    std::memcpy(&size, bytes->data() + at + 8, 8);
     if (offset > store.file.size() || size > store.file.size() - offset) continue;
-    pi2_fuzz::put(bytes, 144 + 24 * i, pi2::crc32c(store.file.data() + offset, size), 4);
+    pi2_fuzz::put(bytes, at + 16, pi2::crc32c(store.file.data() + offset, size), 4);
   }
 }
 
@@ -84,7 +91,15 @@ void load(const Blob& blob) {
   const std::shared_ptr<Layer> layer = Layer::load(store, blob, &wrong);
   if (wrong) return;
   std::vector<float> x(static_cast<std::size_t>(blob.hidden), 0.5f), y(x.size());
-  wrong = layer->compute(x.data(), y.data(), pi2::DType::kF32, 1, pi2::serial());
+  if (blob.experts > 0) {
+    const std::int64_t index[] = {0, blob.experts - 1};
+    const float routing[] = {0.75f, 0.25f};
+    wrong = layer->mix(
+        {x.data(), y.data(), pi2::DType::kF32, 1, blob.hidden, index, routing, pi2::DType::kF32, 2, blob.experts},
+        pi2::serial());
+  } else {
+    wrong = layer->compute(x.data(), y.data(), pi2::DType::kF32, 1, pi2::serial());
+  }
   must(!wrong || !wrong.text.empty(), "no reason");
 }
 
@@ -117,7 +132,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     bytes.resize(kBlobBytes);
     if (loaded) bind(&bytes, (data[0] & pi2_fuzz::kQuantised) != 0 ? stores->quantised : stores->floats);
     std::memcpy(bytes.data(), "PI2BLOB", 8);
-    pi2_fuzz::put(&bytes, 8, 1, 4);
+    pi2_fuzz::put(&bytes, 8, bytes[8] == 2 ? 2 : 1, 4);
     pi2_fuzz::put(&bytes, 12, 0, 4);
     pi2_fuzz::put(&bytes, 16, kBlobBytes, 4);
     pi2_fuzz::put(&bytes, 12, pi2::crc32c(bytes.data(), bytes.size()), 4);

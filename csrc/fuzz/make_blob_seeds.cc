@@ -45,6 +45,25 @@ Blob sound(PredictorForm form, bool quantized, bool loaded) {
   return b;
 }
 
+// The same layer as two experts, or one.
+Blob mixture(Blob b, std::int64_t experts) {
+  b.role = Role::kWhole;
+  b.n_hot = b.first = b.preload_from = 0;
+  b.queue = 0;
+  b.experts = experts;
+  b.tensors = {};
+  const bool lowrank = b.predictor == PredictorForm::kLowrankInt4;
+  const auto place = [&](TensorName name, std::int64_t bytes) {
+    b.tensors[name] = {64, static_cast<std::uint64_t>(bytes), 0};
+  };
+  place(kThresholds, 8 * experts);
+  if (b.predictor != PredictorForm::kNone) place(kCuts, 8 * experts);
+  if (lowrank) place(kA, experts * b.rank * pi2::row_bytes(pi2::DType::kQ4, b.hidden));
+  if (lowrank) place(kB, experts * b.cold() * pi2::row_bytes(pi2::DType::kQ4, b.rank));
+  if (b.predictor == PredictorForm::kSignbit) place(kA, experts * b.cold() * pi2::sign_bytes(b.hidden));
+  return b;
+}
+
 int save(const std::string& folder, const std::string& name, std::uint8_t how, const std::vector<char>& bytes) {
   std::FILE* out = std::fopen((folder + "/" + name).c_str(), "wb");
   return out == nullptr || std::fputc(how, out) == EOF ||
@@ -56,11 +75,14 @@ int save(const std::string& folder, const std::string& name, std::uint8_t how, c
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
   using namespace pi2_fuzz;
+  constexpr int kForms = 13;  // the last ones of mixtures
+  constexpr PredictorForm kOfMixtures[] = {PredictorForm::kNone, PredictorForm::kLowrankInt4, PredictorForm::kSignbit};
   for (const int how : {0, int{kSealed}, int{kLoaded}}) {
-    for (int form = 0; form < 10; ++form) {
-      const bool quantized = form < 5;
-      const std::vector<char> bytes =
-          pi2_test::written(sound(static_cast<PredictorForm>(form % 5), quantized, how == kLoaded));
+    for (int form = 0; form < kForms; ++form) {
+      const bool quantized = form < 5 || form >= 10;
+      const PredictorForm predictor = form < 10 ? static_cast<PredictorForm>(form % 5) : kOfMixtures[form - 10];
+      const Blob layer = sound(predictor, quantized, how == kLoaded);
+      const std::vector<char> bytes = pi2_test::written(form < 10 ? layer : mixture(layer, form == 11 ? 1 : 2));
       Blob found;
       const Problem wrong = parse_blob(bytes.data(), bytes.size(), &found);
       if (wrong) {  // what is refused is no beginning

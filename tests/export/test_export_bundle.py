@@ -446,13 +446,6 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "letter.txt").read_text() == "dear"
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    from tiny_experts import build
-
-    with pytest.raises(UnsupportedModelError, match="mixtures of experts"):
-        torch_pi2.export(torch_pi2.optimize(build("Mixtral"), config=torch_pi2.Config(method="exact")), tmp_path / "b")
-
-
 def test_manifest_of_a_bundle_is_that_of_its_files(split: tuple[nn.Module, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(split[1], tmp_path / "b"))
     manifest = Manifest.load(folder)

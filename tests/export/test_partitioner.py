@@ -18,7 +18,7 @@ import torch_pi2
 from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.partitioner import Pi2Partitioner
-from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
 
 IDS = torch.tensor([[5, 9, 40, 11, 33, 7, 21, 60]])
 CONFIG = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
@@ -92,7 +92,13 @@ def ran() -> Iterator[Callable[[Path], torch.Tensor]]:
     backend.set_options({"store_path": ""})
 
 
-@pytest.mark.parametrize(("make", "way"), [(quantised, "list"), (int4, "reversed"), (signbit, "rest")])
+def experts() -> nn.Module:
+    return torch_pi2.optimize(build("Mixtral", num_hidden_layers=1), method="exact")
+
+
+@pytest.mark.parametrize(
+    ("make", "way"), [(quantised, "list"), (int4, "reversed"), (signbit, "rest"), (experts, "list")]
+)
 def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_path: Path, ran: Any) -> None:
     model = make()
     program, store = exported(model), tmp_path / "model.pi2"
@@ -109,7 +115,7 @@ def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_p
     assert not any("quantize" in name or "addmm" in name for name in left)
     done.save(str(tmp_path / "model.pte"))
     torch.testing.assert_close(ran(tmp_path / "model.pte"), wanted, rtol=1e-3, atol=1e-3)
-    for ffn in (module for module in model.modules() if isinstance(module, SparseFFN)):
+    for ffn in sparse_layers(model):
         assert ffn.neuron_rows[0].numpy().tobytes() not in done.buffer  # weights are in the store alone
     done.get_etrecord().save(str(tmp_path / "etrecord.bin"))
     assert (tmp_path / "etrecord.bin").stat().st_size > 1000
@@ -143,8 +149,6 @@ def test_a_program_of_which_nothing_would_be_ours(order: int, tmp_path: Path) ->
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found a dense model"):
         Pi2Partitioner(dense(), tmp_path / "model.pi2")
-    with pytest.raises(UnsupportedModelError, match="mixtures of experts"):
-        Pi2Partitioner(torch_pi2.optimize(build("Mixtral"), method="exact"), tmp_path / "model.pi2")
     assert not (tmp_path / "model.pi2").exists()
     ours = Pi2Partitioner(exact(), tmp_path / "model.pi2")
     other = torch_pi2.optimize(tiny("opt"), method="exact")

@@ -13,7 +13,7 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.chat import write_chat
 from torch_pi2.export.describe import manifest_of, runner_constants
 from torch_pi2.export.failures import named_failures
@@ -25,6 +25,8 @@ from torch_pi2.export.methods import Methods, Source, decoder_methods_of, module
 from torch_pi2.export.request import Request, check_bundle_folder, check_request, sorted_batches
 from torch_pi2.export.standins import delegated_copy, exported_layers
 from torch_pi2.export.store import StoreFacts, blob_of, write_store
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.of_model import Home
 from torch_pi2.rewrite.handle import parts_of
 
 
@@ -78,7 +80,7 @@ def export(
 
     Raises:
         ConfigError: a dense model, a setting that makes no sense, or more ``max_tokens`` than what is traced is right
-            for (the message has the most). UnsupportedModelError: experts, or something that torch,
+            for (the message has the most). UnsupportedModelError: hot parts of experts, or something that torch,
             transformers or ExecuTorch cannot export; the message has the reason. LibraryMissingError:
             executorch is not installed, or for ``qnn`` Qualcomm's libraries are not. ArtifactError: the folder holds
             other files, or cannot be written. CalibrationError: see ``calibration``.
@@ -102,7 +104,7 @@ def export(
     parts, layers = parts_of(model), exported_layers(model)
     traced = args is not None or kwargs is not None
     decoder = not traced and hasattr(model, "config") and hasattr(model, "generate")
-    _check_model(model, request, decoder, traced, dynamic_shapes)
+    _check_model(model, layers, request, decoder, traced, dynamic_shapes)
     with ExitStack() as stack:
         staging = stack.enter_context(replacing_folder(folder))
         name = stack.enter_context(registered(layers))
@@ -124,7 +126,9 @@ def export(
     return folder
 
 
-def _check_model(model: nn.Module, request: Request, decoder: bool, traced: bool, dynamic_shapes: Any) -> None:
+def _check_model(
+    model: nn.Module, layers: Sequence[Home], request: Request, decoder: bool, traced: bool, dynamic_shapes: Any
+) -> None:
     """``traced``: example inputs were given, so that ``forward`` is traced whatever the model is."""
     what = f"export of {type(model).__name__}"
     if dynamic_shapes is not None and not traced:
@@ -147,6 +151,14 @@ def _check_model(model: nn.Module, request: Request, decoder: bool, traced: bool
             expected="a Hugging Face decoder, whose batch sizes are known",
             found="another module",
             fix="Export it with target='xnnpack' and without hot.",
+        )
+    mixtures = [layer.site.key for layer in layers if isinstance(layer, SparseExperts)]
+    if request.splits and mixtures:
+        raise UnsupportedModelError(
+            f"{what} with hot parts",
+            expected="feed-forward layers without experts",
+            found=f"{len(mixtures)} mixtures of experts ({mixtures[0]})",
+            fix="Export it with target='xnnpack' and without hot: the CPU computes experts.",
         )
 
 

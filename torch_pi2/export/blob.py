@@ -1,4 +1,4 @@
-"""The delegate blob: all that a ``.pte`` has of a feed-forward layer (docs/FORMATS.md, "Delegate blob")."""
+"""The delegate blob: all that a ``.pte`` has of a layer or a mixture of experts (docs/FORMATS.md, "Delegate blob")."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 from torch_pi2.base.crc32c import crc32c
 
-MAGIC, VERSION, BYTES = b"PI2BLOB\0", 1, 512
-#: In the order of the blob; of a sign-bit predictor ``a`` is the signs.
+MAGIC, BYTES = b"PI2BLOB\0", 512
+#: Of a layer, and of a mixture of experts.
+VERSIONS = (1, 2)
+#: In the order of the blob; of a sign-bit predictor ``a`` is the signs. Of a mixture: those of all experts, stacked.
 TENSORS = ("bias_gate", "bias_up", "bias_down", "a", "a_scale", "b", "b_scale", "b_bias")
 #: Predictor kind and format of its rows -> code.
 PREDICTORS = {
@@ -24,12 +26,17 @@ PREDICTORS = {
 _HEAD = struct.Struct("<8sIIIIQII32s")
 _LAYER = struct.Struct("<IIIIIIIIfIdII")
 _TENSOR = struct.Struct("<QQII")
-_QUEUE, _NAME, _NAME_BYTES = 320, 384, 128
+#: Of a mixture besides, float64: the predictors' thresholds or margins, and the gates' thresholds.
+NUMBERS = ("cuts", "thresholds")
+_NAME, _NAME_BYTES = 384, 128
 
 
 @dataclass(frozen=True)
 class Blob:
-    """One delegate call. Fields as in the blob; ``tensors``: name -> (file offset, bytes, CRC32C)."""
+    """One delegate call. Fields as in the blob; ``tensors``: name -> (file offset, bytes, CRC32C).
+
+    Of a mixture ``layer`` is that of the first of its ``experts``, which follow each other.
+    """
 
     role: int
     store_bytes: int
@@ -55,20 +62,25 @@ class Blob:
     preload_from: int
     store: str
     tensors: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    experts: int = 0
 
     def pack(self) -> bytes:
         """Its ``BYTES`` bytes."""
         flags = self.activation_on_up | self.int8_activations << 1 | self.predictor_int8_activations << 2
         numbers = (self.hidden, self.neurons, self.rows, self.weights, self.activation, flags, self.n_hot, self.first)
         layer = _LAYER.pack(*numbers, self.threshold, self.predictor, self.cut, self.rank, self.dense_from)
-        places = b"".join(_TENSOR.pack(*self.tensors.get(name, (0, 0, 0)), 0) for name in TENSORS)
+        places, more = (
+            b"".join(_TENSOR.pack(*self.tensors.get(name, (0, 0, 0)), 0) for name in names)
+            for names in (TENSORS, NUMBERS)
+        )
 
         def with_checksum(checksum: int) -> bytes:
             head = _HEAD.pack(
-                MAGIC, VERSION, checksum, BYTES, self.role, self.store_bytes, self.header_crc, self.layer,
-                self.model_hash,
+                MAGIC, VERSIONS[self.experts > 0], checksum, BYTES, self.role, self.store_bytes, self.header_crc,
+                self.layer, self.model_hash,
             )  # fmt: skip
-            body = (head + layer + places + struct.pack("<II", self.queue, self.preload_from)).ljust(_NAME, b"\0")
+            body = head + layer + places + struct.pack("<II", self.queue, self.preload_from) + more
+            body += struct.pack("<II", self.experts, 0)
             return body + self.store.encode().ljust(_NAME_BYTES, b"\0")
 
         data = bytearray(with_checksum(0))

@@ -22,6 +22,7 @@ from torch_pi2.export.methods import Source
 from torch_pi2.export.request import Request
 from torch_pi2.export.store import StoreFacts, kind_of
 from torch_pi2.formats import QUANTIZED
+from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.store.storefile import StoreReader
 
@@ -48,6 +49,7 @@ def manifest_of(
     with StoreReader(staging / STORE_FILE) as store:
         entries = store.entries
     tokenizer_file = files.get("tokenizer.json")
+    chosen = chosen_shares(config, [layer.site for layer in source.parts.plan.layers])
     return Manifest(
         kind="decoder" if decoder else "module",
         target=request.target,
@@ -59,7 +61,7 @@ def manifest_of(
             model_hash=source.parts.plan.model_hash,
             weights=kind_of(layers[0]),
             linears=source.rest,
-            layers=len(layers),
+            layers=len(facts.neuron_bytes),
             hidden=layers[0].site.hidden,
             vocab=config.get_text_config(decoder=True).vocab_size if decoder else None,
         ),
@@ -84,8 +86,11 @@ def manifest_of(
             request.max_tokens,
             tokenizer_file.bytes if tokenizer_file else 0,
         ),
-        token_bytes=sum(
-            wanted_neurons(layer) * size for layer, size in zip(source.parts.plan.layers, facts.neuron_bytes)
+        token_bytes=round(
+            sum(
+                wanted_neurons(layer) * chosen.get(layer.site.experts, 1.0) * size
+                for layer, size in zip(source.parts.plan.layers, facts.neuron_bytes)
+            )
         ),
     )
 

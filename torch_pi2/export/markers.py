@@ -4,6 +4,7 @@
 * ``delegate_submit(x, model, layer, first, queue) -> x'`` and ``delegate_collect(h, model, layer, first, queue) -> y``:
   the cold part of a layer, whose first neurons are computed by something else on ``x'`` in between: y = h + cold part.
   ``x'`` is a copy of ``x``, so that what is in between depends on submit, and ``y`` on both.
+* ``delegate_experts(x, model, layer, index, routing) -> y``: a mixture of experts; the router is not ours.
 
 ``model`` names layers that are registered by :func:`registered`; with them the operators compute, which is their
 reference. In a lowered program each is a call of the ``Pi2Backend`` delegate (csrc/bindings/executorch).
@@ -20,21 +21,23 @@ import torch
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.hot import rows_of
+from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import Home
 from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
 from torch_pi2.ops import load
 
 #: What becomes a call of the delegate, and its role in the blob.
-ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2}
+ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2, "pi2.delegate_experts": 0}
 
-_models: dict[str, Sequence[SparseFFN]] = {}
+_models: dict[str, Sequence[Home]] = {}
 _waiting: dict[tuple[str, int, int], torch.Tensor] = {}
 _numbers = itertools.count()
 _library: torch.library.Library | None = None
 
 
 @contextmanager
-def registered(layers: Sequence[SparseFFN]) -> Iterator[str]:
+def registered(layers: Sequence[Home]) -> Iterator[str]:
     """A name by which the operators know ``layers`` while this is entered."""
     define()
     name = f"model{next(_numbers)}"
@@ -56,6 +59,7 @@ def define() -> None:
         "delegate_ffn": ("Tensor x, str model, int layer, int queue", _whole),
         "delegate_submit": ("Tensor x, str model, int layer, int first, int queue", _submit),
         "delegate_collect": ("Tensor h, str model, int layer, int first, int queue", _collect),
+        "delegate_experts": ("Tensor x, str model, int layer, Tensor index, Tensor routing", _mixture),
     }
     for name, (arguments, kernel) in ops.items():
         library.define(f"{name}({arguments}) -> Tensor")
@@ -68,7 +72,7 @@ def _like_first(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _layer(model: str, layer: int) -> SparseFFN:
+def _layer(model: str, layer: int) -> Home:
     if model not in _models:
         raise ConfigError(
             f"delegate operators of {model}",
@@ -80,12 +84,21 @@ def _layer(model: str, layer: int) -> SparseFFN:
 
 
 def _whole(x: torch.Tensor, model: str, layer: int, queue: int) -> torch.Tensor:
-    y = _layer(model, layer).whole(x)
+    ffn = _layer(model, layer)
+    assert isinstance(ffn, SparseFFN)
+    return ffn.whole(x).contiguous()
+
+
+def _mixture(x: torch.Tensor, model: str, layer: int, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    experts = _layer(model, layer)
+    assert isinstance(experts, SparseExperts)
+    y: torch.Tensor = experts(x, index, routing)
     return y.contiguous()
 
 
 def _submit(x: torch.Tensor, model: str, layer: int, first: int, queue: int) -> torch.Tensor:
     ffn = _layer(model, layer)
+    assert isinstance(ffn, SparseFFN)
     _waiting[(model, layer, queue)] = cold_part(ffn, x, first)
     return x.clone(memory_format=torch.contiguous_format)
 

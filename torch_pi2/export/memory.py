@@ -52,17 +52,19 @@ def fixed_bytes(
 
 def workspace_bytes(edge: Any) -> int:
     """What XNNPACK needs for tensors within its delegates, which all share it, the most that live at once in any; and
-    our attention for its sums.
+    our attention for its sums, and experts for theirs.
     """
-    found, attention = [0], [0]
+    found, attention, experts = [0], [0], [0]
     for key in edge.methods:
         module = edge.exported_program(key).graph_module
         for lowered in _lowered(module):
             if lowered.backend_id == "XnnpackBackend":
                 found.append(_most_alive(lowered.original_module.graph))
+            graph = lowered.original_module.graph
+            experts += [_experts_bytes(node) for node in graph.nodes if "pi2.delegate_experts" in str(node.target)]
         calls = (node for node in module.graph.nodes if "pi2.cached_attention" in str(node.args[:1]))
         attention += (_attention_bytes(call) for call in calls)
-    return max(found) + max(attention)
+    return max(found) + max(attention) + max(experts)
 
 
 def _attention_bytes(call: Any) -> int:
@@ -73,6 +75,13 @@ def _attention_bytes(call: Any) -> int:
     rows, splits = max(core.attention_rows, heads // key_heads), -(-length // core.attention_split)
     tile = 4 * splits * rows * (width + _PADDING) + length * rows // 8
     return int(2 * _THREADS * tile)
+
+
+def _experts_bytes(call: Any) -> int:
+    """Of a mixture (csrc/ffn/experts.cc): a slice's results, gathered inputs and lists of its tokens."""
+    (tokens, hidden), slots = _most(call.args[0]), _most(call.args[3])[1]
+    slice_tokens = min(tokens, max(64, constants().expert_bytes // ((slots + 2) * hidden * 4)))
+    return int(slice_tokens * ((slots + 2) * hidden * 4 + slots * 16))
 
 
 def _lowered(module: Any) -> Iterator[Any]:
@@ -98,6 +107,13 @@ def _most_alive(graph: Any) -> int:
         ends[end] = ends.get(end, 0) + size
         alive -= ends.pop(i, 0)
     return most
+
+
+def _most(node: Any) -> list[int]:
+    """The largest sizes of a tensor that were allowed when it was traced."""
+    from executorch.exir.sym_util import eval_shape_upper_bound
+
+    return list(eval_shape_upper_bound(node.meta["val"].shape))
 
 
 def _bytes(value: Any) -> int:

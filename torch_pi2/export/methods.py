@@ -21,7 +21,9 @@ from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.request import Request, qnn_settings
 from torch_pi2.export.standins import split_hot_cold
+from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import Home
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.spec.config import Config
 
@@ -38,12 +40,13 @@ class Source:
     """An optimised model on its way out.
 
     Attributes:
-        layers: its sparse FFNs. parts: their plan, statistics. rest: kind of the linear layers outside of them.
-        decoder: whether it is a Hugging Face decoder. calibration: as :func:`torch_pi2.export` takes it.
+        layers: its sparse FFNs and mixtures of experts. parts: their plan, statistics. rest: kind of the linear layers
+            outside of them. decoder: whether it is a Hugging Face decoder. calibration: as :func:`torch_pi2.export`
+            takes it.
     """
 
     model: nn.Module
-    layers: Sequence[SparseFFN]
+    layers: Sequence[Home]
     parts: Optimized
     rest: str
     decoder: bool
@@ -53,6 +56,11 @@ class Source:
     @property
     def name(self) -> str:
         return type(self.model).__name__
+
+    @property
+    def plain(self) -> list[SparseFFN]:
+        """The layers that are no mixtures: an accelerator may have hot neurons of them."""
+        return [layer for layer in self.layers if isinstance(layer, SparseFFN)]
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
         plan = source.parts.plan
         frequency = plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency)
         found = chunks_per_batch(
-            source.layers,
+            source.plain,
             request.batches,
             source.parts.stats,
             request.hot,
@@ -108,7 +116,8 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
 
     def check(programs: Programs) -> None:
         prepare.get("forward", lambda: None)()
-        rough = any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in source.layers)
+        rough = any(isinstance(layer, SparseExperts) for layer in source.layers)  # routers choose
+        rough = rough or any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in source.plain)
         smooth, checked = source.rest == "float32" and not rough, lanes
         if request.kv != "float32":  # what is wrong would not be told from rounding: the same, without
             batch = request.batches[0]
@@ -127,7 +136,7 @@ def _split(
     """Give the layers of ``private`` their hot parts; what is to be done before each method is traced."""
     split = split_hot_cold(private)
     most = [max(of_layer) for of_layer in zip(*chunks.values())]
-    hot: list[Any] = [hot_chunks(ffn, most[i]) for i, ffn in enumerate(source.layers)]
+    hot: list[Any] = [hot_chunks(ffn, most[i]) for i, ffn in enumerate(source.plain)]
     compiled: Mapping[str, Sequence[nn.Module | None]] = {}
     if request.soc is not None:
         from torch_pi2.export import qnn
@@ -147,7 +156,7 @@ def _split(
 
     def step(name: str) -> None:
         for i, module in enumerate(split):
-            module.first = min(chunks[name][i] * CHUNK, source.layers[i].site.intermediate)
+            module.first = min(chunks[name][i] * CHUNK, source.plain[i].site.intermediate)
             module.hot = compiled[name][i] if compiled else hot[i]
             if not compiled:
                 hot[i].chunks = chunks[name][i]
@@ -157,7 +166,7 @@ def _split(
 
 def _samples(source: Source, request: Request) -> Sequence[torch.Tensor | None]:
     if request.precision == "fp16":
-        return [None] * len(source.layers)
+        return [None] * len(source.plain)
     if source.calibration is None:
         raise CalibrationError(
             f"export(target='{request.target}', precision='{request.precision}')",
@@ -165,7 +174,7 @@ def _samples(source: Source, request: Request) -> Sequence[torch.Tensor | None]:
             found="none",
             fix="Pass calibration=text (and tokenizer=...), or precision='fp16'.",
         )
-    return inputs_of(source.model, source.layers, source.calibration, source.tokenizer)
+    return inputs_of(source.model, source.plain, source.calibration, source.tokenizer)
 
 
 def module_methods(

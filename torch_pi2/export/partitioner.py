@@ -1,4 +1,4 @@
-"""``Pi2Partitioner``: feed-forward layers of a program become calls of the ``Pi2Backend`` delegate.
+"""``Pi2Partitioner``: feed-forward layers and mixtures of experts become calls of the ``Pi2Backend`` delegate.
 
 The weights are in a store that has been written before (D2), so that what is left in the ``.pte`` is a blob of 512
 bytes per call (:mod:`torch_pi2.export.blob`), which travels in the compile specs. Needs executorch.
@@ -21,15 +21,15 @@ from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.markers import ROLES
 from torch_pi2.export.standins import exported_layers
 from torch_pi2.export.store import blob_of, write_store
-from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import Home
 from torch_pi2.rewrite.handle import parts_of
 
 BACKEND = "Pi2Backend"
 _BLOB = "blob"
 #: Of a node of a program: its blob, or None if it is none of ours.
 BlobOf = Callable[[torch.export.ExportedProgram, torch.fx.Node], "bytes | None"]
-#: Whole layers, in programs of :func:`torch_pi2.export_program` and ``torch.export.export``.
-_WHOLE = ("pi2.sparse_ffn", "pi2.predicted_ffn")
+#: Whole layers in programs of :func:`torch_pi2.export_program`, and which of their arguments is the neurons.
+_WHOLE = {"pi2.sparse_ffn": 1, "pi2.predicted_ffn": 1, "pi2.experts_ffn": 3}
 
 
 def role_of(node: torch.fx.Node) -> int | None:
@@ -126,7 +126,7 @@ class Pi2Partitioner(BlobPartitioner):
 
     def __init__(self, model: nn.Module, store: str | Path, rest: Partitioner | None = None) -> None:
         layers = exported_layers(model)
-        names = {id(module): name for name, module in model.named_modules() if isinstance(module, SparseFFN)}
+        names = {id(module): name for name, module in model.named_modules() if isinstance(module, Home)}
         facts = write_store(Path(store), layers, parts_of(model).plan)
         self._places = {f"{names[id(ffn)]}.neuron_rows": i for i, ffn in enumerate(layers)}
 
@@ -150,7 +150,7 @@ class Pi2Partitioner(BlobPartitioner):
         """The layer that a node is; None if it is no layer of ours."""
         if _operator(node) not in _WHOLE:
             return None
-        signature, rows = program.graph_signature, node.args[1]
+        signature, rows = program.graph_signature, node.args[_WHOLE[_operator(node)]]
         known = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         name = known.get(getattr(rows, "name", ""), "")
         found = [layer for place, layer in self._places.items() if name == place or name.endswith(f".{place}")]

@@ -14,9 +14,8 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.experts import SparseExperts
-from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
-from torch_pi2.layers.of_model import is_optimized
+from torch_pi2.layers.of_model import Home, is_optimized
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.rewrite.handle import Handle
 from torch_pi2.rewrite.install import everywhere, exchange
@@ -31,6 +30,21 @@ class DelegatedFFN(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.pi2.delegate_ffn(x, self.model, self.layer, 0)
+        return y
+
+
+class DelegatedExperts(nn.Module):
+    """A mixture of experts in the delegate, called as :class:`~torch_pi2.layers.experts.SparseExperts` is."""
+
+    def __init__(self, model: str, layer: int) -> None:
+        super().__init__()
+        self.model, self.layer = model, layer
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        routed = (top_k_index, top_k_weights)
+        y: torch.Tensor = torch.ops.pi2.delegate_experts(hidden_states, self.model, self.layer, *routed)
         return y
 
 
@@ -59,12 +73,11 @@ class SplitFFN(nn.Module):
         return y
 
 
-def exported_layers(model: nn.Module) -> list[SparseFFN]:
-    """The sparse layers of ``model`` in the order of its plan, if all of them can be delegate operators.
+def exported_layers(model: nn.Module) -> list[Home]:
+    """What holds the sparse layers of ``model``, in the order of its plan, if all can be delegate operators.
 
     Raises:
-        ConfigError: a dense model. UnsupportedModelError: mixtures of experts, or layers whose activation is code of a
-            bigger block.
+        ConfigError: a dense model. UnsupportedModelError: layers whose activation is code of a bigger block.
     """
     if not is_optimized(model):
         raise ConfigError(
@@ -74,14 +87,6 @@ def exported_layers(model: nn.Module) -> list[SparseFFN]:
             fix="Call torch_pi2.optimize(model, ...) first; method='dense' keeps every neuron.",
         )
     modules = list(model.modules())
-    experts = [m.sites[0].experts for m in modules if isinstance(m, SparseExperts)]
-    if experts:
-        raise UnsupportedModelError(
-            f"export of {type(model).__name__}",
-            expected="feed-forward layers without experts",
-            found=f"{len(experts)} mixtures of experts ({experts[0]})",
-            fix="Run it with PyTorch (torch_pi2.load with a budget); experts are not in the delegate yet.",
-        )
     lazy = [m.sparse.site.key for m in modules if isinstance(m, LazyDown)]
     if lazy or any(isinstance(m, LazySource) for m in modules):
         raise UnsupportedModelError(
@@ -90,18 +95,19 @@ def exported_layers(model: nn.Module) -> list[SparseFFN]:
             found=f"{len(lazy)} whose activation is code of a bigger block ({', '.join(lazy[:3])})",
             fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
         )
-    found = {id(m): m for m in modules if isinstance(m, SparseFFN)}
-    return sorted(found.values(), key=lambda ffn: ffn.site.layer)
+    found = {id(m): m for m in modules if isinstance(m, Home)}
+    return sorted(found.values(), key=lambda home: home.site.layer)
 
 
-def delegated_copy(model: nn.Module, layers: Sequence[SparseFFN], name: str) -> nn.Module:
-    """A copy of ``model`` in evaluation mode, ``layers`` as :class:`DelegatedFFN` of the registered ``name``.
+def delegated_copy(model: nn.Module, layers: Sequence[Home], name: str) -> nn.Module:
+    """A copy of ``model`` in evaluation mode, ``layers`` as delegate operators of the registered ``name``.
 
     Nothing of the feed-forward layers is copied, and ``model`` is left as it was.
     """
     # what is left of a chain passes its input on
     instead: dict[nn.Module, nn.Module] = {m: nn.Identity() for m in model.modules() if isinstance(m, StandIn)}
-    instead |= {ffn: DelegatedFFN(name, i) for i, ffn in enumerate(layers)}
+    for i, home in enumerate(layers):
+        instead[home] = DelegatedExperts(name, i) if isinstance(home, SparseExperts) else DelegatedFFN(name, i)
     handle, undo = Handle.detach(model), exchange(everywhere(model, instead))
     try:
         return copy.deepcopy(model).eval().requires_grad_(False)

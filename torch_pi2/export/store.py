@@ -2,7 +2,8 @@
 
 A store as ``torch-pi2 pack`` writes it (docs/FORMATS.md), without the rest of the model, which is in ``model.pte``.
 Besides plan and biases it has each layer's predictor as it is computed with, ``KEY.predictor.*``: rows of cold neurons
-in plan order. The delegate parses no JSON: a blob has the offsets of everything its layer needs.
+in plan order; of a mixture those of all experts, stacked, and their ``KEY.cuts`` and ``KEY.thresholds``. The delegate
+parses no JSON: a blob has the offsets of everything its layer needs.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
-from torch_pi2.export.blob import PREDICTORS, TENSORS, Blob
+from torch_pi2.export.blob import NUMBERS, PREDICTORS, TENSORS, Blob
 from torch_pi2.formats import FORMATS
+from torch_pi2.layers.cold import PREDICTOR_TENSORS
+from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import Home, layers_of
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS
@@ -42,7 +48,8 @@ class StoreFacts:
 
     Attributes:
         name: of the file. file_bytes: its size. header_crc: CRC32C of the safetensors length and header.
-        model_hash: 32 bytes. places: per layer, tensor of the blob -> (file offset, bytes, CRC32C).
+        model_hash: 32 bytes. places: per call, tensor of the blob -> (file offset, bytes, CRC32C). first: per call,
+            its layer of the store; of a mixture that of the first expert.
         ffn_bytes: of all layers, without the padding of slots. neuron_bytes: of one neuron of each layer, with it.
         predictor_bytes: of what is in memory beside them.
     """
@@ -52,30 +59,33 @@ class StoreFacts:
     header_crc: int
     model_hash: bytes
     places: tuple[dict[str, tuple[int, int, int]], ...]
+    first: tuple[int, ...]
     ffn_bytes: int
     neuron_bytes: tuple[int, ...]
     predictor_bytes: int
 
 
-def kind_of(ffn: SparseFFN) -> str:
+def kind_of(ffn: Home) -> str:
     """The format in which its neurons are stored."""
     return format_name(ffn.weights, ffn.neuron_rows.dtype)
 
 
-def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress: bool = False) -> StoreFacts:
-    """Write the store of ``layers``, whose neurons are in memory or in stores, a few MB at a time.
+def write_store(path: Path, homes: Sequence[Home], plan: Plan, *, progress: bool = False) -> StoreFacts:
+    """Write the store of ``homes``, whose neurons are in memory or in stores, a few MB at a time.
 
     Raises:
         ArtifactError: the file cannot be written, or a neuron cannot be read.
     """
+    of_home = [layers_of(home) for home in homes]
+    layers = [ffn for some in of_home for ffn in some]
     kinds = {kind_of(ffn) for ffn in layers}
     assert len(kinds) == 1, kinds  # optimize and load give every layer the same
     kind = kinds.pop()
-    small = [_small_tensors(ffn) for ffn in layers]
+    small = [_small_tensors(home) for home in homes]
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
     others = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}
-    for ffn, tensors in zip(layers, small):
-        others |= {_name(ffn.site.key, role): tensor for role, tensor in tensors.items()}
+    for home, tensors in zip(homes, small):
+        others |= {_name(home.site.key, role): tensor for role, tensor in tensors.items()}
     specs = {name: Spec.of(tensor) for name, tensor in others.items()}
     ours = {name: spec for name, spec in specs.items() if name.startswith("pi2.")}
     sites = [(ffn.site, ffn.n_hot) for ffn in layers]
@@ -96,10 +106,10 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
         out.set_metadata("checks", json.dumps(checks))
         places = tuple(
             {
-                role: (out.offset(_name(ffn.site.key, role)), tensor.nbytes, _crc(_bytes(tensor)))
+                role: (out.offset(_name(home.site.key, role)), tensor.nbytes, _crc(_bytes(tensor)))
                 for role, tensor in tensors.items()
             }
-            for ffn, tensors in zip(layers, small)
+            for home, tensors in zip(homes, small)
         )
     return StoreFacts(
         path.name,
@@ -107,6 +117,7 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
         _header_crc(path),
         block.model_hash,
         places,
+        (0, *accumulate(map(len, of_home)))[:-1],
         sum(ffn.site.intermediate * layout.neuron_bytes[ffn.site.key] for ffn in layers),
         tuple(layout.slots[ffn.site.key] // layout.cluster for ffn in layers),
         sum(tensor.nbytes for tensors in small for tensor in tensors.values()),
@@ -115,21 +126,21 @@ def write_store(path: Path, layers: Sequence[SparseFFN], plan: Plan, *, progress
 
 def blob_of(
     facts: StoreFacts,
-    layers: Sequence[SparseFFN],
-    layer: int,
+    homes: Sequence[Home],
+    call: int,
     role: int,
     first: int = 0,
     queue: int = 0,
     preload_from: int = 0,
 ) -> Blob:
-    """The blob of one call of ``layers[layer]``; see :class:`Blob`."""
-    ffn = layers[layer]
-    rank = 0 if ffn.predictor_a is None else len(ffn.predictor_a)
+    """The blob of one call of ``homes[call]``; see :class:`Blob`."""
+    ffn = homes[call]
+    a = ffn._buffers["predictor_a"]
     return Blob(
         role=role,
         store_bytes=facts.file_bytes,
         header_crc=facts.header_crc,
-        layer=layer,
+        layer=facts.first[call],
         model_hash=facts.model_hash,
         hidden=ffn.site.hidden,
         neurons=ffn.site.intermediate,
@@ -139,30 +150,49 @@ def blob_of(
         activation_on_up=ffn.site.activation_on_up,
         int8_activations=ffn.int8_activations,
         predictor_int8_activations=ffn.int8_activations and bool(ffn.predictor_weights),
-        n_hot=ffn.n_hot,
         first=first,
-        threshold=ffn.threshold,
         predictor=PREDICTORS[ffn.predictor_kind, ffn.predictor_weights] if ffn.has_predictor else 0,
-        cut=ffn.predictor_threshold if ffn.has_predictor else 0.0,
-        rank=rank,
-        dense_from=PROMPT_TOKENS if ffn.has_predictor and ffn.expected_share > PREDICTED_SHARE else 0,
+        rank=0 if a is None else a.shape[-2],
         queue=queue,
         preload_from=0 if role else preload_from,
         store=facts.name,
-        tensors=facts.places[layer],
+        tensors=facts.places[call],
+        **_settings(ffn),
     )
+
+
+def _settings(home: Home) -> dict[str, Any]:
+    """What only a layer has in its blob, or only a mixture."""
+    if isinstance(home, SparseExperts):
+        return {"n_hot": 0, "threshold": 0.0, "cut": 0.0, "dense_from": 0, "experts": len(home.sites)}
+    predicted = home.has_predictor
+    return {
+        "n_hot": home.n_hot,
+        "threshold": home.threshold,
+        "cut": home.predictor_threshold if predicted else 0.0,
+        "dense_from": PROMPT_TOKENS if predicted and home.expected_share > PREDICTED_SHARE else 0,
+    }
 
 
 def _name(key: str, role: str) -> str:
     """Tensor of the file that is ``role`` of a blob."""
-    return f"{key}.{role}" if role.startswith("bias_") else f"{key}.predictor.{role}"
+    return f"{key}.{role}" if role.startswith("bias_") or role in NUMBERS else f"{key}.predictor.{role}"
 
 
-def _small_tensors(ffn: SparseFFN) -> dict[str, torch.Tensor]:
-    """Biases and predictor by their names in a blob."""
-    found = {role: getattr(ffn, role) for role in TENSORS[:3]}
+def _small_tensors(home: Home) -> dict[str, torch.Tensor]:
+    """Biases and predictors by their names in a blob."""
+    if isinstance(home, SparseExperts):
+        names = (*PREDICTOR_TENSORS, "signs")
+        predictor = {name: rows for name in names if (rows := home._buffers[f"predictor_{name}"]) is not None}
+        found = {
+            "cuts": home.cuts_E if home.cuts else None,
+            "thresholds": home.thresholds_E if home.thresholds else None,
+        }
+    else:
+        predictor = home.predictor_rows()
+        found = {role: getattr(home, role) for role in TENSORS[:3]}
     roles = {"signs": "a", "bias": "b_bias"}
-    found |= {roles.get(name, name): tensor for name, tensor in ffn.predictor_rows().items()}
+    found |= {roles.get(name, name): tensor for name, tensor in predictor.items()}
     return {role: tensor.detach().contiguous() for role, tensor in found.items() if tensor is not None}
 
 

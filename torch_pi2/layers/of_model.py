@@ -11,6 +11,9 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.spec.site import FFNSite
 
+#: What holds the weights of sparse layers: a layer, or a module of experts.
+Home = SparseFFN | SparseExperts
+
 
 def is_optimized(model: nn.Module) -> bool:
     """Whether :func:`rewrite` has put anything into ``model``."""
@@ -26,14 +29,19 @@ def sparse_layers(model: nn.Module) -> list[SparseFFN]:
     """The sparse layers in ``model``, in order of execution; of experts each its own, over views of their buffers."""
     layers: list[SparseFFN] = []
     for home in homes(model):
-        layers += home.experts() if isinstance(home, SparseExperts) else [home]
+        layers += layers_of(home)
     return sorted(layers, key=lambda layer: layer.site.layer)
 
 
-def homes(model: nn.Module) -> list[SparseFFN | SparseExperts]:
+def layers_of(home: Home) -> list[SparseFFN]:
+    """The layer that ``home`` is, or those of all its experts."""
+    return home.experts() if isinstance(home, SparseExperts) else [home]
+
+
+def homes(model: nn.Module) -> list[Home]:
     """What holds the weights of sparse layers in ``model``: the layers, and modules of experts."""
     found = {id(s._home[0]): s._home[0] for _, _, s in stand_ins(model)}
-    return [home for home in found.values() if isinstance(home, SparseFFN | SparseExperts)]
+    return [home for home in found.values() if isinstance(home, Home)]
 
 
 def stand_ins(model: nn.Module) -> Iterator[tuple[nn.Module, str, StandIn]]:

@@ -16,9 +16,9 @@ class Constants(NamedTuple):
     Attributes:
         chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``. gemm_tokens, blocks:
         ``pi2/linear.h``.
-        mask_bytes: ``pi2/predict.h``. attention_split, attention_rows: ``pi2/attention.h``. most_group, most_sizes:
-        ``pi2/firing.h``. most_traced, stages, trace_counters: ``pi2/trace.h``. policies: of the cache,
-        ``cache/policies/list.inc``.
+        mask_bytes: ``pi2/predict.h``. expert_bytes: ``pi2/experts.h``. attention_split, attention_rows:
+        ``pi2/attention.h``. most_group, most_sizes: ``pi2/firing.h``. most_traced, stages,
+        trace_counters: ``pi2/trace.h``. policies: of the cache, ``cache/policies/list.inc``.
     """
 
     chunks: int
@@ -29,6 +29,7 @@ class Constants(NamedTuple):
     gemm_tokens: int
     blocks: int
     mask_bytes: int
+    expert_bytes: int
     attention_split: int
     attention_rows: int
     most_group: int

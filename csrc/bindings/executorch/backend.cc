@@ -80,7 +80,8 @@ Problem load(BackendInitContext& context, const void* data, std::size_t bytes, H
   const std::shared_ptr<Store> store = Store::open(blob, settings, &problem);
   if (problem) return problem;
   constexpr const char* kEvents[] = {"pi2_ffn", "pi2_submit", "pi2_collect"};
-  handle->event = std::string(kEvents[static_cast<int>(blob.role)]) + "." + std::to_string(blob.layer);
+  const char* event = blob.experts > 0 ? "pi2_experts" : kEvents[static_cast<int>(blob.role)];
+  handle->event = std::string(event) + "." + std::to_string(blob.layer);
   if (blob.role != Role::kCollect) handle->layer = Layer::load(store, blob, &problem);
   if (problem || blob.role == Role::kWhole) return problem;
   const char* method = context.get_method_name();
@@ -91,19 +92,24 @@ Problem load(BackendInitContext& context, const void* data, std::size_t bytes, H
   return {};
 }
 
-// What both tensors of a call must be: contiguous, of one of the dtypes that the core knows, [..., hidden].
+Problem dtype_of(const Tensor& tensor, const std::string& what, DType* dtype) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: *dtype = DType::kF32; return {};
+    case ScalarType::BFloat16: *dtype = DType::kBF16; return {};
+    case ScalarType::Half: *dtype = DType::kF16; return {};
+    default:
+      return problem(Fault::kArgument, what, "float32, bfloat16 or float16",
+                     "dtype " + std::to_string(static_cast<int>(tensor.scalar_type())), "Export the model again.");
+  }
+}
+
+// What x and the result of a call must be: contiguous, of one of the dtypes that the core knows, [..., hidden].
 Problem check(const Handle& handle, const Tensor& x, const char* name, DType* dtype) {
   const Blob& blob = handle.blob;
   const std::string what = handle.event + ", " + name;
   constexpr const char* kFix = "Export the model again.";
-  switch (x.scalar_type()) {
-    case ScalarType::Float: *dtype = DType::kF32; break;
-    case ScalarType::BFloat16: *dtype = DType::kBF16; break;
-    case ScalarType::Half: *dtype = DType::kF16; break;
-    default:
-      return problem(Fault::kArgument, what, "float32, bfloat16 or float16",
-                     "dtype " + std::to_string(static_cast<int>(x.scalar_type())), kFix);
-  }
+  const Problem unknown = dtype_of(x, what, dtype);
+  if (unknown) return unknown;
   if (x.dim() < 1 || x.size(x.dim() - 1) != blob.hidden)
     return problem(Fault::kArgument, what, "[..., " + std::to_string(blob.hidden) + "]",
                    "a last size of " + std::to_string(x.dim() < 1 ? 0 : x.size(x.dim() - 1)), kFix);
@@ -112,12 +118,37 @@ Problem check(const Handle& handle, const Tensor& x, const char* name, DType* dt
   return {};
 }
 
+// What a router gives, beside x: experts of each token and their weights, both [tokens, slots].
+Problem route(const Handle& handle, const Tensor& index, const Tensor& routing, ExpertsArgs* args) {
+  constexpr const char* kFix = "Export the model again.";
+  const auto sizes = [](const Tensor& tensor) {
+    return tensor.dim() != 2 ? "another shape"
+                             : std::to_string(tensor.size(0)) + " x " + std::to_string(tensor.size(1));
+  };
+  if (index.scalar_type() != ScalarType::Long || index.dim() != 2 || index.size(0) != args->tokens)
+    return problem(Fault::kArgument, handle.event + ", index", std::to_string(args->tokens) + " x slots of int64",
+                   sizes(index), kFix);
+  if (sizes(routing) != sizes(index))
+    return problem(Fault::kArgument, handle.event + ", routing", sizes(index), sizes(routing), kFix);
+  for (const Tensor* tensor : {&index, &routing})
+    if (tensor->dim_order()[0] != 0)
+      return problem(Fault::kArgument, handle.event, "contiguous tensors of a router", "another order", kFix);
+  args->index = index.const_data_ptr<std::int64_t>();
+  args->routing = routing.const_data_ptr();
+  args->slots = index.size(1);
+  return dtype_of(routing, handle.event + ", routing", &args->routing_dtype);
+}
+
 Problem run(const Handle& handle, Span<EValue*> args) {
-  if (args.size() != 2 || !args[0]->isTensor() || !args[1]->isTensor())
-    return problem(Fault::kArgument, handle.event, "a tensor and its result", std::to_string(args.size()) + " values",
-                   "Export the model again.");
+  const bool mixture = handle.blob.experts > 0;
+  const std::size_t count = mixture ? 4 : 2;
+  bool tensors = args.size() == count;
+  for (EValue* value : args) tensors = tensors && value->isTensor();
+  if (!tensors)
+    return problem(Fault::kArgument, handle.event, std::to_string(count - 1) + " tensors and the result",
+                   std::to_string(args.size()) + " values", "Export the model again.");
   const Tensor x = args[0]->toTensor();
-  Tensor out = args[1]->toTensor();
+  Tensor out = args[count - 1]->toTensor();
   DType dtype = DType::kF32, out_dtype = DType::kF32;
   Problem wrong = check(handle, x, "input", &dtype);
   if (wrong) return wrong;
@@ -132,6 +163,12 @@ Problem run(const Handle& handle, Span<EValue*> args) {
   const std::int64_t tokens = x.numel() / handle.blob.hidden;
   const void* from = x.const_data_ptr();
   void* to = out.mutable_data_ptr();
+  if (mixture) {
+    ExpertsArgs routed{from, to, dtype, tokens, handle.blob.hidden};
+    routed.experts = handle.blob.experts;
+    wrong = route(handle, args[1]->toTensor(), args[2]->toTensor(), &routed);
+    return wrong ? wrong : handle.layer->mix(routed, executorch_threads());
+  }
   if (handle.blob.role == Role::kWhole) return handle.layer->compute(from, to, dtype, tokens, executorch_threads());
   if (handle.blob.role == Role::kCollect) return handle.session->collect(from, to, dtype, tokens);
   wrong = handle.session->submit(from, dtype, tokens);

@@ -8,14 +8,17 @@
 #include "pi2/predict.h"
 
 namespace pi2::et {
+
+const char* const kTensorText[kTensorNames] = {"bias_gate", "bias_up", "bias_down", "a",    "a_scale",
+                                               "b",         "b_scale", "b_bias",    "cuts", "thresholds"};
+
 namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'B', 'L', 'O', 'B', '\0'};
-constexpr std::uint32_t kVersion = 1;
-constexpr std::size_t kPlaces = 128, kQueue = 320, kPreload = 324, kZeros = 328, kName = 384;
+constexpr std::uint32_t kLayerVersion = 1, kMixtureVersion = 2;
+constexpr std::size_t kPlaces = 128, kQueue = 320, kPreload = 324, kMorePlaces = 328, kExperts = 376, kZero = 380,
+                      kName = 384;
 constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4;
-constexpr const char* kTensorText[kTensorNames] = {"bias_gate", "bias_up", "bias_down", "a",
-                                                   "a_scale",   "b",       "b_scale",   "b_bias"};
 constexpr const char* kFix = "The .pte is damaged, or of another version of torch_pi2: export it again.";
 
 Problem damaged(const std::string& what, const std::string& expected, const std::string& found) {
@@ -49,12 +52,17 @@ struct Wanted {
 };
 
 std::array<Wanted, kTensorNames> wanted(const Blob& b) {
-  const auto rows = [](std::int64_t count, std::int64_t bytes) { return static_cast<std::uint64_t>(count * bytes); };
-  const std::int64_t bias = row_bytes(is_quantized(b.w_dtype) ? DType::kF32 : b.w_dtype, 1);
+  const auto rows = [&b](std::int64_t count, std::int64_t bytes) {
+    return static_cast<std::uint64_t>(b.layers() * count * bytes);
+  };
+  const std::int64_t bias = b.experts > 0 ? 0 : row_bytes(is_quantized(b.w_dtype) ? DType::kF32 : b.w_dtype, 1);
   std::array<Wanted, kTensorNames> all{};
   if (b.rows == 3) all[kBiasGate].bytes = rows(b.neurons, bias);
   all[kBiasUp].bytes = rows(b.neurons, bias);
   all[kBiasDown].bytes = rows(b.hidden, bias);
+  const std::int64_t number = b.experts > 0 ? sizeof(double) : 0;
+  all[kThresholds].bytes = rows(1, number);
+  if (b.predictor != PredictorForm::kNone) all[kCuts] = {rows(1, number), number > 0};
   if (b.predictor == PredictorForm::kNone) return all;
   if (b.predictor == PredictorForm::kSignbit) {
     all[kA] = {rows(b.cold(), sign_bytes(b.hidden)), true};
@@ -73,7 +81,7 @@ std::array<Wanted, kTensorNames> wanted(const Blob& b) {
 Problem parse_tensors(const Reader& in, Blob* b) {
   const std::array<Wanted, kTensorNames> all = wanted(*b);
   for (std::size_t i = 0; i < kTensorNames; ++i) {
-    const std::size_t at = kPlaces + 24 * i;
+    const std::size_t at = i < kCuts ? kPlaces + 24 * i : kMorePlaces + 24 * (i - kCuts);
     Place& place = b->tensors[i];
     place = {in.u64(at), in.u64(at + 8), in.u32(at + 16)};
     const std::string name = kTensorText[i];
@@ -126,6 +134,12 @@ Problem parse_layer(const Reader& in, Blob* b) {
   b->cut = Reader::as<double>(in.u64(112));
   b->rank = rank;
   b->dense_from = in.u32(124);
+  if (b->experts > 0 && (n_hot != 0 || b->role != Role::kWhole || b->preload_from != 0 || b->dense_from != 0 ||
+                         b->threshold != 0 || b->cut != 0 || in.u32(kZero) != 0))
+    return damaged("experts", "a whole layer without hot neurons and numbers of its own", "others");
+  const std::uint64_t most = kMost / static_cast<std::uint64_t>(b->layers());
+  if (neurons > most || rank > most)
+    return damaged("experts", "at most " + text(kMost) + " neurons", text(in.u32(kExperts)));
   const bool lowrank = form != 0 && b->predictor != PredictorForm::kSignbit;
   const bool grouped = lowrank && b->predictor != PredictorForm::kLowrank;
   const std::uint32_t known =
@@ -148,8 +162,9 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
   if (bytes != kBlobBytes) return damaged("size", text(kBlobBytes) + " bytes", text(bytes));
   const Reader in{p};
   if (std::memcmp(p, kMagic, sizeof(kMagic)) != 0) return damaged("magic", "PI2BLOB", "other bytes");
-  if (in.u32(8) != kVersion)
-    return problem(Fault::kIncompatible, "delegate blob, version", text(kVersion), text(in.u32(8)),
+  const std::uint32_t version = in.u32(8);
+  if (version != kLayerVersion && version != kMixtureVersion)
+    return problem(Fault::kIncompatible, "delegate blob, version", "1 or 2", text(version),
                    "Run it with the torch_pi2 that exported it, or export it again.");
   std::vector<unsigned char> copy(p, p + bytes);
   std::memset(copy.data() + 12, 0, 4);
@@ -167,7 +182,11 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
   if (blob->role == Role::kWhole ? blob->queue != 0 || in.u32(100) != 0 : false)
     return damaged("role", "no queue and no accelerator for a whole layer",
                    "queue " + text(blob->queue) + ", neurons from " + text(in.u32(100)));
-  for (std::size_t i = kZeros; i < kName; ++i)
+  if (version == kMixtureVersion) {
+    if (in.u32(kExperts) == 0) return damaged("experts", "1 or more", "0");
+    blob->experts = in.u32(kExperts);
+  }
+  for (std::size_t i = kMorePlaces; i < kName && version == kLayerVersion; ++i)
     if (p[i] != 0) return damaged("byte " + text(i), "0", text(p[i]));
   blob->preload_from = in.u32(kPreload);
   if (blob->preload_from > in.u32(76) || (blob->role != Role::kWhole && blob->preload_from != 0))

@@ -1,4 +1,5 @@
-// The delegate blob: all that a .pte has of a feed-forward layer (docs/FORMATS.md, "Delegate blob").
+// The delegate blob: all that a .pte has of a feed-forward layer or a mixture of experts (docs/FORMATS.md, "Delegate
+// blob").
 #pragma once
 
 #include <array>
@@ -22,8 +23,10 @@ struct Place {
   std::uint32_t checksum = 0;
 };
 
-// In the order of the blob. Of a sign-bit predictor kA is the signs.
-enum TensorName { kBiasGate, kBiasUp, kBiasDown, kA, kAScale, kB, kBScale, kBBias, kTensorNames };
+// In the order of the blob. Of a sign-bit predictor kA is the signs. Of a mixture they are those of all experts, one
+// behind the other; kCuts (of their predictors) and kThresholds (of their gates) are doubles, and of mixtures alone.
+enum TensorName { kBiasGate, kBiasUp, kBiasDown, kA, kAScale, kB, kBScale, kBBias, kCuts, kThresholds, kTensorNames };
+extern const char* const kTensorText[kTensorNames];
 
 struct Blob {
   Role role = Role::kWhole;
@@ -44,9 +47,11 @@ struct Blob {
   std::int64_t dense_from = 0;
   std::array<Place, kTensorNames> tensors{};
   std::uint32_t queue = 0;
-  std::string store;  // file name
+  std::int64_t experts = 0;  // of a mixture: layers of the store from `layer` on; 0: no mixture
+  std::string store;         // file name
 
   std::int64_t cold() const { return neurons - n_hot; }
+  std::int64_t layers() const { return experts == 0 ? 1 : experts; }
 };
 
 // Any bytes may be given: what comes out makes sense in itself, and every place is within `store_bytes`.

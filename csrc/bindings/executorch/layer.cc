@@ -1,5 +1,8 @@
 #include "bindings/executorch/layer.h"
 
+#include <cmath>
+#include <limits>
+
 namespace pi2::et {
 namespace {
 
@@ -36,6 +39,13 @@ Predictor predictor_of(const Blob& blob, const std::shared_ptr<const Bytes>* ten
   return made;
 }
 
+// Whether numbers of experts are such as their blob's would be: `least` or more, and finite ones if they are to be.
+bool are(const double* numbers, std::int64_t count, double least, bool finite) {
+  for (std::int64_t e = 0; numbers != nullptr && e < count; ++e)
+    if (!(numbers[e] >= least) || (finite && !std::isfinite(numbers[e]))) return false;
+  return true;
+}
+
 }  // namespace
 
 Layer::Layer(std::shared_ptr<Store> store, const Blob& blob) : store_(std::move(store)), blob_(blob) {
@@ -46,13 +56,11 @@ Layer::~Layer() { store_->remove(blob_); }
 
 std::shared_ptr<Layer> Layer::load(std::shared_ptr<Store> store, const Blob& blob, Problem* problem) {
   std::shared_ptr<Layer> made(new Layer(std::move(store), blob));
-  constexpr const char* kNames[kTensorNames] = {"bias_gate", "bias_up", "bias_down", "a",
-                                                "a_scale",   "b",       "b_scale",   "b_bias"};
   for (std::size_t i = 0; i < kTensorNames; ++i) {
-    made->tensors_[i] = made->store_->tensor(blob.tensors[i], kNames[i], problem);
+    made->tensors_[i] = made->store_->tensor(blob.tensors[i], kTensorText[i], problem);
     if (*problem) return nullptr;
   }
-  FfnArgs& args = made->args_;
+  FfnArgs& args = made->stack_.layer;
   args = made->store_->offload().shape(blob.layer);
   args.n_hot = blob.n_hot;
   args.first = blob.first;
@@ -63,25 +71,51 @@ std::shared_ptr<Layer> Layer::load(std::shared_ptr<Store> store, const Blob& blo
   args.bias_gate = data(made->tensors_[kBiasGate]);
   args.bias_up = data(made->tensors_[kBiasUp]);
   args.bias_down = data(made->tensors_[kBiasDown]);
-  made->predictor_ = predictor_of(blob, made->tensors_);
-  return made;
+  made->stack_.predictor = predictor_of(blob, made->tensors_);
+  if (blob.experts == 0) return made;
+  made->stack_.cuts = reinterpret_cast<const double*>(data(made->tensors_[kCuts]));
+  made->stack_.thresholds = reinterpret_cast<const double*>(data(made->tensors_[kThresholds]));
+  const bool margins = blob.predictor == PredictorForm::kSignbit;
+  if (are(made->stack_.thresholds, blob.experts, 0, false) &&
+      are(made->stack_.cuts, blob.experts, margins ? 0 : -std::numeric_limits<double>::infinity(), margins))
+    return made;
+  *problem = et::problem(Fault::kProgram, made->store_->path() + ", experts from layer " + std::to_string(blob.layer),
+                         "thresholds and margins of 0 or more", "others", "Export the model again.");
+  return nullptr;
 }
 
 Problem Layer::compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel) {
   if (tokens == 0) return {};
   return guarded("a layer of Pi2Backend", [&]() -> Problem {
     store_->warm();
-    FfnArgs args = args_;
+    FfnArgs args = stack_.layer;
     args.x = x;
     args.y = y;
     args.x_dtype = dtype;
     args.tokens = tokens;
     const bool dense = blob_.dense_from > 0 && tokens >= blob_.dense_from;
-    const std::string wrong = store_->offload().ffn(blob_.layer, dense ? Predictor() : predictor_, args, parallel);
-    if (wrong.empty()) return {};
-    return problem(Fault::kAccess, store_->path() + ", layer " + std::to_string(blob_.layer), "its neurons", wrong,
-                   "Check the store with `torch-pi2 inspect --verify` and its device, and run it again.");
+    const std::string wrong =
+        store_->offload().ffn(blob_.layer, dense ? Predictor() : stack_.predictor, args, parallel);
+    return unread(wrong);
   });
+}
+
+Problem Layer::mix(const ExpertsArgs& args, const ParallelFor& parallel) {
+  if (args.tokens == 0) return {};
+  return guarded("experts of Pi2Backend", [&]() -> Problem {
+    store_->warm();
+    const std::string wrong = stored_experts(args, stack_, store_->offload(), blob_.layer, parallel);
+    if (wrong.rfind("index: ", 0) != 0) return unread(wrong);
+    return problem(Fault::kArgument, "experts from layer " + std::to_string(blob_.layer), "a router of this model",
+                   wrong, "Export the model again.");
+  });
+}
+
+// `wrong`: "" or what the engine says.
+Problem Layer::unread(const std::string& wrong) const {
+  if (wrong.empty()) return {};
+  return problem(Fault::kAccess, store_->path() + ", layer " + std::to_string(blob_.layer), "its neurons", wrong,
+                 "Check the store with `torch-pi2 inspect --verify` and its device, and run it again.");
 }
 
 }  // namespace pi2::et

@@ -1,11 +1,11 @@
-// A feed-forward layer over a store, as a blob says it.
+// A feed-forward layer or a mixture of experts over a store, as a blob says it.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 
 #include "bindings/executorch/store.h"
-#include "pi2/predict.h"
+#include "pi2/experts.h"
 
 namespace pi2::et {
 
@@ -19,18 +19,20 @@ class Layer {
 
   // y = the layer's part for x, both [tokens, hidden].
   Problem compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel);
+  // The same of a mixture.
+  Problem mix(const ExpertsArgs& args, const ParallelFor& parallel);
 
   const Blob& blob() const { return blob_; }
   Store& store() { return *store_; }
 
  private:
   Layer(std::shared_ptr<Store> store, const Blob& blob);
+  Problem unread(const std::string& wrong) const;
 
   std::shared_ptr<Store> store_;
   Blob blob_;
   std::shared_ptr<const Bytes> tensors_[kTensorNames];
-  FfnArgs args_;
-  Predictor predictor_;
+  ExpertStack stack_;  // of a layer that is no mixture: what one expert would have
 };
 
 }  // namespace pi2::et

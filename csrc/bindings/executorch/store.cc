@@ -184,18 +184,23 @@ Problem Store::identify(const Blob& blob) const {
   if (header_checksum_ != blob.header_checksum)
     return problem(Fault::kIncompatible, what, "the header that the .pte was exported with",
                    "another (packed otherwise, or damaged)", kOther);
-  if (blob.layer >= offload_->layers())
-    return problem(Fault::kIncompatible, what, "layer " + std::to_string(blob.layer),
+  const std::int64_t last = blob.layer + blob.layers() - 1;
+  if (last >= offload_->layers())
+    return problem(Fault::kIncompatible, what, "layer " + std::to_string(last),
                    std::to_string(offload_->layers()) + " layers", kOther);
-  const FfnArgs found = offload_->shape(blob.layer);
-  if (found.hidden == blob.hidden && found.neurons == blob.neurons && found.rows == blob.rows &&
-      found.w_dtype == blob.w_dtype)
-    return {};
+  std::int64_t layer = blob.layer;
+  const auto fits = [&blob](const FfnArgs& found) {
+    return found.hidden == blob.hidden && found.neurons == blob.neurons && found.rows == blob.rows &&
+           found.w_dtype == blob.w_dtype;
+  };
+  while (layer <= last && fits(offload_->shape(layer))) ++layer;
+  if (layer > last) return {};
+  const FfnArgs found = offload_->shape(layer);
   const auto sizes = [](std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype) {
     return std::to_string(neurons) + " neurons of " + std::to_string(rows) + " rows of " + std::to_string(hidden) +
            " (weights " + std::to_string(static_cast<int>(dtype)) + ")";
   };
-  return problem(Fault::kIncompatible, what + ", layer " + std::to_string(blob.layer),
+  return problem(Fault::kIncompatible, what + ", layer " + std::to_string(layer),
                  sizes(blob.neurons, blob.rows, blob.hidden, blob.w_dtype),
                  sizes(found.neurons, found.rows, found.hidden, found.w_dtype), kOther);
 }

@@ -3,6 +3,7 @@
 #include "bindings/torch/common.h"
 #include "cache/neuron_cache.h"
 #include "pi2/attention.h"
+#include "pi2/experts.h"
 #include "pi2/ffn.h"
 #include "pi2/firing.h"
 #include "pi2/linear.h"
@@ -23,6 +24,7 @@ std::string constants() {
       {"gemm_tokens", kGemmTokens},
       {"blocks", takes_blocks()},
       {"mask_bytes", kMaskBytes},
+      {"expert_bytes", kExpertBytes},
       {"attention_split", kAttentionSplit},
       {"attention_rows", kAttentionRows},
       {"most_group", kMostGroup},

@@ -23,11 +23,16 @@ std::uint64_t bits(Float value) {
   return out;
 }
 
+// Where a blob has the place of a tensor; those of mixtures alone are behind the queue.
+constexpr std::size_t place_of(std::size_t tensor) {
+  return tensor < pi2::et::kCuts ? 128 + 24 * tensor : 328 + 24 * (tensor - pi2::et::kCuts);
+}
+
 inline Bytes512 written(const pi2::et::Blob& blob) {
   Bytes512 out(pi2::et::kBlobBytes, 0);
   std::memcpy(out.data(), "PI2BLOB", 8);
   const auto u32 = [&](std::size_t at, std::int64_t value) { put(&out, at, static_cast<std::uint64_t>(value), 4); };
-  u32(8, 1);
+  u32(8, blob.experts > 0 ? 2 : 1);
   u32(16, 512);
   u32(20, static_cast<std::int64_t>(blob.role));
   put(&out, 24, blob.store_bytes, 8);
@@ -50,10 +55,12 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
   u32(120, blob.rank);
   u32(124, blob.dense_from);
   for (std::size_t i = 0; i < pi2::et::kTensorNames; ++i) {
-    put(&out, 128 + 24 * i, blob.tensors[i].offset, 8);
-    put(&out, 136 + 24 * i, blob.tensors[i].bytes, 8);
-    put(&out, 144 + 24 * i, blob.tensors[i].checksum, 4);
+    const std::size_t at = place_of(i);
+    put(&out, at, blob.tensors[i].offset, 8);
+    put(&out, at + 8, blob.tensors[i].bytes, 8);
+    put(&out, at + 16, blob.tensors[i].checksum, 4);
   }
+  u32(376, blob.experts);
   u32(320, blob.queue);
   u32(324, blob.preload_from);
   std::memcpy(&out[384], blob.store.data(), blob.store.size());

@@ -42,6 +42,24 @@ Blob sound() {
   return b;
 }
 
+// A mixture with everything that it can have.
+Blob mixture() {
+  Blob b = sound();
+  b.role = Role::kWhole;
+  b.queue = 0;
+  b.n_hot = b.first = b.dense_from = 0;
+  b.threshold = 0;
+  b.cut = 0;
+  b.experts = 6;
+  b.tensors[kBiasGate] = b.tensors[kBiasUp] = b.tensors[kBiasDown] = {};
+  b.tensors[kA] = {12288, 6 * 40 * 54, 4};
+  b.tensors[kB] = {65536, 6 * 300 * 36, 5};
+  b.tensors[kBBias] = {(1 << 20) - 7200, 7200, 6};
+  b.tensors[kCuts] = {256, 48, 7};
+  b.tensors[kThresholds] = {512, 48, 8};
+  return b;
+}
+
 bool same(const Blob& a, const Blob& b) { return written(a) == written(b); }
 
 long check_sound() {
@@ -82,7 +100,16 @@ long check_sound() {
   floats.n_hot = 300;
   wrong = parse_blob(written(floats).data(), kBlobBytes, &found);
   PI2_CHECK(!wrong && same(found, floats), "%s", wrong.text.c_str());
-  return 4;
+  wrong = parse_blob(written(mixture()).data(), kBlobBytes, &found);
+  PI2_CHECK(!wrong && same(found, mixture()) && found.experts == 6, "%s", wrong.text.c_str());
+  Blob gates = mixture();  // of which every gate is computed
+  gates.predictor = PredictorForm::kNone;
+  gates.predictor_int8_activations = false;
+  gates.rank = 0;
+  for (const TensorName name : {kA, kB, kBBias, kCuts, kThresholds}) gates.tensors[name] = {};
+  wrong = parse_blob(written(gates).data(), kBlobBytes, &found);
+  PI2_CHECK(!wrong && same(found, gates), "%s", wrong.text.c_str());
+  return 6;
 }
 
 struct Damage {
@@ -103,7 +130,7 @@ long check_refused() {
       {"size: expected 512 bytes, found 0", [](Bytes512* b) { b->clear(); }, false},
       {"size: expected 512 bytes, found 513", [](Bytes512* b) { b->push_back(0); }, false},
       {"magic: expected PI2BLOB, found other bytes", [](Bytes512* b) { (*b)[0] = 'p'; }},
-      {"version: expected 1, found 2", number(8, 2), true, Fault::kIncompatible},
+      {"version: expected 1 or 2, found 3", number(8, 3), true, Fault::kIncompatible},
       {"checksum: expected that of its bytes, found another", [](Bytes512* b) { (*b)[75] ^= 4; }, false},
       {"size: expected 512, found 256", number(16, 256)},
       {"role: expected 0 to 2, found 3", number(20, 3)},
@@ -143,8 +170,24 @@ long check_refused() {
       {"name of the store", [](Bytes512* b) { std::memset(&(*b)[384], 'x', 128); }},
       {"name of the store: expected zeros behind it", number(400, 1)},
   };
-  for (const Damage& damage : all) {
-    Bytes512 bytes = written(sound());
+  const Damage of_mixtures[] = {
+      {"experts: expected 1 or more, found 0", number(376, 0)},
+      {"experts: expected a whole layer without hot neurons", number(96, 1)},
+      {"experts: expected a whole layer without hot neurons", number(20, 1)},
+      {"experts: expected a whole layer without hot neurons", number(324, 1)},
+      {"experts: expected a whole layer without hot neurons", number(124, 33)},
+      {"experts: expected a whole layer without hot neurons", number(104, bits(0.5f))},
+      {"experts: expected a whole layer without hot neurons", number(112, bits(0.5), 8)},
+      {"experts: expected a whole layer without hot neurons", number(380, 1)},
+      {"experts: expected at most 1073741824 neurons, found 4294967295", number(376, 0xffffffff)},
+      {"a: expected 15120 bytes, found 12960", number(376, 7)},
+      {"bias_up: expected 0 bytes, found 1200", number(136 + 24, 1200, 8)},
+      {"cuts: expected 48 bytes, found 0", number(328 + 8, 0, 8)},
+      {"thresholds: expected 48 bytes, found 40", number(352 + 8, 40, 8)},
+      {"byte 329: expected 0, found 1", number(8, 1)},
+  };
+  const auto refused = [](const Blob& blob, const Damage& damage) {
+    Bytes512 bytes = written(blob);
     damage.make(&bytes);
     if (damage.sealed) seal_blob(&bytes);
     Blob found;
@@ -153,23 +196,25 @@ long check_refused() {
               damage.message, wrong.text.c_str());
     PI2_CHECK(wrong.text.rfind("delegate blob, ", 0) == 0 && wrong.text.find("export it again") != std::string::npos,
               "%s", wrong.text.c_str());
-  }
-  return static_cast<long>(std::size(all));
+  };
+  for (const Damage& damage : all) refused(sound(), damage);
+  for (const Damage& damage : of_mixtures) refused(mixture(), damage);
+  return static_cast<long>(std::size(all) + std::size(of_mixtures));
 }
 
 // Every byte says something: of a change, sealed again, what is taken is what was written, and not what was there.
 long check_every_byte() {
-  const Bytes512 whole = written(sound());
-  for (std::size_t i = 0; i < whole.size(); ++i) {
-    Bytes512 bytes = whole;
-    bytes[i] = static_cast<char>(bytes[i] ^ 0x10);
-    Blob found;
-    PI2_CHECK(parse_blob(bytes.data(), bytes.size(), &found), "byte %zu", i);
-    seal_blob(&bytes);
-    if (i >= 12 && i < 16) continue;  // the checksum is right again
-    PI2_CHECK(parse_blob(bytes.data(), bytes.size(), &found) || written(found) == bytes, "byte %zu is not read", i);
-  }
-  return 512;
+  for (const Bytes512& whole : {written(sound()), written(mixture())})
+    for (std::size_t i = 0; i < whole.size(); ++i) {
+      Bytes512 bytes = whole;
+      bytes[i] = static_cast<char>(bytes[i] ^ 0x10);
+      Blob found;
+      PI2_CHECK(parse_blob(bytes.data(), bytes.size(), &found), "byte %zu", i);
+      seal_blob(&bytes);
+      if (i >= 12 && i < 16) continue;  // the checksum is right again
+      PI2_CHECK(parse_blob(bytes.data(), bytes.size(), &found) || written(found) == bytes, "byte %zu is not read", i);
+    }
+  return 1024;
 }
 
 }  // namespace

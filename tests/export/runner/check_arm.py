@@ -28,13 +28,13 @@ LOADER = [ARM / "ld-linux-aarch64.so.1", "--library-path", ARM, ARM / "pi2_runne
 TOKENS = 16
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.fixture(scope="module", params=["Llama", "Mixtral"])
+def bundle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    import transformers
 
     torch.manual_seed(0)
     tokenizer = byte_tokenizer(TEXT)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{request.param}Config")(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=256,
@@ -46,7 +46,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=64,
         eos_token_id=None,
     )
-    model = torch_pi2.optimize(LlamaForCausalLM(config).eval())
+    model = torch_pi2.optimize(getattr(transformers, f"{request.param}ForCausalLM")(config).eval(), method="exact")
     return export(model, tmp_path_factory.mktemp("arm") / "bundle", tokenizer=tokenizer, max_tokens=64, batches=(1,))
 
 
