@@ -1,7 +1,8 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
-`ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `bundle`, `offload`,
-`best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and `prefix` are servers of one.
+`ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `bundle`,
+`bundle-offload`, `offload`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and `prefix` are
+servers of one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ BENCHMARKS = {
     "gpu-model": "a whole model on a GPU: ours beside dense; or divided, beside offloading and the CPU",
     "attention": "new tokens over a static cache: our operator, torch's SDPA and the memory roofline",
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",
+    "bundle-offload": "a bundle larger than memory in the C++ runner, by budget",
     "bundle": "bundles in the C++ runner by the format of keys and values, beside PyTorch's Decoder",
     "generate": "model.generate over our steps, beside transformers' own and torch_pi2.generate",
     "offload": "a model larger than memory, step by step from mmap to the pipeline",

@@ -26,7 +26,7 @@ from torch_pi2.export.request import Request, check_bundle_folder, check_request
 from torch_pi2.export.standins import delegated_copy, exported_layers
 from torch_pi2.export.store import StoreFacts, blob_of, write_store
 from torch_pi2.layers.experts import SparseExperts
-from torch_pi2.layers.of_model import Home
+from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.rewrite.handle import parts_of
 
 
@@ -127,7 +127,7 @@ def export(
 
 
 def _check_model(
-    model: nn.Module, layers: Sequence[Home], request: Request, decoder: bool, traced: bool, dynamic_shapes: Any
+    model: nn.Module, layers: Sequence[SparseLayer], request: Request, decoder: bool, traced: bool, dynamic_shapes: Any
 ) -> None:
     """``traced``: example inputs were given, so that ``forward`` is traced whatever the model is."""
     what = f"export of {type(model).__name__}"

@@ -23,21 +23,21 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.export.hot import rows_of
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import Home
+from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
 from torch_pi2.ops import load
 
 #: What becomes a call of the delegate, and its role in the blob.
 ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2, "pi2.delegate_experts": 0}
 
-_models: dict[str, Sequence[Home]] = {}
+_models: dict[str, Sequence[SparseLayer]] = {}
 _waiting: dict[tuple[str, int, int], torch.Tensor] = {}
 _numbers = itertools.count()
 _library: torch.library.Library | None = None
 
 
 @contextmanager
-def registered(layers: Sequence[Home]) -> Iterator[str]:
+def registered(layers: Sequence[SparseLayer]) -> Iterator[str]:
     """A name by which the operators know ``layers`` while this is entered."""
     define()
     name = f"model{next(_numbers)}"
@@ -72,7 +72,7 @@ def _like_first(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _layer(model: str, layer: int) -> Home:
+def _layer(model: str, layer: int) -> SparseLayer:
     if model not in _models:
         raise ConfigError(
             f"delegate operators of {model}",

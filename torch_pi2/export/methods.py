@@ -23,7 +23,7 @@ from torch_pi2.export.request import Request, qnn_settings
 from torch_pi2.export.standins import split_hot_cold
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import Home
+from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.spec.config import Config
 
@@ -46,7 +46,7 @@ class Source:
     """
 
     model: nn.Module
-    layers: Sequence[Home]
+    layers: Sequence[SparseLayer]
     parts: Optimized
     rest: str
     decoder: bool

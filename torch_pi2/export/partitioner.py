@@ -21,7 +21,7 @@ from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.markers import ROLES
 from torch_pi2.export.standins import exported_layers
 from torch_pi2.export.store import blob_of, write_store
-from torch_pi2.layers.of_model import Home
+from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.rewrite.handle import parts_of
 
 BACKEND = "Pi2Backend"
@@ -126,7 +126,7 @@ class Pi2Partitioner(BlobPartitioner):
 
     def __init__(self, model: nn.Module, store: str | Path, rest: Partitioner | None = None) -> None:
         layers = exported_layers(model)
-        names = {id(module): name for name, module in model.named_modules() if isinstance(module, Home)}
+        names = {id(module): name for name, module in model.named_modules() if isinstance(module, SparseLayer)}
         facts = write_store(Path(store), layers, parts_of(model).plan)
         self._places = {f"{names[id(ffn)]}.neuron_rows": i for i, ffn in enumerate(layers)}
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.lazy import LazyDown, LazySource
-from torch_pi2.layers.of_model import Home, is_optimized
+from torch_pi2.layers.of_model import SparseLayer, is_optimized
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.rewrite.handle import Handle
 from torch_pi2.rewrite.install import everywhere, exchange
@@ -73,7 +73,7 @@ class SplitFFN(nn.Module):
         return y
 
 
-def exported_layers(model: nn.Module) -> list[Home]:
+def exported_layers(model: nn.Module) -> list[SparseLayer]:
     """What holds the sparse layers of ``model``, in the order of its plan, if all can be delegate operators.
 
     Raises:
@@ -95,11 +95,11 @@ def exported_layers(model: nn.Module) -> list[Home]:
             found=f"{len(lazy)} whose activation is code of a bigger block ({', '.join(lazy[:3])})",
             fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
         )
-    found = {id(m): m for m in modules if isinstance(m, Home)}
+    found = {id(m): m for m in modules if isinstance(m, SparseLayer)}
     return sorted(found.values(), key=lambda home: home.site.layer)
 
 
-def delegated_copy(model: nn.Module, layers: Sequence[Home], name: str) -> nn.Module:
+def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -> nn.Module:
     """A copy of ``model`` in evaluation mode, ``layers`` as delegate operators of the registered ``name``.
 
     Nothing of the feed-forward layers is copied, and ``model`` is left as it was.

@@ -26,7 +26,7 @@ from torch_pi2.formats import FORMATS
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import Home, layers_of
+from torch_pi2.layers.of_model import SparseLayer, layers_of
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS
@@ -65,12 +65,12 @@ class StoreFacts:
     predictor_bytes: int
 
 
-def kind_of(ffn: Home) -> str:
+def kind_of(ffn: SparseLayer) -> str:
     """The format in which its neurons are stored."""
     return format_name(ffn.weights, ffn.neuron_rows.dtype)
 
 
-def write_store(path: Path, homes: Sequence[Home], plan: Plan, *, progress: bool = False) -> StoreFacts:
+def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progress: bool = False) -> StoreFacts:
     """Write the store of ``homes``, whose neurons are in memory or in stores, a few MB at a time.
 
     Raises:
@@ -126,7 +126,7 @@ def write_store(path: Path, homes: Sequence[Home], plan: Plan, *, progress: bool
 
 def blob_of(
     facts: StoreFacts,
-    homes: Sequence[Home],
+    homes: Sequence[SparseLayer],
     call: int,
     role: int,
     first: int = 0,
@@ -161,7 +161,7 @@ def blob_of(
     )
 
 
-def _settings(home: Home) -> dict[str, Any]:
+def _settings(home: SparseLayer) -> dict[str, Any]:
     """What only a layer has in its blob, or only a mixture."""
     if isinstance(home, SparseExperts):
         return {"n_hot": 0, "threshold": 0.0, "cut": 0.0, "dense_from": 0, "experts": len(home.sites)}
@@ -179,7 +179,7 @@ def _name(key: str, role: str) -> str:
     return f"{key}.{role}" if role.startswith("bias_") or role in NUMBERS else f"{key}.predictor.{role}"
 
 
-def _small_tensors(home: Home) -> dict[str, torch.Tensor]:
+def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
     """Biases and predictors by their names in a blob."""
     if isinstance(home, SparseExperts):
         names = (*PREDICTOR_TENSORS, "signs")

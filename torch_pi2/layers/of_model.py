@@ -11,8 +11,8 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.spec.site import FFNSite
 
-#: What holds the weights of sparse layers: a layer, or a module of experts.
-Home = SparseFFN | SparseExperts
+#: What holds weights: a layer, or all experts of a block.
+SparseLayer = SparseFFN | SparseExperts
 
 
 def is_optimized(model: nn.Module) -> bool:
@@ -33,15 +33,15 @@ def sparse_layers(model: nn.Module) -> list[SparseFFN]:
     return sorted(layers, key=lambda layer: layer.site.layer)
 
 
-def layers_of(home: Home) -> list[SparseFFN]:
+def layers_of(home: SparseLayer) -> list[SparseFFN]:
     """The layer that ``home`` is, or those of all its experts."""
     return home.experts() if isinstance(home, SparseExperts) else [home]
 
 
-def homes(model: nn.Module) -> list[Home]:
+def homes(model: nn.Module) -> list[SparseLayer]:
     """What holds the weights of sparse layers in ``model``: the layers, and modules of experts."""
     found = {id(s._home[0]): s._home[0] for _, _, s in stand_ins(model)}
-    return [home for home in found.values() if isinstance(home, Home)]
+    return [home for home in found.values() if isinstance(home, SparseLayer)]
 
 
 def stand_ins(model: nn.Module) -> Iterator[tuple[nn.Module, str, StandIn]]:
