@@ -73,13 +73,20 @@ class Generation {
                        [](const Answer& a) { return !a.ended.empty(); });
   }
 
-  // In pieces of what forward takes.
   const float* read_prompt() {
     const std::vector<std::int64_t>& ids = request_.prompt;
     const float* logits = nullptr;
-    for (std::int64_t at = request_.known; at < std::ssize(ids); at += manifest_.prompt_tokens) {
+    for (std::int64_t at = request_.known; at < std::ssize(ids);) {
       if (request_.stopped && request_.stopped()) throw Problem("interrupted");
-      logits = program_.forward(ids.data() + at, std::min(manifest_.prompt_tokens, std::ssize(ids) - at), at);
+      const PromptPiece piece = next_piece(manifest_, at, std::ssize(ids) - at);
+      if (piece.size == 0) {
+        logits = program_.read("forward", ids.data() + at, piece.count, at);
+      } else {  // what a piece that is not filled writes behind the prompt is written again, and not read before
+        std::vector<std::int64_t> filled(ids.begin() + at, ids.begin() + at + piece.count);
+        filled.resize(static_cast<std::size_t>(piece.size), filled.back());
+        logits = program_.read("prefill_" + std::to_string(piece.size), filled.data(), piece.size, at);
+      }
+      at += piece.count;
     }
     return logits;
   }

@@ -60,12 +60,20 @@ void read_methods(const Fields& methods, const std::string& where, Manifest& m) 
     if (kind == "forward") {
       forward = true;
       m.prompt_tokens = method.number("max_tokens");
+    } else if (kind == "prefill") {
+      const std::int64_t size = method.number("max_tokens");
+      if (size < 2 || name != "prefill_" + std::to_string(size)) {
+        throw Problem(method.where() + ", max_tokens", "2 or more, as the name of the method says",
+                      std::to_string(size), kCopy);
+      }
+      m.prefills.push_back(size);
     } else if (kind == "decode") {
       m.batches.push_back(count(method, "batch"));
     } else if (kind == "fork") {
       fork = true;
     }
   }
+  std::sort(m.prefills.begin(), m.prefills.end());
   std::sort(m.batches.begin(), m.batches.end());
   if (!forward || m.batches.empty() || m.batches[0] < 1 || m.prompt_tokens < 1 || (m.lanes > 1 && !fork) ||
       m.batches.back() != m.lanes) {
@@ -101,6 +109,15 @@ void read_files(const Fields& files, Manifest& m) {
 }
 
 }  // namespace
+
+PromptPiece next_piece(const Manifest& manifest, std::int64_t at, std::int64_t left) {
+  std::int64_t size = 0;
+  for (const std::int64_t n : manifest.prefills) {
+    if (n < 2 * left && at + n <= manifest.max_tokens && size < left) size = n;
+  }
+  if (size == 0) return {0, std::min(left, manifest.prompt_tokens)};
+  return {size, size <= left ? size : left - 1};
+}
 
 Manifest read_manifest(std::string_view text, const std::string& where, Verify verify) {
   const Json json = parse_json(text, where);

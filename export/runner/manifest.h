@@ -21,10 +21,11 @@ struct Manifest {
   std::string executorch;  // version that made the program; empty: not said
   std::string linears;     // how linear layers are stored
   std::int64_t vocab = 0;
-  std::int64_t max_tokens = 0;     // prompt and answer together
-  std::int64_t prompt_tokens = 0;  // of one call of forward
-  std::vector<int> batches;        // of the methods decode_bN, ascending
-  int lanes = 0;                   // sequences at once
+  std::int64_t max_tokens = 0;         // prompt and answer together
+  std::int64_t prompt_tokens = 0;      // of one call of forward
+  std::vector<std::int64_t> prefills;  // tokens of the methods prefill_N, ascending
+  std::vector<int> batches;            // of the methods decode_bN, ascending
+  int lanes = 0;                       // sequences at once
   std::vector<std::int64_t> eos;
   std::int64_t ffn_bytes = 0, store_bytes = 0;    // neurons of the store; all of it
   std::int64_t fixed_bytes = 0, token_bytes = 0;  // memory without the neuron cache; neurons that a token wants
@@ -37,6 +38,16 @@ enum class Verify {
   kChecksums,  // and CRC32C of the manifest and of all files but the store, whose parts have checksums of their own
   kHashes,     // and SHA-256 of all files
 };
+
+// A call that reads some of a prompt; size: of prefill_N, 0: forward.
+struct PromptPiece {
+  std::int64_t size, count;
+};
+
+// How a prompt is read from token `at` on, of which so many are left: the smallest prefill_N that takes all of them, if
+// they are more than half of N, or else the largest that is filled; without either forward. One that is not filled
+// leaves the last token to forward, whose logits are the answer's.
+PromptPiece next_piece(const Manifest& manifest, std::int64_t at, std::int64_t left);
 
 // Of the bytes of the file; `where` begins messages. Throws Problem, which names the field.
 Manifest read_manifest(std::string_view text, const std::string& where, Verify verify);

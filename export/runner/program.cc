@@ -183,6 +183,7 @@ void Program::State::check(const Manifest& manifest) {
   const EValue& room = run(kContext, {});
   require("max_tokens", std::to_string(manifest.max_tokens), room.isInt() ? std::to_string(room.toInt()) : "no number");
   check("forward", {1, manifest.prompt_tokens}, 1);
+  for (const std::int64_t size : manifest.prefills) check("prefill_" + std::to_string(size), {1, size}, 1);
   for (const int batch : manifest.batches) check("decode_b" + std::to_string(batch), {batch, 1}, batch);
   if (manifest.lanes > 1) check("fork", {manifest.lanes}, 0);
 }
@@ -229,13 +230,14 @@ void Program::load(const std::string& method) {
   state_->loaded.insert(method);
 }
 
-const float* Program::forward(const std::int64_t* ids, std::int64_t count, std::int64_t position) {
-  load("forward");
+const float* Program::read(const std::string& method, const std::int64_t* ids, std::int64_t count,
+                           std::int64_t position) {
+  load(method);
   std::vector<std::int64_t> tokens(ids, ids + count), start{position};
   const auto n = static_cast<executorch::aten::SizesType>(count);
   const TensorPtr ids_1T = from_blob(tokens.data(), {1, n}, ScalarType::Long);
   const TensorPtr start_1 = from_blob(start.data(), {1}, ScalarType::Long);
-  return state_->logits("forward", {ids_1T, start_1}, 1);
+  return state_->logits(method, {ids_1T, start_1}, 1);
 }
 
 const float* Program::decode(std::vector<std::int64_t>& ids, std::vector<std::int64_t>& positions) {

@@ -135,6 +135,7 @@ Session::Session(const Options& o) {
   program_ = std::make_unique<Program>(fs::path(o.bundle) / "model.pte", manifest_, !o.etdump.empty());
   share_weights(manifest_.linears == "float32");
   program_->load("forward");
+  for (const std::int64_t size : manifest_.prefills) program_->load("prefill_" + std::to_string(size));
   load_seconds_ = since(started);
 }
 

@@ -28,6 +28,7 @@ from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.markers import registered
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import quantize
+from torch_pi2.export.run import Bundle
 from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 
 pytestmark = pytest.mark.qnn
@@ -284,6 +285,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
         max_tokens=32,
         batches=(1, 2),
         hot={1: 1, 2: 1},
+        hot_prompts=(8,),
         calibration=text,
     )
     sdk.load(sdk.find())
@@ -297,6 +299,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
         assert (delegates["QnnBackend"], delegates["Pi2Backend"]) == (2, 4)
         assert delegates["XnnpackBackend"] > 0
     assert "QnnBackend" not in methods["forward"]["delegates"]
+    assert methods["prefill_8"]["delegates"]["QnnBackend"] == 2
     load_library()
     set_options({"store_path": str(folder / "model.pi2")})
     program = Runtime.get().load_program(folder / "model.pte")
@@ -315,6 +318,17 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
             module.hot, module.first = hot, 512
         right = steps["decode_b1"](ids[:, 8:], torch.full((1, 1), 8))[:, -1]
         whole = model(ids).logits[:, -1]
+        for module, hot in zip(split, compiled[0].modules["prefill_8"]):
+            module.hot, module.first = hot, 768
+        prompt = steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))
+        prompt_whole = model(ids[:, :8]).logits[:, -1]
     assert relative(got.reshape(right.shape), right) < TOLERANCE
     assert relative(got.reshape(right.shape), whole) < (TOLERANCE if precision == "fp16" else 0.3)
-    assert 0 < stats()["stores"][0]["wanted"] <= 2 * (768 - 512)  # the cold part of two layers, and no hot neuron
+    assert 0 < stats(reset=True)["stores"][0]["wanted"] <= 2 * (768 - 512)  # cold parts of two layers, no hot neuron
+    (read,) = program.load_method("prefill_8").execute([ids[:, :8], torch.zeros(1, dtype=torch.int64)])
+    assert relative(read.reshape(prompt.shape), prompt) < TOLERANCE
+    assert relative(read.reshape(prompt.shape)[:, -1], prompt_whole) < (TOLERANCE if precision == "fp16" else 0.3)
+    assert stats()["stores"][0]["wanted"] == 0  # all of both layers is there
+    with Bundle(folder) as bundle:
+        first = [bundle.generate(ids[0, :n].tolist(), 4).sequences[0].ids for n in (8, 7)]
+    assert all(len(answer) == 4 for answer in first)

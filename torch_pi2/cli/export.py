@@ -32,11 +32,11 @@ def _chunks(text: str) -> dict[int, int]:
 _chunks.__name__ = "comma-separated list of batch=chunks"
 
 
-def _batches(text: str) -> tuple[int, ...]:
+def _sizes(text: str) -> tuple[int, ...]:
     return tuple(common.positive(part) for part in text.split(","))
 
 
-_batches.__name__ = "comma-separated list of batch sizes"
+_sizes.__name__ = "comma-separated list of sizes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650, SM8750, SM8845 or SM8850")
     add("--max-tokens", type=common.positive, default=512, metavar="N", help="of prompt and answer together")
     add("--max-prompt", type=common.positive, default=256, metavar="N", help="tokens of a prompt that are read at once")
-    add("--batches", type=_batches, default=(1, 2, 4), metavar="B,...", help="sequences decoded together")
+    add("--batches", type=_sizes, default=(1, 2, 4), metavar="B,...", help="sequences decoded together")
     add(
         "--linears",
         choices=LINEARS,
@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_chunks,
         metavar="B=CHUNKS,...",
         help="chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)",
+    )
+    add(
+        "--hot-prompts",
+        type=_sizes,
+        metavar="N,...",
+        help="pieces of prompts that the accelerator reads whole (default: 128 on an NPU that holds all layers)",
     )
     verdict.add_arguments(parser)
     npu = parser.add_argument_group("hot neurons on the NPU (lossy)")
@@ -92,7 +98,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         model,
         args.out,
         **common.given(
-            args, "target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "precision", "outliers"
+            *(args, "target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "hot_prompts"),
+            *("precision", "outliers"),
         ),
         tokenizer=tokenizer,
         weight_sharing=not args.no_weight_sharing,

@@ -22,7 +22,7 @@ from torch_pi2.export.linears import linears_of, prepare_rest
 from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE
 from torch_pi2.export.markers import registered
 from torch_pi2.export.methods import Methods, Source, decoder_methods_of, module_methods
-from torch_pi2.export.request import Request, check_bundle_folder, check_request, sorted_batches
+from torch_pi2.export.request import Request, check_bundle_folder, check_request, sorted_sizes
 from torch_pi2.export.standins import delegated_copy, exported_layers
 from torch_pi2.export.store import StoreFacts, blob_of, write_store
 from torch_pi2.layers.experts import SparseExperts
@@ -46,6 +46,7 @@ def export(
     linears: str = "float32",
     kv: str = "float32",
     hot: Mapping[int, int] | None = None,
+    hot_prompts: Sequence[int] | None = None,
     precision: str = "w4a16",
     outliers: int = 64,
     weight_sharing: bool = True,
@@ -73,6 +74,9 @@ def export(
             both are lossy, and a half and a quarter of the memory).
         hot: batch size -> chunks of 512 neurons that the accelerator computes in each layer. Default: from the
             statistics. With ``xnnpack`` XNNPACK stands in for the accelerator (default: there is none).
+        hot_prompts: sizes of pieces in which prompts are read by methods ``prefill_N``, whole layers by the
+            accelerator; what does not fill half of a piece goes by ``forward``, as all does without them. Default: one
+            of 128 tokens on an NPU whose memory holds the feed-forward layers, else none.
         precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
             are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.
@@ -89,10 +93,11 @@ def export(
         target,
         max_tokens,
         max_prompt,
-        sorted_batches(batches),
+        sorted_sizes(batches),
         linears,
         kv,
         hot,
+        None if hot_prompts is None else sorted_sizes(hot_prompts),
         precision,
         outliers,
         weight_sharing,

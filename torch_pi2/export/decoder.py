@@ -191,9 +191,10 @@ def _check_attention(model: nn.Module, config: Any, max_tokens: int, kv: str, ou
         )
 
 
-def decoder_methods(lanes: Lanes, batches: Sequence[int]) -> dict[str, nn.Module]:
-    """Every method of a decoder by its name."""
+def decoder_methods(lanes: Lanes, batches: Sequence[int], prompts: Sequence[int] = ()) -> dict[str, nn.Module]:
+    """Every method of a decoder by its name; ``prompts``: of ``forward`` with so many tokens and no others."""
     methods: dict[str, nn.Module] = {"forward": Forward(lanes)}
+    methods |= {f"prefill_{tokens}": Forward(lanes) for tokens in prompts}
     methods |= {f"decode_b{batch}": Decode(lanes, batch) for batch in batches}
     if max(batches) > 1:
         methods["fork"] = Fork(lanes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ def manifest_of(
         for batch in request.batches:
             name = f"decode_b{batch}"
             methods[name] = Method("decode", batch, 1, tuple(chunks.get(name, ())))
+        for name, of_layers in chunks.items():
+            if name.startswith("prefill_"):
+                methods[name] = Method("prefill", 1, int(name.removeprefix("prefill_")), tuple(of_layers))
         if max(request.batches) > 1:
             methods["fork"] = Method("fork", 1, 1)
     pte = files[PROGRAM_FILE].bytes
@@ -70,7 +73,7 @@ def manifest_of(
         lanes=max(request.batches) if decoder else 1,
         eos=_eos(model) if decoder else (),
         bos=_bos(model, source.tokenizer) if decoder else None,
-        lossy=tuple(_lossy(source, request)),
+        lossy=tuple(_lossy(source, request, [m.max_tokens for m in methods.values() if m.kind == "prefill"])),
         pte_bytes=pte,
         store_bytes=facts.file_bytes,
         ffn_bytes=facts.ffn_bytes,
@@ -131,7 +134,7 @@ def _bos(model: nn.Module, tokenizer: Any) -> int | None:
     return getattr(model.config, "bos_token_id", None) if found is None else found
 
 
-def _lossy(source: Source, request: Request) -> list[str]:
+def _lossy(source: Source, request: Request, prompts: Sequence[int]) -> list[str]:
     found = []
     layers, rest = source.layers, source.rest
     methods = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
@@ -146,7 +149,7 @@ def _lossy(source: Source, request: Request) -> list[str]:
     if layers[0].int8_activations:
         found.append("inputs of layers in int8")
     if request.soc is not None:
-        found.append(
-            f"hot neurons in {request.precision} on {request.soc} when decoding (chunks of {CHUNK}); prompts by the CPU"
-        )
+        pieces = f"all neurons there in pieces of {' and '.join(map(str, prompts))}" if prompts else "by the CPU"
+        hot = f"hot neurons in {request.precision} on {request.soc} when decoding (chunks of {CHUNK})"
+        found.append(f"{hot}; prompts {pieces}")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ STORE_FILE = "model.pi2"
 #: A method of a decoder's program that says how many tokens the KV cache has; ExecuTorch's name for it.
 CONTEXT_METHOD = "get_max_context_len"
 KINDS = ("decoder", "module")
-METHOD_KINDS = ("forward", "decode", "fork")
+METHOD_KINDS = ("forward", "prefill", "decode", "fork")
 #: Neurons of a hot chunk.
 CHUNK_NEURONS = 512
 
@@ -41,7 +41,7 @@ _PIECE = 1 << 20
 #: The first line of the file: the checksum of all bytes behind it.
 _FIRST_LINE = re.compile(rb'\{"crc32c": "([0-9a-f]{8})",\n')
 _TARGET = re.compile(r"xnnpack|qnn:[A-Za-z0-9]+")
-_DECODE = re.compile(r"decode_b([1-9]\d*)")
+_SIZED = re.compile(r"(?:decode_b|prefill_)([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class Manifest:
     Attributes:
         kind: "decoder" or "module". target: "xnnpack" or "qnn:SOC". made_by: package -> version.
         files: name -> entry, of all files but this one. methods: name -> method, of a decoder at least ``forward``,
-            one ``decode_bN`` and, for more than one lane, ``fork``; of a module only ``forward``.
+            one ``decode_bN`` and, for more than one lane, ``fork``; of a module only ``forward``. With an accelerator
+            that reads prompts ``prefill_N``.
         max_tokens: of a sequence, prompt and answer together (the KV cache has as many). lanes: sequences at once.
         eos: tokens that end an answer. bos: the token that begins a text, if there is one.
         lossy: in words, what is not as in the model; empty if nothing is.
@@ -151,6 +152,27 @@ class Manifest:
     def batches(self) -> tuple[int, ...]:
         """Sequences that the decoding methods take, ascending."""
         return tuple(sorted(m.batch for m in self.methods.values() if m.kind == "decode"))
+
+    @property
+    def prefills(self) -> tuple[int, ...]:
+        """Tokens that the methods ``prefill_N`` take, ascending."""
+        return tuple(sorted(m.max_tokens for m in self.methods.values() if m.kind == "prefill"))
+
+    def pieces(self, known: int, length: int) -> Iterator[tuple[str, int, int]]:
+        """How a prompt of so many tokens is read, the first of which are ``known``: method, first token, tokens.
+
+        The smallest ``prefill_N`` that takes all that is left, if that is more than half of N, or else the largest that
+        is filled; without either ``forward``. One that is not filled leaves the last token to ``forward``, whose logits
+        are the answer's.
+        """
+        at = known
+        while at < length:
+            left = length - at
+            fits = [n for n in self.prefills if n < 2 * left and at + n <= self.max_tokens]
+            size = min((n for n in fits if n >= left), default=max(fits, default=0))
+            count = min(left, self.methods["forward"].max_tokens) if size == 0 else size if size <= left else left - 1
+            yield f"prefill_{size}" if size else "forward", at, count
+            at += count
 
     def to_json(self) -> dict[str, Any]:
         """As in the file."""
@@ -448,11 +470,13 @@ def _check_methods(m: Manifest, require: Any) -> None:
     for name, method in m.methods.items():
         at = f"methods.{name}"
         require(method.kind in METHOD_KINDS, f"{at}.kind", "one of " + ", ".join(METHOD_KINDS), method.kind)
-        decode = _DECODE.fullmatch(name)
-        kind = "decode" if decode else name
+        sized = _SIZED.fullmatch(name)
+        kind = name.partition("_")[0] if sized else name
         require(method.kind == kind, f"{at}.kind", f"{kind}, as its name says", method.kind)
-        batch = int(decode.group(1)) if decode else method.batch
-        require(method.batch == batch, f"{at}.batch", f"{batch}, as its name says", method.batch)
+        if sized:
+            what = "batch" if kind == "decode" else "max_tokens"
+            found, size = getattr(method, what), int(sized.group(1))
+            require(found == size, f"{at}.{what}", f"{size}, as its name says", found)
         tokens = 1 if method.kind in ("decode", "fork") else method.max_tokens
         require(method.max_tokens == tokens, f"{at}.max_tokens", "1", method.max_tokens)
         chunks = method.hot_chunks
@@ -465,6 +489,8 @@ def _check_methods(m: Manifest, require: Any) -> None:
     require("forward" in names and m.batches != (), "methods", "forward and decode_bN", found)
     require("fork" in names or m.lanes == 1, "methods", "fork, for more than one lane", found)
     require(m.lanes == m.batches[-1], "lanes", f"{m.batches[-1]}, as the largest batch", m.lanes)
+    for size in m.prefills:
+        require(size < m.max_tokens, "max_tokens", f"more than {size}, as prefill_{size} takes", m.max_tokens)
     longest = m.methods["forward"].max_tokens
     require(longest > 0, "methods.forward.max_tokens", "1 or more", longest)
     require(longest <= m.max_tokens, "max_tokens", f"at least {longest}, as forward takes", m.max_tokens)

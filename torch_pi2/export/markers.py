@@ -110,6 +110,8 @@ def _collect(h: torch.Tensor, model: str, layer: int, first: int, queue: int) ->
 def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
     """What the neurons from ``first`` on in plan order add to the output, with down's bias; the reference of submit."""
     site = ffn.site
+    if first == site.intermediate:  # the accelerator has them all
+        return torch.zeros_like(x) if ffn.bias_down is None else ffn.bias_down.expand_as(x).to(x.dtype)
     active_TC = None
     if ffn.has_predictor and not (takes_prompt_path(ffn, x) or skips_predictor(ffn, x)):
         predict, settings = ffn.predictor_call()

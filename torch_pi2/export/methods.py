@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from torch_pi2.base.files import atomic_write
-from torch_pi2.errors import CalibrationError
+from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.check import check_traced
 from torch_pi2.export.decoder import Lanes, decoder_methods
@@ -80,7 +80,9 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
 
     chunks: dict[str, list[int]] = {}
     prepare: dict[str, Callable[[], None]] = {}
+    prompts: tuple[int, ...] = ()
     if request.splits:
+        prompts = _hot_prompts(source.plain, request)
         plan = source.parts.plan
         frequency = plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency)
         found = chunks_per_batch(
@@ -92,6 +94,8 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
             hardware=plan.hardware,
         )
         chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
+        whole = [-(-ffn.site.intermediate // CHUNK) for ffn in source.plain]
+        chunks |= {f"prefill_{tokens}": whole for tokens in prompts}
         prepare = _split(source, private, chunks, request, staging)
     if "forward" in prepare:
         prepare["forward"]()
@@ -102,11 +106,14 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
     tokens = torch.zeros((1, example), dtype=torch.int64)
     prompt = (tokens, torch.zeros(1, dtype=torch.int64))
 
-    def methods_of(lanes: Lanes, batches: Sequence[int]) -> dict[str, Method]:
+    def methods_of(lanes: Lanes, batches: Sequence[int], prompts: Sequence[int] = ()) -> dict[str, Method]:
         methods: dict[str, Method] = {}
-        for name, module in decoder_methods(lanes, batches).items():
+        for name, module in decoder_methods(lanes, batches, prompts).items():
             if name == "forward":
                 methods[name] = Method(module, prompt, None, ({1: length}, None), prepare.get(name))
+            elif name.startswith("prefill_"):
+                piece = torch.zeros((1, int(name.removeprefix("prefill_"))), dtype=torch.int64)
+                methods[name] = Method(module, (piece, prompt[1]), prepare=prepare[name])
             elif name == "fork":
                 methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
             else:
@@ -127,7 +134,32 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
         # hot parts may be compiled, and have neurons that predictors leave out
         check_traced(checked, programs, max_prompt=longest, smooth=smooth, decode=not request.splits)
 
-    return Methods(methods_of(lanes, request.batches), chunks, check)
+    return Methods(methods_of(lanes, request.batches, prompts), chunks, check)
+
+
+def _hot_prompts(layers: Sequence[SparseFFN], request: Request) -> tuple[int, ...]:
+    """Tokens of the methods that read prompts on the accelerator, which then has whole layers.
+
+    Raises:
+        ConfigError: an NPU's memory does not hold them.
+    """
+    prompts = request.hot_prompts
+    if request.soc is None:
+        return prompts or ()
+    from torch_pi2.export import qnn
+
+    weights = sum(ffn.site.intermediate * ffn.site.rows_per_neuron * ffn.site.hidden for ffn in layers)
+    size = round(weights * qnn_settings(request).bits / 8)
+    if size <= qnn.MOST_BYTES:
+        return tuple(n for n in (128,) if n < request.max_tokens) if prompts is None else prompts
+    if prompts:
+        raise ConfigError(
+            "export(hot_prompts=...)",
+            expected=f"feed-forward layers of at most {qnn.MOST_BYTES >> 20} MiB, which an NPU can have",
+            found=f"{size >> 20} MiB in {request.precision}",
+            fix="Leave it out: prompts are read by the CPU, from the store.",
+        )
+    return ()
 
 
 def _split(
@@ -142,9 +174,7 @@ def _split(
         from torch_pi2.export import qnn
 
         samples = _samples(source, request)
-        graphs = {
-            name: qnn.Graph((int(name.removeprefix("decode_b")), 1), of_layers) for name, of_layers in chunks.items()
-        }
+        graphs = {name: qnn.Graph(_shape(name), of_layers) for name, of_layers in chunks.items()}
         lowered = qnn.lower_hot(hot, samples, graphs, qnn_settings(request))
         atomic_write(staging / "qnn.json", json.dumps(lowered.report, indent=1) + "\n")
         compiled = lowered.modules
@@ -162,6 +192,12 @@ def _split(
                 hot[i].chunks = chunks[name][i]
 
     return {"forward": whole} | {name: partial(step, name) for name in chunks}
+
+
+def _shape(method: str) -> tuple[int, int]:
+    """Sequences, and tokens of each, of decode_bN or prefill_N."""
+    kind, _, size = method.partition("_")
+    return (1, int(size)) if kind == "prefill" else (int(size.removeprefix("b")), 1)
 
 
 def _samples(source: Source, request: Request) -> Sequence[torch.Tensor | None]:

@@ -28,6 +28,7 @@ class Request:
     linears: str
     kv: str
     hot: Mapping[int, int] | None
+    hot_prompts: tuple[int, ...] | None
     precision: str
     outliers: int
     weight_sharing: bool
@@ -48,16 +49,17 @@ class Request:
         return min(self.max_prompt, self.max_tokens - 1)
 
 
-def sorted_batches(batches: Sequence[int]) -> tuple[int, ...]:
+def sorted_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     try:
-        return tuple(sorted({*batches}))
+        return tuple(sorted({*sizes}))
     except TypeError:
         return ()  # refused by name
 
 
 def check_request(request: Request) -> None:
     """What can be refused before anything is done."""
-    whole = [type(n) is int for n in (request.max_tokens, request.max_prompt, *request.batches)]
+    prompts = request.hot_prompts or ()
+    whole = [type(n) is int for n in (request.max_tokens, request.max_prompt, *request.batches, *prompts)]
     npu = (request.precision, request.outliers, request.weight_sharing)
     for name, good, expected in (
         ("max_tokens", all(whole) and request.max_tokens >= 3, "a whole number, 3 or more"),
@@ -69,6 +71,11 @@ def check_request(request: Request) -> None:
             "precision",
             request.soc is not None or npu == _NPU_DEFAULTS,
             "it, outliers and weight_sharing left out where target is not an NPU's",
+        ),
+        (
+            "hot_prompts",
+            not prompts or (request.splits and all(whole) and min(prompts) >= 2 and max(prompts) < request.max_tokens),
+            f"sizes of 2 to {request.max_tokens - 1} tokens, with hot or an NPU alone",
         ),
         ("hot", request.hot is None or not {*request.hot} - {*request.batches}, "chunks for sizes of batches alone"),
     ):

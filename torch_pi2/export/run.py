@@ -382,13 +382,12 @@ class Bundle:
         return left
 
     def _read(self, ids: list[int], known: int = 0) -> torch.Tensor:
-        """Logits ``[V]`` after ``ids``, which lane 0 then has, and the first of which it has already; in pieces of what
-        ``forward`` takes.
-        """
-        piece = self.manifest.methods["forward"].max_tokens
-        for start in range(known, len(ids), piece):
-            part_1T = torch.tensor([ids[start : start + piece]])
-            logits_11V = self._call("forward", part_1T, torch.tensor([start]))[0]
+        """Logits ``[V]`` after ``ids``, which lane 0 then has, and the first of which it has already."""
+        for name, start, count in self.manifest.pieces(known, len(ids)):
+            part = ids[start : start + count]
+            if name != "forward":  # what the last one writes behind the prompt is written again, and not read before
+                part += part[-1:] * (self.manifest.methods[name].max_tokens - count)
+            logits_11V = self._call(name, torch.tensor([part]), torch.tensor([start]))[0]
         return _finite(logits_11V[0, -1])
 
     def _step(self, going: list[_Answering]) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.export.manifest import CHUNK_NEURONS
 
 #: Supported systems on a chip: part number -> the name on the box and the version of its NPU.
 SOCS = {
@@ -18,6 +19,10 @@ SOCS = {
 
 #: w4a16: weights 4 bit with a scale per output channel, activations 16 bit. w8a16: weights 8 bit. fp16: both float16.
 PRECISIONS = ("w4a16", "w8a16", "fp16")
+
+
+#: Weights that an NPU can have at most, as its compiler's log prints it.
+MOST_BYTES = 3584 << 20
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class Settings:
                 found=f"outliers={self.outliers}, timeout_s={self.timeout_s}",
                 fix="Leave them at their defaults.",
             )
+
+    @property
+    def bits(self) -> float:
+        """Of a weight, on average, without scales."""
+        return {"w4a16": 4 + 4 * self.outliers / CHUNK_NEURONS, "w8a16": 8, "fp16": 16}[self.precision]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""Prompts on an accelerator: methods of fixed length that read them in pieces; XNNPACK in the accelerator's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exported import NEURONS, ROOM, bundle_of, one_layer
+from hypothesis import given
+from hypothesis import strategies as st
+from runner_calls import run
+from torch import nn
+
+import torch_pi2
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.export.contents import describe_program
+from torch_pi2.export.manifest import Manifest
+from torch_pi2.export.methods import _hot_prompts
+from torch_pi2.export.qnn import MOST_BYTES, Settings
+from torch_pi2.export.request import Request
+from torch_pi2.export.run import Bundle
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
+
+SIZES = (4, 16)
+IDS = torch.randint(3, 250, (ROOM,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A chunk of three is hot when decoding, all of them in prompts."""
+    return bundle_of(
+        tmp_path_factory,
+        "hot-prompts",
+        lambda: torch_pi2.optimize(one_layer()),
+        batches=(1,),
+        hot={1: 1},
+        hot_prompts=SIZES[::-1],
+        max_prompt=20,
+    )
+
+
+def test_the_manifest_and_the_program_have_them(bundle: tuple[nn.Module, Path]) -> None:
+    manifest = Manifest.load(bundle[1])
+    assert manifest.prefills == SIZES
+    assert {manifest.methods[f"prefill_{n}"].hot_chunks for n in SIZES} == {(-(-NEURONS // 512),)}
+    assert manifest.methods["decode_b1"].hot_chunks == (1,)
+    methods = describe_program(bundle[1] / "model.pte")["methods"]
+    for size in SIZES:
+        assert methods[f"prefill_{size}"]["delegates"]["Pi2Backend"] == 2  # submit and collect
+
+
+def called(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Methods that are called from now on, and where their tokens go."""
+    calls: list[tuple[str, int]] = []
+    call = bundle._call
+
+    def recorded(name: str, *args: torch.Tensor) -> Any:
+        calls.append((name, int(args[1].flatten()[0])))
+        return call(name, *args)
+
+    monkeypatch.setattr(bundle, "_call", recorded)
+    return calls
+
+
+def test_prompts_of_every_length(bundle: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = bundle
+    with Bundle(folder) as opened, torch.no_grad():
+        calls = called(opened, monkeypatch)
+        for length in range(1, ROOM):
+            logits = opened.logits(IDS[:length], length)[0]
+            wanted = model(torch.tensor([IDS[:length]])).logits[0, -1]
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+            made = opened.generate(IDS[:length], 8).sequences[0].ids
+            greedy = model.generate(
+                torch.tensor([IDS[:length]]), max_new_tokens=min(8, ROOM - length), do_sample=False, pad_token_id=0
+            )
+            assert made == greedy[0, length:].tolist(), length
+        calls.clear()
+        opened.logits(IDS[:31], 31)  # 16 that fill a piece, 14 of 15 that do not, and the last one
+    assert calls == [("prefill_16", 0), ("prefill_16", 16), ("forward", 30)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9, 16, 17, 25, 31, 33, ROOM - 1])
+def test_the_runner_reads_them_alike(bundle: tuple[nn.Module, Path], length: int, tmp_path: Path) -> None:
+    """Bit for bit: other methods would have other last bits."""
+    ids, logits = ",".join(map(str, IDS[:length])), tmp_path / "logits.npy"
+    found = run(bundle[1], "--ids", ids, "--max-new-tokens", 6, "--logits", logits)
+    with Bundle(bundle[1]) as opened:
+        assert found["sequences"][0]["ids"] == opened.generate(IDS[:length], 6).sequences[0].ids
+        assert np.array_equal(np.load(logits)[0, 0], opened.logits(IDS[:length], length)[0].numpy())
+
+
+def test_a_talk_goes_on_behind_them(bundle: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Bundle(bundle[1]) as opened:
+        calls = called(opened, monkeypatch)
+        first = opened.generate(IDS[:16], 4).sequences[0].ids
+        longer = [*IDS[:16], *first, *IDS[20:30]]
+        made = opened.generate(longer, 4, reuse=True)
+        assert made.known_tokens == 19
+        assert ("prefill_16", 19) in calls
+        assert made.sequences[0].ids == opened.generate(longer, 4).sequences[0].ids
+
+
+@given(st.data())
+def test_pieces(bundle: tuple[nn.Module, Path], data: st.DataObject) -> None:
+    """Every token once, in order; within the room; the logits are those of the last token."""
+    fields = Manifest.load(bundle[1]).to_json()
+    fields["max_tokens"] = room = data.draw(st.integers(21, 300))
+    sizes = data.draw(st.sets(st.integers(2, room - 1), max_size=3))
+    fields["methods"] = {n: m for n, m in fields["methods"].items() if not n.startswith("prefill_")}
+    like = {"kind": "prefill", "batch": 1, "hot_chunks": [3]}
+    fields["methods"] |= {f"prefill_{n}": like | {"max_tokens": n} for n in sizes}
+    manifest = Manifest.from_json(fields)
+    length = data.draw(st.integers(1, room - 1))
+    known = at = data.draw(st.integers(0, length - 1))
+    for name, start, count in manifest.pieces(known, length):
+        takes = manifest.methods[name].max_tokens
+        assert start == at
+        assert 1 <= count <= takes
+        if name != "forward":
+            assert start + takes <= room
+            assert 2 * count >= takes - 1
+            assert count == takes or start + count == length - 1
+        at += count
+    assert at == length
+
+
+def test_what_is_refused(tmp_path: Path, bundle: tuple[nn.Module, Path]) -> None:
+    model = bundle[0]
+    for settings in ({}, {"hot": {1: 1}, "max_tokens": 16}):
+        with pytest.raises(ConfigError, match=r"export\(hot_prompts=...\): expected sizes of 2 to"):
+            torch_pi2.export(model, tmp_path / "b", batches=(1,), hot_prompts=(16,), **settings)
+    with pytest.raises(ConfigError, match="hot_prompts"):
+        torch_pi2.export(model, tmp_path / "b", batches=(1,), hot={1: 1}, hot_prompts=(1, 8))
+    fields = Manifest.load(bundle[1]).to_json()
+    fields["methods"]["prefill_16"]["max_tokens"] = 8
+    with pytest.raises(ArtifactError, match=r"methods.prefill_16.max_tokens: expected 16, as its name says, found 8"):
+        Manifest.from_json(fields)
+    fields = Manifest.load(bundle[1]).to_json() | {"max_tokens": 20}
+    fields["methods"]["prefill_20"] = fields["methods"].pop("prefill_16") | {"max_tokens": 20}
+    with pytest.raises(ArtifactError, match="expected more than 20, as prefill_20 takes"):
+        Manifest.from_json(fields)
+
+
+def request(prompts: tuple[int, ...] | None, max_tokens: int = 512, precision: str = "w4a16") -> Request:
+    return Request("qnn:SM8650", max_tokens, 256, (1,), "float32", "float32", None, prompts, precision, 64, True, False)
+
+
+def test_the_memory_of_an_npu(bundle: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = sparse_layers(bundle[0])
+    assert _hot_prompts(layers, request(None)) == (128,)
+    assert _hot_prompts(layers, request(None, max_tokens=128)) == ()
+    assert _hot_prompts(layers, request(())) == ()
+    assert _hot_prompts(layers, request((32, 64))) == (32, 64)
+    assert Settings("SM8650").bits == 4.5
+    many: list[SparseFFN] = layers * (1 + int(MOST_BYTES * 8 / 4.5 / (NEURONS * 3 * 64)))
+    assert _hot_prompts(many, request(None)) == ()
+    message = r"expected feed-forward layers of at most 3584 MiB, which an NPU can have, found 3584 MiB in w4a16"
+    with pytest.raises(ConfigError, match=message):
+        _hot_prompts(many, request((128,)))
+    assert _hot_prompts(layers * (len(many) // 2), request(None, precision="w8a16")) == (128,)
