@@ -9,7 +9,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell f
 # So that pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install wheel runner demo first-hour phone docs test test-python test-slow test-long test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
+.PHONY: install wheel runner jni demo first-hour phone docs test test-python test-slow test-long test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -50,7 +50,8 @@ first-hour: install
 	$(BIN)/python tests/project/first_hour.py $(FIRST_HOUR)
 
 # The model of `make demo` as a bundle, through everything that runs bundles (the aarch64 runner, if make test-arm has built
-# it; PHONE=--arm: it must be there): the same tokens and logits, or it fails.
+# it, and the classes for Android, if make jni has; PHONE='--arm --jvm': they must be there): the same tokens and logits, or
+# it fails.
 phone: install runner
 	@test -d demo-out/model || $(MAKE) --no-print-directory demo
 	$(BIN)/python examples/phone.py --demo demo-out $(PHONE)
@@ -105,6 +106,21 @@ build/runner/.built: $(VENV)/.installed $(RUNNER_INPUTS)
 	  -DPI2_LIBRARIES=$(SITE)/torch_pi2/_lib -DCMAKE_PREFIX_PATH=$(SITE)/executorch >build/runner.log 2>&1 || { cat build/runner.log; exit 1; }
 	$(BIN)/cmake --build build/runner/cmake
 	$(BIN)/cmake --install build/runner/cmake --prefix build/runner/pi2 >>build/runner.log
+	@touch $@
+
+# export/android for a JVM on this machine: its library beside the runner, whose objects it is of, and its classes with those
+# that tests and make phone call in build/jni. Kotlin's compiler comes from pip (80 MB).
+jni: build/jni/.built
+JNI_INPUTS := $(shell find export/android tests/export/jni -name '*.kt' -o -name 'jni.cc' 2>/dev/null)
+KOTLIN := build/deps/kotlin/kotlin.jar
+build/jni/.built: build/runner/.built $(filter-out export/android/sample/%,$(JNI_INPUTS))
+	@command -v javac >/dev/null || { echo "make jni needs a JDK: apt-get install default-jdk-headless" >&2; exit 1; }
+	@mkdir -p build/jni
+	$(BIN)/python export/runner/dependencies.py build/deps --kotlin
+	$(BIN)/cmake build/runner/cmake -DPI2_JNI=ON >build/jni.log 2>&1 || { cat build/jni.log; exit 1; }
+	$(BIN)/cmake --build build/runner/cmake --target torch_pi2
+	$(BIN)/cmake --install build/runner/cmake --prefix build/runner/pi2 >>build/jni.log
+	java -cp $(KOTLIN) org.jetbrains.kotlin.cli.jvm.K2JVMCompiler -Werror -no-stdlib -no-reflect -cp $(KOTLIN) -d build/jni $(filter %.kt,$^)
 	@touch $@
 
 # The C++ tests for 64-bit ARM: Debian's cross compiler, and qemu as a CPU that has everything, as one without the matrix

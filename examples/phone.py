@@ -1,9 +1,10 @@
 """The trained model on its way to a phone: exported, and run by everything that runs bundles, with the same text.
 
 Exports the optimised model of ``make demo``, and lets PyTorch, ExecuTorch's Python runtime, its own LLM runner, the C++
-runner on this machine and the C++ runner for 64-bit ARM (under qemu, where there is one) continue the same prompts
-greedily. Their tokens must be the same (of ExecuTorch's runner, which shows no tokens, the text), and their logits
-within 1e-4. ``make phone`` runs it.
+runner on this machine, the C++ runner for 64-bit ARM (under qemu, where there is one) and the Kotlin for Android (under
+a JVM, where ``make jni`` has built it) continue the same prompts greedily. Their tokens must be the same (of
+ExecuTorch's runner, which shows no tokens, the text), and their logits, where they show them, within 1e-4. ``make
+phone`` runs it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ PROMPTS = (
 #: Logits of float32 models, everywhere; relative to the largest.
 TOLERANCE = 1e-4
 STOCK = "ExecuTorch's LLM runner"
+JVM = "JNI under a JVM"
 
 
 def runner(command: list[str], bundle: Path, prompt: str, tokens: int) -> dict[str, Any]:
@@ -91,6 +93,26 @@ def stock_text(bundle: Path, prompt: str, tokens: int) -> str:
     return "".join(pieces)
 
 
+def jvm_ids(bundle: Path, prompt: str, tokens: int) -> list[int]:
+    """What Bundle.kt answers over the library of ``export/android``."""
+    libraries, classes = (
+        ROOT / "build" / "runner" / "pi2",
+        [ROOT / "build" / "jni", ROOT / "build" / "deps" / "kotlin" / "kotlin.jar"],
+    )
+    command = [
+        "java",
+        f"-Djava.library.path={libraries}",
+        "-cp",
+        ":".join(map(str, classes)),
+        "org.torchpi2.jvm.MainKt",
+    ]
+    done = subprocess.run([*command, str(bundle), prompt, str(tokens)], capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise SystemExit(f"{JVM} failed: {done.stderr.strip()}")
+    ids: list[int] = json.loads(done.stdout)["sequences"][0]["ids"]
+    return ids
+
+
 def arm_command(folder: Path) -> list[str]:
     """The packed runner by its own loader, as its ``run`` script starts it."""
     return [str(folder / "ld-linux-aarch64.so.1"), "--library-path", str(folder), str(folder / "pi2_runner")]
@@ -104,6 +126,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer (default %(default)s)")
     parser.add_argument("--batches", default="1", help="batch sizes to export, comma-separated (default %(default)s)")
     parser.add_argument("--arm", action="store_true", help="fail where the runner for aarch64 or qemu is not there")
+    parser.add_argument("--jvm", action="store_true", help="fail where there is no JVM, or nothing for it (make jni)")
     args = parser.parse_args()
     model = torch_pi2.load(args.demo / "model", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(args.demo / "model", trust_remote_code=True)
@@ -113,6 +136,7 @@ def main() -> int:
     seconds = time.perf_counter() - started
     arm = ROOT / "build" / "runner-arm" / "pi2"
     under_qemu = arm if (arm / "pi2_runner").exists() and shutil.which("qemu-aarch64-static") else None
+    jvm = (ROOT / "build" / "jni" / ".built").exists() and shutil.which("java") is not None
     report: dict[str, Any] = {"export_seconds": seconds, "program": describe_program(bundle / "model.pte"), "ways": {}}
     same = True
     for prompt in PROMPTS:
@@ -128,10 +152,18 @@ def main() -> int:
         same &= as_said
         report["ways"].setdefault(STOCK, []).append({"same_text": as_said})
         print(f"{STOCK:40s} {'same' if as_said else 'OTHER'} text")
+        if jvm:
+            as_said = jvm_ids(bundle, prompt, args.tokens) == wanted
+            same &= as_said
+            report["ways"].setdefault(JVM, []).append({"same_tokens": as_said})
+            print(f"{JVM:40s} {'same' if as_said else 'OTHER'} {len(wanted)} tokens")
         print(tokenizer.decode(wanted), end="\n\n")
+    same &= jvm or not args.jvm
     same &= under_qemu is not None or not args.arm
     if under_qemu is None:
         print("not run: aarch64 (make runner-arm, and qemu-user-static)")
+    if not jvm:
+        print("not run: a JVM (make jni)")
     report["bytes"] = {path.name: path.stat().st_size for path in bundle.iterdir()}
     atomic_write(args.demo / "phone.json", json.dumps(report, indent=1) + "\n")
     print(f"bundle {bundle}, exported in {seconds:.0f} s; all numbers in {args.demo / 'phone.json'}")

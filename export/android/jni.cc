@@ -1,14 +1,17 @@
-// The native half of kotlin/Bundle.kt.
+// The native half of Bundle.kt.
 #include <jni.h>
 
 #include <memory>
 #include <string>
 
+#include "request_line.h"
 #include "session.h"
 
 namespace {
 
+using pi2::runner::Json;
 using pi2::runner::Options;
+using pi2::runner::Problem;
 using pi2::runner::Session;
 
 struct Open {
@@ -16,15 +19,15 @@ struct Open {
   std::unique_ptr<Session> session;
 };
 
-// Java's strings are UTF-16: its own conversion to "modified UTF-8" is none of characters beyond U+FFFF. Text passes as
-// bytes, which Kotlin converts.
+// Java's strings are UTF-16, and JNI's own conversion is to a "modified UTF-8", which is none of characters beyond
+// U+FFFF. Text passes as bytes, which Kotlin converts.
 std::string bytes_of(JNIEnv* env, jbyteArray array) {
-  if (array == nullptr) return "";
   std::string text(static_cast<std::size_t>(env->GetArrayLength(array)), '\0');
   env->GetByteArrayRegion(array, 0, static_cast<jsize>(text.size()), reinterpret_cast<jbyte*>(text.data()));
   return text;
 }
 
+// Null: an exception is pending.
 jbyteArray array_of(JNIEnv* env, const std::string& text) {
   const jbyteArray array = env->NewByteArray(static_cast<jsize>(text.size()));
   if (array != nullptr) {
@@ -33,15 +36,58 @@ jbyteArray array_of(JNIEnv* env, const std::string& text) {
   return array;
 }
 
-// Runs `body`; what it throws becomes an IllegalStateException with the same line.
+// Bundle's listener. What it throws stays pending.
+class Listener {
+ public:
+  Listener(JNIEnv* env, jobject object) : env_(env), object_(object) {
+    const jclass its = env->GetObjectClass(object);
+    text_ = env->GetMethodID(its, "text", "([B)V");
+    if (text_ != nullptr) stops_ = env->GetMethodID(its, "stops", "()Z");
+    throw_pending();
+  }
+
+  void text(const std::string& piece) const {
+    const jbyteArray bytes = array_of(env_, piece);
+    if (bytes != nullptr) env_->CallVoidMethod(object_, text_, bytes);
+    throw_pending();
+    env_->DeleteLocalRef(bytes);
+  }
+
+  bool stops() const {
+    const bool stops = env_->CallBooleanMethod(object_, stops_) != JNI_FALSE;
+    throw_pending();
+    return stops;
+  }
+
+ private:
+  void throw_pending() const {
+    if (env_->ExceptionCheck()) throw Problem("an exception of Java's");
+  }
+
+  JNIEnv* env_;
+  jobject object_;
+  jmethodID text_ = nullptr, stops_ = nullptr;
+};
+
+// What Bundle.fail throws is pending then, or what was before.
+void fail(JNIEnv* env, jclass bundle, const char* line, bool no_room = false) {
+  if (env->ExceptionCheck()) return;
+  const jmethodID method = env->GetStaticMethodID(bundle, "fail", "([BZ)V");
+  const jbyteArray bytes = method == nullptr ? nullptr : array_of(env, line);
+  if (bytes != nullptr) env->CallStaticVoidMethod(bundle, method, bytes, static_cast<jboolean>(no_room));
+}
+
+// Runs `body`; what it throws becomes an exception of Java's with the same line.
 template <class Result, class Body>
-Result guarded(JNIEnv* env, Result otherwise, const Body& body) {
+Result guarded(JNIEnv* env, jclass bundle, Result otherwise, const Body& body) {
   try {
     return body();
+  } catch (const pi2::runner::NoRoom& error) {
+    fail(env, bundle, error.what(), true);
   } catch (const std::exception& error) {
-    if (!env->ExceptionCheck()) env->ThrowNew(env->FindClass("java/lang/IllegalStateException"), error.what());
+    fail(env, bundle, error.what());
   } catch (...) {
-    if (!env->ExceptionCheck()) env->ThrowNew(env->FindClass("java/lang/IllegalStateException"), "unknown error");
+    fail(env, bundle, "unknown error");
   }
   return otherwise;
 }
@@ -50,9 +96,9 @@ Result guarded(JNIEnv* env, Result otherwise, const Body& body) {
 
 extern "C" {
 
-JNIEXPORT jlong JNICALL Java_org_torchpi2_Bundle_open(JNIEnv* env, jclass, jbyteArray folder, jlong budget,
+JNIEXPORT jlong JNICALL Java_org_torchpi2_Bundle_open(JNIEnv* env, jclass bundle, jbyteArray folder, jlong budget,
                                                       jint threads, jboolean verify) {
-  return guarded<jlong>(env, 0, [&] {
+  return guarded<jlong>(env, bundle, 0, [&] {
     auto open = std::make_unique<Open>();
     open->options.bundle = bytes_of(env, folder);
     open->options.budget = budget;
@@ -63,35 +109,29 @@ JNIEXPORT jlong JNICALL Java_org_torchpi2_Bundle_open(JNIEnv* env, jclass, jbyte
   });
 }
 
-JNIEXPORT jbyteArray JNICALL Java_org_torchpi2_Bundle_generate(JNIEnv* env, jclass, jlong handle, jbyteArray prompt,
-                                                               jbyteArray system, jboolean chat, jint max_new_tokens,
-                                                               jdouble temperature, jdouble top_p, jlong seed,
-                                                               jobject listener) {
-  return guarded<jbyteArray>(env, nullptr, [&] {
+// `request`: a line of --requests. Null without an exception: the listener has stopped it before the first token.
+JNIEXPORT jbyteArray JNICALL Java_org_torchpi2_Bundle_generate(JNIEnv* env, jclass bundle, jlong handle,
+                                                               jbyteArray request, jobject object) {
+  return guarded<jbyteArray>(env, bundle, nullptr, [&]() -> jbyteArray {
     const auto* open = reinterpret_cast<const Open*>(handle);
-    Options options = open->options;
-    options.prompt = bytes_of(env, prompt);
-    options.system = bytes_of(env, system);
-    options.chat = chat != JNI_FALSE;
-    options.request.max_new_tokens = max_new_tokens;
-    options.request.sampling.temperature = temperature;
-    options.request.sampling.top_p = top_p;
-    options.request.seed = static_cast<std::uint64_t>(seed);
-    const jmethodID text = env->GetMethodID(env->GetObjectClass(listener), "text", "([B)V");
-    if (text == nullptr) throw pi2::runner::Problem("listener", "a method text(ByteArray)", "none", "Use Bundle.kt.");
-    const auto stream = [&](int, const std::string& piece) {
-      const jbyteArray bytes = array_of(env, piece);
-      if (bytes != nullptr) env->CallVoidMethod(listener, text, bytes);
-      if (env->ExceptionCheck()) throw pi2::runner::Problem("listener stopped");
-      env->DeleteLocalRef(bytes);
-    };
-    const pi2::runner::Json report = pi2::runner::report(open->session->generate(options, stream));
-    return array_of(env, report.dump(-1, ' ', false, pi2::runner::Json::error_handler_t::replace));
+    const Listener listener(env, object);
+    const Json line = pi2::runner::parse_json(bytes_of(env, request), "request", pi2::runner::kCorrectRequest);
+    Options options = pi2::runner::request_of(line, open->options);
+    bool stopped = false;
+    options.request.stopped = [&] { return stopped = listener.stops(); };
+    try {
+      const auto stream = [&](int, const std::string& piece) { listener.text(piece); };
+      const Json report = pi2::runner::report(open->session->generate(options, stream));
+      return array_of(env, report.dump(-1, ' ', false, Json::error_handler_t::replace));
+    } catch (const Problem&) {
+      if (!stopped) throw;
+      return nullptr;  // or what the listener has thrown is pending
+    }
   });
 }
 
-JNIEXPORT void JNICALL Java_org_torchpi2_Bundle_close(JNIEnv* env, jclass, jlong handle) {
-  guarded<int>(env, 0, [&] {
+JNIEXPORT void JNICALL Java_org_torchpi2_Bundle_close(JNIEnv* env, jclass bundle, jlong handle) {
+  guarded<int>(env, bundle, 0, [&] {
     const std::unique_ptr<Open> open(reinterpret_cast<Open*>(handle));
     open->session->close();
     return 0;

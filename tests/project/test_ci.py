@@ -44,7 +44,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_nothing_else_is_found(bare: str) -> None:
     named = {path.name for path in Path(bare).iterdir()}
-    optional = r"clang|chrom|firefox|qemu|aarch64|cmake|ninja|pip|git$|curl|wget|docker|adb|valgrind|gdb|nvcc|llama"
+    optional = (
+        r"clang|chrom|firefox|qemu|aarch64|cmake|ninja|pip|git$|curl|wget|docker|adb|valgrind|gdb|nvcc|llama|java"
+    )
     assert not [name for name in named if re.match(optional, name)]
     assert {"python3", "make", "c++", "g++", "bash", "find", "tar"} <= named
 
@@ -84,5 +86,6 @@ def test_builds_look_for_no_library_that_a_machine_may_have() -> None:
     asked = set()
     for path in (ROOT / "CMakeLists.txt", ROOT / "export" / "runner" / "CMakeLists.txt", *ROOT.glob("cmake/*.cmake")):
         asked |= set(re.findall(r"\b(find_(?:package|path|library|program)\(\w+|pkg_\w+\()", path.read_text()))
-    # benchmark: with PI2_BUILD_BENCH alone.
-    assert asked == {f"find_package({name}" for name in ("Threads", "Python", "Python3", "executorch", "benchmark")}
+    # benchmark: with PI2_BUILD_BENCH alone, JNI with PI2_JNI.
+    named = ("Threads", "Python", "Python3", "executorch", "benchmark", "JNI")
+    assert asked == {f"find_package({name}" for name in named}
