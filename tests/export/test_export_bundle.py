@@ -415,6 +415,9 @@ def refusals() -> list[Any]:
         pytest.param(optimized, {"hot": {8: 1}}, ConfigError, "chunks for sizes of batches alone", id="hot"),
         pytest.param(optimized, {"precision": "fp16"}, ConfigError, "where target is not an NPU's", id="precision"),
         pytest.param(optimized, {"dynamic_shapes": {}}, ConfigError, "the example inputs that", id="shapes"),
+        pytest.param(
+            optimized, {"args": (x,), "max_tokens": 48}, ConfigError, "with max_tokens: .*cache", id="args room"
+        ),
         pytest.param(optimized, {"max_tokens": 65}, ConfigError, "at most 64, the positions", id="positions"),
         pytest.param(optimized, few | {"tokenizer": "gpt2"}, ConfigError, "found str", id="tokenizer"),
         pytest.param(int4, few | {"linears": "int8"}, ConfigError, "those of the model are in int4", id="quantised"),

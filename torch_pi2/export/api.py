@@ -150,6 +150,15 @@ def _check_model(
             found="none",
             fix="Pass what torch.export.export takes.",
         )
+    of_decoders = {"max_tokens": 512, "max_prompt": 256, "batches": (1, 2, 4), "kv": "float32"}
+    ignored = [name for name, default in of_decoders.items() if getattr(request, name) != default]
+    if ignored and not decoder:
+        raise ConfigError(
+            f"{what} with {ignored[0]}",
+            expected="a Hugging Face decoder, which has a KV cache",
+            found="another module, or a decoder with example inputs (args)",
+            fix="Leave it out.",
+        )
     if request.splits and not decoder:
         raise ConfigError(
             f"{what} with hot parts",
