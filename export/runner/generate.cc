@@ -19,33 +19,42 @@ class Generation {
   Generation(Program& program, const Manifest& manifest, const Tokenizer* tokenizer, const Request& request,
              const Stream& stream, LogitsFile* logits)
       : program_(program), manifest_(manifest), request_(request), stream_(stream), logits_(logits) {
-    const auto room = manifest.max_tokens - std::ssize(request.prompt);
-    if (room <= 0) {
-      throw NoRoom("prompt",
-                   "at most " + std::to_string(manifest.max_tokens - 1) + " tokens: the bundle has room for " +
-                       std::to_string(manifest.max_tokens) + ", answer included",
-                   std::to_string(request.prompt.size()), "Shorten it, or export with a larger max_tokens.");
-    }
-    limit_ = request.max_new_tokens == 0 ? room : std::min<std::int64_t>(request.max_new_tokens, room);
-    full_ = limit_ == room ? "room" : "length";
-    result_.answers.resize(static_cast<std::size_t>(request.sequences));
-    for (int i = 0; i < request.sequences; ++i) {
-      Sequence& one = sequences_.emplace_back(
-          Sequence{i, Sampler(request.sampling, request.seed + static_cast<std::uint64_t>(i)), {}, {}});
-      for (const std::int64_t token : request.prompt) one.sampler.add(token);
-      if (tokenizer != nullptr) one.text.emplace(*tokenizer, request.prompt);
+    const int count = answers(request);
+    result_.answers.resize(static_cast<std::size_t>(count));
+    for (int i = 0; i < count; ++i) {
+      const std::vector<std::int64_t>& prompt =
+          request.prompts.empty() ? request.prompt : request.prompts[static_cast<std::size_t>(i)];
+      const auto room = manifest.max_tokens - std::ssize(prompt);
+      if (room <= 0) {
+        throw NoRoom("prompt",
+                     "at most " + std::to_string(manifest.max_tokens - 1) + " tokens: the bundle has room for " +
+                         std::to_string(manifest.max_tokens) + ", answer included",
+                     std::to_string(prompt.size()), "Shorten it, or export with a larger max_tokens.");
+      }
+      const std::int64_t most = request.max_new_tokens == 0 ? room : request.max_new_tokens;
+      Sequence& one =
+          sequences_.emplace_back(Sequence{i,
+                                           prompt,
+                                           std::min(most, room),
+                                           Sampler(request.sampling, request.seed + static_cast<std::uint64_t>(i)),
+                                           {},
+                                           {}});
+      one.full = most >= room ? "room" : "length";
+      for (const std::int64_t token : prompt) one.sampler.add(token);
+      if (tokenizer != nullptr) one.text.emplace(*tokenizer, prompt);
       if (tokenizer != nullptr && request.stop) one.stops.emplace(*request.stop);
     }
   }
 
   Generated run() {
     const auto start = Clock::now();
-    const float* logits = read_prompt();
-    for (std::size_t i = 0; i < sequences_.size(); ++i) take(i, logits);
+    const bool one = request_.prompts.empty();
+    const float* logits = one ? read_prompt(sequences_[0]) : nullptr;
+    for (std::size_t i = 0; i < sequences_.size(); ++i) take(i, one ? logits : read_prompt(sequences_[i]));
     result_.prompt_seconds = since(start);
     result_.prompt_stats = take_engine_stats();
     const auto first = Clock::now();
-    if (sequences_.size() > 1 && !all_ended()) program_.fork(std::vector<std::int64_t>(lanes()));
+    if (one && sequences_.size() > 1 && !all_ended()) program_.fork(std::vector<std::int64_t>(lanes()));
     while (!all_ended()) {
       if (request_.stopped && request_.stopped()) {
         interrupt();
@@ -61,10 +70,13 @@ class Generation {
  private:
   struct Sequence {
     int lane;
+    const std::vector<std::int64_t>& prompt;
+    std::int64_t limit;  // tokens at most
     Sampler sampler;
     std::optional<TextStream> text;
     std::optional<Stops> stops;
-    std::string shown = "";  // of text with stop strings
+    std::string shown = "";       // of text with stop strings
+    const char* full = "length";  // why it ends at its limit
   };
 
   bool ended(std::size_t i) const { return !result_.answers[i].ended.empty(); }
@@ -73,18 +85,19 @@ class Generation {
                        [](const Answer& a) { return !a.ended.empty(); });
   }
 
-  const float* read_prompt() {
-    const std::vector<std::int64_t>& ids = request_.prompt;
+  const float* read_prompt(const Sequence& sequence) {
+    const std::vector<std::int64_t>& ids = sequence.prompt;
+    const std::int64_t behind = sequence.lane * manifest_.max_tokens;
     const float* logits = nullptr;
     for (std::int64_t at = request_.known; at < std::ssize(ids);) {
       if (request_.stopped && request_.stopped()) throw Problem("interrupted");
       const PromptPiece piece = next_piece(manifest_, at, std::ssize(ids) - at);
       if (piece.size == 0) {
-        logits = program_.read("forward", ids.data() + at, piece.count, at);
+        logits = program_.read("forward", ids.data() + at, piece.count, behind + at);
       } else {  // what a piece that is not filled writes behind the prompt is written again, and not read before
         std::vector<std::int64_t> filled(ids.begin() + at, ids.begin() + at + piece.count);
         filled.resize(static_cast<std::size_t>(piece.size), filled.back());
-        logits = program_.read("prefill_" + std::to_string(piece.size), filled.data(), piece.size, at);
+        logits = program_.read("prefill_" + std::to_string(piece.size), filled.data(), piece.size, behind + at);
       }
       at += piece.count;
     }
@@ -117,7 +130,7 @@ class Generation {
     const int batch = *std::upper_bound(manifest_.batches.begin(), manifest_.batches.end(), last);
     const auto token = [&](std::size_t i) { return result_.answers[i].ids.back(); };
     const auto position = [&](std::size_t i) {
-      return std::ssize(request_.prompt) + std::ssize(result_.answers[i].ids) - 1;
+      return std::ssize(sequences_[i].prompt) + std::ssize(result_.answers[i].ids) - 1;
     };
     // Lanes not in use get the token of one that is: it wants no other neurons. What they write is never read.
     std::vector<std::int64_t> ids(static_cast<std::size_t>(batch), token(going[0]));
@@ -153,7 +166,7 @@ class Generation {
     sequences_[i].sampler.add(token);
     answer.ids.push_back(token);
     const bool eos = std::find(manifest_.eos.begin(), manifest_.eos.end(), token) != manifest_.eos.end();
-    if (eos || std::ssize(answer.ids) == limit_) answer.ended = eos ? "eos" : full_;
+    if (eos || std::ssize(answer.ids) == sequences_[i].limit) answer.ended = eos ? "eos" : sequences_[i].full;
     if (sequences_[i].text) say(i, eos ? "" : sequences_[i].text->add(token));
     result_.sampling_seconds += since(start);
   }
@@ -190,8 +203,6 @@ class Generation {
   const Request& request_;
   const Stream& stream_;
   LogitsFile* logits_;
-  std::int64_t limit_ = 0;
-  std::string full_;
   std::vector<Sequence> sequences_;
   std::vector<float> nothing_;  // logits of a sequence that has ended
   Generated result_;
@@ -201,9 +212,10 @@ class Generation {
 
 void check(const Request& r, int lanes) {
   check(r.sampling, "");
-  if (r.sequences < 1 || r.sequences > lanes) {
-    throw Problem("num_return_sequences", "1 to " + std::to_string(lanes) + ", the lanes of the bundle",
-                  std::to_string(r.sequences), "Correct it.");
+  if (r.sequences < 1 || answers(r) > lanes) {
+    throw Problem(r.prompts.empty() ? "num_return_sequences" : "prompts",
+                  "1 to " + std::to_string(lanes) + ", the lanes of the bundle",
+                  std::to_string(r.prompts.empty() ? r.sequences : answers(r)), "Correct it.");
   }
   if (r.max_new_tokens < 0) {
     throw Problem("max_new_tokens", "1 or more, or 0: as many as there is room for", std::to_string(r.max_new_tokens),

@@ -18,14 +18,20 @@ namespace pi2::runner {
 
 struct Request {
   std::vector<std::int64_t> prompt;
-  std::int64_t max_new_tokens = 0;  // 0: as many as there is room for
+  std::vector<std::vector<std::int64_t>> prompts;  // instead: several, with an answer to each
+  std::int64_t max_new_tokens = 0;                 // 0: as many as there is room for
   Sampling sampling;
   std::optional<std::vector<std::string>> stop;  // strings before which answers end; as Sampling has it
   std::uint64_t seed = 0;
-  int sequences = 1;
+  int sequences = 1;              // of one prompt
   std::int64_t known = 0;         // of the prompt, tokens that the first lane has read already
   std::function<bool()> stopped;  // asked before each token; none: nobody stops it
 };
+
+// Answers to it.
+inline int answers(const Request& request) {
+  return request.prompts.empty() ? request.sequences : static_cast<int>(request.prompts.size());
+}
 
 // Throws Problem, which names the number that makes no sense.
 void check(const Request& request, int lanes);
@@ -49,9 +55,10 @@ struct Generated {
 // Called with the number of a sequence and text that no later token changes.
 using Stream = std::function<void(int, const std::string&)>;
 
-// The prompt is read once and copied to all sequences. They end at their own times; fewer are decoded together (by the
-// method of a smaller batch) once the last of them have ended, or all but one have. `tokenizer` may be null: no text.
-// Throws Problem: no room for the prompt, it was stopped before the first token, or what ExecuTorch and the engine say.
+// A prompt is read once and copied to all sequences; of several, each is read into a lane of its own. They end at their
+// own times; fewer are decoded together (by the method of a smaller batch) once the last of them have ended, or all but
+// one have. `tokenizer` may be null: no text. Throws Problem: no room for the prompt, it was stopped before the first
+// token, or what ExecuTorch and the engine say.
 Generated generate(Program& program, const Manifest& manifest, const Tokenizer* tokenizer, const Request& request,
                    const Stream& stream, LogitsFile* logits);
 

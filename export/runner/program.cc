@@ -230,10 +230,9 @@ void Program::load(const std::string& method) {
   state_->loaded.insert(method);
 }
 
-const float* Program::read(const std::string& method, const std::int64_t* ids, std::int64_t count,
-                           std::int64_t position) {
+const float* Program::read(const std::string& method, const std::int64_t* ids, std::int64_t count, std::int64_t first) {
   load(method);
-  std::vector<std::int64_t> tokens(ids, ids + count), start{position};
+  std::vector<std::int64_t> tokens(ids, ids + count), start{first};
   const auto n = static_cast<executorch::aten::SizesType>(count);
   const TensorPtr ids_1T = from_blob(tokens.data(), {1, n}, ScalarType::Long);
   const TensorPtr start_1 = from_blob(start.data(), {1}, ScalarType::Long);

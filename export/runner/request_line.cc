@@ -11,8 +11,9 @@ namespace pi2::runner {
 namespace {
 
 constexpr const char* kFix = kCorrectRequest;
-constexpr std::array<std::string_view, 17> kNames{"id",
+constexpr std::array<std::string_view, 18> kNames{"id",
                                                   "prompt",
+                                                  "prompts",
                                                   "ids",
                                                   "messages",
                                                   "system",
@@ -47,8 +48,8 @@ Options request_of(const Json& line, const Options& base) {
       throw Problem("request", "fields that docs/BUNDLE.md has", printable(name, 80), kFix);
     }
   }
-  if (fields.has("prompt") + fields.has("ids") + fields.has("messages") != 1) {
-    throw Problem("request", "prompt, ids or messages", "none or several of them", kFix);
+  if (fields.has("prompt") + fields.has("prompts") + fields.has("ids") + fields.has("messages") != 1) {
+    throw Problem("request", "prompt, prompts, ids or messages", "none or several of them", kFix);
   }
   Options o = base;
   o.goes_on = fields.flag("reuse", fields.has("messages"));
@@ -56,6 +57,13 @@ Options request_of(const Json& line, const Options& base) {
   o.chat = fields.flag("chat", base.chat && fields.has("prompt"));
   if (o.chat && !fields.has("prompt")) throw Problem("request, chat", "prompt beside it", "none", kFix);
   if (fields.has("prompt")) o.prompt = fields.text("prompt");
+  if (fields.has("prompts")) {
+    o.prompts = fields.texts("prompts");
+    for (const char* name : {"reuse", "num_return_sequences"}) {
+      if (fields.has(name)) throw Problem("request, prompts", std::string("no ") + name + " beside it", "both", kFix);
+    }
+    if (o.prompts.empty()) throw Problem("request, prompts", "one or more", "none", kFix);
+  }
   if (fields.has("ids")) o.request.prompt = fields.numbers("ids");
   if (fields.has("messages")) {
     o.messages = messages_of(fields.list("messages"));

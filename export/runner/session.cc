@@ -84,11 +84,7 @@ std::string chat(const Options& o, const Manifest& manifest) {
   return chat_text(read_json(file, kMostSmall), file.string(), messages);
 }
 
-std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenizer, const Manifest& manifest) {
-  std::vector<std::int64_t> ids = o.request.prompt;
-  if (ids.empty() && tokenizer != nullptr) {
-    ids = o.chat ? tokenizer->encode(chat(o, manifest), false) : tokenizer->encode(o.prompt, true);
-  }
+std::vector<std::int64_t> checked(std::vector<std::int64_t> ids, const Manifest& manifest) {
   const std::int64_t vocab = manifest.vocab;
   const auto wrong = std::find_if(ids.begin(), ids.end(), [&](std::int64_t id) { return id < 0 || id >= vocab; });
   if (ids.empty() || wrong != ids.end()) {
@@ -97,6 +93,14 @@ std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenize
                   "Pass at least one token, and the tokenizer of this model.");
   }
   return ids;
+}
+
+std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenizer, const Manifest& manifest) {
+  std::vector<std::int64_t> ids = o.request.prompt;
+  if (ids.empty() && tokenizer != nullptr) {
+    ids = o.chat ? tokenizer->encode(chat(o, manifest), false) : tokenizer->encode(o.prompt, true);
+  }
+  return checked(std::move(ids), manifest);
 }
 
 }  // namespace
@@ -140,15 +144,22 @@ Session::Session(const Options& o) {
 }
 
 Run Session::generate(const Options& o, const Stream& stream) {
-  check(o.request, manifest_.lanes);
   const Tokenizer* tokenizer = tokenizer_ ? &*tokenizer_ : nullptr;
-  const auto started = std::chrono::steady_clock::now();
-  load_decoding(o.request.sequences);
-  load_seconds_ += since(started);
-  Run run{o, manifest_, {}, 0, cache_bytes_, load_seconds_, threads(), {}};
+  Run run{o, manifest_, {}, 0, cache_bytes_, 0, threads(), {}};
   Request& request = run.options.request;
-  request.prompt = prompt_ids(o, tokenizer, manifest_);
-  run.prompt_tokens = std::ssize(request.prompt);
+  for (const std::string& text : o.prompts) {
+    const std::vector<std::int64_t> ids = tokenizer == nullptr ? request.prompt : tokenizer->encode(text, true);
+    request.prompts.push_back(checked(ids, manifest_));
+    run.prompt_tokens += std::ssize(request.prompts.back());
+  }
+  check(request, manifest_.lanes);
+  const auto started = std::chrono::steady_clock::now();
+  load_decoding(answers(request));
+  run.load_seconds = load_seconds_ += since(started);
+  if (request.prompts.empty()) {
+    request.prompt = prompt_ids(o, tokenizer, manifest_);
+    run.prompt_tokens = std::ssize(request.prompt);
+  }
   request.sampling = request.sampling.or_as(config_.sampling);
   if (!request.stop) {
     request.stop = config_.stop;
@@ -161,9 +172,9 @@ Run Session::generate(const Options& o, const Stream& stream) {
   }
   fed_.clear();
   std::optional<LogitsFile> logits;
-  if (!o.logits.empty()) logits.emplace(o.logits, o.request.sequences, manifest_.vocab);
+  if (!o.logits.empty()) logits.emplace(o.logits, answers(request), manifest_.vocab);
   run.generated = runner::generate(*program_, manifest_, tokenizer, request, stream, logits ? &*logits : nullptr);
-  if (o.request.sequences == 1) {
+  if (answers(request) == 1 && request.prompts.empty()) {
     fed_ = request.prompt;
     const std::vector<std::int64_t>& ids = run.generated.answers[0].ids;
     fed_.insert(fed_.end(), ids.begin(), ids.end() - 1);

@@ -421,7 +421,7 @@ def refusals() -> list[Any]:
         pytest.param(optimized, {"max_tokens": 65}, ConfigError, "at most 64, the positions", id="positions"),
         pytest.param(optimized, few | {"tokenizer": "gpt2"}, ConfigError, "found str", id="tokenizer"),
         pytest.param(int4, few | {"linears": "int8"}, ConfigError, "those of the model are in int4", id="quantised"),
-        pytest.param(lambda: torch_pi2.optimize(mlp, [(x,)]), {}, ConfigError, "example inputs", id="args"),
+        pytest.param(lambda: torch_pi2.optimize(mlp, [(x,)]), {}, ConfigError, "example inputs", id="no args"),
         pytest.param(own_window, few, UnsupportedModelError, window, id="window"),
         pytest.param(optimized, {"kv": "int4"}, ConfigError, r"kv=.*float32, float16, int8", id="kv"),
         pytest.param(gpt_neo, few, UnsupportedModelError, "its attention is of another kind", id="local"),

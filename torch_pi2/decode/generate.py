@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -219,7 +220,7 @@ def _continued(
         batches.append(len(live))
         return zip(live, logits_BV, strict=True)
 
-    grow(sequences, logits_BV[0], step, lambda grown, logits_V: pick(logits_V, sampling, grown.random))
+    grow(sequences, repeat(logits_BV[0]), step, lambda grown, logits_V: pick(logits_V, sampling, grown.random))
     return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
 
 

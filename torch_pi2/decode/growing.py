@@ -46,17 +46,17 @@ _Kind = TypeVar("_Kind", bound=Growing)
 
 def grow(
     sequences: Sequence[_Kind],
-    prompt_V: torch.Tensor,
+    first: Iterable[torch.Tensor],
     step: Callable[[list[_Kind]], Iterable[tuple[_Kind, torch.Tensor]]],
     choose: Callable[[_Kind, torch.Tensor], int],
 ) -> None:
     """Let ``sequences`` grow until each has ended.
 
     Args:
-        prompt_V: logits after the prompt, of all. step: sequences that go on -> each with its next logits ``[V]``, in
-            the order in which tokens are chosen from these. choose: the next token of a sequence.
+        first: of each the logits ``[V]`` after its prompt. step: sequences that go on -> each with its next logits
+            ``[V]``, in the order in which tokens are chosen from these. choose: the next token of a sequence.
     """
-    live = [(sequence, prompt_V) for sequence in sequences]
+    live = list(zip(sequences, first))
     while live:
         for sequence, logits_V in live:
             sequence.take(choose(sequence, logits_V))

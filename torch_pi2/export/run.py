@@ -261,51 +261,95 @@ class Bundle:
             NonFiniteError: logits are not finite.
         """
         self._require("decoder", "generate")
-        strings = [stop] if isinstance(stop, str) else stop
-        choosing = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, strings)
-        _check_counts(num_return_sequences, self.manifest.lanes, max_new_tokens)
+        _check_count("num_return_sequences", num_return_sequences, self.manifest.lanes)
         argument(reuse, "reuse").flag()
+        how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, [stop] if isinstance(stop, str) else stop)
+        with self._using:
+            answers, timing = self._answer([prompt] * num_return_sequences, max_new_tokens, how, seed, stream, reuse)
+        return Generated(answers[0].prompt, [answer.result() for answer in answers], *timing)
+
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]],
+        max_new_tokens: int | None = None,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: str | Sequence[str] | None = None,
+        seed: int = 0,
+        stream: Stream | None = None,
+    ) -> list[Generated]:
+        """Continue several prompts together: each is read into a lane of its own, then they grow at the same time.
+
+        A lossless bundle gives each the greedy answer that :meth:`generate` gives (but for last bits of logits, where
+        methods of other batch sizes add in another order).
+
+        Args:
+            prompts: at most ``manifest.lanes``. The others: as of :meth:`generate`; prompt i is sequence i.
+
+        Returns:
+            Of each prompt one sequence; seconds and steps are those of all together.
+
+        Raises:
+            As :meth:`generate`.
+        """
+        self._require("decoder", "generate_batch")
+        if isinstance(prompts, str):
+            argument(prompts, "prompts").wrong("a list of prompts")
+        _check_count("prompts", len(prompts), self.manifest.lanes)
+        how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, [stop] if isinstance(stop, str) else stop)
+        with self._using:
+            answers, timing = self._answer([*prompts], max_new_tokens, how, seed, stream, False)
+        return [Generated(answer.prompt, [answer.result()], *timing) for answer in answers]
+
+    def _answer(
+        self, prompts: list[Any], most: int | None, how: Choosing, seed: int, stream: Stream | None, reuse: bool
+    ) -> tuple[list[_Answering], tuple[float, float, int, int]]:
+        """An answer to each of ``prompts``, of which equal ones are read once, and how it went as in Generated."""
+        if most is not None and not is_whole(most, 1):
+            raise ConfigError("max_new_tokens", expected="1 or more", found=str(most), fix="Correct it.")
         if stream is not None and not callable(stream):
             argument(stream, "stream").wrong("a function, or None")
         argument(seed, "seed").whole(most=1 << 62)
-        if isinstance(prompt, str):
-            argument(prompt, "prompt").text(empty=True)
-        with self._using:
-            wordless = self._tokenizer is None and not self._has_tokenizer() and not isinstance(prompt, str)
-            ids = encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
-            choosing = choosing.or_as(self._model_says)
-            if wordless and stop is not None:
-                raise ConfigError(
-                    "stop", expected="a bundle with a tokenizer", found="one without", fix="Leave it out, or pass one."
-                )
-            left = self._room(ids)
-            limit = left if max_new_tokens is None else min(max_new_tokens, left)
-            answers = [
-                _Answering(
-                    i, seed, limit, self.manifest.eos, ids, None if wordless else self.tokenizer, stream, choosing
-                )
-                for i in range(num_return_sequences)
-            ]
-            self._load_decoding(num_return_sequences)
-            steps: list[float] = []  # when each began
+        texts = [argument(prompt, "prompt").text(empty=True) for prompt in prompts if isinstance(prompt, str)]
+        wordless = self._tokenizer is None and not self._has_tokenizer() and not texts
+        if wordless and how.stop is not None:
+            raise ConfigError(
+                "stop", expected="a bundle with a tokenizer", found="one without", fix="Leave it out, or pass one."
+            )
+        how, tokenizer = how.or_as(self._model_says), None if wordless else self.tokenizer
+        one = all(prompt is prompts[0] for prompt in prompts)
+        ids = [encode(p, lambda: self.tokenizer, self.manifest.model.vocab or 0) for p in prompts[: 1 if one else None]]
+        left = [self._room(some) for some in ids]
+        answers = [
+            _Answering(i, seed, left[k], most, self.manifest.eos, ids[k], tokenizer, stream, how)
+            for i in range(len(prompts))
+            for k in [0 if one else i]
+        ]
+        self._load_decoding(len(answers))
+        steps: list[float] = []  # when each began
 
-            def step(going: list[_Answering]) -> list[tuple[_Answering, torch.Tensor]]:
-                steps.append(time.perf_counter())
-                if num_return_sequences > 1 and len(steps) == 1:
-                    self._call("fork", torch.zeros(self.manifest.lanes, dtype=torch.int64))
-                logits_NV = self._step(going)
-                return [(answer, logits_NV[answer.lane]) for answer in going]
+        def step(going: list[_Answering]) -> list[tuple[_Answering, torch.Tensor]]:
+            steps.append(time.perf_counter())
+            if one and len(answers) > 1 and len(steps) == 1:
+                self._call("fork", torch.zeros(self.manifest.lanes, dtype=torch.int64))
+            logits_NV = self._step(going)
+            return [(answer, logits_NV[answer.lane]) for answer in going]
 
-            known = self._same(ids) if reuse else 0
-            self._fed = []
-            started = time.perf_counter()
-            grow(answers, self._read(ids, known), step, lambda answer, logits_V: answer.choose(logits_V))
-            done = time.perf_counter()
-            if num_return_sequences == 1:
-                self._fed = ids + answers[0].tokens[:-1]
+        known = self._same(ids[0]) if reuse else 0
+        self._fed = []
+        started = time.perf_counter()
+        read = [self._read(some, known, lane) for lane, some in enumerate(ids)]
+        grow(answers, read * len(answers) if one else read, step, lambda answer, logits_V: answer.choose(logits_V))
+        done = time.perf_counter()
+        if len(answers) == 1:
+            self._fed = ids[0] + answers[0].tokens[:-1]
         first = steps[0] if steps else done
-        full = "room" if limit == left else "length"
-        return Generated(ids, [a.result(full) for a in answers], first - started, done - first, len(steps), known)
+        return answers, (first - started, done - first, len(steps), known)
 
     def _same(self, ids: list[int]) -> int:
         """Tokens with which ``ids`` and what the first lane has begin, but for the last of ``ids``."""
@@ -381,13 +425,14 @@ class Bundle:
             )
         return left
 
-    def _read(self, ids: list[int], known: int = 0) -> torch.Tensor:
-        """Logits ``[V]`` after ``ids``, which lane 0 then has, and the first of which it has already."""
+    def _read(self, ids: list[int], known: int = 0, lane: int = 0) -> torch.Tensor:
+        """Logits ``[V]`` after ``ids``, which the lane then has, and the first of which it has already."""
+        behind = lane * self.manifest.max_tokens
         for name, start, count in self.manifest.pieces(known, len(ids)):
             part = ids[start : start + count]
             if name != "forward":  # what the last one writes behind the prompt is written again, and not read before
                 part += part[-1:] * (self.manifest.methods[name].max_tokens - count)
-            logits_11V = self._call(name, torch.tensor([part]), torch.tensor([start]))[0]
+            logits_11V = self._call(name, torch.tensor([part]), torch.tensor([behind + start]))[0]
         return _finite(logits_11V[0, -1])
 
     def _step(self, going: list[_Answering]) -> torch.Tensor:
@@ -454,33 +499,38 @@ class Bundle:
 
 
 class _Answering(Growing):
-    """An answer that is being generated, with its text, in a lane of the KV cache."""
+    """An answer that is being generated, with its text, in a lane of the KV cache.
+
+    ``left``: tokens that there is room for; ``most``: that are wanted.
+    """
 
     def __init__(
         self,
         number: int,
         seed: int,
-        limit: int,
+        left: int,
+        most: int | None,
         eos: tuple[int, ...],
         prompt: list[int],
         tokenizer: Any,
         stream: Stream | None,
         choosing: Choosing,
     ) -> None:
-        super().__init__(number, seed, limit, eos)
-        self.lane, self.text = number, ""
-        self._prompt, self._stream, self._choosing = prompt, stream, choosing
+        super().__init__(number, seed, left if most is None else min(most, left), eos)
+        self.lane, self.text, self.prompt = number, "", prompt
+        self._full = "room" if most is None or most >= left else "length"
+        self._stream, self._choosing = stream, choosing
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
         self._stops, self._shown = Stops(choosing.stop or ()), ""
 
     @property
     def position(self) -> int:
         """Of the last token."""
-        return len(self._prompt) + len(self.tokens) - 1
+        return len(self.prompt) + len(self.tokens) - 1
 
     def choose(self, logits_V: torch.Tensor) -> int:
         """The next token."""
-        return self._choosing.choose(logits_V, self._prompt + self.tokens, self.random)
+        return self._choosing.choose(logits_V, self.prompt + self.tokens, self.random)
 
     def take(self, token: int) -> None:
         super().take(token)
@@ -498,9 +548,9 @@ class _Answering(Growing):
         if self._stream is not None:
             self._stream(self.number, token, piece)
 
-    def result(self, full: str) -> Answer:
-        """``full``: why it could have no more tokens."""
-        return Answer(self.tokens, self.text, self.ended if self.ended in ("eos", "stop") else full)
+    def result(self) -> Answer:
+        """Once it has ended."""
+        return Answer(self.tokens, self.text, self.ended if self.ended in ("eos", "stop") else self._full)
 
 
 def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
@@ -515,13 +565,10 @@ def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor
     )
 
 
-def _check_counts(count: int, lanes: int, most: int | None) -> None:
-    for name, fits, expected, found in (
-        ("num_return_sequences", is_whole(count, 1, lanes), f"1 to {lanes}, the lanes of the bundle", count),
-        ("max_new_tokens", most is None or is_whole(most, 1), "1 or more", most),
-    ):
-        if not fits:
-            raise ConfigError(name, expected=expected, found=str(found), fix="Correct it.")
+def _check_count(name: str, count: object, lanes: int) -> None:
+    if not is_whole(count, 1, lanes):
+        expected = f"1 to {lanes}, the lanes of the bundle"
+        raise ConfigError(name, expected=expected, found=str(count), fix="Correct it.")
 
 
 def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor]) -> None:

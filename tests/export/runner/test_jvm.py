@@ -154,14 +154,14 @@ def test_errors_are_one_line(bundle: Path, tmp_path: Path) -> None:
         f"{nowhere}: expected a bundle: a folder with manifest.json, found no such folder. ",
         "--budget: expected more than ",
         "bundle: expected one that is open in this process, found a second one. ",
-        "request: expected prompt, ids or messages, found none or several of them. ",
-        "request: expected prompt, ids or messages, found none or several of them. ",
+        "request: expected prompt, prompts, ids or messages, found none or several of them. ",
+        "request: expected prompt, prompts, ids or messages, found none or several of them. ",
         f"{bundle / 'chat.json'}: expected the chat template of the bundle, ",
         "request: expected JSON, found ",
         "prompt: expected at most 39 tokens: ",
         None,  # half a character: as "?"
         "bundle: expected one answer at a time, found a call in onText. ",
-        "request: expected prompt, ids or messages, found none or several of them. ",
+        "request: expected prompt, prompts, ids or messages, found none or several of them. ",
         None,
     )
     assert len(lines) == len(expected)

@@ -202,6 +202,54 @@ def test_what_begins_alike_is_not_read_again(bundle: Path) -> None:
     assert several[1]["known_tokens"] == 0
 
 
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_prompts_together_are_answered_as_if_alone(bundle: Path, count: int) -> None:
+    """Each of another length, in Python and in the runner; one that has no room for more ends before the others."""
+    prompts = ["d", "def f(x", "a" * (ROOM - 6), "x = 3\n"][:count]
+    with Bundle(bundle) as twin:
+        alone = [twin.generate(prompt, 9).sequences[0] for prompt in prompts]
+        assert len({tuple(answer.ids) for answer in alone}) == count
+        said: list[tuple[int, str]] = []
+        together = twin.generate_batch(prompts, 9, stream=lambda i, _, text: said.append((i, text)))
+        drawn = [made.sequences[0] for made in twin.generate_batch(prompts, 9, temperature=2.0, seed=4)]
+        assert drawn[0] == twin.generate(prompts[0], 9, temperature=2.0, seed=4).sequences[0]
+        assert [made.sequences[0] for made in together] == alone
+        assert [made.prompt_ids for made in together] == [twin.tokenizer(prompt)["input_ids"] for prompt in prompts]
+        assert twin.generate(prompts[0], 9, reuse=True).known_tokens == (len(together[0].prompt_ids) - 1) * (count == 1)
+    for i, answer in enumerate(alone):
+        assert "".join(text for number, text in said if number == i) == answer.text
+    (found,) = asked(bundle, {"prompts": prompts, "max_new_tokens": 9})
+    assert found["sequences"] == [vars(answer) for answer in alone]
+    assert found["prompt_tokens"] == sum(len(made.prompt_ids) for made in together)
+    assert found["decode_steps"] == together[0].decode_steps == max(len(answer.ids) for answer in alone) - 1
+
+
+def test_prompts_together_that_are_refused(bundle: Path) -> None:
+    with Bundle(bundle) as twin:
+        for wrong in ([], ["d"] * 5):
+            with pytest.raises(
+                ConfigError, match=f"prompts: expected 1 to 4, the lanes of the bundle, found {len(wrong)}"
+            ):
+                twin.generate_batch(wrong)
+        with pytest.raises(ConfigError, match="prompts: expected a list of prompts, found"):
+            twin.generate_batch("def")
+        with pytest.raises(ConfigError, match="max_new_tokens: expected 1 or more"):
+            twin.generate_batch(["d"], 0)
+    ask = {"prompts": ["d"]}
+    cases = (
+        ({"prompts": []}, "request, prompts: expected one or more, found none"),
+        ({"prompts": ["d"] * 5}, "prompts: expected 1 to 4, the lanes of the bundle, found 5"),
+        ({"prompts": ["d", ""]}, "prompts: expected text, or a list of texts, none of them empty"),
+        ({"prompts": ["d", "x" * 99]}, "prompt: expected at most"),
+        (ask | {"prompt": "d"}, "expected prompt, prompts, ids or messages, found none or several"),
+        (ask | {"num_return_sequences": 2}, "request, prompts: expected no num_return_sequences beside it"),
+        (ask | {"reuse": True}, "request, prompts: expected no reuse beside it"),
+        (ask | {"chat": True}, "request, chat: expected prompt beside it"),
+    )
+    for (_, message), line in zip(cases, asked(bundle, *(request for request, _ in cases)), strict=True):
+        assert message in line["error"]
+
+
 def test_a_stream_of_lines_is_the_text(bundle: Path) -> None:
     *pieces, whole = asked(bundle, {"id": 1, "prompt": PROMPTS[1], "max_new_tokens": 20, "stream": True})
     assert all(set(piece) == {"id", "sequence", "text"} for piece in pieces)
@@ -213,9 +261,12 @@ def test_what_is_wrong_with_a_request_is_said_and_the_others_are_answered(talkin
     wrong: list[tuple[Any, str]] = [
         ("no JSON", "request: expected JSON, found "),
         ([1], "request: expected an object, found [1]. "),
-        ({"prompts": "d"}, "request: expected fields that docs/BUNDLE.md has, found prompts. "),
-        ({}, "request: expected prompt, ids or messages, found none or several of them. "),
-        ({"prompt": "d", "ids": [1]}, "request: expected prompt, ids or messages, found none or several of them. "),
+        ({"promptz": "d"}, "request: expected fields that docs/BUNDLE.md has, found promptz. "),
+        ({}, "request: expected prompt, prompts, ids or messages, found none or several of them. "),
+        (
+            {"prompt": "d", "ids": [1]},
+            "request: expected prompt, prompts, ids or messages, found none or several of them. ",
+        ),
         ({"prompt": 5}, "request, prompt: expected text, found 5. Correct the request."),
         ({"ids": [1, 999]}, "prompt: expected tokens of one sequence below 300, found the token 999. "),
         ({"ids": [1], "temperature": "x"}, 'request, temperature: expected a number, found "x". '),
