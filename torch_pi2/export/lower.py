@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,9 +70,9 @@ def trace(
 
 @dataclass(frozen=True)
 class Program:
-    """A ``.pte``; bytes of the memory that ExecuTorch plans for its methods, which share it, and of XNNPACK's."""
+    """A ``.pte`` in pieces; bytes of the memory that ExecuTorch plans for its methods, which share it; of XNNPACK's."""
 
-    data: bytes
+    pieces: list[bytes]
     arena_bytes: int
     workspace_bytes: int
 
@@ -122,7 +123,9 @@ def lower(
             )
         )
     arenas = zip_longest(*(p.non_const_buffer_sizes for p in program.executorch_program.execution_plan), fillvalue=0)
-    return Program(program.buffer, sum(map(max, arenas)), workspace)
+    pieces: Any = []
+    program.write_to_file(SimpleNamespace(write=pieces.append))  # as they are: in one they would be there twice
+    return Program(pieces, sum(map(max, arenas)), workspace)
 
 
 def _delegated(
