@@ -94,13 +94,18 @@ def xnnpack_partitioner(progress: bool) -> XnnpackPartitioner:
 
 def named_xnnpack(module: torch.fx.GraphModule) -> None:
     """What :class:`RepeatedXnnpack` made in ``module`` becomes XNNPACK's, in place."""
-    for name, part in list(module.named_children()):
-        if isinstance(part, LoweredBackendModule) and part.backend_id == RepeatedXnnpack.__name__:
-            named = LoweredBackendModule(
-                part.original_module, XnnpackBackend.__name__, part.processed_bytes, [], part.named_data_store_output
-            )
-            named.meta = part.meta
-            setattr(module, name, named)
+    for parent in list(module.modules()):
+        for name, part in list(parent.named_children()):
+            if isinstance(part, LoweredBackendModule) and part.backend_id == RepeatedXnnpack.__name__:
+                named = LoweredBackendModule(
+                    part.original_module,
+                    XnnpackBackend.__name__,
+                    part.processed_bytes,
+                    [],
+                    part.named_data_store_output,
+                )
+                named.meta = part.meta
+                setattr(parent, name, named)
 
 
 def _preprocess(program: ExportedProgram, known: dict[Any, _Passed]) -> PreprocessResult:
