@@ -122,7 +122,7 @@ def loaded(tmp_path: Path) -> Callable[..., Any]:
         shapes = ({2: tokens}, {2: tokens}, {2: tokens}, {1: tokens}) if size[3] > 1 else None
         made = Cached(size, kv, settings).eval()
         programs = trace({"forward": Method(made, (*new, rows_of(size, 0)), None, shapes)}, "Cached")
-        (tmp_path / "one.pte").write_bytes(lower(programs, "Cached").data)
+        (tmp_path / "one.pte").write_bytes(b"".join(lower(programs, "Cached").pieces))
         return Runtime.get().load_program(tmp_path / "one.pte").load_method("forward")
 
     return load

@@ -192,7 +192,7 @@ def _write_program(path: Path, source: Source, made: Methods, request: Request, 
     programs = trace(made.methods, source.name, progress=request.progress)
     made.check(programs)
     program = lower(programs, source.name, blob=blob, constants=constants, progress=request.progress)
-    atomic_write(path, program.data)
+    atomic_write(path, program.pieces)
     return program.arena_bytes, program.workspace_bytes
 
 

@@ -65,12 +65,13 @@ def cached_attention(
     """
     length = keys.shape[2]
     lane_B, position_BT = rows[:, 0] // length, rows % length
+    used = int(position_BT.max()) + 1  # most of a cache is room for later tokens
     found = []
     for cache, new_BKTD in ((keys, key), (values, value)):
         cache[lane_B[:, None], :, position_BT] = packed(new_BKTD, cache.dtype).transpose(1, 2)
-        found.append(unpacked(cache[lane_B]).repeat_interleave(query.shape[1] // key.shape[1], 1))
+        found.append(unpacked(cache[lane_B, :, :used]).repeat_interleave(query.shape[1] // key.shape[1], 1))
     key_BNLD, value_BNLD = found
-    slots_L, y = torch.arange(length, device=rows.device), []
+    slots_L, y = torch.arange(used, device=rows.device), []
     for q_BND, last_B in zip(query.unbind(2), position_BT.unbind(1), strict=True):
         seen_BL = slots_L <= last_B[:, None]
         if window:

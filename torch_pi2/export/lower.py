@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import logging
+import operator
+import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.passes.tools_common import legalize_graph
 
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import UnsupportedModelError
@@ -65,9 +70,9 @@ def trace(
 
 @dataclass(frozen=True)
 class Program:
-    """A ``.pte``; bytes of the memory that ExecuTorch plans for its methods, which share it, and of XNNPACK's."""
+    """A ``.pte`` in pieces; bytes of the memory that ExecuTorch plans for its methods, which share it; of XNNPACK's."""
 
-    data: bytes
+    pieces: list[bytes]
     arena_bytes: int
     workspace_bytes: int
 
@@ -89,9 +94,10 @@ def lower(
     Raises:
         UnsupportedModelError: ExecuTorch cannot lower it; or a delegate operator was left over.
     """
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
+
+    from torch_pi2.export.xnnpack import named_xnnpack, xnnpack_partitioner
 
     def blob_of_node(_: Any, node: torch.fx.Node) -> bytes | None:
         role = role_of(node)
@@ -101,15 +107,13 @@ def lower(
         first, queue = settings if role else (0, 0)
         return blob(layer, role, first, queue)  # type: ignore[arg-type]
 
-    rest = XnnpackPartitioner()
+    rest = xnnpack_partitioner(progress)
     calls = {key: sum(role_of(n) is not None for n in p.graph.nodes) for key, p in programs.items()}
-    with _quiet(), _counted(progress), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
-        edge = to_edge_transform_and_lower(
-            dict(programs),
-            partitioner={key: [BlobPartitioner(blob_of_node, rest) if count else rest] for key, count in calls.items()},
-            constant_methods=dict(constants or {}),
-            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-        )
+    with _quiet(), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
+        partitioners = {key: BlobPartitioner(blob_of_node, rest) if count else rest for key, count in calls.items()}
+        edge = _delegated(programs, partitioners, constants or {})
+        for key in programs:
+            named_xnnpack(edge.exported_program(key).graph_module)
         _check_delegated(edge, calls, name)
         workspace = workspace_bytes(edge)
         program = edge.to_executorch(
@@ -119,7 +123,40 @@ def lower(
             )
         )
     arenas = zip_longest(*(p.non_const_buffer_sizes for p in program.executorch_program.execution_plan), fillvalue=0)
-    return Program(program.buffer, sum(map(max, arenas)), workspace)
+    pieces: Any = []
+    program.write_to_file(SimpleNamespace(write=pieces.append))  # as they are: in one they would be there twice
+    return Program(pieces, sum(map(max, arenas)), workspace)
+
+
+def _delegated(
+    programs: Mapping[str, torch.export.ExportedProgram], partitioners: Mapping[str, Any], constants: Mapping[str, Any]
+) -> Any:
+    """As ``to_edge_transform_and_lower``, which decomposes programs three times: twice for nodes that a partitioner
+    does not want although it wants their operator whole. Where there are none, once is the same.
+    """
+    from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
+
+    settings: dict[str, Any] = {"_check_ir_validity": False, "_skip_dim_order": True}
+    whole = {op for key, p in programs.items() for op in partitioners[key].ops_to_not_decompose(p)[0]}
+    config = EdgeCompileConfig(preserve_ops=list(whole), **settings)
+    edge = to_edge(dict(programs), constant_methods=dict(constants), compile_config=config)
+    found = {key: _calls(edge.exported_program(key), whole) for key in programs}
+    wants = {key: partitioners[key].ops_to_not_decompose(edge.exported_program(key))[1] for key in programs}
+    if all(wants[key](node) for key, nodes in found.items() for node in nodes):
+        edge = edge.to_backend(dict(partitioners))
+        if not any(_calls(edge.exported_program(key), whole) for key in programs):
+            return edge
+    return to_edge_transform_and_lower(
+        dict(programs),
+        partitioner={key: [partitioner] for key, partitioner in partitioners.items()},
+        constant_methods=dict(constants),
+        compile_config=EdgeCompileConfig(**settings),
+    )
+
+
+def _calls(program: torch.export.ExportedProgram, operators: Set[Any]) -> list[torch.fx.Node]:
+    """Nodes that call one of ``operators``, in ExecuTorch's dialect."""
+    return [node for node in program.graph.nodes if getattr(node.target, "_op", None) in operators]
 
 
 def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
@@ -137,26 +174,35 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
             )
 
 
-@contextmanager
-def _counted(progress: bool) -> Iterator[None]:
-    """A bar that counts the parts that XNNPACK takes, which is most of the time; how many there are is not known."""
-    if not progress:
-        yield
-        return
-    from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
+def _sort_in_place(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """``legalize_graph``, to the order of nodes and of their users, without making all nodes and the code anew.
 
-    before = XnnpackBackend.preprocess
-    with bar(None, "lower", progress, unit=" parts", delay=2) as shown:
+    ExecuTorch sorts the whole program for each part that it takes out of it.
+    """
+    graph = module.graph
+    if any(node.op == "call_function" and _may_have_precedence(node.target) for node in graph.nodes):
+        return legalize_graph(module)
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    order = [node for node, count in missing.items() if not count]
+    for node in order:
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                order.append(user)
+    if len(order) < len(missing):
+        return legalize_graph(module)  # which has a message for a cycle
+    places = {node: i for i, node in enumerate(order)}
+    for before, node in itertools.pairwise(order):
+        before.append(node)
+    for node in order:
+        node.users = dict.fromkeys(sorted(node.users, key=places.__getitem__))
+    return module
 
-        def preprocess(*args: Any) -> Any:
-            shown.update()
-            return before(*args)
 
-        XnnpackBackend.preprocess = staticmethod(preprocess)
-        try:
-            yield
-        finally:
-            XnnpackBackend.preprocess = staticmethod(before)
+def _may_have_precedence(target: Any) -> bool:
+    """Operators on sizes and assertions, of which fx puts some before others."""
+    plain = isinstance(target, torch._ops.OpOverload | types.BuiltinFunctionType)
+    return plain and target not in (operator.getitem, torch.ops.aten.sym_size.int)
 
 
 class _SharingCopies:
@@ -177,6 +223,7 @@ def _quiet() -> Iterator[None]:
     a fifth of the time of lowering.
     """
     provenance: Any = importlib.import_module("torch.fx.traceback")
+    parts: Any = importlib.import_module("executorch.exir.lowered_backend_module")
 
     loggers = [logging.getLogger(name) for name in ("executorch", "torch.fx", "torch._export", "root")]
     levels = [logger.level for logger in loggers]
@@ -184,11 +231,11 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        before = provenance.copy
-        provenance.copy = _SharingCopies
+        before = provenance.copy, parts.legalize_graph
+        provenance.copy, parts.legalize_graph = _SharingCopies, _sort_in_place
         try:
             yield
         finally:
-            provenance.copy = before
+            provenance.copy, parts.legalize_graph = before
             for logger, level in zip(loggers, levels):
                 logger.setLevel(level)
