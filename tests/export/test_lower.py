@@ -90,6 +90,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
