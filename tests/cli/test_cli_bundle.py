@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from tiny_bundle import ROOM, shared_bundle
 
+import torch_pi2
 from torch_pi2 import cli
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.cli import doctor
@@ -216,7 +217,7 @@ def test_export_refuses_before_it_loads_anything(command: Any, tmp_path: Path) -
     for argv, message in (
         (("--target", "qnn:SM1"), "Qualcomm SoC of the target"),
         (("--batches", "1,0"), "argument --batches: expected 1 or more, found 0"),
-        (("--batches", "1;2"), "invalid comma-separated list of batch sizes value"),
+        (("--batches", "1;2"), "invalid comma-separated list of sizes value"),
         (("--hot", "1"), "invalid comma-separated list of batch=chunks value"),
         (("--linears", "int2"), "invalid choice"),
     ):
@@ -241,11 +242,30 @@ def test_export_passes_on_what_is_asked(
     monkeypatch.setattr("torch_pi2.cli.common.load_tokenizer", lambda args: "tokenizer")
     out = tmp_path / "bundle"
     ran = command(
-        "export", "m", "--out", out, "--max-tokens", 99, "--batches", "1,2", "--hot", "1=3,2=4", "--no-verdict"
+        *("export", "m", "--out", out, "--max-tokens", 99, "--batches", "1,2", "--hot", "1=3,2=4", "--no-verdict"),
+        *("--hot-prompts", "32,64"),
     )
+    assert given["hot_prompts"] == (32, 64)
     assert given["model"] is model
     assert (given["target"], given["max_tokens"], given["batches"]) == ("xnnpack", 99, (1, 2))
     assert (given["hot"], given["linears"], given["calibration"]) == ({1: 3, 2: 4}, "float32", None)
     assert f"{out}: decoder for xnnpack, methods forward, decode_b1" in ran.out
     found = command("export", "m", "--out", tmp_path / "two", "--json", "--no-verdict").json
     assert found["manifest"] == Manifest.load(folder).to_json()
+    assert given["hot_prompts"] is None
+
+
+def test_export_with_a_budget_leaves_neurons_in_their_store(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_pi2.synthetic(tmp_path / "m", "tiny", layers=1)
+    torch_pi2.pack(tmp_path / "m", tmp_path / "packed")
+    given: list[int] = []
+
+    def exporter(model: Any, *_: Any, **settings: Any) -> None:
+        given.append(torch_pi2.stats(model)["budget"].total)
+        raise LibraryMissingError("export", expected="it", found="enough", fix="None.")
+
+    monkeypatch.setattr(api, "export", exporter)
+    command("export", tmp_path / "packed", "--out", tmp_path / "b", "--budget", "64MB", "--max-tokens", 32, code=2)
+    assert given == [64_000_000]

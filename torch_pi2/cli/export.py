@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of a float model, layers outside FFNs; int8, int4: lossy",
     )
+    add("--budget", metavar="BYTES", help="memory of a packed MODEL meanwhile, such as 2GiB (default: all of it)")
     add("--kv", choices=KV_FORMATS, default="float32", help="keys and values; float16, int8: lossy")
     add(
         "--activations",
@@ -139,7 +140,7 @@ def _model(args: argparse.Namespace) -> Any:
     import torch_pi2
 
     if (Path(args.model) / "pi2").is_dir():
-        return common.load_sparse(args)
+        return common.load_sparse(argparse.Namespace(**vars(args), context=args.max_tokens))
     return torch_pi2.optimize(common.load_dense(args))
 
 
