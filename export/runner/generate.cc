@@ -97,7 +97,8 @@ class Generation {
       } else {  // what a piece that is not filled writes behind the prompt is written again, and not read before
         std::vector<std::int64_t> filled(ids.begin() + at, ids.begin() + at + piece.count);
         filled.resize(static_cast<std::size_t>(piece.size), filled.back());
-        logits = program_.read("prefill_" + std::to_string(piece.size), filled.data(), piece.size, behind + at);
+        logits = program_.read("prefill_" + std::to_string(piece.size), filled.data(), piece.size, behind + at,
+                               piece.count - 1);
       }
       at += piece.count;
     }

@@ -57,21 +57,20 @@ void read_methods(const Fields& methods, const std::string& where, Manifest& m) 
   for (const auto& [name, value] : methods.data().items()) {
     const Fields method(value, methods.where() + ", " + name);
     const std::string& kind = method.text("kind");
+    std::string named = kind;
     if (kind == "forward") {
       forward = true;
       m.prompt_tokens = method.number("max_tokens");
     } else if (kind == "prefill") {
-      const std::int64_t size = method.number("max_tokens");
-      if (size < 2 || name != "prefill_" + std::to_string(size)) {
-        throw Problem(method.where() + ", max_tokens", "2 or more, as the name of the method says",
-                      std::to_string(size), kCopy);
-      }
-      m.prefills.push_back(size);
+      m.prefills.push_back(method.number("max_tokens"));
+      named += "_" + std::to_string(m.prefills.back());
     } else if (kind == "decode") {
       m.batches.push_back(count(method, "batch"));
+      named += "_b" + std::to_string(m.batches.back());
     } else if (kind == "fork") {
       fork = true;
     }
+    if (name != named) throw Problem(methods.where(), "the name of its kind and size, " + named, name, kCopy);
   }
   std::sort(m.prefills.begin(), m.prefills.end());
   std::sort(m.batches.begin(), m.batches.end());
@@ -113,10 +112,9 @@ void read_files(const Fields& files, Manifest& m) {
 PromptPiece next_piece(const Manifest& manifest, std::int64_t at, std::int64_t left) {
   std::int64_t size = 0;
   for (const std::int64_t n : manifest.prefills) {
-    if (n < 2 * left && at + n <= manifest.max_tokens && size < left) size = n;
+    if (at + n <= manifest.max_tokens && size < left) size = n;
   }
-  if (size == 0) return {0, std::min(left, manifest.prompt_tokens)};
-  return {size, size <= left ? size : left - 1};
+  return {size, std::min(left, size == 0 ? manifest.prompt_tokens : size)};
 }
 
 Manifest read_manifest(std::string_view text, const std::string& where, Verify verify) {

@@ -44,9 +44,8 @@ struct PromptPiece {
   std::int64_t size, count;
 };
 
-// How a prompt is read from token `at` on, of which so many are left: the smallest prefill_N that takes all of them, if
-// they are more than half of N, or else the largest that is filled; without either forward. One that is not filled
-// leaves the last token to forward, whose logits are the answer's.
+// How a prompt is read from token `at` on, of which so many are left: the smallest prefill_N that takes all of them, or
+// else the largest; forward where there is none, or no room for N.
 PromptPiece next_piece(const Manifest& manifest, std::int64_t at, std::int64_t left);
 
 // Of the bytes of the file; `where` begins messages. Throws Problem, which names the field.

@@ -230,13 +230,16 @@ void Program::load(const std::string& method) {
   state_->loaded.insert(method);
 }
 
-const float* Program::read(const std::string& method, const std::int64_t* ids, std::int64_t count, std::int64_t first) {
+const float* Program::read(const std::string& method, const std::int64_t* ids, std::int64_t count, std::int64_t start,
+                           std::int64_t last) {
   load(method);
-  std::vector<std::int64_t> tokens(ids, ids + count), start{first};
+  std::vector<std::int64_t> tokens(ids, ids + count);
   const auto n = static_cast<executorch::aten::SizesType>(count);
   const TensorPtr ids_1T = from_blob(tokens.data(), {1, n}, ScalarType::Long);
-  const TensorPtr start_1 = from_blob(start.data(), {1}, ScalarType::Long);
-  return state_->logits(method, {ids_1T, start_1}, 1);
+  const TensorPtr start_1 = from_blob(&start, {1}, ScalarType::Long), last_1 = from_blob(&last, {1}, ScalarType::Long);
+  std::vector<EValue> inputs{ids_1T, start_1};
+  if (last >= 0) inputs.emplace_back(last_1);
+  return state_->logits(method, inputs, 1);
 }
 
 const float* Program::decode(std::vector<std::int64_t>& ids, std::vector<std::int64_t>& positions) {

@@ -40,7 +40,9 @@ class Program {
   // Each returns the logits of the last token of each row, [N, vocab], valid until the next call. Throws Problem.
   // ids, N = 1: the next tokens of a lane, by one of the methods that take so many; `start`: the position of the first,
   // and max_tokens for each lane before.
-  const float* read(const std::string& method, const std::int64_t* ids, std::int64_t count, std::int64_t start);
+  // `last`: of prefill_N, which of them is the last of a prompt.
+  const float* read(const std::string& method, const std::int64_t* ids, std::int64_t count, std::int64_t start,
+                    std::int64_t last = -1);
   // N = ids.size(): one token for each of the lanes 0 to N - 1.
   const float* decode(std::vector<std::int64_t>& ids, std::vector<std::int64_t>& positions);
   // Lane i continues what lanes[i] has read; as many as there are.

@@ -253,6 +253,8 @@ def test_export_passes_on_what_is_asked(
     found = command("export", "m", "--out", tmp_path / "two", "--json", "--no-verdict").json
     assert found["manifest"] == Manifest.load(folder).to_json()
     assert given["hot_prompts"] is None
+    command("export", "m", "--out", tmp_path / "three", "--hot-prompts", "none", "--no-verdict")
+    assert given["hot_prompts"] == ()
 
 
 def test_export_with_a_budget_leaves_neurons_in_their_store(

@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--hot-prompts",
-        type=_sizes,
-        metavar="N,...",
+        type=lambda text: () if text == "none" else _sizes(text),
+        metavar="none|N,...",
         help="pieces of prompts that the accelerator reads whole (default: 128 on an NPU that holds all layers)",
     )
     verdict.add_arguments(parser)

@@ -82,8 +82,18 @@ class Lanes(nn.Module):
         for cache in (cache for pair in self.caches() for cache in pair):
             cache.zero_()
 
-    def run(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, lane_B: torch.Tensor, select: Select) -> Any:
-        """Logits ``[B, 1, V]`` of the last tokens. ``select``: the rows of a cache that belong to ``lane_B``."""
+    def run(
+        self,
+        ids_BT: torch.Tensor,
+        positions_BT: torch.Tensor,
+        lane_B: torch.Tensor,
+        select: Select,
+        last: torch.Tensor | int = 1,
+    ) -> Any:
+        """Logits ``[B, 1, V]`` of the last tokens, or of those at ``last [1]``.
+
+        ``select``: the rows of a cache that belong to ``lane_B``.
+        """
         from transformers.cache_utils import Cache
 
         rows_BT = lane_B[:, None] * self.max_tokens + positions_BT
@@ -96,7 +106,7 @@ class Lanes(nn.Module):
                 position_ids=positions_BT,
                 attention_mask=torch.where(seen_B1TL, 0.0, float("-inf")),
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=last,
                 **{cache_name(self.model): Cache(layers=layers)},
             )
         return output.logits
@@ -106,18 +116,19 @@ class Forward(nn.Module):
     """``(ids [1, T], start [1]) -> logits [1, 1, V]``: any number of tokens of one lane.
 
     ``start`` is the row of the cache of the first: its position, and ``max_tokens`` for each lane before. In the first
-    lane it is a position, as ExecuTorch's own LLM runner has it.
+    lane it is a position, as ExecuTorch's own LLM runner has it. With a fixed T, which something behind a prompt fills
+    up, ``last [1]`` says which token is the prompt's last one.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         super().__init__()
         self.lanes = lanes
 
-    def forward(self, ids: torch.Tensor, start: torch.Tensor) -> Any:
+    def forward(self, ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor | int = 1) -> Any:
         most = self.lanes.max_tokens
         lane_1 = torch.div(start, most, rounding_mode="floor")
         positions_1T = (start % most + torch.arange(ids.shape[1]))[None]
-        return self.lanes.run(ids, positions_1T, lane_1, lambda cache: cache.index_select(0, lane_1))
+        return self.lanes.run(ids, positions_1T, lane_1, lambda cache: cache.index_select(0, lane_1), last)
 
 
 class Decode(nn.Module):
@@ -192,7 +203,7 @@ def _check_attention(model: nn.Module, config: Any, max_tokens: int, kv: str, ou
 
 
 def decoder_methods(lanes: Lanes, batches: Sequence[int], prompts: Sequence[int] = ()) -> dict[str, nn.Module]:
-    """Every method of a decoder by its name; ``prompts``: of ``forward`` with so many tokens and no others."""
+    """Every method of a decoder by its name; ``prompts``: of ``forward`` with so many tokens, and ``last``."""
     methods: dict[str, nn.Module] = {"forward": Forward(lanes)}
     methods |= {f"prefill_{tokens}": Forward(lanes) for tokens in prompts}
     methods |= {f"decode_b{batch}": Decode(lanes, batch) for batch in batches}

@@ -75,10 +75,15 @@ class HotChunks(nn.Module):
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
     """A linear layer of these very numbers, for inference."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    made.weight = nn.Parameter(_own(weight), requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias.detach().contiguous(), requires_grad=False)
+        made.bias = nn.Parameter(_own(bias), requires_grad=False)
     return made
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is no part of a larger tensor: XNNPACK's exporter writes what lies at the beginning of that."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _part(bias: torch.Tensor | None, start: int, chunk: int) -> torch.Tensor | None:

@@ -161,16 +161,15 @@ class Manifest:
     def pieces(self, known: int, length: int) -> Iterator[tuple[str, int, int]]:
         """How a prompt of so many tokens is read, the first of which are ``known``: method, first token, tokens.
 
-        The smallest ``prefill_N`` that takes all that is left, if that is more than half of N, or else the largest that
-        is filled; without either ``forward``. One that is not filled leaves the last token to ``forward``, whose logits
-        are the answer's.
+        The smallest ``prefill_N`` that takes all that is left, or else the largest; ``forward`` where there is none, or
+        no room for N.
         """
         at = known
         while at < length:
             left = length - at
-            fits = [n for n in self.prefills if n < 2 * left and at + n <= self.max_tokens]
+            fits = [n for n in self.prefills if at + n <= self.max_tokens]
             size = min((n for n in fits if n >= left), default=max(fits, default=0))
-            count = min(left, self.methods["forward"].max_tokens) if size == 0 else size if size <= left else left - 1
+            count = min(left, size or self.methods["forward"].max_tokens)
             yield f"prefill_{size}" if size else "forward", at, count
             at += count
 

@@ -113,7 +113,7 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
                 methods[name] = Method(module, prompt, None, ({1: length}, None), prepare.get(name))
             elif name.startswith("prefill_"):
                 piece = torch.zeros((1, int(name.removeprefix("prefill_"))), dtype=torch.int64)
-                methods[name] = Method(module, (piece, prompt[1]), prepare=prepare[name])
+                methods[name] = Method(module, (piece, prompt[1], prompt[1] + 1), prepare=prepare[name])
             elif name == "fork":
                 methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
             else:

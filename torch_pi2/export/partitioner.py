@@ -106,10 +106,12 @@ class Pi2Partitioner(BlobPartitioner):
     For programs of the model or of a module around it, exported by :func:`torch_pi2.export_program` or
     ``torch.export.export``::
 
-        program = torch_pi2.export_program(model, (ids,))
-        partitioner = [Pi2Partitioner(model, "out/model.pi2"), XnnpackPartitioner()]
-        edge = to_edge_transform_and_lower(program, partitioner=partitioner)
-        edge.to_executorch().save("out/model.pte")
+        model.config.use_cache = False
+        with torch.no_grad():
+            program = torch_pi2.export_program(model, (ids,))
+            partitioner = [Pi2Partitioner(model, "out/model.pi2"), XnnpackPartitioner()]
+            edge = to_edge_transform_and_lower(program, partitioner=partitioner)
+            edge.to_executorch().save("out/model.pte")
 
     Who runs the ``.pte`` has our library in the process, and says where the store is (docs/BUNDLE.md).
     :func:`torch_pi2.export` does more: a KV cache, a manifest, a tokenizer.

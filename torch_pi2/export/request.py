@@ -53,18 +53,22 @@ def sorted_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(sorted({*sizes}))
     except TypeError:
-        return ()  # refused by name
+        return tuple(sizes)  # refused by name
 
 
 def check_request(request: Request) -> None:
     """What can be refused before anything is done."""
     prompts = request.hot_prompts or ()
-    whole = [type(n) is int for n in (request.max_tokens, request.max_prompt, *request.batches, *prompts)]
+    whole = lambda *numbers: all(type(n) is int for n in numbers)  # noqa: E731
     npu = (request.precision, request.outliers, request.weight_sharing)
     for name, good, expected in (
-        ("max_tokens", all(whole) and request.max_tokens >= 3, "a whole number, 3 or more"),
-        ("max_prompt", all(whole) and request.max_prompt >= 2, "a whole number, 2 or more"),
-        ("batches", all(whole) and bool(request.batches) and min(request.batches) >= 1, "batch sizes of 1 or more"),
+        ("max_tokens", whole(request.max_tokens) and request.max_tokens >= 3, "a whole number, 3 or more"),
+        ("max_prompt", whole(request.max_prompt) and request.max_prompt >= 2, "a whole number, 2 or more"),
+        (
+            "batches",
+            whole(*request.batches) and bool(request.batches) and min(request.batches) >= 1,
+            "batch sizes of 1 or more",
+        ),
         ("linears", request.linears in LINEARS, ", ".join(LINEARS)),
         ("kv", request.kv in KV_FORMATS, ", ".join(KV_FORMATS)),
         (
@@ -74,7 +78,8 @@ def check_request(request: Request) -> None:
         ),
         (
             "hot_prompts",
-            not prompts or (request.splits and all(whole) and min(prompts) >= 2 and max(prompts) < request.max_tokens),
+            not prompts
+            or (request.splits and whole(*prompts) and min(prompts) >= 2 and max(prompts) < request.max_tokens),
             f"sizes of 2 to {request.max_tokens - 1} tokens, with hot or an NPU alone",
         ),
         ("hot", request.hot is None or not {*request.hot} - {*request.batches}, "chunks for sizes of batches alone"),

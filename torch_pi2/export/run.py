@@ -430,9 +430,10 @@ class Bundle:
         behind = lane * self.manifest.max_tokens
         for name, start, count in self.manifest.pieces(known, len(ids)):
             part = ids[start : start + count]
-            if name != "forward":  # what the last one writes behind the prompt is written again, and not read before
+            last = [] if name == "forward" else [torch.tensor([count - 1])]
+            if last:  # what it writes behind the prompt is written again, and not read before
                 part += part[-1:] * (self.manifest.methods[name].max_tokens - count)
-            logits_11V = self._call(name, torch.tensor([part]), torch.tensor([behind + start]))[0]
+            logits_11V = self._call(name, torch.tensor([part]), torch.tensor([behind + start]), *last)[0]
         return _finite(logits_11V[0, -1])
 
     def _step(self, going: list[_Answering]) -> torch.Tensor:
@@ -485,6 +486,8 @@ class Bundle:
 
     def _load_decoding(self, count: int) -> None:
         """What ``count`` sequences may need, so that it is not loaded while they wait."""
+        for tokens in self.manifest.prefills:
+            self._load(f"prefill_{tokens}")
         most = min(b for b in self.manifest.batches if b >= count)
         for batch in self.manifest.batches:
             if batch == most or (count > 1 and batch < most):

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <limits>
+#include <string_view>
 
 namespace pi2::et {
 namespace {
@@ -105,7 +106,9 @@ Problem Layer::mix(const ExpertsArgs& args, const ParallelFor& parallel) {
   return guarded("experts of Pi2Backend", [&]() -> Problem {
     store_->warm();
     const std::string wrong = stored_experts(args, stack_, store_->offload(), blob_.layer, parallel);
-    if (wrong.rfind("index: ", 0) != 0) return unread(wrong);
+    constexpr std::string_view kReading = "reading the neuron store: ";
+    if (wrong.rfind(kReading, 0) == 0) return unread(wrong.substr(kReading.size()));
+    if (wrong.empty()) return {};
     return problem(Fault::kArgument, "experts from layer " + std::to_string(blob_.layer), "a router of this model",
                    wrong, "Export the model again.");
   });
@@ -114,7 +117,8 @@ Problem Layer::mix(const ExpertsArgs& args, const ParallelFor& parallel) {
 // `wrong`: "" or what the engine says.
 Problem Layer::unread(const std::string& wrong) const {
   if (wrong.empty()) return {};
-  return problem(Fault::kAccess, store_->path() + ", layer " + std::to_string(blob_.layer), "its neurons", wrong,
+  const std::string what = (blob_.experts > 0 ? ", experts from layer " : ", layer ") + std::to_string(blob_.layer);
+  return problem(Fault::kAccess, store_->path() + what, blob_.experts > 0 ? "their neurons" : "its neurons", wrong,
                  "Check the store with `torch-pi2 inspect --verify` and its device, and run it again.");
 }
 
