@@ -114,18 +114,6 @@ def test_weights_of_every_chunk_are_its_own(kind: str, tmp_path: Path) -> None:
     assert float((found - wanted).norm() / wanted.norm()) < tolerance
 
 
-def test_parts_of_larger_tensors_are_written_as_they_are(tmp_path: Path) -> None:
-    """XNNPACK's exporter writes the beginning of what they are parts of."""
-    fused = torch.randn(96, 32)
-    ffn = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 48))
-    net = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Tanh(), ffn).eval()
-    net[0].weight = nn.Parameter(fused[48:], requires_grad=False)
-    x = torch.randn(2, 32)
-    model = torch_pi2.optimize(net, [(torch.randn(80, 32),)], torch_pi2.Config(method="exact"))
-    with Bundle(torch_pi2.export(model, tmp_path / "b", args=(x,))) as opened, torch.no_grad():
-        torch.testing.assert_close(opened(x), model(x), rtol=1e-4, atol=1e-4)
-
-
 def test_a_talk_goes_on_behind_them(bundle: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with Bundle(bundle[1]) as opened:
         calls = called(opened, monkeypatch)

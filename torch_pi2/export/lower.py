@@ -65,19 +65,7 @@ def trace(
                 dynamic_shapes=method.dynamic_shapes,
                 strict=False,
             )
-        _own_constants(programs[key])
     return programs
-
-
-def _own_constants(program: torch.export.ExportedProgram) -> None:
-    """Constants that are parts of larger tensors become copies: of these XNNPACK's exporter writes the beginning."""
-    mutable = {*program.graph_signature.buffers_to_mutate.values()}
-    for values in (program.state_dict, program.constants):
-        for name, value in values.items():
-            plain = type(value) in (torch.Tensor, nn.Parameter) and name not in mutable
-            if plain and value.untyped_storage().nbytes() != value.nbytes:
-                copied = value.detach().clone(memory_format=torch.contiguous_format)
-                values[name] = nn.Parameter(copied, False) if isinstance(value, nn.Parameter) else copied
 
 
 @dataclass(frozen=True)
