@@ -145,7 +145,7 @@ Problem run(const Handle& handle, Span<EValue*> args) {
   bool tensors = args.size() == count;
   for (EValue* value : args) tensors = tensors && value->isTensor();
   if (!tensors)
-    return problem(Fault::kArgument, handle.event, std::to_string(count - 1) + " tensors and the result",
+    return problem(Fault::kArgument, handle.event, mixture ? "three tensors and the result" : "a tensor and its result",
                    std::to_string(args.size()) + " values", "Export the model again.");
   const Tensor x = args[0]->toTensor();
   Tensor out = args[count - 1]->toTensor();

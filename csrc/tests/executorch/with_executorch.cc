@@ -181,6 +181,65 @@ long check(std::mt19937& rng) {
   return 20;
 }
 
+// Two experts: the sum of what they compute, and what a router may not give.
+long check_mixture(std::mt19937& rng) {
+  const BackendInterface& backend = *get_backend_class("Pi2Backend");
+  const pi2_test::StoreFixture store(rng, 2, kNeurons, 3, kHidden, DType::kQ4);
+  pi2::et::Blob blob = pi2_test::blob_of(store, 0);
+  blob.experts = 3;
+  const auto with = [&] {
+    return load(backend, pi2_test::written(blob), {option("store_path", store.path), option_of("direct", false)});
+  };
+  pi2_et_clear_error();
+  expect(with().error(), Error::DelegateInvalidCompatibility, "expected layer 2, found 2 layers");
+  blob.experts = 2;
+  const auto made = with();
+  PI2_CHECK(made.ok(), "%s", pi2_et_error());
+  if (!made.ok()) return 2;
+  DelegateHandle* const handle = *made;
+  Given x(2, kHidden), y(2, kHidden), index(2, 1, ScalarType::Long), weights(2, 1), wide(2, 2),
+      ints(2, 1, ScalarType::Int), short_index(1, 1, ScalarType::Long);
+  const std::vector<char> numbers = pi2_test::stored(rng, DType::kF32, 2 * kHidden);
+  std::memcpy(x.data.data(), numbers.data(), numbers.size());
+  auto* const chosen = reinterpret_cast<std::int64_t*>(index.data.data());
+  auto* const weight = reinterpret_cast<float*>(weights.data.data());
+  chosen[0] = 1, chosen[1] = 0;
+  weight[0] = 1, weight[1] = 0.5f;
+  const auto call = [&](Given& router, Given& shares) {
+    pi2_et_clear_error();
+    return run(backend, handle, {&x.value, &router.value, &shares.value, &y.value});
+  };
+  PI2_CHECK(call(index, weights) == Error::Ok, "%s", pi2_et_error());
+  for (const std::size_t token : {0, 1}) {
+    std::vector<float> wanted(kHidden);
+    pi2::FfnArgs args;
+    args.x = x.data.data() + token * kHidden * sizeof(float);
+    args.y = wanted.data();
+    args.tokens = 1;
+    args.hidden = kHidden;
+    args.neurons = kNeurons;
+    args.w_dtype = DType::kQ4;
+    args.neuron_rows = store.neuron_rows[1 - token].data();
+    pi2::sparse_ffn(args, pi2::serial());
+    for (float& value : wanted) value *= weight[token];
+    const char* const found = y.data.data() + token * kHidden * sizeof(float);
+    PI2_CHECK(std::memcmp(wanted.data(), found, kHidden * sizeof(float)) == 0, "token %zu", token);
+  }
+  expect(run(backend, handle, {&x.value, &y.value}), Error::InvalidArgument,
+         "pi2_experts.0: expected three tensors and the result, found 2 values");
+  expect(call(ints, weights), Error::InvalidArgument, "pi2_experts.0, index: expected 2 x slots of int64, found 2 x 1");
+  expect(call(short_index, weights), Error::InvalidArgument, "index: expected 2 x slots of int64, found 1 x 1");
+  expect(call(index, wide), Error::InvalidArgument, "pi2_experts.0, routing: expected 2 x 1, found 2 x 2");
+  expect(call(index, ints), Error::InvalidArgument, "routing: expected float32, bfloat16 or float16, found dtype 3");
+  weights.order[0] = 1, weights.order[1] = 0;
+  expect(call(index, weights), Error::InvalidArgument, "expected contiguous tensors of a router, found another order");
+  weights.order[0] = 0, weights.order[1] = 1;
+  chosen[1] = 3;
+  expect(call(index, weights), Error::InvalidArgument, "experts from layer 0: expected a router of this model, found ");
+  backend.destroy(handle);
+  return 10;
+}
+
 // Calls it with the first, the second ... of its allocations failing, until none does; how often. Nothing is thrown.
 template <class Call>
 long each_allocation_fails(const Call& call) {
@@ -241,5 +300,5 @@ int main() {
   runtime_init();
   std::mt19937 rng(3);
   const long cases = check(rng);
-  return pi2_test::finish("backend", cases + check_memory(rng));
+  return pi2_test::finish("backend", cases + check_mixture(rng) + check_memory(rng));
 }
