@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.arguments import add_folder, list_of
 from benchmarks.figures import alternate, at_least, known, label, spread
-from benchmarks.subject import WORK, Subject
+from benchmarks.subject import RUNNER, WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decode import Decoder
@@ -28,7 +28,6 @@ from torch_pi2.observe.steps import timed_steps
 from torch_pi2.spec.config import KV_FORMATS
 
 DECODER = "PyTorch's Decoder"
-_RUNNER = Path("build/runner/pi2/pi2_runner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,7 @@ def run(
     tokens: int = 48,
     rounds: int = 3,
     seed: int = 0,
-    runner: Path = _RUNNER,
+    runner: Path = RUNNER,
 ) -> dict[str, Any]:
     """Tokens per second of prompts and of decoding; bundles are kept in ``work/bench`` for the next time.
 

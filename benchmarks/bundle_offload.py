@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.arguments import list_of
 from benchmarks.figures import alternate, at_least, label, spread
-from benchmarks.subject import FIRING, WORK
+from benchmarks.subject import FIRING, RUNNER, WORK
 from torch_pi2.base import process as machine
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.cli import common
@@ -33,8 +33,6 @@ from torch_pi2.layers.of_model import homes
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.shapes import build_config
-
-_RUNNER = Path("build/runner/pi2/pi2_runner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,14 +59,14 @@ def run(
     tokens: int = 32,
     rounds: int = 3,
     seed: int = 0,
-    runner: Path = _RUNNER,
+    runner: Path = RUNNER,
 ) -> dict[str, Any]:
     """Tokens per second by budget; the bundle is kept in ``work/bench`` for the next time.
 
     Returns:
         ``budgets``: for each ``prompt`` and ``decode`` (tokens/s) with their spreads, and of decoding ``in_cache``
         (share of the neurons wanted), ``mb_per_token`` read, ``waited`` (share of the threads' time in layers);
-        ``peak_bytes`` of the process. ``export_seconds``, ``export_peak_bytes``: None where the bundle was there.
+        ``peak_bytes`` of the process. ``export``: ``seconds`` and ``peak_bytes``, None where the bundle was there.
 
     Raises:
         ConfigError: a setting makes no sense, or the runner was not built.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Where folders are made and kept for the next time.
 WORK = Path("work") / "bench"
+#: Of bundles, as `make runner` leaves it.
+RUNNER = Path("build/runner/pi2/pi2_runner")
 #: Shapes in which another share of neurons fires than 10 %: 15 % of each expert's in TurboSparse-Mixtral; a quarter of
 #: SmallThinker's, whose gates are all computed and whose experts are evenly used.
 FIRING: dict[str, dict[str, Any]] = {

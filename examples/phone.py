@@ -95,10 +95,8 @@ def stock_text(bundle: Path, prompt: str, tokens: int) -> str:
 
 def jvm_ids(bundle: Path, prompt: str, tokens: int) -> list[int]:
     """What Bundle.kt answers over the library of ``export/android``."""
-    libraries, classes = (
-        ROOT / "build" / "runner" / "pi2",
-        [ROOT / "build" / "jni", ROOT / "build" / "deps" / "kotlin" / "kotlin.jar"],
-    )
+    build = ROOT / "build"
+    libraries, classes = build / "runner" / "pi2", (build / "jni", build / "deps" / "kotlin" / "kotlin.jar")
     command = [
         "java",
         f"-Djava.library.path={libraries}",

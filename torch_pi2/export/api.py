@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -150,8 +151,8 @@ def _check_model(
             found="none",
             fix="Pass what torch.export.export takes.",
         )
-    of_decoders = {"max_tokens": 512, "max_prompt": 256, "batches": (1, 2, 4), "kv": "float32"}
-    ignored = [name for name, default in of_decoders.items() if getattr(request, name) != default]
+    defaults, of_decoders = inspect.signature(export).parameters, ("max_tokens", "max_prompt", "batches", "kv")
+    ignored = [name for name in of_decoders if getattr(request, name) != defaults[name].default]
     if ignored and not decoder:
         raise ConfigError(
             f"{what} with {ignored[0]}",

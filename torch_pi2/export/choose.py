@@ -35,7 +35,7 @@ class Choosing:
             much, of these from those that have so many times the probability of the first.
         repetition_penalty: divides positive logits of tokens that were there before, and multiplies negative ones
             (Keskar et al., arXiv 1909.05858, section 4.1, as transformers has it).
-        stop: answers end before one of these strings.
+        stop: answers end before one of these strings, or this one; then a list.
 
     Raises:
         ConfigError: one of them makes no sense.
@@ -46,9 +46,11 @@ class Choosing:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop: Sequence[str] | None = None
+    stop: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", [self.stop])
         for name, fits, expected in _RULES:
             value = getattr(self, name)
             if (value is not None or name == "temperature") and not fits(value):
@@ -117,8 +119,6 @@ def of_model(folder: Path) -> Choosing:
         return Choosing()
     said = parse(read_bytes(path), path, unique=False)
     found = {ours: said.get(theirs) for ours, theirs in _NAMES.items()}
-    if isinstance(found["stop"], str):
-        found["stop"] = [found["stop"]]
     try:
         return Choosing(**found)
     except ConfigError as error:

@@ -18,7 +18,7 @@ from torch_pi2.export.contents import describe_program
 from torch_pi2.export.hot import CHUNK
 from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest, Method, Model, describe_files
 from torch_pi2.export.memory import fixed_bytes
-from torch_pi2.export.methods import Source
+from torch_pi2.export.methods import Source, sizes_of
 from torch_pi2.export.request import Request
 from torch_pi2.export.store import StoreFacts, kind_of
 from torch_pi2.formats import QUANTIZED
@@ -45,7 +45,7 @@ def manifest_of(
             methods[name] = Method("decode", batch, 1, tuple(chunks.get(name, ())))
         for name, of_layers in chunks.items():
             if name.startswith("prefill_"):
-                methods[name] = Method("prefill", 1, int(name.removeprefix("prefill_")), tuple(of_layers))
+                methods[name] = Method("prefill", *sizes_of(name), tuple(of_layers))
         if max(request.batches) > 1:
             methods["fork"] = Method("fork", 1, 1)
     pte = files[PROGRAM_FILE].bytes

@@ -79,7 +79,7 @@ def _attention_bytes(call: Any) -> int:
 
 def _experts_bytes(call: Any) -> int:
     """Of a mixture (csrc/ffn/experts.cc): a slice's results, gathered inputs and lists of its tokens."""
-    (tokens, hidden), slots = _most(call.args[0]), _most(call.args[3])[1]
+    (tokens, hidden), (_, slots) = (_sizes(call.args[i].meta["val"]) for i in (0, 3))
     slice_tokens = min(tokens, max(64, constants().expert_bytes // ((slots + 2) * hidden * 4)))
     return int(slice_tokens * ((slots + 2) * hidden * 4 + slots * 16))
 
@@ -109,22 +109,20 @@ def _most_alive(graph: Any) -> int:
     return most
 
 
-def _most(node: Any) -> list[int]:
-    """The largest sizes of a tensor that were allowed when it was traced."""
+def _sizes(tensor: torch.Tensor) -> list[int]:
+    """The largest that were allowed when it was traced."""
     from executorch.exir.sym_util import eval_shape_upper_bound
 
-    return list(eval_shape_upper_bound(node.meta["val"].shape))
+    return list(eval_shape_upper_bound(tensor.shape))
 
 
 def _bytes(value: Any) -> int:
-    """Of a tensor, or of several, at the largest sizes that were allowed when it was traced."""
-    from executorch.exir.sym_util import eval_shape_upper_bound
-
+    """Of a tensor, or of several, at their largest sizes."""
     if isinstance(value, list | tuple):
         return sum(map(_bytes, value))
     if not isinstance(value, torch.Tensor):
         return 0
     size: int = value.element_size()
-    for count in eval_shape_upper_bound(value.shape):
+    for count in _sizes(value):
         size *= count
     return size

@@ -111,14 +111,12 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
         for name, module in decoder_methods(lanes, batches, prompts).items():
             if name == "forward":
                 methods[name] = Method(module, prompt, None, ({1: length}, None), prepare.get(name))
-            elif name.startswith("prefill_"):
-                piece = torch.zeros((1, int(name.removeprefix("prefill_"))), dtype=torch.int64)
-                methods[name] = Method(module, (piece, prompt[1], prompt[1] + 1), prepare=prepare[name])
             elif name == "fork":
                 methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
             else:
-                step = torch.zeros((int(name.removeprefix("decode_b")), 1), dtype=torch.int64)
-                methods[name] = Method(module, (step, step.clone()), prepare=prepare.get(name))
+                ids = torch.zeros(sizes_of(name), dtype=torch.int64)
+                more = (prompt[1], prompt[1] + 1) if name.startswith("prefill_") else (ids.clone(),)
+                methods[name] = Method(module, (ids, *more), prepare=prepare.get(name))
         return methods
 
     def check(programs: Programs) -> None:
@@ -174,7 +172,7 @@ def _split(
         from torch_pi2.export import qnn
 
         samples = _samples(source, request)
-        graphs = {name: qnn.Graph(_shape(name), of_layers) for name, of_layers in chunks.items()}
+        graphs = {name: qnn.Graph(sizes_of(name), of_layers) for name, of_layers in chunks.items()}
         lowered = qnn.lower_hot(hot, samples, graphs, qnn_settings(request))
         atomic_write(staging / "qnn.json", json.dumps(lowered.report, indent=1) + "\n")
         compiled = lowered.modules
@@ -194,7 +192,7 @@ def _split(
     return {"forward": whole} | {name: partial(step, name) for name in chunks}
 
 
-def _shape(method: str) -> tuple[int, int]:
+def sizes_of(method: str) -> tuple[int, int]:
     """Sequences, and tokens of each, of decode_bN or prefill_N."""
     kind, _, size = method.partition("_")
     return (1, int(size)) if kind == "prefill" else (int(size.removeprefix("b")), 1)

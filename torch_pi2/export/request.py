@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.export.choose import is_whole
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
 from torch_pi2.spec.config import KV_FORMATS, LINEARS
 
@@ -59,14 +60,13 @@ def sorted_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 def check_request(request: Request) -> None:
     """What can be refused before anything is done."""
     prompts = request.hot_prompts or ()
-    whole = lambda *numbers: all(type(n) is int for n in numbers)  # noqa: E731
     npu = (request.precision, request.outliers, request.weight_sharing)
     for name, good, expected in (
-        ("max_tokens", whole(request.max_tokens) and request.max_tokens >= 3, "a whole number, 3 or more"),
-        ("max_prompt", whole(request.max_prompt) and request.max_prompt >= 2, "a whole number, 2 or more"),
+        ("max_tokens", is_whole(request.max_tokens, 3), "a whole number, 3 or more"),
+        ("max_prompt", is_whole(request.max_prompt, 2), "a whole number, 2 or more"),
         (
             "batches",
-            whole(*request.batches) and bool(request.batches) and min(request.batches) >= 1,
+            bool(request.batches) and all(is_whole(batch, 1) for batch in request.batches),
             "batch sizes of 1 or more",
         ),
         ("linears", request.linears in LINEARS, ", ".join(LINEARS)),
@@ -78,8 +78,7 @@ def check_request(request: Request) -> None:
         ),
         (
             "hot_prompts",
-            not prompts
-            or (request.splits and whole(*prompts) and min(prompts) >= 2 and max(prompts) < request.max_tokens),
+            not prompts or (request.splits and all(is_whole(tokens, 2, request.max_tokens - 1) for tokens in prompts)),
             f"sizes of 2 to {request.max_tokens - 1} tokens, with hot or an NPU alone",
         ),
         ("hot", request.hot is None or not {*request.hot} - {*request.batches}, "chunks for sizes of batches alone"),

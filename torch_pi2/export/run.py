@@ -263,7 +263,7 @@ class Bundle:
         self._require("decoder", "generate")
         _check_count("num_return_sequences", num_return_sequences, self.manifest.lanes)
         argument(reuse, "reuse").flag()
-        how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, [stop] if isinstance(stop, str) else stop)
+        how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, stop)
         with self._using:
             answers, timing = self._answer([prompt] * num_return_sequences, max_new_tokens, how, seed, stream, reuse)
         return Generated(answers[0].prompt, [answer.result() for answer in answers], *timing)
@@ -301,7 +301,7 @@ class Bundle:
         if isinstance(prompts, str):
             argument(prompts, "prompts").wrong("a list of prompts")
         _check_count("prompts", len(prompts), self.manifest.lanes)
-        how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, [stop] if isinstance(stop, str) else stop)
+        how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, stop)
         with self._using:
             answers, timing = self._answer([*prompts], max_new_tokens, how, seed, stream, False)
         return [Generated(answer.prompt, [answer.result()], *timing) for answer in answers]
