@@ -19,6 +19,8 @@ from torch_pi2.errors import UnsupportedModelError
 Select = Callable[[torch.Tensor], torch.Tensor]
 #: Under this name transformers finds what is given to it.
 _NAME = "pi2_export"
+#: Added to the scores of what a token does not see: e to the power of it is 0, and 16 bits hold it beside the others.
+MASKED = -255.0
 #: Arguments of attention that change its result, and are not known here.
 _NOT_HERE = ("s_aux", "position_bias", "head_mask")
 
@@ -29,14 +31,20 @@ def takes_attention(model: nn.Module) -> bool:
 
 
 def lane_layers(
-    caches: Sequence[tuple[torch.Tensor, torch.Tensor]], rows_BT: torch.Tensor, lanes: int, select: Select | None
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor]], rows_BT: torch.Tensor, lanes: int, select: Select, ours: bool
 ) -> list[Any]:
     """Layers of transformers' ``Cache`` over keys and values of each layer, for new tokens at ``rows_BT``.
 
-    ``select``: rows of a cache that belong to the sequences, for attention that reads these; None: it is given the new
-    tokens alone, and :func:`exportable_attention` knows by them which layer it is.
+    Args:
+        select: rows of a cache that belong to the sequences.
+        ours: attention is given the new tokens alone, and :func:`exportable_attention` knows by them which layer it is;
+            or else what ``select`` gives.
+
+    Of each layer, ``caller`` and ``window`` are set by the first attention of ours that reads it.
     """
     from transformers.cache_utils import CacheLayerMixin
+
+    masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     class LaneLayer(CacheLayerMixin):
         is_compileable, is_sliding, is_initialized = True, False, True
@@ -44,13 +52,36 @@ def lane_layers(
         def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
             super().__init__()
             self.keys, self.values, self.rows_BT, self.new_key = keys, values, rows_BT, keys
-            self.tokens = keys.shape[2] if select is None else len(keys) // lanes
+            self.tokens = keys.shape[2] if ours else len(keys) // lanes
+            self.caller: nn.Module | None = None
+            self.window = 0
+
+        def before(self) -> tuple[torch.Tensor, torch.Tensor]:
+            """What the lanes of the sequences have."""
+            return select(self.keys), select(self.values)
+
+        def masks(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """Which slots ``[B, 1, T, L]`` and which new tokens ``[B, 1, T, T]`` a new token sees, to be added."""
+            if window not in masks:  # the same in all layers
+                positions_B1T1 = (rows_BT % self.tokens)[:, None, :, None]
+                slots, own_B11T = torch.arange(self.tokens), positions_B1T1.transpose(2, 3)
+                pairs = []
+                for at, sees in (
+                    (slots, slots < positions_B1T1[:, :, :1]),
+                    (own_B11T, own_B11T <= positions_B1T1),
+                ):
+                    if window:
+                        sees = sees & (at > positions_B1T1 - window)
+                    sees = sees.expand(-1, -1, positions_B1T1.shape[2], -1)
+                    pairs.append(torch.where(sees, 0.0, MASKED))
+                masks[window] = (pairs[0], pairs[1])
+            return masks[window]
 
         def lazy_initialization(self, *_: Any) -> None: ...
 
         def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
             self.new_key = key
-            if select is None:
+            if ours:
                 return key, value
             found = []
             for cache, new_BKTD in ((self.keys, key), (self.values, value)):
@@ -125,6 +156,7 @@ def _attention(
         raise _unsupported(module, f"one with {', '.join(strange)}" if strange else "one that changes them")
     layer = layers[index]
     window = _window(module, config, index, sliding_window, layer.tokens)
+    layer.caller, layer.window = module, window
     widths = query.shape[-1], value.shape[-1]  # of a cache they are the same
     query, key, value = (
         F.pad(x, (0, max(widths) - x.shape[-1])) if len({*widths}) > 1 else x for x in (query, key, value)

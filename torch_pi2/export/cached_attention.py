@@ -1,11 +1,13 @@
 """``pi2::cached_attention``: new tokens into a KV cache of several lanes, and their attention over what it then has.
 
 One operator, so that what is read is what the tokens see and no more: neither all that the cache has room for, nor a
-mask as large. In a ``.pte`` it is a kernel (csrc/bindings/executorch/cached_attention.cc); here is its reference.
+mask as large. ``pi2::write_cache`` is its first half, for tokens whose attention is computed elsewhere. In a ``.pte``
+they are kernels (csrc/bindings/executorch/cached_attention.cc); here are their references.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,21 +23,27 @@ _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tensor(b!) values, "
     "float scale, int window, float softcap"
 )
+_WRITE_ARGUMENTS = "Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tensor(b!) values"
 _library: torch.library.Library | None = None
 
 
 def define() -> None:
-    """Make the operator known to torch. A second call does nothing."""
+    """Make the operators known to torch. A second call does nothing."""
     global _library
     if _library is not None:
         return
     load()
     library = torch.library.Library("pi2", "FRAGMENT")
-    library.define(f"cached_attention({_ARGUMENTS}) -> Tensor")
-    library.define(f"cached_attention.out({_ARGUMENTS}, *, Tensor(c!) out) -> Tensor(c!)")
-    library.impl("cached_attention", cached_attention, "CompositeExplicitAutograd")
-    library.impl("cached_attention.out", _out, "CompositeExplicitAutograd")
-    torch.library.register_fake("pi2::cached_attention", _fake, lib=library)
+    for function, arguments, fake in (
+        (cached_attention, _ARGUMENTS, _fake),
+        (write_cache, _WRITE_ARGUMENTS, lambda key, *_: key.new_empty(len(key), dtype=torch.int64)),
+    ):
+        name = function.__name__
+        library.define(f"{name}({arguments}) -> Tensor")
+        library.define(f"{name}.out({arguments}, *, Tensor(c!) out) -> Tensor(c!)")
+        library.impl(name, function, "CompositeExplicitAutograd")
+        library.impl(f"{name}.out", _out_of(function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"pi2::{name}", fake, lib=library)
     _library = library
 
 
@@ -63,14 +71,10 @@ def cached_attention(
     Returns:
         float32 ``[B, T, N, D]``.
     """
-    length = keys.shape[2]
-    lane_B, position_BT = rows[:, 0] // length, rows % length
+    lane_B, position_BT = write_cache(key, value, rows, keys, values), rows % keys.shape[2]
     used = int(position_BT.max()) + 1  # most of a cache is room for later tokens
-    found = []
-    for cache, new_BKTD in ((keys, key), (values, value)):
-        cache[lane_B[:, None], :, position_BT] = packed(new_BKTD, cache.dtype).transpose(1, 2)
-        found.append(unpacked(cache[lane_B, :, :used]).repeat_interleave(query.shape[1] // key.shape[1], 1))
-    key_BNLD, value_BNLD = found
+    group = query.shape[1] // key.shape[1]
+    key_BNLD, value_BNLD = (unpacked(c[lane_B, :, :used]).repeat_interleave(group, 1) for c in (keys, values))
     slots_L, y = torch.arange(used, device=rows.device), []
     for q_BND, last_B in zip(query.unbind(2), position_BT.unbind(1), strict=True):
         seen_BL = slots_L <= last_B[:, None]
@@ -82,6 +86,17 @@ def cached_attention(
         weights_BNL = scores_BNL.masked_fill(~seen_BL[:, None], -torch.inf).softmax(-1)
         y.append((weights_BNL[:, :, None] @ value_BNLD.where(seen_BL[:, None, :, None], 0))[:, :, 0])
     return torch.stack(y, 1)
+
+
+def write_cache(
+    key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Write ``key`` and ``value`` into the cache; arguments as of :func:`cached_attention`. Returns lanes ``[B]``."""
+    length = keys.shape[2]
+    lane_B, position_BT = rows[:, 0] // length, rows % length
+    for cache, new_BKTD in ((keys, key), (values, value)):
+        cache[lane_B[:, None], :, position_BT] = packed(new_BKTD, cache.dtype).transpose(1, 2)
+    return lane_B
 
 
 def packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -111,5 +126,8 @@ def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) 
     return query.new_empty((batch, tokens, heads, width))
 
 
-def _out(*args: Any, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(cached_attention(*args))
+def _out_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def write_out(*args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(function(*args))
+
+    return write_out

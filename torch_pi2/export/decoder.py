@@ -97,7 +97,7 @@ class Lanes(nn.Module):
         from transformers.cache_utils import Cache
 
         rows_BT = lane_B[:, None] * self.max_tokens + positions_BT
-        layers = lane_layers(self.caches(), rows_BT, self.lanes, None if self.ours else select)
+        layers = lane_layers(self.caches(), rows_BT, self.lanes, select, self.ours)
         slots: Any = self.slots
         seen_B1TL = slots[None, None, None, : 1 if self.ours else None] <= positions_BT[:, None, :, None]
         with exportable_attention(self.model, layers):

@@ -1,5 +1,6 @@
-// pi2::cached_attention.out for ExecuTorch: new keys and values into the lanes of a cache, which is a buffer of the
-// program, and attention to what is then in it. torch_pi2/export/cached_attention.py has its reference.
+// pi2::write_cache.out for ExecuTorch: new keys and values into the lanes of a cache, which is a buffer of the program;
+// pi2::cached_attention.out: that, and attention to what is then in it. torch_pi2/export/cached_attention.py has their
+// references.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -49,6 +50,66 @@ void pack(const float* from, DType dtype, std::int64_t width, char* to) {
   std::memcpy(to + width, &scale, kKvScaleBytes);
 }
 
+// New tokens and the cache they go to, which are checked and written.
+struct Written {
+  std::int64_t batch = 0, tokens = 0, key_heads = 0, width = 0, length = 0, numbers = 0;
+  DType dtype{};
+  char* caches[2]{};
+  std::vector<std::int64_t> lane_of, positions;  // of each sequence, and of each of its tokens
+};
+
+Written write(const Tensor& key, const Tensor& value, const Tensor& rows, const Tensor& keys, const Tensor& values) {
+  expect(key.dim() == 4 && keys.dim() == 4, "key, keys", "4 dimensions", shape_of(key) + ", " + shape_of(keys));
+  Written w;
+  w.batch = key.size(0);
+  w.tokens = key.size(2);
+  w.width = key.size(3);
+  w.key_heads = keys.size(1);
+  w.length = keys.size(2);
+  w.dtype = kv_dtype(keys);
+  w.numbers = w.width + (w.dtype == DType::kI8 ? kKvScaleBytes : 0);
+  const std::int64_t lanes = keys.size(0), row = row_bytes(w.dtype, w.numbers), all = w.batch * w.tokens;
+  const std::vector<std::int64_t> new_sizes = {w.batch, w.key_heads, w.tokens, w.width};
+  const std::vector<std::int64_t> cache_sizes = {lanes, w.key_heads, w.length, w.numbers};
+  w.caches[0] = data_of(keys, "keys", keys.scalar_type(), cache_sizes);
+  w.caches[1] = data_of(values, "values", keys.scalar_type(), cache_sizes);
+  const char* added[] = {data_of(key, "key", ScalarType::Float, new_sizes),
+                         data_of(value, "value", ScalarType::Float, new_sizes)};
+  const auto* row_of =
+      reinterpret_cast<const std::int64_t*>(data_of(rows, "rows", ScalarType::Long, {w.batch, w.tokens}));
+  w.lane_of.resize(static_cast<std::size_t>(w.batch));
+  w.positions.resize(static_cast<std::size_t>(all));
+  for (std::int64_t i = 0; i < all; ++i) {
+    const std::int64_t lane = row_of[i] / w.length, b = i / w.tokens;
+    if (i % w.tokens == 0) w.lane_of[static_cast<std::size_t>(b)] = lane;
+    if (row_of[i] < 0 || lane >= lanes || lane != w.lane_of[static_cast<std::size_t>(b)])
+      throw Refused{"rows",
+                    "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(w.length) +
+                        " tokens each",
+                    std::to_string(row_of[i])};
+    w.positions[static_cast<std::size_t>(i)] = row_of[i] % w.length;
+  }
+  for (int kind = 0; kind < 2; ++kind)
+    for (std::int64_t i = 0; i < all * w.key_heads; ++i) {
+      const std::int64_t token = i / w.key_heads, head = i % w.key_heads, b = token / w.tokens;
+      const std::int64_t from = (b * w.key_heads + head) * w.tokens + token % w.tokens;
+      const std::int64_t to = (w.lane_of[static_cast<std::size_t>(b)] * w.key_heads + head) * w.length +
+                              w.positions[static_cast<std::size_t>(token)];
+      pack(reinterpret_cast<const float*>(added[kind]) + from * w.width, w.dtype, w.width, w.caches[kind] + to * row);
+    }
+  return w;
+}
+
+Tensor& write_cache_out(KernelRuntimeContext& context, const Tensor& key, const Tensor& value, const Tensor& rows,
+                        const Tensor& keys, const Tensor& values, Tensor& out) {
+  guarded(context, "pi2::write_cache.out", [&] {
+    const Written w = write(key, value, rows, keys, values);
+    auto* to = reinterpret_cast<std::int64_t*>(data_of(out, "out", ScalarType::Long, {w.batch}));
+    for (std::int64_t b = 0; b < w.batch; ++b) to[b] = w.lane_of[static_cast<std::size_t>(b)];
+  });
+  return out;
+}
+
 Tensor& cached_attention_out(KernelRuntimeContext& context, const Tensor& query, const Tensor& key, const Tensor& value,
                              const Tensor& rows, const Tensor& keys, const Tensor& values, double scale,
                              std::int64_t window, double softcap, Tensor& out) {
@@ -60,8 +121,6 @@ Tensor& cached_attention_out(KernelRuntimeContext& context, const Tensor& query,
     args.tokens = query.size(2);
     args.width = query.size(3);
     args.key_heads = keys.size(1);
-    args.length = keys.size(2);
-    args.kv_dtype = kv_dtype(keys);
     args.scale = static_cast<float>(scale);
     args.softcap = static_cast<float>(softcap);
     args.window = window;
@@ -69,61 +128,35 @@ Tensor& cached_attention_out(KernelRuntimeContext& context, const Tensor& query,
            std::to_string(window) + ", " + std::to_string(softcap));
     expect(args.key_heads > 0 && args.heads % args.key_heads == 0, "keys", "heads of which query's are a multiple",
            shape_of(keys));
-    const std::int64_t lanes = keys.size(0), numbers = args.width + (args.kv_dtype == DType::kI8 ? kKvScaleBytes : 0);
-    const std::int64_t row = row_bytes(args.kv_dtype, numbers), tokens = args.batch * args.tokens;
-    const std::vector<std::int64_t> new_sizes = {args.batch, args.key_heads, args.tokens, args.width};
-    const std::vector<std::int64_t> cache_sizes = {lanes, args.key_heads, args.length, numbers};
     args.query = data_of(query, "query", ScalarType::Float, {args.batch, args.heads, args.tokens, args.width});
-    char* caches[] = {data_of(keys, "keys", keys.scalar_type(), cache_sizes),
-                      data_of(values, "values", keys.scalar_type(), cache_sizes)};
-    const char* added[] = {data_of(key, "key", ScalarType::Float, new_sizes),
-                           data_of(value, "value", ScalarType::Float, new_sizes)};
-    const auto* row_of =
-        reinterpret_cast<const std::int64_t*>(data_of(rows, "rows", ScalarType::Long, {args.batch, args.tokens}));
+    const auto as_query = {args.batch, args.key_heads, args.tokens, args.width};
+    data_of(key, "key", ScalarType::Float, as_query);
     executorch::aten::SizesType sizes[] = {
         static_cast<executorch::aten::SizesType>(args.batch), static_cast<executorch::aten::SizesType>(args.tokens),
         static_cast<executorch::aten::SizesType>(args.heads), static_cast<executorch::aten::SizesType>(args.width)};
     expect(out.scalar_type() == ScalarType::Float && executorch::runtime::resize_tensor(out, {sizes, 4}) == Error::Ok,
-           "out", "room for " + std::to_string(tokens) + " tokens", shape_of(out));
-
-    std::vector<std::int64_t> lane_of(static_cast<std::size_t>(args.batch)),
-        positions(static_cast<std::size_t>(tokens));
-    for (std::int64_t i = 0; i < tokens; ++i) {
-      const std::int64_t lane = row_of[i] / args.length, b = i / args.tokens;
-      if (i % args.tokens == 0) lane_of[static_cast<std::size_t>(b)] = lane;
-      if (row_of[i] < 0 || lane >= lanes || lane != lane_of[static_cast<std::size_t>(b)])
-        throw Refused{
-            "rows",
-            "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(args.length) + " tokens each",
-            std::to_string(row_of[i])};
-      positions[static_cast<std::size_t>(i)] = row_of[i] % args.length;
-    }
-    for (int kind = 0; kind < 2; ++kind)
-      for (std::int64_t i = 0; i < tokens * args.key_heads; ++i) {
-        const std::int64_t token = i / args.key_heads, head = i % args.key_heads, b = token / args.tokens;
-        const std::int64_t from = (b * args.key_heads + head) * args.tokens + token % args.tokens;
-        const std::int64_t to = (row_of[token] / args.length * args.key_heads + head) * args.length +
-                                positions[static_cast<std::size_t>(token)];
-        pack(reinterpret_cast<const float*>(added[kind]) + from * args.width, args.kv_dtype, args.width,
-             caches[kind] + to * row);
-      }
-    args.key = caches[0];
-    args.value = caches[1];
+           "out", "room for " + std::to_string(args.batch * args.tokens) + " tokens", shape_of(out));
+    const Written w = write(key, value, rows, keys, values);
+    args.length = w.length;
+    args.kv_dtype = w.dtype;
+    args.key = w.caches[0];
+    args.value = w.caches[1];
     const std::int64_t q_strides[] = {args.heads * args.tokens * args.width, args.tokens * args.width, args.width};
-    const std::int64_t kv_strides[] = {args.key_heads * args.length * numbers, args.length * numbers, numbers};
+    const std::int64_t kv_strides[] = {args.key_heads * w.length * w.numbers, w.length * w.numbers, w.numbers};
     std::copy_n(q_strides, 3, args.query_strides);
     std::copy_n(kv_strides, 3, args.key_strides);
     std::copy_n(kv_strides, 3, args.value_strides);
-    args.lanes = lane_of.data();
-    args.positions = positions.data();
+    args.lanes = w.lane_of.data();
+    args.positions = w.positions.data();
     args.y = out.mutable_data_ptr();
     if (out.numel() > 0) attention(args, executorch_threads());
   });
   return out;
 }
 
-constexpr char kName[] = "pi2::cached_attention.out";
-[[maybe_unused]] const Error added = add(kName, EXECUTORCH_FN(cached_attention_out, kName));
+constexpr char kWrite[] = "pi2::write_cache.out", kAttention[] = "pi2::cached_attention.out";
+[[maybe_unused]] const Error added[] = {add(kWrite, EXECUTORCH_FN(write_cache_out, kWrite)),
+                                        add(kAttention, EXECUTORCH_FN(cached_attention_out, kAttention))};
 
 }  // namespace
 }  // namespace pi2::et

@@ -9,7 +9,22 @@ them. They are only ever loaded in a process of their own (:mod:`torch_pi2.expor
 """
 
 from torch_pi2.export.qnn.job import problems
-from torch_pi2.export.qnn.lower import Lowered, check, lower_hot
+from torch_pi2.export.qnn.lower import Lowered, Parts, check, lower_hot, lower_parts
+from torch_pi2.export.qnn.parts import PartInputs, open_program
 from torch_pi2.export.qnn.settings import MOST_BYTES, PRECISIONS, SOCS, Graph, Settings
 
-__all__ = ["MOST_BYTES", "PRECISIONS", "SOCS", "Graph", "Lowered", "Settings", "check", "lower_hot", "problems"]
+__all__ = [
+    "MOST_BYTES",
+    "PRECISIONS",
+    "SOCS",
+    "Graph",
+    "Lowered",
+    "PartInputs",
+    "Parts",
+    "Settings",
+    "check",
+    "lower_hot",
+    "lower_parts",
+    "open_program",
+    "problems",
+]

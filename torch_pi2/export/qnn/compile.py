@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import CompileError, Pi2Error, VersionError
 from torch_pi2.export.qnn import sdk
+from torch_pi2.export.qnn.parts import PartInputs, part_program, quantize_part
 from torch_pi2.export.qnn.quantize import graph_program, quantize
 from torch_pi2.export.qnn.settings import Settings
 
@@ -76,19 +78,23 @@ def _run(folder: Path) -> None:
     for layer in job["layers"]:
         started = time.monotonic()
         name = layer["name"]
-        hot, samples = torch.load(folder / f"{name}.pt", weights_only=False)  # our own file
-        quantized = quantize(hot, samples, settings)
-        torch.export.save(quantized.program, folder / f"{name}.pt2")
-        context, spec, graphs = _compile(quantized.program, layer, settings, log)
+        given = torch.load(folder / f"{name}.pt", weights_only=False)  # our own file
+        programs: dict[str, torch.export.ExportedProgram]
+        if isinstance(given, PartInputs):
+            program, errors = quantize_part(torch.export.load(folder / f"{name}.float.pt2"), given, settings)
+            facts: dict[str, Any] = {"errors": errors}
+            programs = {graph: part_program(program, inputs) for graph, inputs in given.graphs.items()}
+        else:
+            hot, samples = given
+            quantized = quantize(hot, samples, settings)
+            program, facts = quantized.program, {"outliers": quantized.outliers, "errors": quantized.errors}
+            programs = {n: graph_program(program, g["tokens"], g["chunks"]) for n, g in layer["graphs"].items()}
+        torch.export.save(program, folder / f"{name}.pt2")
+        context, spec, graphs = _compile(programs, layer, settings, log)
         atomic_write(folder / f"{name}.context", context)
         atomic_write(folder / f"{name}.spec", spec)
-        report = {
-            "context_bytes": len(context),
-            "outliers": quantized.outliers,
-            "errors": quantized.errors,
-            "graphs": graphs,
-            "seconds": round(time.monotonic() - started, 1),
-        }
+        seconds = round(time.monotonic() - started, 1)
+        report = {"context_bytes": len(context), **facts, "graphs": graphs, "seconds": seconds}
         atomic_write(folder / f"{name}.json", json.dumps(report))
     atomic_write(folder / "done.json", json.dumps({"build": build}))
 
@@ -116,13 +122,12 @@ def _probe(settings: Settings, build: str, log: _Log) -> None:
 
 
 def _compile(
-    whole: torch.export.ExportedProgram, layer: dict[str, Any], settings: Settings, log: _Log
+    programs: dict[str, torch.export.ExportedProgram], layer: dict[str, Any], settings: Settings, log: _Log
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
     """Context binary, compile specification and what is known of each graph."""
     log.mark()
-    programs = {name: graph_program(whole, graph["tokens"], graph["chunks"]) for name, graph in layer["graphs"].items()}
     try:
-        contexts, spec = _lower(programs, settings)
+        delegates, spec = _lower(programs, settings)
     except Pi2Error as error:
         raise CompileError(
             f"hot part of layer {layer['name']}: {error.what}",
@@ -137,23 +142,39 @@ def _compile(
             found=_reason(error, log),
             fix="Choose another precision or fewer chunks, or export with target='xnnpack'.",
         ) from error
-    if len(set(contexts.values())) != 1:
+    contexts = {delegate.context for delegate in delegates.values()}
+    if len(contexts) != 1:
         raise CompileError(
             f"hot part of layer {layer['name']}",
             expected="one context for all graphs",
-            found=f"{len(set(contexts.values()))}",
+            found=f"{len(contexts)}",
             fix="Report it: this is a mistake of torch_pi2.",
         )
     traffic = _TRAFFIC.findall(log.read())
     names = ("spill_bytes", "fill_bytes", "write_bytes", "read_bytes")
     graphs = {
-        name: {**graph, **(dict(zip(names, map(int, numbers))) if len(traffic) == len(programs) else {})}
+        name: {**graph, **delegates[name].order(), **(dict(zip(names, map(int, numbers))) if len(traffic) == len(programs) else {})}
         for (name, graph), numbers in zip(layer["graphs"].items(), traffic or [()] * len(programs))
     }
-    return next(iter(contexts.values())), spec, graphs
+    return contexts.pop(), spec, graphs
 
 
-def _lower(programs: dict[str, torch.export.ExportedProgram], settings: Settings) -> tuple[dict[str, bytes], bytes]:
+@dataclass(frozen=True)
+class _Delegate:
+    """A graph in a context binary: which inputs of its program the arguments of its call are, and which of its results
+    are the program's outputs."""
+
+    context: bytes
+    arguments: list[int]
+    results: list[int]
+
+    def order(self) -> dict[str, list[int]]:
+        return {"arguments": self.arguments, "results": self.results} if len(self.arguments) > 1 else {}
+
+
+def _lower(
+    programs: dict[str, torch.export.ExportedProgram], settings: Settings
+) -> tuple[dict[str, _Delegate], bytes]:
     """ExecuTorch's lowering to the HTP: context binary of each program (the same one), and the specification."""
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from executorch.backends.qualcomm.utils.utils import (
@@ -177,7 +198,7 @@ def _lower(programs: dict[str, torch.export.ExportedProgram], settings: Settings
     ][0].value
 
 
-def _only_delegate(program: torch.export.ExportedProgram, settings: Settings) -> bytes:
+def _only_delegate(program: torch.export.ExportedProgram, settings: Settings) -> _Delegate:
     """What stands for the whole program once it is lowered; anything left over is an operator the NPU lacks."""
     graph = program.graph_module
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
@@ -190,7 +211,11 @@ def _only_delegate(program: torch.export.ExportedProgram, settings: Settings) ->
             found=f"others: {', '.join(sorted(left))}" if left else f"{len(delegates)} graphs",
             fix="Choose another precision, or export with target='xnnpack'.",
         )
-    return bytes(delegates[0].processed_bytes)
+    (call,) = (node for node in nodes if str(node.target).endswith("executorch_call_delegate"))
+    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    (output,) = graph.graph.find_nodes(op="output")
+    arguments, results = [given.index(x) for x in call.args[1:]], [y.args[1] for y in output.args[0]]
+    return _Delegate(bytes(delegates[0].processed_bytes), arguments, results)
 
 
 def _reason(error: Exception, log: _Log) -> str:

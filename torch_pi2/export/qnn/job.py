@@ -21,6 +21,7 @@ from torch_pi2 import errors
 from torch_pi2.errors import CompileError, Pi2Error
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
+from torch_pi2.export.qnn.parts import PartInputs
 from torch_pi2.export.qnn.settings import Settings
 
 _MODULE = "torch_pi2.export.qnn.compile"
@@ -56,6 +57,13 @@ class Job:
         torch.save((hot, samples), self.folder / f"{name}.pt")
         described = {graph: {"tokens": tokens, "chunks": chunks} for graph, (tokens, chunks) in graphs.items()}
         self.layers.append({"name": name, "graphs": described})
+
+    def add_part(self, name: str, program: torch.export.ExportedProgram, inputs: PartInputs) -> None:
+        """Another part of a decoder."""
+        torch.export.save(program, self.folder / f"{name}.float.pt2")
+        torch.save(inputs, self.folder / f"{name}.pt")
+        graphs = {graph: {"shapes": [list(x.shape) for x in given]} for graph, given in inputs.graphs.items()}
+        self.layers.append({"name": name, "graphs": graphs})
 
     def run(self) -> tuple[str, dict[str, Compiled]]:
         """QNN's build, and every layer by name.

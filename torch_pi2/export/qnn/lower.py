@@ -20,6 +20,7 @@ from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn.job import Compiled, Job, job, probe
+from torch_pi2.export.qnn.parts import PartInputs, part_program
 from torch_pi2.export.qnn.quantize import check_calibration, graph_program
 from torch_pi2.export.qnn.settings import Graph, Settings
 
@@ -38,6 +39,14 @@ class Lowered:
 
     modules: dict[str, list[nn.Module | None]]
     report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Other compiled parts: graph -> name -> module; of each part what :class:`Lowered` reports of a layer."""
+
+    modules: dict[str, dict[str, nn.Module]]
+    report: dict[str, dict[str, Any]]
 
 
 class CompiledHot(nn.Module):
@@ -107,6 +116,39 @@ def lower_hot(
     return Lowered(modules, report)
 
 
+class CompiledPart(nn.Module):
+    """One graph of a part's context binary, with the inputs and outputs of the part."""
+
+    def __init__(self, delegate: nn.Module, arguments: Sequence[int], results: Sequence[int]) -> None:
+        super().__init__()
+        self.delegate, self.arguments, self.results = delegate, arguments, results
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = [inputs[i] for i in self.arguments]
+        found = torch.ops.higher_order.executorch_call_delegate(self.delegate, *given)
+        return tuple(found[i] for i in self.results)
+
+
+def lower_parts(parts: Mapping[str, tuple[torch.export.ExportedProgram, PartInputs]], settings: Settings) -> Parts:
+    """Quantise and compile other parts of a decoder, each given with its inputs.
+
+    Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
+    """
+    with job(settings) as work:
+        for name, (program, inputs) in parts.items():
+            work.add_part(name, program, inputs)
+        _, compiled = work.run()
+    modules: dict[str, dict[str, nn.Module]] = {}
+    for name, (_, inputs) in parts.items():
+        one = compiled[name]
+        for graph, given in inputs.graphs.items():
+            facts = one.report["graphs"][graph]
+            order = facts.get("arguments", [0]), facts.get("results", [0])
+            delegate = _delegate(part_program(one.program, given, order), one)
+            modules.setdefault(graph, {})[name] = CompiledPart(delegate, *order)
+    return Parts(modules, {name: compiled[name].report for name in parts})
+
+
 def _add(work: Job, i: int, layer: HotChunks | None, samples: torch.Tensor | None, graphs: Mapping[str, Graph]) -> None:
     wanted = {name: (math.prod(graph.shape), graph.chunks[i]) for name, graph in graphs.items() if graph.chunks[i]}
     if layer is not None and wanted:
@@ -117,14 +159,20 @@ def _add(work: Job, i: int, layer: HotChunks | None, samples: torch.Tensor | Non
 def _module(layer: Compiled | None, tokens: int, chunks: int) -> nn.Module | None:
     if layer is None or chunks == 0:
         return None
+    return CompiledHot(_delegate(graph_program(layer.program, tokens, chunks), layer))
+
+
+def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.Module:
+    """ExecuTorch's module of a graph, which is found by the name of the method that calls it."""
     from executorch.backends.qualcomm.utils.constants import QCOM_QNN_COMPILE_SPEC
     from executorch.exir.backend.compile_spec_schema import CompileSpec
     from executorch.exir.lowered_backend_module import LoweredBackendModule
 
-    specs = [CompileSpec(QCOM_QNN_COMPILE_SPEC, layer.spec)]
-    delegate = LoweredBackendModule(graph_program(layer.program, tokens, chunks), "QnnBackend", layer.context, specs)
+    specs = [CompileSpec(QCOM_QNN_COMPILE_SPEC, compiled.spec)]
+    delegate: Any = LoweredBackendModule(program, "QnnBackend", compiled.context, specs)
     delegate.meta = {"debug_handle_map": {}}
-    return CompiledHot(delegate)
+    made: nn.Module = delegate
+    return made
 
 
 def _name(layer: int) -> str:

@@ -7,6 +7,7 @@ scales, so that the compiler can keep one copy of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,8 @@ def quantize(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -
         x_TH = samples.reshape(-1, samples.shape[-1]).float()
         splits = _splits(hot, x_TH, settings)
         sums = _Sums(hot, splits).eval()
-        quantized = _pt2e(_export(sums, x_TH.shape[1]).module(), x_TH, settings)
+        inputs = [(x,) for x in x_TH.split(_ROWS)]
+        quantized = pt2e(_export(sums, x_TH.shape[1]).module(), inputs, settings)
         return Quantized(
             _export(quantized, x_TH.shape[1]), _errors(sums, quantized, x_TH), [len(high) for high, _ in splits]
         )
@@ -177,7 +179,10 @@ def _intermediate(of: Any, gate: torch.Tensor | None, up: torch.Tensor) -> torch
     return act(gate) * (act(up) if of.activation_on_up else up)
 
 
-def _pt2e(module: torch.nn.Module, x_TH: torch.Tensor, settings: Settings) -> torch.fx.GraphModule:
+def pt2e(
+    module: torch.nn.Module, inputs: Iterable[tuple[torch.Tensor, ...]], settings: Settings
+) -> torch.fx.GraphModule:
+    """``module`` with weights and activations quantised for the HTP, the latter to what they are on ``inputs``."""
     from executorch.backends.qualcomm.quantizer.quantizer import ModuleQConfig, QnnQuantizer, QuantDtype
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from torchao.quantization.pt2e import MinMaxObserver
@@ -190,8 +195,8 @@ def _pt2e(module: torch.nn.Module, x_TH: torch.Tensor, settings: Settings) -> to
     )
     quantizer.set_submodule_qconfig_list([(_is_outlier, ModuleQConfig(QuantDtype.use_16a8w, **eight))])
     prepared = prepare_pt2e(module, quantizer)
-    for x in x_TH.split(_ROWS):
-        prepared(x)
+    for one in inputs:
+        prepared(*one)
     converted: torch.fx.GraphModule = convert_pt2e(prepared)
     return converted
 

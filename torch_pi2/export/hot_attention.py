@@ -1,0 +1,255 @@
+"""``AttentionPart``: a layer's attention with its projections as a dense graph of fixed shape, for an accelerator.
+
+An accelerator cannot write in place, so keys and values of earlier tokens are inputs of the graph and those of new ones
+are outputs, which ``pi2::write_cache`` puts into the cache. It computes over all the room of a lane under a mask.
+:class:`AttentionSwitch` stands in a decoder where the attention was, and is either of the two: what
+:mod:`~torch_pi2.export.cached_attention` does on the CPU, or a part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.export.decoder import Lanes
+from torch_pi2.export.hot import linear_of
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.rewrite.install import everywhere, exchange
+
+#: Under this name transformers finds the attention of a part.
+_NAME = "pi2_hot_attention"
+
+
+#: Arguments of an attention of which a part gets none, or tables instead.
+_POSITIONS = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "cache_position")
+
+
+@dataclass
+class _Seen:
+    """In the place of a cache while a part computes: what the new tokens bring, and what was there before them."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    seen: torch.Tensor
+    own: torch.Tensor
+    new: tuple[torch.Tensor, ...] = ()
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.new = key, value
+        return key, value
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How a decoder calls the attention of one layer.
+
+    Attributes:
+        layer: its number. module: of transformers. window: as ``cached_attention`` has it. settings: arguments that are no tensors.
+        widths: of the states, and of each tensor of positions that it is given (``position_embeddings``). room: key
+            heads, tokens and head size of a lane of the cache, whose numbers are of ``dtype``. outputs: how many it
+            returns.
+    """
+
+    layer: int
+    module: nn.Module
+    window: int
+    settings: Mapping[str, Any]
+    widths: tuple[int, ...]
+    room: tuple[int, int, int]
+    dtype: torch.dtype
+    outputs: int
+
+    def inputs(self, batch: int, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Zeros, as :class:`AttentionPart` takes them."""
+        states = [torch.zeros(batch, tokens, width) for width in self.widths]
+        caches = [torch.zeros(batch, *self.room, dtype=self.dtype) for _ in range(2)]
+        masks = [torch.zeros(batch, 1, tokens, seen) for seen in (self.room[1], tokens)]
+        return (*states, *caches, *masks)
+
+    @property
+    def open(self) -> list[tuple[int, ...]]:
+        """Of each input the dimensions that are sequences or new tokens."""
+        return [*[(0, 1)] * len(self.widths), (0,), (0,), (0, 2), (0, 2, 3)]
+
+
+class AttentionPart(nn.Module):
+    """``(x, *tables, keys, values, seen, own) -> (y, key, value)`` of B sequences with T new tokens each, all float32.
+
+    x, y: ``[B, T, H]``. tables: ``[B, T, R]``, of the positions (cosines and sines). keys, values: of a lane
+    ``[B, K, L, D]``, float32 or float16. seen ``[B, 1, T, L]``, own ``[B, 1, T, T]``: 0, or ``MASKED`` for slots
+    and for new tokens that a token does not see. key, value: of the new tokens ``[B, T, K, D]``.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        super().__init__()
+        self.tables, self.settings = len(call.widths) - 1, dict(call.settings)
+        shared: dict[int, Any] = {id(t): t for t in (*call.module.parameters(), *call.module.buffers())}
+        attention: Any = copy.deepcopy(call.module, shared)
+        attention.config._attn_implementation = _NAME  # its own copy
+        self.attention: nn.Module = attention
+        linears: dict[nn.Module, nn.Module] = {m: _Rows(m) for m in self.attention.modules() if _is_linear(m)}
+        exchange(everywhere(self, linears))
+        _register()
+
+    def forward(self, x: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tables, (keys, values, seen, own) = inputs[: self.tables], inputs[self.tables :]
+        cache = _Seen(keys.float(), values.float(), seen, own)
+        positions = {"position_embeddings": tables} if tables else {}
+        given = self.settings | positions
+        y = self.attention(hidden_states=x, attention_mask=None, past_key_values=cache, pi2_seen=cache, **given)[0]
+        key, value = (t.transpose(1, 2) for t in cache.new)
+        return y, key, value
+
+
+class _Rows(nn.Module):
+    """A linear layer that sees tokens of all sequences as rows of one matrix: with 4-bit weights and x ``[2, 1, H]`` the
+    HTP (Qualcomm's emulator, QNN 2.49) computes something else."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = _float_linear(linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x.reshape(-1, x.shape[-1]))
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | QuantLinear)
+
+
+def _float_linear(module: Any) -> nn.Linear:
+    """The numbers that it stands for; where they are float32 already, the same tensors."""
+    weight = module.weight
+    if isinstance(module, QuantLinear):
+        weight, bias = module.dequantized().float(), module.bias
+        return linear_of(weight, bias)
+    if hasattr(weight, "dequantize") and type(weight.data) is not torch.Tensor:
+        return linear_of(weight.dequantize().float(), module.bias)
+    linear: nn.Linear = module
+    return linear
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    pi2_seen: _Seen,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface. Query heads of a key head are rows of one product."""
+    batch, heads, tokens, width = query.shape
+    group = heads // key.shape[1]
+    scale = width**-0.5 if scaling is None else scaling
+    q = (query * scale).reshape(batch, key.shape[1], group * tokens, width)
+    parts = [q @ keys.transpose(2, 3) for keys in (pi2_seen.keys, key)]
+    if softcap:
+        parts = [softcap * torch.tanh(scores / softcap) for scores in parts]
+    masks = (mask.repeat(1, 1, group, 1) for mask in (pi2_seen.seen, pi2_seen.own))
+    weights = torch.cat([scores + mask for scores, mask in zip(parts, masks)], -1).softmax(-1)
+    room = pi2_seen.keys.shape[2]
+    y = weights[..., :room] @ pi2_seen.values + weights[..., room:] @ value
+    return y.reshape(batch, heads, tokens, width).transpose(1, 2), None
+
+
+class AttentionSwitch(nn.Module):
+    """In the place of an attention of transformers. part: on the accelerator; None: as it was."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        super().__init__()
+        self.whole, self.call = call.module, call
+        self.part: nn.Module | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.part is None:
+            return self.whole(*args, **kwargs)
+        layer = next(v for v in kwargs.values() if hasattr(v, "layers")).layers[self.call.layer]
+        x, tables = _tensors(args, kwargs)
+        y, key, value = self.part(x, *tables, *layer.before(), *layer.masks(self.call.window))
+        new = (key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous())
+        torch.ops.pi2.write_cache(*new, layer.rows_BT, layer.keys, layer.values)
+        return (y, *[None] * (self.call.outputs - 1))
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Hidden states and tables of positions of a call."""
+    x = args[0] if args else kwargs["hidden_states"]
+    return x, tuple(kwargs.get("position_embeddings") or ())
+
+
+def switched(lanes: Lanes) -> list[AttentionSwitch]:
+    """Put an :class:`AttentionSwitch` in the place of each attention of the model of ``lanes``; they, in order.
+
+    Raises:
+        UnsupportedModelError: its attention is not one that transformers gives it, or is called with something else
+            than states and positions.
+    """
+    calls = _calls(lanes)
+    made = [AttentionSwitch(call) for call in calls]
+    exchange(everywhere(lanes.model, {switch.whole: switch for switch in made}))
+    return made
+
+
+@torch.no_grad()
+def _calls(lanes: Lanes) -> list[AttentionCall]:
+    """How each layer calls its attention, seen on one token."""
+    model = lanes.model
+    if not lanes.ours:
+        raise _refused(model, "attention in its own code")
+    found: dict[int, AttentionCall] = {}
+
+    def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = next((value for value in kwargs.values() if hasattr(value, "layers")), None)
+        layers = [] if cache is None else cache.layers
+        index = next((i for i, layer in enumerate(layers) if layer.caller is module), None)
+        if index is None:
+            return  # no attention, but what has one in it
+        x, tables = _tensors(args, kwargs)
+        others = {k: v for k, v in kwargs.items() if k not in _POSITIONS and not hasattr(v, "layers")}
+        strange = [k for k, v in others.items() if isinstance(v, torch.Tensor)]
+        strange += [f"{len(args)} positional arguments"] * (len(args) > 1)
+        strange += ["tables of other numbers than float32"] * any(t.dtype != torch.float32 for t in tables)
+        strange += ["further results"] * (not isinstance(output, tuple) or any(o is not None for o in output[1:]))
+        layer = layers[index]
+        strange += ["values of another width than keys"] * (layer.keys.shape[-1] != layer.values.shape[-1])
+        if strange or x.dim() != 3:
+            raise _refused(model, f"one with {', '.join(strange)}")
+        shapes = (x.shape[-1], *(t.shape[-1] for t in tables)), (*layer.keys.shape[1:],)
+        found[index] = AttentionCall(index, module, layer.window, others, *shapes, layer.keys.dtype, len(output))
+
+    hooks = [m.register_forward_hook(seen, with_kwargs=True) for m in model.modules() if m is not model]
+    zero = torch.zeros((1, 1), dtype=torch.int64)
+    try:
+        lanes.run(zero, zero, zero[0], lambda cache: cache[:1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+        lanes.forget()
+    if len(found) != lanes.layers:
+        raise _refused(model, f"one that {lanes.layers - len(found)} of {lanes.layers} layers do not have")
+    return [found[i] for i in range(lanes.layers)]
+
+
+def _refused(model: nn.Module, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"attention of {type(model).__name__} on an accelerator",
+        expected="attention of transformers, of states, positions and a cache",
+        found=found,
+        fix="Export with hot_attention='none'.",
+    )

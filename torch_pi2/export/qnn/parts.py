@@ -1,0 +1,96 @@
+"""Parts of a decoder outside feed-forward layers for the NPU: quantised as a whole, with graphs of several shapes.
+
+A part comes as a program whose sizes are open (:func:`open_program`), is quantised once, and becomes static for each
+graph, so that all graphs have the same weights and scales.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.export.qnn.quantize import pt2e
+from torch_pi2.export.qnn.settings import Settings
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class PartInputs:
+    """Inputs of a part.
+
+    Attributes:
+        samples: calibration inputs; empty: it is not quantised (fp16). graphs: of each graph, in its shapes. open: of
+            each input the dimensions that differ between calls.
+    """
+
+    samples: Sequence[Inputs]
+    graphs: Mapping[str, Inputs]
+    open: Sequence[Sequence[int]]
+
+
+def open_program(module: nn.Module, example: Inputs, open: Sequence[Sequence[int]]) -> torch.export.ExportedProgram:
+    """``module`` as a program. The open sizes of ``example`` are 2 or more, and different where they may differ."""
+    auto = torch.export.Dim.AUTO(min=1, max=1 << 16)
+    shapes = tuple({dim: auto for dim in dims} for dims in open)
+    with torch.no_grad():
+        return torch.export.export(_Open(module), example, dynamic_shapes={"inputs": shapes}, strict=False)
+
+
+class _Open(nn.Module):
+    """A module with its inputs under one name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.module(*inputs))
+
+
+def quantize_part(
+    program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings
+) -> tuple[torch.export.ExportedProgram, list[float]]:
+    """``program`` in ``settings.precision``; of each output the error on the samples, relative to float32 (L2)."""
+    if not inputs.samples:
+        return program, []
+    with torch.no_grad():
+        right = program.module(check_guards=False)
+        quantized = pt2e(program.module(check_guards=False), inputs.samples, settings)
+        squares: list[list[torch.Tensor]] = []
+        for sample in inputs.samples:
+            pairs = zip(right(*sample), quantized(*sample), strict=True)
+            squares.append([torch.stack([(a - b).double().square().sum(), a.double().square().sum()]) for a, b in pairs])
+        totals = [torch.stack(of_output).sum(0) for of_output in zip(*squares)]
+        example: Any = program.example_inputs[0]
+        return open_program(quantized, example, inputs.open), [float((t[0] / t[1]).sqrt()) for t in totals]
+
+
+def part_program(
+    program: torch.export.ExportedProgram, inputs: Inputs, order: tuple[Sequence[int], Sequence[int]] | None = None
+) -> torch.export.ExportedProgram:
+    """The static program for ``inputs``; ``order``: with these inputs as arguments, and so that output i is result
+    ``order[1][i]``."""
+    module: nn.Module = program.module(check_guards=False)
+    if order is not None:
+        module, inputs = _Ordered(module, *order), operator.itemgetter(*order[0])(inputs)
+    with torch.no_grad():
+        return torch.export.export(module, inputs, strict=False)
+
+
+class _Ordered(nn.Module):
+    """A part as its compiled graph is called."""
+
+    def __init__(self, module: nn.Module, arguments: Sequence[int], results: Sequence[int]) -> None:
+        super().__init__()
+        self.module, self.arguments, self.results = module, arguments, results
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = [given[self.arguments.index(i)] for i in range(len(given))]
+        outputs = self.module(*inputs)
+        return tuple(outputs[self.results.index(i)] for i in range(len(outputs)))
