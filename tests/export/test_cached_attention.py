@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exported import drawn_model
 from runner_calls import run
-from tiny_models import BUILDERS, _hf
+from tiny_models import BUILDERS
 from torch import nn
 from torch.library import opcheck
 
@@ -158,15 +159,6 @@ def test_what_the_kernel_refuses(loaded: Callable[..., Any]) -> None:
 
 
 # --- decoders ---------------------------------------------------------------------------------------------------------
-
-
-def drawn_model(name: str, seed: int = 1, **config: Any) -> nn.Module:
-    """Large random weights: attention is far from a mean, and what it does wrong shows."""
-    torch.manual_seed(seed)
-    model = _hf(name, **{"eos_token_id": None} | config).eval()
-    for parameter in (p for p in model.parameters() if p.dim() > 1):
-        nn.init.normal_(parameter, 0, 0.3)
-    return model
 
 
 def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from shared import shared_folder
-from tiny_models import _LLAMA, drelu_module, randomise
+from tiny_models import _LLAMA, _hf, drelu_module, randomise
 from torch import nn
 
 import torch_pi2
@@ -44,3 +44,12 @@ def bundle_of(
     return model, shared_folder(
         factory, f"exported-{name}", lambda folder: torch_pi2.export(model, folder, max_tokens=ROOM, **settings)
     )
+
+
+def drawn_model(name: str, seed: int = 1, **config: Any) -> nn.Module:
+    """Large random weights: attention is far from a mean, and what it does wrong shows."""
+    torch.manual_seed(seed)
+    model = _hf(name, **{"eos_token_id": None} | config).eval()
+    for parameter in (p for p in model.parameters() if p.dim() > 1):
+        nn.init.normal_(parameter, 0, 0.3)
+    return model

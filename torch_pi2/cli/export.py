@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.cli import common, verdict
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.spec.config import KV_FORMATS, LINEARS
+from torch_pi2.spec.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
 if TYPE_CHECKING:
     from torch_pi2.spec.verdict import Verdict
@@ -73,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="none|N,...",
         help="pieces of prompts that the accelerator reads whole (default: 128 on an NPU that holds all layers)",
     )
+    add(
+        "--hot-attention",
+        choices=HOT_ATTENTION,
+        help="where the accelerator computes attention, too: pieces of prompts, or decoding as well with the last linear "
+        "layer (default: prompts on an NPU that holds it)",
+    )
     verdict.add_arguments(parser)
     npu = parser.add_argument_group("hot neurons on the NPU (lossy)")
     npu.add_argument("--precision", choices=_PRECISIONS, default="w4a16", help="weights and inputs there")
@@ -100,7 +106,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.out,
         **common.given(
             *(args, "target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "hot_prompts"),
-            *("precision", "outliers"),
+            *("hot_attention", "precision", "outliers"),
         ),
         tokenizer=tokenizer,
         weight_sharing=not args.no_weight_sharing,

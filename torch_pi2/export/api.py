@@ -48,6 +48,7 @@ def export(
     kv: str = "float32",
     hot: Mapping[int, int] | None = None,
     hot_prompts: Sequence[int] | None = None,
+    hot_attention: str | None = None,
     precision: str = "w4a16",
     outliers: int = 64,
     weight_sharing: bool = True,
@@ -78,6 +79,9 @@ def export(
         hot_prompts: sizes of pieces in which prompts are read by methods ``prefill_N``, whole layers by the
             accelerator; what does not fill half of a piece goes by ``forward``, as all does without them. Default: one
             of 128 tokens on an NPU whose memory holds the feed-forward layers, else none.
+        hot_attention: in which methods the accelerator computes attention with its projections, too, over keys and values
+            that it is given: ``none``, ``prompts`` (those of ``hot_prompts``) or ``all`` (decoding, too, with the last
+            linear layer). Needs ``kv`` in float32 or float16. Default: ``prompts`` on an NPU whose memory holds it.
         precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
             are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.
@@ -99,6 +103,7 @@ def export(
         kv,
         hot,
         None if hot_prompts is None else sorted_sizes(hot_prompts),
+        hot_attention,
         precision,
         outliers,
         weight_sharing,
@@ -125,7 +130,7 @@ def export(
             else:
                 made = module_methods(private, args, kwargs, dynamic_shapes)
         planned = _write_program(staging / PROGRAM_FILE, source, made, request, facts)
-        manifest = manifest_of(source, request, facts, staging, made.chunks, planned)
+        manifest = manifest_of(source, request, facts, staging, made, planned)
         manifest.save(staging)
         manifest.verify(staging)
         keep_card(folder, staging)

@@ -63,18 +63,7 @@ def lane_layers(
         def masks(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
             """Which slots ``[B, 1, T, L]`` and which new tokens ``[B, 1, T, T]`` a new token sees, to be added."""
             if window not in masks:  # the same in all layers
-                positions_B1T1 = (rows_BT % self.tokens)[:, None, :, None]
-                slots, own_B11T = torch.arange(self.tokens), positions_B1T1.transpose(2, 3)
-                pairs = []
-                for at, sees in (
-                    (slots, slots < positions_B1T1[:, :, :1]),
-                    (own_B11T, own_B11T <= positions_B1T1),
-                ):
-                    if window:
-                        sees = sees & (at > positions_B1T1 - window)
-                    sees = sees.expand(-1, -1, positions_B1T1.shape[2], -1)
-                    pairs.append(torch.where(sees, 0.0, MASKED))
-                masks[window] = (pairs[0], pairs[1])
+                masks[window] = masks_of(rows_BT % self.tokens, self.tokens, window)
             return masks[window]
 
         def lazy_initialization(self, *_: Any) -> None: ...
@@ -99,6 +88,20 @@ def lane_layers(
             return self.tokens, 0
 
     return [LaneLayer(keys, values) for keys, values in caches]
+
+
+def masks_of(positions_BT: torch.Tensor, room: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of tokens at successive positions: which slots of a cache ``[B, 1, T, L]`` and which of these tokens ``[B, 1, T, T]``
+    each of them sees: 0, or :data:`MASKED`. The cache has what was before them. ``window``: as of ``cached_attention``.
+    """
+    positions_B1T1 = positions_BT[:, None, :, None]
+    slots, own_B11T = torch.arange(room), positions_B1T1.transpose(2, 3)
+    found = []
+    for at, sees in ((slots, slots < positions_B1T1[:, :, :1]), (own_B11T, own_B11T <= positions_B1T1)):
+        if window:
+            sees = sees & (at > positions_B1T1 - window)
+        found.append(torch.where(sees.expand(-1, -1, positions_BT.shape[1], -1), 0.0, MASKED))
+    return found[0], found[1]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,22 +23,62 @@ def inputs_of(model: nn.Module, layers: Sequence[SparseFFN], data: Any, tokenize
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
     """
-    config, seen = Config(), 0
     kept: dict[int, list[torch.Tensor]] = {id(ffn): [] for ffn in layers}
 
     def keep(ffn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         kept[id(ffn)].append(x.detach().reshape(-1, x.shape[-1])[:TOKENS].float())
 
-    hooks = [ffn.register_forward_pre_hook(keep, with_kwargs=True) for ffn in layers]
+    _watch(model, layers, keep, data, tokenizer, lambda: sum(map(len, kept[id(layers[0])])) >= TOKENS)
+    return [torch.cat(kept[id(ffn)])[:TOKENS] for ffn in layers]
+
+
+def calls_of(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    take: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]],
+    data: Any,
+    tokenizer: Any = None,
+) -> list[list[list[torch.Tensor]]]:
+    """Of each module, for each of the first sequences of ``data``: what ``take`` takes of a call, each ``[1, T, ...]``
+    float32; some :data:`TOKENS` tokens in all.
+
+    Raises:
+        CalibrationError: ``data`` is empty or of a wrong form.
+    """
+    kept: dict[int, list[list[torch.Tensor]]] = {id(module): [] for module in modules}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        taken = [t.detach().float() for t in take(args, kwargs)]
+        batch = max(map(len, taken))
+        for i in range(batch):
+            if _tokens(kept[id(module)]) < TOKENS:
+                kept[id(module)].append([t.expand(batch, *t.shape[1:])[i : i + 1, :TOKENS] for t in taken])
+
+    _watch(model, modules, keep, data, tokenizer, lambda: _tokens(kept[id(modules[0])]) >= TOKENS)
+    return [kept[id(module)] for module in modules]
+
+
+def _tokens(calls: Sequence[Sequence[torch.Tensor]]) -> int:
+    return sum(call[0].shape[1] for call in calls)
+
+
+def _watch(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    keep: Callable[..., None],
+    data: Any,
+    tokenizer: Any,
+    enough: Callable[[], bool],
+) -> None:
+    config = Config()
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
     try:
         with torch.no_grad(), evaluating(model):
             for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
                 batch.call(model)
-                seen += sum(len(x) for x in kept[id(layers[0])][-1:])
-                if seen >= TOKENS:
+                if enough():
                     break
     finally:
         for hook in hooks:
             hook.remove()
-    return [torch.cat(kept[id(ffn)])[:TOKENS] for ffn in layers]

@@ -210,3 +210,9 @@ def decoder_methods(lanes: Lanes, batches: Sequence[int], prompts: Sequence[int]
     if max(batches) > 1:
         methods["fork"] = Fork(lanes)
     return methods
+
+
+def sizes_of(method: str) -> tuple[int, int]:
+    """Sequences, and tokens of each, of decode_bN or prefill_N."""
+    kind, _, size = method.partition("_")
+    return (1, int(size)) if kind == "prefill" else (int(size.removeprefix("b")), 1)

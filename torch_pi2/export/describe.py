@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch_pi2.base.version import __version__
 from torch_pi2.decode.budget import wanted_neurons
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.export.contents import describe_program
+from torch_pi2.export.decoder import sizes_of
 from torch_pi2.export.hot import CHUNK
 from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest, Method, Model, describe_files
 from torch_pi2.export.memory import fixed_bytes
-from torch_pi2.export.methods import Source, sizes_of
+from torch_pi2.export.methods import Methods, Source
 from torch_pi2.export.request import Request
 from torch_pi2.export.store import StoreFacts, kind_of
 from torch_pi2.formats import QUANTIZED
@@ -32,7 +33,7 @@ def manifest_of(
     request: Request,
     facts: StoreFacts,
     staging: Path,
-    chunks: Mapping[str, list[int]],
+    made: Methods,
     planned: tuple[int, int],
 ) -> Manifest:
     """Of the files in ``staging``. ``planned``: bytes of ExecuTorch's memory for the methods, and of XNNPACK's."""
@@ -42,8 +43,8 @@ def manifest_of(
     if decoder:
         for batch in request.batches:
             name = f"decode_b{batch}"
-            methods[name] = Method("decode", batch, 1, tuple(chunks.get(name, ())))
-        for name, of_layers in chunks.items():
+            methods[name] = Method("decode", batch, 1, tuple(made.chunks.get(name, ())))
+        for name, of_layers in made.chunks.items():
             if name.startswith("prefill_"):
                 methods[name] = Method("prefill", *sizes_of(name), tuple(of_layers))
         if max(request.batches) > 1:
@@ -73,7 +74,9 @@ def manifest_of(
         lanes=max(request.batches) if decoder else 1,
         eos=_eos(model) if decoder else (),
         bos=_bos(model, source.tokenizer) if decoder else None,
-        lossy=tuple(_lossy(source, request, [m.max_tokens for m in methods.values() if m.kind == "prefill"])),
+        lossy=tuple(
+            _lossy(source, request, [m.max_tokens for m in methods.values() if m.kind == "prefill"], made.hot_attention)
+        ),
         pte_bytes=pte,
         store_bytes=facts.file_bytes,
         ffn_bytes=facts.ffn_bytes,
@@ -134,7 +137,7 @@ def _bos(model: nn.Module, tokenizer: Any) -> int | None:
     return getattr(model.config, "bos_token_id", None) if found is None else found
 
 
-def _lossy(source: Source, request: Request, prompts: Sequence[int]) -> list[str]:
+def _lossy(source: Source, request: Request, prompts: Sequence[int], hot_attention: str) -> list[str]:
     found = []
     layers, rest = source.layers, source.rest
     methods = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
@@ -152,4 +155,7 @@ def _lossy(source: Source, request: Request, prompts: Sequence[int]) -> list[str
         pieces = f"all neurons there in pieces of {' and '.join(map(str, prompts))}" if prompts else "by the CPU"
         hot = f"hot neurons in {request.precision} on {request.soc} when decoding (chunks of {CHUNK})"
         found.append(f"{hot}; prompts {pieces}")
+        if hot_attention != "none":
+            where = {"prompts": "in those pieces", "all": "there and when decoding, then with the last linear layer"}
+            found.append(f"attention in {request.precision} on {request.soc} {where[hot_attention]}")
     return found

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.export.attention import masks_of
 from torch_pi2.export.decoder import Lanes
 from torch_pi2.export.hot import linear_of
 from torch_pi2.layers.linear import QuantLinear
@@ -26,6 +27,8 @@ from torch_pi2.rewrite.install import everywhere, exchange
 _NAME = "pi2_hot_attention"
 
 
+#: Tokens of a piece in which calibration texts are read.
+_PIECE = 64
 #: Arguments of an attention of which a part gets none, or tables instead.
 _POSITIONS = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "cache_position")
 
@@ -50,13 +53,14 @@ class AttentionCall:
     """How a decoder calls the attention of one layer.
 
     Attributes:
-        layer: its number. module: of transformers. window: as ``cached_attention`` has it. settings: arguments that are no tensors.
+        layer: its number. name: of the module in the decoder. module: of transformers. window: as ``cached_attention`` has it. settings: arguments that are no tensors.
         widths: of the states, and of each tensor of positions that it is given (``position_embeddings``). room: key
             heads, tokens and head size of a lane of the cache, whose numbers are of ``dtype``. outputs: how many it
             returns.
     """
 
     layer: int
+    name: str
     module: nn.Module
     window: int
     settings: Mapping[str, Any]
@@ -65,12 +69,14 @@ class AttentionCall:
     dtype: torch.dtype
     outputs: int
 
-    def inputs(self, batch: int, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Zeros, as :class:`AttentionPart` takes them."""
-        states = [torch.zeros(batch, tokens, width) for width in self.widths]
-        caches = [torch.zeros(batch, *self.room, dtype=self.dtype) for _ in range(2)]
-        masks = [torch.zeros(batch, 1, tokens, seen) for seen in (self.room[1], tokens)]
-        return (*states, *caches, *masks)
+    def shapes(self, batch: int, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Of what an :class:`AttentionPart` takes: sizes and dtypes."""
+        states = [(batch, tokens, width) for width in self.widths]
+        masks = [(batch, 1, tokens, seen) for seen in (self.room[1], tokens)]
+        floats: list[tuple[int, ...]] = [*states, *masks]
+        found = [(sizes, torch.float32) for sizes in floats]
+        found[len(states) : len(states)] = [((batch, *self.room), self.dtype)] * 2
+        return found
 
     @property
     def open(self) -> list[tuple[int, ...]]:
@@ -105,6 +111,17 @@ class AttentionPart(nn.Module):
         y = self.attention(hidden_states=x, attention_mask=None, past_key_values=cache, pi2_seen=cache, **given)[0]
         key, value = (t.transpose(1, 2) for t in cache.new)
         return y, key, value
+
+
+class HeadPart(nn.Module):
+    """``(x,) -> (logits,)``: the last linear layer, ``[B, T, H] -> [B, T, V]``."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.rows = _Rows(linear)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.rows(x),)
 
 
 class _Rows(nn.Module):
@@ -168,6 +185,18 @@ def _attend(
     return y.reshape(batch, heads, tokens, width).transpose(1, 2), None
 
 
+class Head(nn.Module):
+    """In the place of a decoder's last linear layer. part: on the accelerator; None: as it was."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+        self.part: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.whole(x) if self.part is None else self.part(x)[0]
+
+
 class AttentionSwitch(nn.Module):
     """In the place of an attention of transformers. part: on the accelerator; None: as it was."""
 
@@ -180,30 +209,50 @@ class AttentionSwitch(nn.Module):
         if self.part is None:
             return self.whole(*args, **kwargs)
         layer = next(v for v in kwargs.values() if hasattr(v, "layers")).layers[self.call.layer]
-        x, tables = _tensors(args, kwargs)
-        y, key, value = self.part(x, *tables, *layer.before(), *layer.masks(self.call.window))
+        y, key, value = self.part(*states_of(args, kwargs), *layer.before(), *layer.masks(self.call.window))
         new = (key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous())
         torch.ops.pi2.write_cache(*new, layer.rows_BT, layer.keys, layer.values)
         return (y, *[None] * (self.call.outputs - 1))
 
 
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Hidden states and tables of positions of a call."""
-    x = args[0] if args else kwargs["hidden_states"]
-    return x, tuple(kwargs.get("position_embeddings") or ())
+def states_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Hidden states of a call, and tables of positions."""
+    x: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return [x, *(kwargs.get("position_embeddings") or ())]
 
 
-def switched(lanes: Lanes) -> list[AttentionSwitch]:
-    """Put an :class:`AttentionSwitch` in the place of each attention of the model of ``lanes``; they, in order.
+def switched(lanes: Lanes) -> tuple[list[AttentionSwitch], Head | None]:
+    """Put an :class:`AttentionSwitch` in the place of each attention of the model of ``lanes``, and a :class:`Head`.
+
+    Returns them: of each layer in order; None if the model has no last linear layer of its own.
 
     Raises:
         UnsupportedModelError: its attention is not one that transformers gives it, or is called with something else
             than states and positions.
     """
-    calls = _calls(lanes)
-    made = [AttentionSwitch(call) for call in calls]
-    exchange(everywhere(lanes.model, {switch.whole: switch for switch in made}))
-    return made
+    made = [AttentionSwitch(call) for call in _calls(lanes)]
+    last: Any = lanes.model.get_output_embeddings()  # type: ignore[operator]
+    head = Head(last) if _is_linear(last) else None
+    new: dict[nn.Module, nn.Module] = {switch.whole: switch for switch in made}
+    exchange(everywhere(lanes.model, new | ({} if head is None else {head.whole: head})))
+    return made, head
+
+
+def samples_of(
+    switch: AttentionSwitch, part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Inputs of ``part`` when it reads sequences in pieces: the states and tables ``[1, T, ...]`` of each."""
+    (heads, room, width), found = switch.call.room, []
+    for states in seen:
+        caches = [torch.zeros(1, heads, room, width, dtype=switch.call.dtype) for _ in range(2)]
+        for at in range(0, min(room, states[0].shape[1]), _PIECE):
+            piece = [x[:, at : min(room, at + _PIECE)].float() for x in states]
+            end = at + piece[0].shape[1]
+            masks = masks_of(torch.arange(at, end)[None], room, switch.call.window)
+            found.append((*piece, *(cache.clone() for cache in caches), *masks))
+            for cache, new_1TKD in zip(caches, part(*found[-1])[1:]):
+                cache[:, :, at:end] = new_1TKD.transpose(1, 2)
+    return found
 
 
 @torch.no_grad()
@@ -213,6 +262,7 @@ def _calls(lanes: Lanes) -> list[AttentionCall]:
     if not lanes.ours:
         raise _refused(model, "attention in its own code")
     found: dict[int, AttentionCall] = {}
+    names = {module: name for name, module in model.named_modules()}
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = next((value for value in kwargs.values() if hasattr(value, "layers")), None)
@@ -220,7 +270,7 @@ def _calls(lanes: Lanes) -> list[AttentionCall]:
         index = next((i for i, layer in enumerate(layers) if layer.caller is module), None)
         if index is None:
             return  # no attention, but what has one in it
-        x, tables = _tensors(args, kwargs)
+        x, *tables = states_of(args, kwargs)
         others = {k: v for k, v in kwargs.items() if k not in _POSITIONS and not hasattr(v, "layers")}
         strange = [k for k, v in others.items() if isinstance(v, torch.Tensor)]
         strange += [f"{len(args)} positional arguments"] * (len(args) > 1)
@@ -231,9 +281,11 @@ def _calls(lanes: Lanes) -> list[AttentionCall]:
         if strange or x.dim() != 3:
             raise _refused(model, f"one with {', '.join(strange)}")
         shapes = (x.shape[-1], *(t.shape[-1] for t in tables)), (*layer.keys.shape[1:],)
-        found[index] = AttentionCall(index, module, layer.window, others, *shapes, layer.keys.dtype, len(output))
+        found[index] = AttentionCall(
+            index, names[module], module, layer.window, others, *shapes, layer.keys.dtype, len(output)
+        )
 
-    hooks = [m.register_forward_hook(seen, with_kwargs=True) for m in model.modules() if m is not model]
+    hooks = [m.register_forward_hook(seen, with_kwargs=True) for m, name in names.items() if name]
     zero = torch.zeros((1, 1), dtype=torch.int64)
     try:
         lanes.run(zero, zero, zero[0], lambda cache: cache[:1])

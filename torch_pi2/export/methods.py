@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map
 
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.export.attention_parts import place_attention
 from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.check import check_traced
-from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.decoder import Lanes, decoder_methods, sizes_of
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.request import Request, qnn_settings
 from torch_pi2.export.standins import split_hot_cold
@@ -65,10 +66,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Methods:
-    """By name: what is traced. chunks: of each layer, on an accelerator. check: sees that traced ones are right."""
+    """By name: what is traced. chunks: of each layer, on an accelerator. hot_attention: where attention is there, too.
+    check: sees that traced ones are right."""
 
     methods: Mapping[str, Method]
     chunks: Mapping[str, list[int]] = field(default_factory=dict)
+    hot_attention: str = "none"
     check: Check = lambda _: None
 
 
@@ -79,7 +82,8 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
     from torch_pi2.export.lower import Method, trace
 
     chunks: dict[str, list[int]] = {}
-    prepare: dict[str, Callable[[], None]] = {}
+    report: dict[str, Any] = {}
+    steps: list[Callable[[str], None]] = []  # what is to be done before a method is traced
     prompts: tuple[int, ...] = ()
     if request.splits:
         prompts = _hot_prompts(source.plain, request)
@@ -96,10 +100,25 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
         chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
         whole = [-(-ffn.site.intermediate // CHUNK) for ffn in source.plain]
         chunks |= {f"prefill_{tokens}": whole for tokens in prompts}
-        prepare = _split(source, private, chunks, request, staging)
-    if "forward" in prepare:
-        prepare["forward"]()
+        steps.append(_split(source, private, chunks, request, report))
+
+    def prepare(method: str) -> None:
+        for step in steps:
+            step(method)
+
+    prepare("forward")
     lanes = Lanes(private, max(request.batches), request.max_tokens, request.kv)
+    where, place = "none", None
+    if request.splits:
+        data = (source.calibration, source.tokenizer)
+        counts = [max(of_layer) for of_layer in zip(*chunks.values())]
+        size = _ffn_bytes(source.plain, request, counts)
+        where, place = place_attention(source.model, lanes, [*chunks], request, data, report, size)
+    if place is not None:
+        steps.append(place)
+        prepare("forward")
+    if report:
+        atomic_write(staging / "qnn.json", json.dumps(report, indent=1) + "\n")
     longest = request.prompt_tokens
     length = Dim.DYNAMIC(min=1, max=longest)
     example = min(8, longest)
@@ -109,18 +128,19 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
     def methods_of(lanes: Lanes, batches: Sequence[int], prompts: Sequence[int] = ()) -> dict[str, Method]:
         methods: dict[str, Method] = {}
         for name, module in decoder_methods(lanes, batches, prompts).items():
+            before = partial(prepare, name)
             if name == "forward":
-                methods[name] = Method(module, prompt, None, ({1: length}, None), prepare.get(name))
+                methods[name] = Method(module, prompt, None, ({1: length}, None), before)
             elif name == "fork":
                 methods[name] = Method(module, (torch.zeros(lanes.lanes, dtype=torch.int64),))
             else:
                 ids = torch.zeros(sizes_of(name), dtype=torch.int64)
                 more = (prompt[1], prompt[1] + 1) if name.startswith("prefill_") else (ids.clone(),)
-                methods[name] = Method(module, (ids, *more), prepare=prepare.get(name))
+                methods[name] = Method(module, (ids, *more), prepare=before)
         return methods
 
     def check(programs: Programs) -> None:
-        prepare.get("forward", lambda: None)()
+        prepare("forward")
         rough = any(isinstance(layer, SparseExperts) for layer in source.layers)  # routers choose
         rough = rough or any(f.has_predictor or f.threshold > 0 or f.int8_activations for f in source.plain)
         smooth, checked = source.rest == "float32" and not rough, lanes
@@ -128,11 +148,11 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
             batch = request.batches[0]
             checked = Lanes(private, batch, request.max_tokens)
             programs = trace(methods_of(checked, (batch,)), source.name)
-            prepare.get("forward", lambda: None)()
+            prepare("forward")
         # hot parts may be compiled, and have neurons that predictors leave out
         check_traced(checked, programs, max_prompt=longest, smooth=smooth, decode=not request.splits)
 
-    return Methods(methods_of(lanes, request.batches, prompts), chunks, check)
+    return Methods(methods_of(lanes, request.batches, prompts), chunks, where, check)
 
 
 def _hot_prompts(layers: Sequence[SparseFFN], request: Request) -> tuple[int, ...]:
@@ -146,8 +166,7 @@ def _hot_prompts(layers: Sequence[SparseFFN], request: Request) -> tuple[int, ..
         return prompts or ()
     from torch_pi2.export import qnn
 
-    weights = sum(ffn.site.intermediate * ffn.site.rows_per_neuron * ffn.site.hidden for ffn in layers)
-    size = round(weights * qnn_settings(request).bits / 8)
+    size = _ffn_bytes(layers, request)
     if size <= qnn.MOST_BYTES:
         return tuple(n for n in (128,) if n < request.max_tokens) if prompts is None else prompts
     if prompts:
@@ -160,10 +179,22 @@ def _hot_prompts(layers: Sequence[SparseFFN], request: Request) -> tuple[int, ..
     return ()
 
 
+def _ffn_bytes(layers: Sequence[SparseFFN], request: Request, chunks: Sequence[int] | None = None) -> int:
+    """Of the weights on an NPU: of whole layers, or of so many chunks of each."""
+    if request.soc is None:
+        return 0
+    sites = [ffn.site for ffn in layers]
+    counts = [
+        s.intermediate if chunks is None else min(s.intermediate, n * CHUNK) for s, n in zip(sites, chunks or sites)
+    ]
+    weights = sum(count * site.rows_per_neuron * site.hidden for site, count in zip(sites, counts))
+    return round(weights * qnn_settings(request).bits / 8)
+
+
 def _split(
-    source: Source, private: nn.Module, chunks: Mapping[str, list[int]], request: Request, staging: Path
-) -> dict[str, Callable[[], None]]:
-    """Give the layers of ``private`` their hot parts; what is to be done before each method is traced."""
+    source: Source, private: nn.Module, chunks: Mapping[str, list[int]], request: Request, report: dict[str, Any]
+) -> Callable[[str], None]:
+    """Give the layers of ``private`` their hot parts; what places those of a method."""
     split = split_hot_cold(private)
     most = [max(of_layer) for of_layer in zip(*chunks.values())]
     hot: list[Any] = [hot_chunks(ffn, most[i]) for i, ffn in enumerate(source.plain)]
@@ -174,28 +205,21 @@ def _split(
         samples = _samples(source, request)
         graphs = {name: qnn.Graph(sizes_of(name), of_layers) for name, of_layers in chunks.items()}
         lowered = qnn.lower_hot(hot, samples, graphs, qnn_settings(request))
-        atomic_write(staging / "qnn.json", json.dumps(lowered.report, indent=1) + "\n")
+        report |= lowered.report
         compiled = lowered.modules
         hot.clear()  # what was compiled has the weights
 
-    def whole() -> None:
-        for module in split:
-            module.hot = None
-
-    def step(name: str) -> None:
+    def place(method: str) -> None:
         for i, module in enumerate(split):
-            module.first = min(chunks[name][i] * CHUNK, source.plain[i].site.intermediate)
-            module.hot = compiled[name][i] if compiled else hot[i]
-            if not compiled:
-                hot[i].chunks = chunks[name][i]
+            count = chunks[method][i] if method in chunks else 0
+            module.first = min(count * CHUNK, source.plain[i].site.intermediate)
+            module.hot = None
+            if count:
+                module.hot = compiled[method][i] if compiled else hot[i]
+            if count and not compiled:
+                hot[i].chunks = count
 
-    return {"forward": whole} | {name: partial(step, name) for name in chunks}
-
-
-def sizes_of(method: str) -> tuple[int, int]:
-    """Sequences, and tokens of each, of decode_bN or prefill_N."""
-    kind, _, size = method.partition("_")
-    return (1, int(size)) if kind == "prefill" else (int(size.removeprefix("b")), 1)
+    return place
 
 
 def _samples(source: Source, request: Request) -> Sequence[torch.Tensor | None]:

@@ -12,7 +12,7 @@ from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export.choose import is_whole
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
-from torch_pi2.spec.config import KV_FORMATS, LINEARS
+from torch_pi2.spec.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
 #: Precision, outliers and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
 _NPU_DEFAULTS = ("w4a16", 64, True)
@@ -30,6 +30,7 @@ class Request:
     kv: str
     hot: Mapping[int, int] | None
     hot_prompts: tuple[int, ...] | None
+    hot_attention: str | None
     precision: str
     outliers: int
     weight_sharing: bool
@@ -81,11 +82,23 @@ def check_request(request: Request) -> None:
             not prompts or (request.splits and all(is_whole(tokens, 2, request.max_tokens - 1) for tokens in prompts)),
             f"sizes of 2 to {request.max_tokens - 1} tokens, with hot or an NPU alone",
         ),
+        (
+            "hot_attention",
+            request.hot_attention in (None, "none") or (request.hot_attention in HOT_ATTENTION and request.splits),
+            f"{', '.join(HOT_ATTENTION)}; with hot or an NPU alone",
+        ),
         ("hot", request.hot is None or not {*request.hot} - {*request.batches}, "chunks for sizes of batches alone"),
     ):
         if not good:
             found = repr(getattr(request, name))
             raise ConfigError(f"export({name}=...)", expected=expected, found=found, fix="Leave it out.")
+    if request.hot_attention in ("prompts", "all") and request.kv == "int8":
+        raise ConfigError(
+            f"export(hot_attention={request.hot_attention!r}) with kv='int8'",
+            expected="keys and values in float32 or float16: those in int8 have a scale for each token",
+            found="int8",
+            fix="Leave one of them out.",
+        )
     kind, _, soc = request.target.partition(":")
     if request.target != "xnnpack" and (kind != "qnn" or not soc):
         raise ConfigError(

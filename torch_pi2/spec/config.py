@@ -20,6 +20,8 @@ QUANTIZATIONS = ("rtn", "weighted")
 LINEARS = ("float32", "int8", "int4")
 #: Of keys and values there.
 KV_FORMATS = ("float32", "float16", "int8")
+#: In which methods an accelerator computes attention: none, those that read prompts there, or all that have hot parts.
+HOT_ATTENTION = ("none", "prompts", "all")
 
 
 @dataclass(frozen=True)

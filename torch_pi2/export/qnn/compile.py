@@ -83,7 +83,7 @@ def _run(folder: Path) -> None:
         if isinstance(given, PartInputs):
             program, errors = quantize_part(torch.export.load(folder / f"{name}.float.pt2"), given, settings)
             facts: dict[str, Any] = {"errors": errors}
-            programs = {graph: part_program(program, inputs) for graph, inputs in given.graphs.items()}
+            programs = {graph: part_program(program, shapes) for graph, shapes in given.graphs.items()}
         else:
             hot, samples = given
             quantized = quantize(hot, samples, settings)
@@ -153,7 +153,11 @@ def _compile(
     traffic = _TRAFFIC.findall(log.read())
     names = ("spill_bytes", "fill_bytes", "write_bytes", "read_bytes")
     graphs = {
-        name: {**graph, **delegates[name].order(), **(dict(zip(names, map(int, numbers))) if len(traffic) == len(programs) else {})}
+        name: {
+            **graph,
+            **delegates[name].order(),
+            **(dict(zip(names, map(int, numbers))) if len(traffic) == len(programs) else {}),
+        }
         for (name, graph), numbers in zip(layer["graphs"].items(), traffic or [()] * len(programs))
     }
     return contexts.pop(), spec, graphs
@@ -172,9 +176,7 @@ class _Delegate:
         return {"arguments": self.arguments, "results": self.results} if len(self.arguments) > 1 else {}
 
 
-def _lower(
-    programs: dict[str, torch.export.ExportedProgram], settings: Settings
-) -> tuple[dict[str, _Delegate], bytes]:
+def _lower(programs: dict[str, torch.export.ExportedProgram], settings: Settings) -> tuple[dict[str, _Delegate], bytes]:
     """ExecuTorch's lowering to the HTP: context binary of each program (the same one), and the specification."""
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from executorch.backends.qualcomm.utils.utils import (

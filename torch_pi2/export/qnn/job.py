@@ -62,7 +62,7 @@ class Job:
         """Another part of a decoder."""
         torch.export.save(program, self.folder / f"{name}.float.pt2")
         torch.save(inputs, self.folder / f"{name}.pt")
-        graphs = {graph: {"shapes": [list(x.shape) for x in given]} for graph, given in inputs.graphs.items()}
+        graphs = {graph: {"shapes": [sizes for sizes, _ in shapes]} for graph, shapes in inputs.graphs.items()}
         self.layers.append({"name": name, "graphs": graphs})
 
     def run(self) -> tuple[str, dict[str, Compiled]]:

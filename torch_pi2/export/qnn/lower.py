@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -129,24 +129,26 @@ class CompiledPart(nn.Module):
         return tuple(found[i] for i in self.results)
 
 
-def lower_parts(parts: Mapping[str, tuple[torch.export.ExportedProgram, PartInputs]], settings: Settings) -> Parts:
-    """Quantise and compile other parts of a decoder, each given with its inputs.
+def lower_parts(parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInputs]], settings: Settings) -> Parts:
+    """Quantise and compile other parts of a decoder, each with its name and its inputs, which are not kept.
 
     Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
     """
+    graphs = {}
     with job(settings) as work:
-        for name, (program, inputs) in parts.items():
+        for name, program, inputs in parts:
             work.add_part(name, program, inputs)
+            graphs[name] = inputs.graphs
         _, compiled = work.run()
     modules: dict[str, dict[str, nn.Module]] = {}
-    for name, (_, inputs) in parts.items():
+    for name, of_part in graphs.items():
         one = compiled[name]
-        for graph, given in inputs.graphs.items():
+        for graph, shapes in of_part.items():
             facts = one.report["graphs"][graph]
             order = facts.get("arguments", [0]), facts.get("results", [0])
-            delegate = _delegate(part_program(one.program, given, order), one)
+            delegate = _delegate(part_program(one.program, shapes, order), one)
             modules.setdefault(graph, {})[name] = CompiledPart(delegate, *order)
-    return Parts(modules, {name: compiled[name].report for name in parts})
+    return Parts(modules, {name: one.report for name, one in compiled.items()})
 
 
 def _add(work: Job, i: int, layer: HotChunks | None, samples: torch.Tensor | None, graphs: Mapping[str, Graph]) -> None:

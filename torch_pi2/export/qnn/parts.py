@@ -6,7 +6,6 @@ graph, so that all graphs have the same weights and scales.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,8 @@ from torch_pi2.export.qnn.quantize import pt2e
 from torch_pi2.export.qnn.settings import Settings
 
 Inputs = tuple[torch.Tensor, ...]
+#: Of each input its sizes and its dtype.
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,23 @@ class PartInputs:
     """Inputs of a part.
 
     Attributes:
-        samples: calibration inputs; empty: it is not quantised (fp16). graphs: of each graph, in its shapes. open: of
-            each input the dimensions that differ between calls.
+        samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: of each input
+            the dimensions that differ between calls.
     """
 
     samples: Sequence[Inputs]
-    graphs: Mapping[str, Inputs]
+    graphs: Mapping[str, Shapes]
     open: Sequence[Sequence[int]]
+
+
+def zeros(shapes: Shapes) -> Inputs:
+    return tuple(torch.zeros(sizes, dtype=dtype) for sizes, dtype in shapes)
 
 
 def open_program(module: nn.Module, example: Inputs, open: Sequence[Sequence[int]]) -> torch.export.ExportedProgram:
     """``module`` as a program. The open sizes of ``example`` are 2 or more, and different where they may differ."""
     auto = torch.export.Dim.AUTO(min=1, max=1 << 16)
-    shapes = tuple({dim: auto for dim in dims} for dims in open)
+    shapes = tuple(dict.fromkeys(dims, auto) for dims in open)
     with torch.no_grad():
         return torch.export.export(_Open(module), example, dynamic_shapes={"inputs": shapes}, strict=False)
 
@@ -65,20 +70,23 @@ def quantize_part(
         squares: list[list[torch.Tensor]] = []
         for sample in inputs.samples:
             pairs = zip(right(*sample), quantized(*sample), strict=True)
-            squares.append([torch.stack([(a - b).double().square().sum(), a.double().square().sum()]) for a, b in pairs])
+            squares.append(
+                [torch.stack([(a - b).double().square().sum(), a.double().square().sum()]) for a, b in pairs]
+            )
         totals = [torch.stack(of_output).sum(0) for of_output in zip(*squares)]
         example: Any = program.example_inputs[0]
         return open_program(quantized, example, inputs.open), [float((t[0] / t[1]).sqrt()) for t in totals]
 
 
 def part_program(
-    program: torch.export.ExportedProgram, inputs: Inputs, order: tuple[Sequence[int], Sequence[int]] | None = None
+    program: torch.export.ExportedProgram, shapes: Shapes, order: tuple[Sequence[int], Sequence[int]] | None = None
 ) -> torch.export.ExportedProgram:
-    """The static program for ``inputs``; ``order``: with these inputs as arguments, and so that output i is result
-    ``order[1][i]``."""
+    """The static program for inputs of ``shapes``; ``order``: with these of them as arguments, and so that output i is
+    result ``order[1][i]``."""
     module: nn.Module = program.module(check_guards=False)
+    inputs = zeros(shapes)
     if order is not None:
-        module, inputs = _Ordered(module, *order), operator.itemgetter(*order[0])(inputs)
+        module, inputs = _Ordered(module, *order), tuple(inputs[i] for i in order[0])
     with torch.no_grad():
         return torch.export.export(module, inputs, strict=False)
 

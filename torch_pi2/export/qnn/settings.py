@@ -65,7 +65,12 @@ class Settings:
     @property
     def bits(self) -> float:
         """Of a weight, on average, without scales."""
-        return {"w4a16": 4 + 4 * self.outliers / CHUNK_NEURONS, "w8a16": 8, "fp16": 16}[self.precision]
+        return self.part_bits + (4 * self.outliers / CHUNK_NEURONS if self.precision == "w4a16" else 0)
+
+    @property
+    def part_bits(self) -> int:
+        """Of a weight outside feed-forward layers."""
+        return {"w4a16": 4, "w8a16": 8, "fp16": 16}[self.precision]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,207 @@
+"""Attention on an accelerator: parts of fixed shape over keys and values that they are given, XNNPACK in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exported import ROOM, bundle_of, drawn_model, one_layer
+from runner_calls import run
+from torch import nn
+
+import torch_pi2
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export import hot_attention
+from torch_pi2.export.attention import masks_of
+from torch_pi2.export.attention_parts import place_attention
+from torch_pi2.export.contents import describe_program
+from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.hot_attention import AttentionPart, HeadPart, samples_of, switched
+from torch_pi2.export.qnn import MOST_BYTES, open_program, zeros
+from torch_pi2.export.request import Request
+from torch_pi2.export.run import Bundle
+
+IDS = torch.randint(3, 250, (ROOM,), generator=torch.Generator().manual_seed(3)).tolist()
+#: A family, and what is special: groups of query heads, a window, norms of heads, soft caps, positions in a table.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 7},
+    "Qwen3": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "sliding_window": 7, "attn_logit_softcapping": 2.0},
+    "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 32},
+}
+
+
+def lanes_of(model: nn.Module, lanes: int = 2, kv: str = "float32") -> Lanes:
+    return Lanes(model, lanes, ROOM, kv)
+
+
+@torch.no_grad()
+def played(lanes: Lanes) -> list[torch.Tensor]:
+    """Logits of two prompts in pieces, the last one padded, and of steps of both and of one; then the caches."""
+    lanes.forget()
+    methods = decoder_methods(lanes, (1, 2), (12,))
+    ids_2T = torch.randint(0, 50, (2, ROOM), generator=torch.Generator().manual_seed(1))
+    found = []
+    for lane in range(2):
+        start = torch.tensor([lane * ROOM])
+        found.append(methods["forward"](ids_2T[lane : lane + 1, :9], start))
+        found.append(methods["prefill_12"](ids_2T[lane : lane + 1, 9:21], start + 9, torch.tensor([11])))
+        found.append(methods["prefill_12"](ids_2T[lane : lane + 1, 21:33], start + 21, torch.tensor([4])))
+    positions = torch.tensor([[26], [26]])
+    for step in range(3):
+        found.append(methods["decode_b2"](ids_2T[:, 26 + step : 27 + step], positions + step))
+    found.append(methods["decode_b1"](ids_2T[:1, 29:30], positions[:1] + 3))
+    read = [cache[:, :29] for lane in range(2) for pair in lanes.floats(lane, 29) for cache in pair]
+    return [*found, *read]
+
+
+@pytest.mark.parametrize("kv", ["float32", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_part_is_the_attention_that_it_stands_for(family: str, kv: str) -> None:
+    lanes = lanes_of(drawn_model(family, **FAMILIES[family]), kv=kv)
+    before = played(lanes)
+    switches, head = switched(lanes)
+    for first, second in zip(before, played(lanes)):
+        assert torch.equal(first, second)  # without parts nothing has changed
+    for switch in switches:
+        switch.part = AttentionPart(switch.call)
+    assert head is not None
+    head.part = HeadPart(head.whole)
+    off = 2e-5 if kv == "float32" else 5e-3  # of tokens that are new the numbers are not yet rounded
+    for first, second in zip(before, played(lanes)):
+        torch.testing.assert_close(first, second, rtol=0, atol=off * float(first.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["Mistral", "OPT"])
+def test_a_part_with_open_sizes(family: str) -> None:
+    """What an NPU's compiler is given: one program, quantised once, for every number of sequences and of tokens."""
+    switches, _ = switched(lanes_of(drawn_model(family, **FAMILIES[family])))
+    call = switches[0].call
+    part = AttentionPart(call)
+    program = open_program(part, zeros(call.shapes(2, 3)), call.open).module(check_guards=False)
+    for batch, tokens in ((1, 1), (3, 1), (1, 17)):
+        inputs = [torch.randn(sizes).to(dtype) for sizes, dtype in call.shapes(batch, tokens)]
+        for found, wanted in zip(program(*inputs), part(*inputs), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_calibration_reads_as_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_attention, "_PIECE", 16)
+    switches, _ = switched(lanes_of(drawn_model("Mistral", **FAMILIES["Mistral"])))
+    call, random = switches[0].call, torch.Generator().manual_seed(0)
+    states = [torch.randn(1, 60, width, generator=random) for width in call.widths]
+    with torch.no_grad():
+        part = AttentionPart(call)
+        pieces = samples_of(switches[0], part, [states, states])
+        assert [x[0].shape[1] for x in pieces] == [16, 16, 16] * 2  # no more than there is room for
+        caches = [torch.zeros(sizes) for sizes, _ in call.shapes(1, 1)[-4:-2]]
+        whole = part(*(s[:, :ROOM] for s in states), *caches, *masks_of(torch.arange(ROOM)[None], ROOM, call.window))
+        for i, of_output in enumerate(zip(*(part(*piece) for piece in pieces[:3]))):
+            torch.testing.assert_close(torch.cat(of_output, 1), whole[i], rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=["float32", "float16"])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    return bundle_of(
+        tmp_path_factory,
+        f"hot-attention-{request.param}",
+        lambda: torch_pi2.optimize(one_layer(num_key_value_heads=1)),
+        batches=(1, 2),
+        hot={1: 1, 2: 1},
+        hot_prompts=(16,),
+        hot_attention="all",
+        kv=request.param,
+    )
+
+
+def test_a_bundle_decodes_the_same_text(bundle: tuple[nn.Module, Path]) -> None:
+    model, folder = bundle
+    methods = describe_program(folder / "model.pte")["methods"]
+    for name in ("prefill_16", "decode_b1", "decode_b2"):
+        assert {"pi2::write_cache.out"} <= {*methods[name]["operators"]}
+        assert "pi2::cached_attention.out" not in methods[name]["operators"]
+    assert "pi2::cached_attention.out" in methods["forward"]["operators"]
+    with Bundle(folder) as opened, torch.no_grad():
+        for length in (1, 9, 16, 20, 33, 40):
+            logits, wanted = opened.logits(IDS[:length], length)[0], model(torch.tensor([IDS[:length]])).logits[0, -1]
+            tolerance = 1e-4 if folder.name.endswith("float32") else 3e-3
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
+            greedy = model.generate(torch.tensor([IDS[:length]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+            assert opened.generate(IDS[:length], 8).sequences[0].ids == greedy[0, length:].tolist(), length
+        prompts = [IDS[:21], IDS[5:30]]
+        together = [made.sequences[0].ids for made in opened.generate_batch(prompts, 6)]
+        assert together == [opened.generate(prompt, 6).sequences[0].ids for prompt in prompts]
+
+
+@pytest.mark.parametrize("length", [1, 16, 21, ROOM - 9])
+def test_the_runner_decodes_alike(bundle: tuple[nn.Module, Path], length: int, tmp_path: Path) -> None:
+    ids, logits = ",".join(map(str, IDS[:length])), tmp_path / "logits.npy"
+    found = run(bundle[1], "--ids", ids, "--max-new-tokens", 8, "--logits", logits)
+    with Bundle(bundle[1]) as opened:
+        assert found["sequences"][0]["ids"] == opened.generate(IDS[:length], 8).sequences[0].ids
+        assert np.array_equal(np.load(logits)[0, 0], opened.logits(IDS[:length], length)[0].numpy())
+
+
+def test_quantised_linear_layers_are_those_numbers(tmp_path: Path) -> None:
+    """An accelerator's parts are made of what is stored: of int8 rows, and of what the exporter has rounded."""
+    sizes: dict[str, Any] = {"batches": (1,), "max_tokens": 24, "max_prompt": 8, "hot": {1: 3}, "hot_prompts": (8,)}
+    for settings, more, most in (({"weights": "int8"}, {}, 1e-3), ({}, {"linears": "int8"}, 0.1)):
+        model = torch_pi2.optimize(one_layer(num_hidden_layers=2), method="exact", **settings)
+        folder = torch_pi2.export(model, tmp_path / "b", **sizes, **more, hot_attention="all")
+        with Bundle(folder) as opened, torch.no_grad():
+            found, wanted = opened.logits(IDS[:14], 12), model(torch.tensor([IDS[:14]])).logits[0, 11:].float()
+        assert float((found - wanted).norm() / wanted.norm()) < most
+
+
+def request(hot_attention: str | None, kv: str = "float32", precision: str = "w4a16") -> Request:
+    kinds = ("float32", kv, None, None, hot_attention, precision)
+    return Request("qnn:SM8650", ROOM, 256, (1,), *kinds, 64, True, False)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model = torch_pi2.optimize(one_layer())
+    for settings, message in (
+        (
+            {"hot_attention": "all"},
+            r"export\(hot_attention=...\): expected none, prompts, all; with hot or an NPU alone",
+        ),
+        (
+            {"hot_attention": "some", "hot": {1: 1}},
+            "expected none, prompts, all; with hot or an NPU alone, found 'some'",
+        ),
+        (
+            {"hot_attention": "all", "hot": {1: 1}, "kv": "int8"},
+            "with kv='int8': expected keys and values in float32 or",
+        ),
+        ({"hot_attention": "prompts", "hot": {1: 1}}, r"expected methods that read prompts on the accelerator"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            torch_pi2.export(model, tmp_path / "b", batches=(1,), max_tokens=ROOM, **settings)
+    falcon = drawn_model("Falcon", ffn_hidden_size=96, hidden_act="relu")
+    lanes = Lanes(falcon, 1, ROOM)
+    arguments: dict[str, Any] = {"data": (None, None), "ffn_bytes": 0}
+    with pytest.raises(UnsupportedModelError, match="attention of FalconForCausalLM on an accelerator: expected"):
+        place_attention(falcon, lanes, ["decode_b1"], request("all"), report={}, **arguments)
+    report: dict[str, Any] = {}
+    assert place_attention(falcon, lanes, ["prefill_16"], request(None), report=report, **arguments) == ("none", None)
+    assert report["attention"].startswith("on the CPU: ")
+    for kv, methods in (("int8", ["prefill_16"]), ("float32", ["decode_b1"])):
+        assert place_attention(falcon, lanes, methods, request(None, kv), report={}, **arguments) == ("none", None)
+
+
+def test_the_memory_of_an_npu() -> None:
+    model = drawn_model("Llama")
+    most: dict[str, Any] = {"data": (None, None), "ffn_bytes": MOST_BYTES}
+    message = (
+        r"export\(hot_attention='all'\): expected weights of at most 3584 MiB on the NPU, found 3584 MiB in w4a16, with"
+    )
+    with pytest.raises(ConfigError, match=message):
+        place_attention(model, lanes_of(model), ["prefill_16"], request("all"), report={}, **most)
+    report: dict[str, Any] = {}
+    model = drawn_model("Llama")
+    assert place_attention(model, lanes_of(model), ["prefill_16"], request(None), report=report, **most)[0] == "none"
+    assert report["attention"] == "on the CPU: with it an NPU would have 3584 MiB"

@@ -1,0 +1,136 @@
+"""Attention and head of a decoder on the accelerator: in which methods, compiled of what, and placed before tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export.calibrate import calls_of
+from torch_pi2.export.decoder import Lanes, sizes_of
+from torch_pi2.export.hot_attention import (
+    AttentionPart,
+    AttentionSwitch,
+    Head,
+    HeadPart,
+    samples_of,
+    states_of,
+    switched,
+)
+from torch_pi2.export.request import Request, qnn_settings
+
+_HEAD = "head"
+Place = Callable[[str], None]
+
+
+def place_attention(
+    source: nn.Module,
+    lanes: Lanes,
+    methods: Sequence[str],
+    request: Request,
+    data: tuple[Any, Any],
+    report: dict[str, Any],
+    ffn_bytes: int,
+) -> tuple[str, Place | None]:
+    """Where attention goes to the accelerator ("none", "prompts", "all"), and what places its parts before a method.
+
+    Args:
+        source: the model that ``lanes`` has a copy of. methods: those with hot parts. data: calibration and tokenizer.
+        report: what is compiled is added to it. ffn_bytes: of feed-forward layers that an NPU has.
+
+    Raises:
+        ConfigError, UnsupportedModelError: what was asked for is not possible.
+    """
+    prompts = [name for name in methods if name.startswith("prefill_")]
+    where = request.hot_attention or ("prompts" if request.soc and prompts and request.kv != "int8" else "none")
+    if where == "none":
+        return "none", None
+    if where == "prompts" and not prompts:
+        raise ConfigError(
+            "export(hot_attention='prompts')",
+            expected="methods that read prompts on the accelerator (hot_prompts)",
+            found="none",
+            fix="Pass hot_prompts=(128,), or hot_attention='all' to decode there.",
+        )
+    try:
+        switches, head = switched(lanes)
+    except UnsupportedModelError as error:
+        if request.hot_attention:
+            raise
+        report["attention"] = f"on the CPU: {error.found}"
+        return "none", None
+    if where == "prompts":
+        methods, head = prompts, None
+    if request.soc is None:
+        stand_ins = {_name(i): AttentionPart(switch.call) for i, switch in enumerate(switches)}
+        heads = {} if head is None else {_HEAD: HeadPart(head.whole)}
+        return where, _placing(switches, head, dict.fromkeys(methods, stand_ins | heads))
+    from torch_pi2.export import qnn
+
+    settings = qnn_settings(request)
+    parts = [switch.whole for switch in switches] + ([] if head is None else [head.whole])
+    size = ffn_bytes + round(sum(p.numel() for part in parts for p in part.parameters()) * settings.part_bits / 8)
+    if size > qnn.MOST_BYTES:
+        if request.hot_attention:
+            raise ConfigError(
+                f"export(hot_attention={where!r})",
+                expected=f"weights of at most {qnn.MOST_BYTES >> 20} MiB on the NPU",
+                found=f"{size >> 20} MiB in {request.precision}, with those of feed-forward layers",
+                fix="Leave it out: the CPU computes attention.",
+            )
+        report["attention"] = f"on the CPU: with it an NPU would have {size >> 20} MiB"
+        return "none", None
+    lowered = qnn.lower_parts(_compiled(source, switches, head, methods, settings.precision, data), settings)
+    report["attention"] = where
+    report["parts"] = lowered.report
+    return where, _placing(switches, head, lowered.modules)
+
+
+def _placing(
+    switches: Sequence[AttentionSwitch], head: Head | None, modules: Mapping[str, Mapping[str, nn.Module]]
+) -> Place:
+    def place(method: str) -> None:
+        found = modules.get(method, {})
+        for i, switch in enumerate(switches):
+            switch.part = found.get(_name(i))
+        if head is not None:
+            head.part = found.get(_HEAD)
+
+    return place
+
+
+def _compiled(
+    source: nn.Module,
+    switches: Sequence[AttentionSwitch],
+    head: Head | None,
+    methods: Sequence[str],
+    precision: str,
+    data: tuple[Any, Any],
+) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
+    """Each part as what compiles it takes it: its name, its program, its inputs."""
+    from torch_pi2.export.qnn import PartInputs, open_program, zeros
+
+    attentions = [source.get_submodule(switch.call.name) for switch in switches]
+    heads = [] if head is None else [source.get_output_embeddings()]  # type: ignore[operator]
+    seen: list[Any] = [[]] * (len(attentions) + 1)
+    if precision != "fp16":
+        seen = calls_of(source, [*attentions, *heads], states_of, *data)
+    for i, switch in enumerate(switches):
+        part = AttentionPart(switch.call)
+        graphs = {name: switch.call.shapes(*sizes_of(name)) for name in methods}
+        with torch.no_grad():
+            samples = samples_of(switch, part, seen[i])
+        program = open_program(part, zeros(switch.call.shapes(2, 3)), switch.call.open)
+        yield _name(i), program, PartInputs(samples, graphs, switch.call.open)
+    if head is not None:
+        width = switches[0].call.widths[0]
+        one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}
+        program = open_program(HeadPart(head.whole), (torch.zeros(2, 3, width),), [(0, 1)])
+        yield _HEAD, program, PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)])
+
+
+def _name(layer: int) -> str:
+    return f"attention{layer}"
