@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--hot-attention",
         choices=HOT_ATTENTION,
-        help="where the accelerator computes attention, too: pieces of prompts, or decoding as well with the last linear "
-        "layer (default: prompts on an NPU that holds it)",
+        help="where the accelerator computes attention, too: pieces of prompts, or all, which is decoding as well with "
+        "the last linear layer (default: prompts on an NPU that holds it)",
     )
     verdict.add_arguments(parser)
     npu = parser.add_argument_group("hot neurons on the NPU (lossy)")

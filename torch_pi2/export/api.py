@@ -79,9 +79,9 @@ def export(
         hot_prompts: sizes of pieces in which prompts are read by methods ``prefill_N``, whole layers by the
             accelerator; what does not fill half of a piece goes by ``forward``, as all does without them. Default: one
             of 128 tokens on an NPU whose memory holds the feed-forward layers, else none.
-        hot_attention: in which methods the accelerator computes attention with its projections, too, over keys and values
-            that it is given: ``none``, ``prompts`` (those of ``hot_prompts``) or ``all`` (decoding, too, with the last
-            linear layer). Needs ``kv`` in float32 or float16. Default: ``prompts`` on an NPU whose memory holds it.
+        hot_attention: in which methods the accelerator computes attention with its projections, too, over keys and
+            values that it is given: ``none``, ``prompts`` (those of ``hot_prompts``) or ``all`` (decoding, too, with
+            the last linear layer). ``kv`` is float32 or float16 then. Default: ``prompts`` on an NPU that holds it.
         precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
             are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.

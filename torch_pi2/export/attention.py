@@ -91,8 +91,8 @@ def lane_layers(
 
 
 def masks_of(positions_BT: torch.Tensor, room: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of tokens at successive positions: which slots of a cache ``[B, 1, T, L]`` and which of these tokens ``[B, 1, T, T]``
-    each of them sees: 0, or :data:`MASKED`. The cache has what was before them. ``window``: as of ``cached_attention``.
+    """Of tokens at successive positions: which slots of a cache ``[B, 1, T, L]``, which has what was before them, and
+    which of themselves ``[B, 1, T, T]`` each of them sees: 0, or :data:`MASKED`. window: as of ``cached_attention``.
     """
     positions_B1T1 = positions_BT[:, None, :, None]
     slots, own_B11T = torch.arange(room), positions_B1T1.transpose(2, 3)

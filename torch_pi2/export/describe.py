@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,7 @@ def manifest_of(
         lanes=max(request.batches) if decoder else 1,
         eos=_eos(model) if decoder else (),
         bos=_bos(model, source.tokenizer) if decoder else None,
-        lossy=tuple(
-            _lossy(source, request, [m.max_tokens for m in methods.values() if m.kind == "prefill"], made.hot_attention)
-        ),
+        lossy=tuple(_lossy(source, request, methods, made.hot_attention)),
         pte_bytes=pte,
         store_bytes=facts.file_bytes,
         ffn_bytes=facts.ffn_bytes,
@@ -137,12 +135,12 @@ def _bos(model: nn.Module, tokenizer: Any) -> int | None:
     return getattr(model.config, "bos_token_id", None) if found is None else found
 
 
-def _lossy(source: Source, request: Request, prompts: Sequence[int], hot_attention: str) -> list[str]:
-    found = []
+def _lossy(source: Source, request: Request, methods: Mapping[str, Method], hot_attention: str) -> list[str]:
+    found, prompts = [], [method.max_tokens for method in methods.values() if method.kind == "prefill"]
     layers, rest = source.layers, source.rest
-    methods = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
-    if methods:
-        found.append(f"cold neurons chosen by {' and '.join(methods)}")
+    lossy = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
+    if lossy:
+        found.append(f"cold neurons chosen by {' and '.join(lossy)}")
     if kind_of(layers[0]) in QUANTIZED:
         found.append(f"neurons in {kind_of(layers[0])}")
     if rest != "float32":

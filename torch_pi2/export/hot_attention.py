@@ -53,7 +53,8 @@ class AttentionCall:
     """How a decoder calls the attention of one layer.
 
     Attributes:
-        layer: its number. name: of the module in the decoder. module: of transformers. window: as ``cached_attention`` has it. settings: arguments that are no tensors.
+        layer: its number. name: of the module in the decoder. module: of transformers. window: as ``cached_attention``
+            has it. settings: arguments that are no tensors.
         widths: of the states, and of each tensor of positions that it is given (``position_embeddings``). room: key
             heads, tokens and head size of a lane of the cache, whose numbers are of ``dtype``. outputs: how many it
             returns.
@@ -125,8 +126,8 @@ class HeadPart(nn.Module):
 
 
 class _Rows(nn.Module):
-    """A linear layer that sees tokens of all sequences as rows of one matrix: with 4-bit weights and x ``[2, 1, H]`` the
-    HTP (Qualcomm's emulator, QNN 2.49) computes something else."""
+    """A linear layer that sees tokens of all sequences as rows of one matrix: with 4-bit weights and x ``[2, 1, H]``
+    the HTP (Qualcomm's emulator, QNN 2.49) computes something else."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()

@@ -183,12 +183,12 @@ def _ffn_bytes(layers: Sequence[SparseFFN], request: Request, chunks: Sequence[i
     """Of the weights on an NPU: of whole layers, or of so many chunks of each."""
     if request.soc is None:
         return 0
-    sites = [ffn.site for ffn in layers]
-    counts = [
-        s.intermediate if chunks is None else min(s.intermediate, n * CHUNK) for s, n in zip(sites, chunks or sites)
-    ]
-    weights = sum(count * site.rows_per_neuron * site.hidden for site, count in zip(sites, counts))
-    return round(weights * qnn_settings(request).bits / 8)
+    weights: int = 0
+    for i, site in enumerate(ffn.site for ffn in layers):
+        neurons = site.intermediate if chunks is None else min(site.intermediate, chunks[i] * CHUNK)
+        weights += neurons * site.rows_per_neuron * site.hidden
+    bits: float = qnn_settings(request).bits
+    return round(weights * bits / 8)
 
 
 def _split(

@@ -152,14 +152,10 @@ def _compile(
         )
     traffic = _TRAFFIC.findall(log.read())
     names = ("spill_bytes", "fill_bytes", "write_bytes", "read_bytes")
-    graphs = {
-        name: {
-            **graph,
-            **delegates[name].order(),
-            **(dict(zip(names, map(int, numbers))) if len(traffic) == len(programs) else {}),
-        }
-        for (name, graph), numbers in zip(layer["graphs"].items(), traffic or [()] * len(programs))
-    }
+    graphs = {name: graph | delegates[name].order() for name, graph in layer["graphs"].items()}
+    if len(traffic) == len(programs):
+        for graph, numbers in zip(graphs.values(), traffic):
+            graph |= dict(zip(names, map(int, numbers)))
     return contexts.pop(), spec, graphs
 
 

@@ -26,8 +26,8 @@ class PartInputs:
     """Inputs of a part.
 
     Attributes:
-        samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: of each input
-            the dimensions that differ between calls.
+        samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: of each
+            input the dimensions that differ between calls.
     """
 
     samples: Sequence[Inputs]
