@@ -89,6 +89,17 @@ def test_a_part_with_open_sizes(family: str) -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
+def test_norms_of_heads_see_rows() -> None:
+    """In float16 the NPU's emulator has other numbers for more than two dimensions."""
+    switches, _ = switched(lanes_of(drawn_model("Qwen3", **FAMILIES["Qwen3"])))
+    part, seen = AttentionPart(switches[0].call), []
+    for module in part.modules():
+        if type(module).__name__ == "Qwen3RMSNorm":
+            module.register_forward_pre_hook(lambda _, args: seen.append(args[0].dim()))
+    part(*zeros(switches[0].call.shapes(2, 3)))
+    assert seen == [2, 2]
+
+
 def test_calibration_reads_as_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_attention, "_PIECE", 16)
     switches, _ = switched(lanes_of(drawn_model("Mistral", **FAMILIES["Mistral"])))

@@ -8,11 +8,13 @@ it computes in float16, so that SiLU and GELU are 3e-3 to 7e-3 off there; ReLU i
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,11 @@ import torch_pi2
 from benchmarks.qnn import measure
 from torch_pi2.errors import CompileError
 from torch_pi2.export import qnn
+from torch_pi2.export.attention_parts import _placing
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.hot_attention import switched
 from torch_pi2.export.markers import registered
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import quantize
@@ -249,13 +253,14 @@ def test_the_check_compiles_and_stays_offline(tmp_path: Path, monkeypatch: pytes
     assert not seen.exists()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "w4a16"])
+@pytest.mark.parametrize(("precision", "hot_attention"), [("fp16", "all"), ("w4a16", "all"), ("w4a16", "none")])
 def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, hot_attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bundle as users export it: hot neurons on QNN, cold ones over the store, the rest on XNNPACK.
+    """A bundle as users export it: hot neurons on QNN, cold ones over the store, attention and the last linear layer on
+    QNN or, as the rest, on XNNPACK.
 
-    Against PyTorch with the hot parts in the precision that was compiled.
+    Against PyTorch with what is on QNN in the precision that was compiled.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -272,9 +277,10 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     model = LlamaForCausalLM(config).eval()
     text = torch.randint(0, 512, (8, 40))
     model = torch_pi2.optimize(model, [text], torch_pi2.Config(method="exact"))
-    compiled: list[qnn.Lowered] = []
-    lower_hot = qnn.lower_hot
+    compiled: list[Any] = []
+    lower_hot, lower_parts = qnn.lower_hot, qnn.lower_parts
     monkeypatch.setattr(qnn, "lower_hot", lambda *args: compiled.append(lower_hot(*args)) or compiled[-1])
+    monkeypatch.setattr(qnn, "lower_parts", lambda *args: compiled.append(lower_parts(*args)) or compiled[-1])
     monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
     folder = torch_pi2.export(
         model,
@@ -286,6 +292,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
         batches=(1, 2),
         hot={1: 1, 2: 1},
         hot_prompts=(8,),
+        hot_attention=hot_attention,
         calibration=text,
     )
     sdk.load(sdk.find())
@@ -296,10 +303,13 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     methods = describe_program(folder / "model.pte")["methods"]
     for name in ("decode_b1", "decode_b2"):  # of each of two layers one hot part, between submit and collect
         delegates = methods[name]["delegates"]
-        assert (delegates["QnnBackend"], delegates["Pi2Backend"]) == (2, 4)
+        assert (delegates["QnnBackend"], delegates["Pi2Backend"]) == (2 if hot_attention == "none" else 5, 4)
         assert delegates["XnnpackBackend"] > 0
     assert "QnnBackend" not in methods["forward"]["delegates"]
-    assert methods["prefill_8"]["delegates"]["QnnBackend"] == 2
+    assert methods["prefill_8"]["delegates"]["QnnBackend"] == methods["decode_b1"]["delegates"]["QnnBackend"]
+    report = json.loads((folder / "qnn.json").read_text())
+    assert report.get("attention", "none") == hot_attention
+    assert {*report.get("parts", {})} == ({"attention0", "attention1", "head"} if hot_attention == "all" else set())
     load_library()
     set_options({"store_path": str(folder / "model.pi2")})
     program = Runtime.get().load_program(folder / "model.pte")
@@ -312,14 +322,19 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     with registered(layers) as key, torch.no_grad():
         reference = delegated_copy(model, layers, key)
         split = split_hot_cold(reference)
-        steps = decoder_methods(Lanes(reference, 2, 32), (1,))
+        lanes = Lanes(reference, 2, 32)
+        steps = decoder_methods(lanes, (1,))
+        switches, head = switched(lanes)
+        place = _placing(switches, head, compiled[-1].modules if hot_attention == "all" else {})
         steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))
         for module, hot in zip(split, compiled[0].modules["decode_b1"]):
             module.hot, module.first = hot, 512
+        place("decode_b1")
         right = steps["decode_b1"](ids[:, 8:], torch.full((1, 1), 8))[:, -1]
         whole = model(ids).logits[:, -1]
         for module, hot in zip(split, compiled[0].modules["prefill_8"]):
             module.hot, module.first = hot, 768
+        place("prefill_8")
         prompt = steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))
         prompt_whole = model(ids[:, :8]).logits[:, -1]
     assert relative(got.reshape(right.shape), right) < TOLERANCE

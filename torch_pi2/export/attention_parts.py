@@ -65,9 +65,10 @@ def place_attention(
     if where == "prompts":
         methods, head = prompts, None
     if request.soc is None:
-        stand_ins = {_name(i): AttentionPart(switch.call) for i, switch in enumerate(switches)}
-        heads = {} if head is None else {_HEAD: HeadPart(head.whole)}
-        return where, _placing(switches, head, dict.fromkeys(methods, stand_ins | heads))
+        stand_ins: dict[str, nn.Module] = {_name(i): AttentionPart(switch.call) for i, switch in enumerate(switches)}
+        if head is not None:
+            stand_ins[_HEAD] = HeadPart(head.whole)
+        return where, _placing(switches, head, dict.fromkeys(methods, stand_ins))
     from torch_pi2.export import qnn
 
     settings = qnn_settings(request)

@@ -100,8 +100,8 @@ class AttentionPart(nn.Module):
         attention: Any = copy.deepcopy(call.module, shared)
         attention.config._attn_implementation = _NAME  # its own copy
         self.attention: nn.Module = attention
-        linears: dict[nn.Module, nn.Module] = {m: _Rows(m) for m in self.attention.modules() if _is_linear(m)}
-        exchange(everywhere(self, linears))
+        rows: dict[nn.Module, nn.Module] = {m: _Rows(m) for m in attention.modules() if _is_linear(m) or _is_norm(m)}
+        exchange(everywhere(self, rows))
         _register()
 
     def forward(self, x: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -126,20 +126,25 @@ class HeadPart(nn.Module):
 
 
 class _Rows(nn.Module):
-    """A linear layer that sees tokens of all sequences as rows of one matrix: with 4-bit weights and x ``[2, 1, H]``
-    the HTP (Qualcomm's emulator, QNN 2.49) computes something else."""
+    """A linear layer, or a norm, that sees all that it is given as rows of one matrix. Otherwise the HTP (Qualcomm's
+    emulator, QNN 2.49) computes something else: of 4-bit weights and x ``[2, 1, H]``, of root mean squares in float16
+    and x ``[1, 16, 2, 32]``."""
 
-    def __init__(self, linear: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.linear = _float_linear(linear)
+        self.module = _float_linear(module) if _is_linear(module) else module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x.reshape(-1, x.shape[-1]))
+        y: torch.Tensor = self.module(x.reshape(-1, x.shape[-1]))
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | QuantLinear)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm")
 
 
 def _float_linear(module: Any) -> nn.Linear:
