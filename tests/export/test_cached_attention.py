@@ -158,6 +158,45 @@ def test_what_the_kernel_refuses(loaded: Callable[..., Any]) -> None:
         assert "pi2::cached_attention.out, rows: expected rows of one lane of 3, with 150 tokens each" in str(said)
 
 
+class Writes(nn.Module):
+    """``write_cache`` into buffers of a program, which begin as zeros and are what comes back."""
+
+    def __init__(self, size: tuple[int, ...], kv: str) -> None:
+        super().__init__()
+        for name in ("keys", "values"):
+            zeros = packed(torch.zeros(LANES, size[2], LENGTH, size[4]), KV_DTYPES[kv])
+            self.register_buffer(name, zeros, persistent=False)
+
+    def forward(self, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        lanes = torch.ops.pi2.write_cache(key, value, rows, self.keys, self.values)
+        return lanes, self.keys + 0, self.values + 0
+
+
+@pytest.mark.parametrize("kv", ["float32", "float16"])
+@pytest.mark.parametrize("size", [(3, 4, 2, 1, 13), (1, 4, 4, 9, 40)], ids=str)
+def test_new_tokens_alone(size: tuple[int, ...], kv: str, tmp_path: Path) -> None:
+    """The kernel of ``write_cache`` against its reference, call after call."""
+    define()
+    backend.load_library()
+    from executorch.runtime import Runtime
+
+    new, cache = drawn(size, kv)
+    opcheck(torch.ops.pi2.write_cache.default, (*new[1:], rows_of(size, 3), *cache))
+    programs = trace({"forward": Method(Writes(size, kv), (*new[1:], rows_of(size, 0)))}, "Writes")
+    (tmp_path / "one.pte").write_bytes(b"".join(lower(programs, "Writes").pieces))
+    method, reference = Runtime.get().load_program(tmp_path / "one.pte").load_method("forward"), Writes(size, kv)
+    for call in range(3):
+        new, _ = drawn(size, kv, seed=call)
+        rows_BT = rows_of(size, 20 * call)
+        for found, wanted in zip(method.execute((*new[1:], rows_BT)), reference(*new[1:], rows_BT), strict=True):
+            assert torch.equal(found, wanted)
+    with pytest.raises(RuntimeError, match="0x12"):
+        method.execute((*new[1:], rows_BT + LANES * LENGTH))
+    assert "pi2::write_cache.out, rows: expected rows of one lane of 3, with 150 tokens each" in str(
+        backend.last_error()
+    )
+
+
 # --- decoders ---------------------------------------------------------------------------------------------------------
 
 
