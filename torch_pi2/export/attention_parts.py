@@ -56,7 +56,9 @@ def place_attention(
             fix="Pass hot_prompts=(128,), or hot_attention='all' to decode there.",
         )
     try:
-        switches, head = switched(lanes)
+        # what is quantised takes no numbers of 16 bit
+        quantised = request.soc is not None and request.precision != "fp16"
+        switches, head = switched(lanes, torch.float32 if quantised else None)
     except UnsupportedModelError as error:
         if request.hot_attention:
             raise

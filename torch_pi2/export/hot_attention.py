@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class AttentionCall:
         layer: its number. name: of the module in the decoder. module: of transformers. window: as ``cached_attention``
             has it. settings: arguments that are no tensors.
         widths: of the states, and of each tensor of positions that it is given (``position_embeddings``). room: key
-            heads, tokens and head size of a lane of the cache, whose numbers are of ``dtype``. outputs: how many it
+            heads, tokens and head size of a lane of the cache, which is given in ``dtype``. outputs: how many it
             returns.
     """
 
@@ -215,7 +215,8 @@ class AttentionSwitch(nn.Module):
         if self.part is None:
             return self.whole(*args, **kwargs)
         layer = next(v for v in kwargs.values() if hasattr(v, "layers")).layers[self.call.layer]
-        y, key, value = self.part(*states_of(args, kwargs), *layer.before(), *layer.masks(self.call.window))
+        before = (cache.to(self.call.dtype) for cache in layer.before())
+        y, key, value = self.part(*states_of(args, kwargs), *before, *layer.masks(self.call.window))
         new = (key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous())
         torch.ops.pi2.write_cache(*new, layer.rows_BT, layer.keys, layer.values)
         return (y, *[None] * (self.call.outputs - 1))
@@ -227,16 +228,18 @@ def states_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tens
     return [x, *(kwargs.get("position_embeddings") or ())]
 
 
-def switched(lanes: Lanes) -> tuple[list[AttentionSwitch], Head | None]:
+def switched(lanes: Lanes, dtype: torch.dtype | None = None) -> tuple[list[AttentionSwitch], Head | None]:
     """Put an :class:`AttentionSwitch` in the place of each attention of the model of ``lanes``, and a :class:`Head`.
 
-    Returns them: of each layer in order; None if the model has no last linear layer of its own.
+    Returns them: of each layer in order; None if the model has no last linear layer of its own. dtype: what keys and
+    values are given to parts in; default: that of the cache.
 
     Raises:
         UnsupportedModelError: its attention is not one that transformers gives it, or is called with something else
             than states and positions.
     """
-    made = [AttentionSwitch(call) for call in _calls(lanes)]
+    calls = _calls(lanes)
+    made = [AttentionSwitch(call if dtype is None else replace(call, dtype=dtype)) for call in calls]
     last: Any = lanes.model.get_output_embeddings()  # type: ignore[operator]
     head = Head(last) if _is_linear(last) else None
     new: dict[nn.Module, nn.Module] = {switch.whole: switch for switch in made}
