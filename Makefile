@@ -49,12 +49,12 @@ demo: install
 first-hour: install
 	$(BIN)/python tests/project/first_hour.py $(FIRST_HOUR)
 
-# The model of `make demo` as a bundle, through everything that runs bundles (the aarch64 runner, if make test-arm has built
-# it, and the classes for Android, if make jni has; PHONE='--arm --jvm': they must be there): the same tokens and logits, or
-# it fails.
+# The model of `make demo`, a small mixture and a small model with a sliding window as bundles, through everything that runs
+# bundles (the aarch64 runner, if make test-arm has built it, and the classes for Android, if make jni has; PHONE='--arm --jvm':
+# they must be there), one prompt, four together and a talk: the same tokens and logits, or it fails.
 phone: install runner
 	@test -d demo-out/model || $(MAKE) --no-print-directory demo
-	$(BIN)/python examples/phone.py --demo demo-out $(PHONE)
+	$(BIN)/python -m examples.phone --demo demo-out $(PHONE)
 
 test: test-cpp test-python
 

@@ -1,6 +1,8 @@
 """Bundles in the C++ runner by what keys and values are stored in, beside PyTorch's ``Decoder``, at several lengths.
 
-Rounds alternate; every round of a bundle is a process of its own, with one prompt and its answer before what is timed.
+With ``peer`` also beside ExecuTorch's own Llama export of the same sizes, which computes all neurons. Rounds alternate;
+every round of a bundle is a process of its own, with one prompt and its answer before what is timed; the peer stays
+loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import add_folder, list_of
+from benchmarks.executorch_llama import exported
 from benchmarks.figures import alternate, at_least, known, label, spread
+from benchmarks.peer import Peer
 from benchmarks.subject import RUNNER, WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
@@ -28,6 +32,7 @@ from torch_pi2.observe.steps import timed_steps
 from torch_pi2.spec.config import KV_FORMATS
 
 DECODER = "PyTorch's Decoder"
+PEERS = {"executorch": "ExecuTorch's own export"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=common.positive, default=4096, metavar="N", help="that the bundles have room for")
     add("--tokens", type=common.positive, default=48, metavar="N", help="tokens of the answer")
     add("--rounds", type=common.positive, default=3, metavar="N")
+    add("--peer", choices=PEERS, help="executorch: a dense Llama of the same sizes as its own script exports it")
     add("--seed", type=common.seed, default=0)
 
 
@@ -49,6 +55,7 @@ def run(
     max_tokens: int = 4096,
     tokens: int = 48,
     rounds: int = 3,
+    peer: str | None = None,
     seed: int = 0,
     runner: Path = RUNNER,
 ) -> dict[str, Any]:
@@ -57,15 +64,19 @@ def run(
     Returns:
         ``ways``: for each bundle and :data:`DECODER`, by tokens of the prompt, ``prompt`` and ``decode`` (tokens/s)
         with their spreads, ``of_decoder`` (decoding, as a share of that within each round); of bundles ``peak_bytes``.
+        With ``peer`` also how many times as fast as it, within each round, prompts are (``prompt_times_peer``) and
+        decoding (``decode_times_peer``); ``peer`` is what it says of itself.
         ``kv_gb_per_s``: bytes of keys and values by which steps at the longest length read more than at the shortest
         over the time that they take longer, beside ``read_gb_per_s`` of plain reads of such a cache.
 
     Raises:
-        ConfigError: a setting makes no sense, or the runner was not built.
+        ConfigError: a setting makes no sense, the runner was not built, or the peer has no form for the model.
+        PeerError: the peer cannot be made or run.
     """
     import torch_pi2
 
     known("kv", kv, KV_FORMATS)
+    known("peer", [] if peer is None else [peer], PEERS)
     at_least(1, tokens=tokens, rounds=rounds, **{f"prompts[{i}]": n for i, n in enumerate(prompts)})
     if max(prompts) + tokens > max_tokens or not runner.is_file():
         raise ConfigError(
@@ -83,6 +94,8 @@ def run(
     for name, bundle in zip(kv, bundles.values(), strict=True):
         if not bundle.is_dir():
             torch_pi2.export(model, bundle, max_tokens=max_tokens, batches=(1,), kv=name)
+    program = None if peer is None else exported(model.config, WORK, max_tokens, seed)
+    other = None if peer is None else Peer("benchmarks.peer_executorch", {"program": str(program), "threads": threads})
     ids = {n: torch.randint(3, model.config.vocab_size, (1, n + tokens), generator=drawn) for n in prompts}
     decoder = Decoder(model, max_tokens=max_tokens)
     peak: dict[str, int] = {}
@@ -97,6 +110,10 @@ def run(
                 steps = timed_steps(decoder, ids_1T[:, n:])
                 found[n] = n / seconds, steps.steps / steps.seconds
                 continue
+            if other is not None and way not in bundles:
+                took = other.round(n, tokens)
+                found[n] = n / took["prompt_s"], tokens / took["decode_s"]
+                continue
             said = ",".join(map(str, ids_1T[0, :n].tolist()))
             command = [runner, bundles[way], "--ids", said, "--max-new-tokens", tokens, "--threads", threads, "--json"]
             done = subprocess.run([*map(str, command), "--repeat", "1"], stdout=subprocess.PIPE, check=True)
@@ -105,9 +122,13 @@ def run(
             peak[way] = max(peak.get(way, 0), report["memory"]["peak_bytes"])
         return found
 
-    ways = (DECODER, *bundles)
-    measured(DECODER, 0)  # compiles
-    rates = alternate(ways, rounds, measured)
+    ways = (DECODER, *bundles, *([] if peer is None else [PEERS[peer]]))
+    try:
+        measured(DECODER, 0)  # compiles
+        rates = alternate(ways, rounds, measured)
+    finally:
+        if other is not None:
+            other.close()
     config = model.config.get_text_config(decoder=True)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads
@@ -124,6 +145,14 @@ def run(
                 "of_decoder": round(statistics.median(shares), 3),
                 "spread": {"prompt": spread(read, 1), "decode": spread(decoded, 2), "of_decoder": spread(shares)},
             }
+            if peer is not None:
+                times = [
+                    [found[n][i] / theirs[n][i] for found, theirs in zip(rates[way], rates[PEERS[peer]], strict=True)]
+                    for i in range(2)
+                ]
+                names = ("prompt_times_peer", "decode_times_peer")
+                by_length[n] |= {name: round(statistics.median(some), 2) for name, some in zip(names, times)}
+                by_length[n]["spread"] |= {name: spread(some, 2) for name, some in zip(names, times)}
         table[way] = {"lengths": by_length}
         if way in peak and len(prompts) > 1:
             least, most = min(prompts), max(prompts)
@@ -142,6 +171,7 @@ def run(
         "threads": threads,
         "seed": seed,
         "ways": table,
+        "peer": None if other is None else other.about,
         "read_gb_per_s": _read_gb_per_s(),
         **machine.describe(),
     }
@@ -164,19 +194,23 @@ def render(result: dict[str, Any]) -> str:
         low, high = found["spread"][name]
         return f"{found[name]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
-    rows = []
+    rows, theirs = [], result.get("peer")
     for way, of_way in result["ways"].items():
         for n in result["prompts"]:
             found = of_way["lengths"][n]
             speeds = ranged(found, "prompt", 0), ranged(found, "decode", 1), ranged(found, "of_decoder", 2)
             peak, kv = of_way.get("peak_bytes"), of_way.get("kv_gb_per_s")
-            rows.append((way, str(n), *speeds, f"{peak / 1e9:.2f}" if peak else "", f"{kv:.1f}" if kv else ""))
-    heads = ("way", "prompt", "prompt tokens/s", "decoded tokens/s", "of Decoder's", "peak GB", "KV GB/s")
+            times = [ranged(found, f"{name}_times_peer", 2) for name in ("prompt", "decode")] if theirs else []
+            ours = f"{peak / 1e9:.2f}" if peak else "", f"{kv:.1f}" if kv else ""
+            rows.append((way, str(n), *speeds, *times, *ours))
+    beside = ("prompt / peer's", "decoded / peer's") if theirs else ()
+    heads = ("way", "prompt", "prompt tokens/s", "decoded tokens/s", "of Decoder's", *beside, "peak GB", "KV GB/s")
     return "\n".join(
         (
             f"{result['shape']} {result['weights']}, {result['threads']} threads, room for {result['max_tokens']} "
             f"tokens, answer {result['tokens']}; plain reads {result['read_gb_per_s']} GB/s",
             common.table(heads, rows),
+            *([f"peer: {theirs['engine']}, {theirs['weights']}, {theirs['threads']} threads"] if theirs else []),
             label(result),
         )
     )

@@ -1,0 +1,357 @@
+"""A phone as the planner sees it, beside PowerInfer-2's own figures: tokens a second, simulated, and where time goes.
+
+Nothing here was measured by us. The machine is a preset of published figures (docs/HARDWARE.md), models have the sizes
+of those of the paper (arXiv 2406.06282v3), and steps are those of :func:`torch_pi2.planner.solve.solve`. Prompts on the
+NPU, which plans leave to the CPU, are :func:`prompt`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from torch_pi2.cli import common
+from torch_pi2.formats import row_bytes
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.machine.hardware import Hardware
+from torch_pi2.planner.cost import Cost, step_cost
+from torch_pi2.planner.layer_cost import block_ms, expert_use, linear_ms
+from torch_pi2.planner.misses import FrequencyMisses
+from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
+from torch_pi2.planner.prompt_cost import dense_ms
+from torch_pi2.planner.solve import solve
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.store.firing import power_law
+from torch_pi2.store.shapes import SHAPES
+
+#: Of the paper: prompts of at most 64 tokens and answers of 1,024, half of which are there on average.
+CONTEXT = 64 + 512
+#: Of its prompts; and of a piece of ours, ``prefill_128``.
+PROMPT, PIECE = 512, 128
+#: TurboSparse-Mixtral's predictors take 2.6 GB (section 7.2.3): some 550 for each of 256 experts in int8.
+RANK = 512
+RECALL, FALSE_ALARMS = 0.95, 1.1  # assumed
+
+
+@dataclass(frozen=True)
+class Model:
+    """``shape``: of ``SHAPES``. ``active``: share of neurons that fire. ``hits``: of the paper, with half in memory."""
+
+    name: str
+    shape: str
+    active: float
+    hits: float
+
+
+#: Active: TurboSparse, arXiv 2406.05955. Hits: Figure 14 and Table 5 of the paper.
+SMALL = Model("7B", "mistral-7b", 0.10, 0.95)
+LARGE = Model("47B", "mixtral-8x7b", 0.15, 0.965)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A row. ``memory``: share of the neurons in memory, or bytes of everything. ``paper``: tokens a second, and where.
+
+    ``npu``: whether it may have hot neurons. The planner gives it none of experts.
+    """
+
+    model: Model
+    memory: float
+    npu: bool
+    paper: float
+    source: str
+
+
+DECODING = (
+    Decoding(SMALL, 1.0, True, 20.0, "Fig. 12"),
+    Decoding(SMALL, 0.5, True, 11.07, "Fig. 14"),
+    Decoding(SMALL, 0.5, False, 9.60, "Fig. 14"),
+    Decoding(LARGE, 0.5, False, 9.96, "Fig. 7"),
+    Decoding(LARGE, 7e9, False, 2.13, "Fig. 10"),
+    Decoding(LARGE, 19e9, False, 11.68, "Fig. 10"),
+)
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """A row. ``memory``: share of the neurons. ``npu``: computes ``all``, ``ffn`` or nothing. ``piece``: tokens."""
+
+    model: Model
+    memory: float
+    npu: str
+    piece: int
+    paper: float | None
+    source: str
+
+
+PROMPTS = (
+    Prompting(SMALL, 1.0, "all", PROMPT, 721.0, "Fig. 12"),
+    Prompting(SMALL, 1.0, "ffn", PIECE, None, ""),
+    Prompting(SMALL, 1.0, "", PROMPT, 8.0, "Fig. 12, llama.cpp"),
+    Prompting(SMALL, 0.5, "all", PROMPT, 404.6, "Fig. 8"),
+    Prompting(SMALL, 0.5, "all", PIECE, None, ""),
+    Prompting(SMALL, 0.5, "ffn", PIECE, None, ""),
+    Prompting(LARGE, 0.5, "all", PROMPT, None, ""),
+)
+#: Of all neurons' bytes, what the NPU may have.
+_NPU_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4)
+
+
+class Recurring(FrequencyMisses):
+    """Tokens that want what the last ones wanted: of the misses by frequencies alone, the same share everywhere.
+
+    As many as make the paper's hits where half of the neurons have room.
+    """
+
+    def __init__(self, shape: ModelShape, hits: float) -> None:
+        super().__init__(shape)
+        none = [0] * len(shape.layers)
+        wanted, missed = (super(Recurring, self).misses(1, n, none, none).sum() for n in (0, shape.slots // 2))
+        self.share = float(min(1.0, (1 - hits) * wanted / missed))
+
+    def misses(
+        self, batch: int, slots: int, resident: Sequence[int], hot: Sequence[int], accelerator: Any = None
+    ) -> np.ndarray:
+        found: np.ndarray = self.share * super().misses(batch, slots, resident, hot, accelerator)
+        return found
+
+
+@cache
+def shape_of(model: Model) -> ModelShape:
+    """Sizes in 4 bits, blocks of 32 with a scale, as stores of ours have them."""
+    sizes = SHAPES[model.shape]
+    hidden, inner, blocks = (sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    kv = sizes["num_key_value_heads"] * hidden // sizes["num_attention_heads"]
+    experts = sizes.get("num_local_experts", 1)
+    row = row_bytes("int4", hidden)
+    expert = LayerShape(
+        key="",
+        hidden=hidden,
+        intermediate=inner,
+        rows=3,
+        neuron_bytes=3 * row,
+        slot_bytes=0,
+        kernel="int4/int8",
+        method="lowrank",
+        predictor="lowrank/int8/int8",
+        rank=RANK,
+        predictor_bytes=RANK * (hidden + inner),
+        recall=RECALL,
+        predicted_active=FALSE_ALARMS * model.active,
+        chosen=sizes["num_experts_per_tok"] / experts if experts > 1 else 1.0,
+        attention_bytes=0,
+        attention_kernel="int4/int8",
+        kv_bytes=0,
+        base_hot=0,
+        cluster=1,
+        frequencies=((1, power_law(inner, model.active).numpy()),),
+        experts=experts,
+        block=False,
+    ).with_cluster(1)
+    block = {"attention_bytes": 2 * (hidden + kv) * row, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "block": True}
+    layers = [
+        replace(expert, key=f"layers.{i}.{e}", **({} if e else block)) for i in range(blocks) for e in range(experts)
+    ]
+    head = sizes["vocab_size"] * row
+    fixed = blocks * 2 * (hidden + kv) * row + head + 2 * hidden * sizes["vocab_size"]
+    return ModelShape(tuple(layers), head, "int4/int8", fixed, hidden, True, "float16")
+
+
+def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, Any]:
+    """The fastest plan of one sequence, with as much of the memory for the NPU as is best.
+
+    Returns:
+        ``tokens_per_s``; ``ms`` by part (``cost.PARTS``); ``npu_ms`` and ``drive_ms``, hidden or not; ``read_bytes`` of
+        a token; ``hit_rate``: of all neurons that are wanted, those that the cache has or the NPU; ``npu_bytes``,
+        ``cache_bytes``: of neurons there.
+    """
+    shape = shape_of(row.model)
+    misses = Recurring(shape, row.model.hits) if recurring else FrequencyMisses(shape)
+    every = shape.slots * shape.place_bytes
+    stored = row.memory != 1.0
+    best: tuple[Cost, int] | None = None
+    for share in _NPU_SHARES if row.npu else (0.0,):
+        theirs, budget = int(share * every), None
+        if row.memory > 1:
+            budget = int(row.memory) - theirs
+        elif stored:
+            config = OffloadConfig()
+            budget = shape.budget(int(row.memory * every) - theirs, batch=1, context=CONTEXT, config=config).total
+        plan = solve(
+            shape,
+            hardware,
+            budget_bytes=budget,
+            accelerator_bytes=theirs,
+            batches=(1,),
+            context=CONTEXT,
+            misses=misses if stored else None,
+        )
+        bucket = plan.buckets[0]
+        cost = step_cost(
+            shape,
+            hardware,
+            batch=1,
+            hot=bucket.hot,
+            accelerator=bucket.accelerator if theirs else None,
+            resident=bucket.resident if stored else None,
+            cache_bytes=bucket.cache_bytes if stored else None,
+            misses=misses if stored else None,
+            context=CONTEXT,
+            offload=plan.offload,
+        )
+        if best is None or cost.total_ms < best[0].total_ms:
+            best = cost, theirs
+    assert best is not None
+    cost, theirs = best
+    npu = hardware.accelerator
+    layers = list(zip(cost.layers, shape.layers, strict=True))
+    npu_us = [_npu_us(hardware, y, at["accelerator_neurons"], 1) for at, y in layers] if npu and theirs else [0.0]
+    none = [0] * len(shape.layers)
+    wanted = float(FrequencyMisses(shape).misses(1, 0, none, [at["hot_neurons"] for at in cost.layers]).sum())
+    return {
+        "tokens_per_s": round(cost.tokens_per_s, 2),
+        "ms": {part: round(ms, 2) for part, ms in cost.ms.items()},
+        "npu_ms": round(sum(npu_us) / 1e3, 1),
+        "drive_ms": round(sum(at["read_ms"] for at in cost.layers), 1),
+        "read_bytes": round(cost.misses * shape.layers[0].file_slot_bytes),
+        "hit_rate": round(1 - cost.misses / wanted, 3) if stored else None,
+        "npu_bytes": theirs,
+        "cache_bytes": cost.memory["resident"] + cost.memory["cold"],
+    }
+
+
+def _npu_us(hardware: Hardware, layer: LayerShape, neurons: int, tokens: float) -> float:
+    assert hardware.accelerator is not None
+    bits = 8 * layer.neuron_bytes / (layer.rows * layer.hidden)
+    return hardware.accelerator.ffn_us(
+        batch=max(1, round(tokens)), neurons=neurons, hidden=layer.hidden, rows=layer.rows, weight_bits=bits
+    )
+
+
+def prompt(row: Prompting, hardware: Hardware, tokens: int = PROMPT) -> dict[str, Any]:
+    """A prompt whose layers are all dense, in pieces, for each of which what is not in memory is read once, in order.
+
+    A layer is read while the one before it is computed. On the NPU: layers' multiplications at its rate or their bytes
+    at its bandwidth, whichever takes longer, and a call for each linear layer or FFN; with ``ffn`` attention and its
+    linear layers stay on the CPU, as ``export(target="qnn:...")`` leaves them.
+
+    Returns:
+        ``tokens_per_s``; ``ms``: ``npu``, ``cpu`` and ``waiting`` for reads, which add up.
+    """
+    shape, npu = shape_of(row.model), hardware.accelerator
+    assert npu is not None
+    ms, done = dict.fromkeys(("npu", "cpu", "waiting"), 0.0), 0
+    away = sum(layer.slots * layer.file_slot_bytes for layer in shape.layers) * (1 - row.memory)
+    blocks = [i for i, layer in enumerate(shape.layers) if layer.block]
+    reading = hardware.stream_us(away / len(blocks)) / 1e3 * (hardware.read_while_computing if away else 1)
+    while done < tokens:
+        size = min(row.piece, tokens - done)
+        for first, last in zip(blocks, [*blocks[1:], len(shape.layers)]):
+            layer, ours = shape.layers[first], {"npu": 0.0, "cpu": 0.0}
+            for ffn in shape.layers[first:last]:
+                use, own = expert_use(ffn, size)
+                if row.npu:
+                    ours["npu"] += use * _npu_us(hardware, ffn, ffn.intermediate, own) / 1e3
+                else:
+                    ours["cpu"] += dense_ms(ffn, hardware, size, model_bytes=shape.weight_bytes)
+            kv_bytes = size * (done + (size + 1) / 2) * layer.kv_bytes
+            around = block_ms(shape, layer, hardware, tokens=size, sequences=1, kv_bytes=kv_bytes, compiled=True)
+            if row.npu == "all":
+                weights = numbers(layer.attention_kernel, layer.attention_bytes)
+                macs = size * (weights + (done + (size + 1) / 2) * 2 * layer.hidden)
+                read_us = layer.attention_bytes / npu.stream_gb_per_s / 1e3
+                ours["npu"] += (
+                    layer.attention_calls * npu.launch_us + max(read_us, macs / npu.gmacs_per_s / 1e3)
+                ) / 1e3
+                ours["cpu"] += around["glue"]
+            else:
+                ours["cpu"] += sum(around.values())
+            for side, took in ours.items():
+                ms[side] += took
+            ms["waiting"] += max(0.0, reading - sum(ours.values()))
+        done += size
+    ms["waiting"] += reading  # of the first layer
+    ms["cpu"] += linear_ms(hardware, shape.head_kernel, 1, shape.head_bytes, model_bytes=shape.weight_bytes)
+    return {"tokens_per_s": round(tokens * 1e3 / sum(ms.values()), 1), "ms": {k: round(v, 1) for k, v in ms.items()}}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hardware", default="sm8650-ufs4.0", metavar="NAME", help="a preset, or a file, with an NPU")
+
+
+def run(*, hardware: str = "sm8650-ufs4.0") -> dict[str, Any]:
+    """Rows of ``DECODING`` and ``PROMPTS``, beside the paper's figures.
+
+    Raises:
+        ConfigError: no such profile, or one without an accelerator.
+    """
+    machine = find_hardware(hardware)
+    decoding = []
+    for row in DECODING:
+        by = {name: decode(row, machine, recurring=name == "recurring") for name in ("independent", "recurring")}
+        decoding.append(_about(row) | by)
+    return {
+        "what": "phone",
+        "simulated": True,
+        "hardware": machine.name,
+        "source": machine.source,
+        "context": CONTEXT,
+        "prompt": PROMPT,
+        "decoding": decoding,
+        "prompts": [_about(row) | {"piece": row.piece} | prompt(row, machine) for row in PROMPTS],
+    }
+
+
+def _about(row: Decoding | Prompting) -> dict[str, Any]:
+    found = {"model": row.model.name, "memory": row.memory, "npu": row.npu}
+    return found | {"paper": row.paper, "paper_source": row.source}
+
+
+def render(result: dict[str, Any]) -> str:
+    def memory(row: dict[str, Any]) -> str:
+        share = row["memory"]
+        return f"{share / 1e9:g} GB" if share > 1 else {1.0: "all", 0.5: "half"}[share]
+
+    def paper(row: dict[str, Any]) -> str:
+        return "" if row["paper"] is None else f"{row['paper']:g} ({row['paper_source']})"
+
+    decoding = []
+    for row in result["decoding"]:
+        found, alone = row["recurring"], row["independent"]
+        ms = found["ms"]
+        parts = (
+            ms["attention"] + ms["sdpa"],
+            ms["predictor"],
+            ms["cold"] + (0 if row["npu"] else ms["hot"]),
+            ms["hot"] if row["npu"] else 0,
+            ms["io"],
+            ms["merge"] + ms["head"] + ms["glue"],
+            found["drive_ms"],
+        )
+        hits = ["" if way["hit_rate"] is None else f"{way['hit_rate']:.1%}" for way in (alone, found)]
+        speeds = (f"{alone['tokens_per_s']:.1f}", hits[0], f"{found['tokens_per_s']:.1f}", hits[1])
+        about = (row["model"], memory(row), "CPU, NPU" if row["npu"] else "CPU", paper(row))
+        decoding.append((*about, *speeds, *(f"{part:.1f}" for part in parts), f"{found['read_bytes'] / 1e6:.0f}"))
+    prompts = []
+    for row in result["prompts"]:
+        on = {"all": "all", "ffn": "feed-forward", "": "nothing"}[row["npu"]]
+        speed, ms = f"{row['tokens_per_s']:.0f}", (f"{row['ms'][side]:.0f}" for side in ("npu", "cpu", "waiting"))
+        prompts.append((row["model"], memory(row), on, str(row["piece"]), paper(row), speed, *ms))
+    times = ("attention ms", "predictor", "CPU's FFN", "NPU beyond", "waiting", "rest", "drive busy", "MB read")
+    heads = ("model", "memory", "by", "paper", "independent", "hits", "recurring", "hits", *times)
+    return "\n".join(
+        (
+            f"SIMULATED: {result['hardware']}, {result['source']} figures; nothing was measured",
+            f"Decoding, tokens/s, {result['context']} tokens before; times are of recurring tokens",
+            common.table(heads, decoding),
+            f"Prompts of {result['prompt']}, tokens/s",
+            common.table(
+                ("model", "memory", "on the NPU", "piece", "paper", "here", "NPU ms", "CPU", "waiting"), prompts
+            ),
+        )
+    )
