@@ -168,7 +168,7 @@ void Arranger::run() {
     }
     std::unique_ptr<ReadBatch> batch = some();
     if (batch != nullptr) {
-      reads_.submit(std::move(batch));  // if that fails, they are asked for when they are wanted
+      reads_.submit(std::move(batch), nullptr);  // if that fails, they are asked for when they are wanted
     } else {
       mutex.unlock();
       std::this_thread::sleep_for(std::chrono::microseconds(20));  // calls that wait for the lock get it

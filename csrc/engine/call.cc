@@ -34,7 +34,19 @@ void Call::start(std::int64_t layer) {
   layer_ = layer;
   broken_ = false;
   problem_ = {};
+  stats_ = {};
   chunks_.forget();
+}
+
+void Call::count(std::int64_t CallStats::* what, std::int64_t n) {
+  stats_.*what += n;
+  common_.sums.*what += n;
+}
+
+void Call::add_to(CallStats* stats) const {
+  for (std::int64_t CallStats::* const what :
+       {&CallStats::wanted, &CallStats::hits, &CallStats::reads, &CallStats::bytes_read, &CallStats::wait_ns})
+    stats->*what += stats_.*what;
 }
 
 void Call::end() {
@@ -77,7 +89,7 @@ void Call::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64
   for (std::int64_t c = 0; c < n_chunks; ++c) {
     chunks_[c].ids = ids + c * chunk_size;
     chunks_[c].count = counts[c];
-    common_.sums.wanted += counts[c];
+    count(&CallStats::wanted, counts[c]);
   }
   keep_anyway_ = keep;
   ahead_.follow(layer_, stream_, chunks_);
@@ -147,7 +159,7 @@ void Call::look_up(std::int64_t c) {
     if (found >= 0) at[id] = places.at(found) + id % l.cluster * l.neuron_bytes();
     hits += hit;
   }
-  common_.sums.hits += hits;
+  count(&CallStats::hits, hits);
 }
 
 // The spare that this slot of the layer was read into ahead, from now on the chunk's; or -1.
@@ -173,7 +185,7 @@ void Call::ask() {
   while (!chunks_.waiting.empty() && !broken_) {
     std::unique_ptr<ReadBatch> batch = take(chunks_.waiting.front());
     if (batch != nullptr) {
-      reads_.submit(std::move(batch));  // if there is no memory, that has failed this call
+      reads_.submit(std::move(batch), &stats_);  // if there is no memory, that has failed this call
       continue;
     }
     if (ahead_.drop()) continue;  // something has to be read again, which is more urgent
@@ -261,7 +273,7 @@ void Call::read_ahead() {
       batch = ahead_.take(layer_);
     } catch (const std::bad_alloc&) {  // a guess less
     }
-    if (batch == nullptr || !reads_.submit(std::move(batch))) return;
+    if (batch == nullptr || !reads_.submit(std::move(batch), &stats_)) return;
   }
 }
 
@@ -321,7 +333,7 @@ void Call::wait() {
     while (mutex.news().load(std::memory_order_relaxed) == seen && Clock::now() < give_up) std::this_thread::yield();
     mutex.lock();
   }
-  common_.sums.wait_ns += since(start);
+  count(&CallStats::wait_ns, since(start));
 }
 
 void Call::done(std::int64_t c) {

@@ -32,6 +32,8 @@ class Call {
   void fail(const Wrong& why) noexcept PI2_REQUIRES(kLock);
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   const Wrong& problem() const PI2_REQUIRES(kLock) { return problem_; }
+  // What the last call did.
+  void add_to(CallStats* stats) const PI2_REQUIRES(kLock);
 
   // See NeuronSource.
   void expect(std::int64_t n_chunks, bool stream, bool last) PI2_REQUIRES(kLock);
@@ -65,6 +67,7 @@ class Call {
   bool over() const PI2_REQUIRES(kLock) { return broken() || chunks_.given == chunks_.total; }
   bool may_give() const PI2_REQUIRES(kLock);
   void wait() PI2_REQUIRES(kLock);
+  void count(std::int64_t CallStats::* what, std::int64_t n) PI2_REQUIRES(kLock);
 
   const StoreLayer& about() const { return common_.layout.about(layer_); }
   std::int64_t key() const { return common_.layout.key_of(layer_); }
@@ -82,6 +85,7 @@ class Call {
   const std::uint8_t* keep_anyway_ PI2_GUARDED_BY(kLock) = nullptr;  // [neurons] or null: of streams, for the cache
   std::atomic<bool> broken_{false};
   Wrong problem_ PI2_GUARDED_BY(kLock);
+  CallStats stats_ PI2_GUARDED_BY(kLock);
 };
 
 }  // namespace pi2

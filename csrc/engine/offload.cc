@@ -42,7 +42,7 @@ struct Offload::State final : NeuronSource, ReadSink {
   }
 
   std::string set_up(const std::string& path);
-  std::string compute(std::int64_t layer, const std::function<void()>& body, int threads);
+  std::string compute(std::int64_t layer, const std::function<void()>& body, int threads, CallStats* stats);
   OffloadStats stats(bool reset);
 
   void expect(std::int64_t n_chunks, bool stream, bool last) override;
@@ -101,7 +101,8 @@ std::string Offload::State::set_up(const std::string& path) {
   return common.layout.mapped() != nullptr ? "" : reads.open(std::move(device));
 }
 
-std::string Offload::State::compute(std::int64_t layer, const std::function<void()>& body, int threads) {
+std::string Offload::State::compute(std::int64_t layer, const std::function<void()>& body, int threads,
+                                    CallStats* stats) {
   if (common.forked()) return kForked;
   // Of what is mapped the system would say so by a signal: as it does if that happens during this call.
   if (common.layout.mapped() != nullptr && common.layout.file().is_shorter()) return kShorter;
@@ -122,6 +123,7 @@ std::string Offload::State::compute(std::int64_t layer, const std::function<void
   const Locked lock(common.mutex);
   call.end();
   arranger.wake();
+  if (stats != nullptr) call.add_to(stats);
   ++common.sums.calls;
   common.sums.busy_ns += since(start) * threads;
   return call.broken() ? call.problem().words() : "";
@@ -238,7 +240,7 @@ FfnArgs Offload::shape(std::int64_t layer) const {
 }
 
 std::string Offload::ffn(std::int64_t layer, const Predictor& predictor, FfnArgs args, const ParallelFor& parallel,
-                         const std::function<void()>& then) {
+                         const std::function<void()>& then, CallStats* stats) {
   const auto body = [&] {
     state_->then = then ? &then : nullptr;
     args.source = state_.get();
@@ -246,11 +248,12 @@ std::string Offload::ffn(std::int64_t layer, const Predictor& predictor, FfnArgs
     args.owner = this;
     predicted_ffn(predictor, args, parallel);
   };
-  return state_->compute(layer, body, std::max(1, parallel.threads));
+  return state_->compute(layer, body, std::max(1, parallel.threads), stats);
 }
 
-void Offload::prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) {
-  state_->prefetch(layer, n_hot, active, tokens);
+void Offload::prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,
+                       CallStats* stats) {
+  state_->prefetch(layer, n_hot, active, tokens, stats);
 }
 
 void Offload::leave_out(const std::vector<std::int64_t>& first) { state_->arranger.leave_out(first); }

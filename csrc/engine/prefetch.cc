@@ -28,7 +28,8 @@ std::vector<std::int64_t> likely(const StoreLayer& l, std::int64_t n_hot, const 
 
 }  // namespace
 
-void Prefetch::operator()(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) {
+void Prefetch::operator()(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,
+                          CallStats* stats) {
   if (common_.layout.mapped() != nullptr || common_.forked()) return;
   try {
     std::vector<std::int64_t> slots = likely(common_.layout.about(layer), n_hot, active, tokens);
@@ -42,7 +43,7 @@ void Prefetch::operator()(std::int64_t layer, std::int64_t n_hot, const std::uin
     common_.recording.lose();
     take(std::move(slots), batch.get());
     // If that fails, they are asked for when they are wanted.
-    if (!batch->wanted.empty()) reads_.submit(std::move(batch));
+    if (!batch->wanted.empty()) reads_.submit(std::move(batch), stats);
   } catch (const std::bad_alloc&) {
   }
 }

@@ -18,8 +18,8 @@ class Prefetch {
       : common_(common), reads_(reads), residents_(residents), call_(call) {}
 
   // See Offload::prefetch.
-  void operator()(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens)
-      PI2_EXCLUDES(kLock);
+  void operator()(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,
+                  CallStats* stats) PI2_EXCLUDES(kLock);
 
  private:
   void take(std::vector<std::int64_t> slots, ReadBatch* batch) PI2_REQUIRES(kLock);

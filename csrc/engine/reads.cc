@@ -47,11 +47,21 @@ void Reads::ended(const ReadBatch& batch) {
   if (batch.asked_for) --asked_for_;
 }
 
-bool Reads::submit(std::unique_ptr<ReadBatch> batch) noexcept {
-  common_.mutex.unlock();
+void Reads::count(std::int64_t reads, std::int64_t bytes, CallStats* stats) {
+  for (CallStats* const to : {static_cast<CallStats*>(&common_.sums), stats}) {
+    if (to == nullptr) continue;
+    to->reads += reads;
+    to->bytes_read += bytes;
+  }
+}
+
+bool Reads::submit(std::unique_ptr<ReadBatch> batch, CallStats* stats) noexcept {
   const auto n = static_cast<std::int64_t>(batch->reads.size());
   std::int64_t bytes = 0;
   for (const Read& read : batch->reads) bytes += read.bytes;
+  count(n, bytes, stats);  // before: a call may be over when the lock is taken again
+  trace_counter(TraceCounter::kBytesRead, common_.sums.bytes_read);
+  common_.mutex.unlock();
   batch->asked_ns = trace_time();
   bool begun = true;
   try {
@@ -64,15 +74,13 @@ bool Reads::submit(std::unique_ptr<ReadBatch> batch) noexcept {
   ReadBatch* const failed = begun ? (batch.release(), nullptr) : batch.get();
   common_.mutex.lock();
   if (failed != nullptr) {
+    count(-n, -bytes, stats);
     for (std::int64_t i = 0; i < n; ++i) ended(*failed);
     failed->asked_for = true;  // a call that waits for a guess of it fails, too: nobody would ask again
     for (const ReadRun& run : failed->runs) (void)sink_.over(run, kNoMemory);
     common_.mutex.tell();
     return false;
   }
-  common_.sums.reads += n;
-  common_.sums.bytes_read += bytes;
-  trace_counter(TraceCounter::kBytesRead, common_.sums.bytes_read);
   return true;
 }
 

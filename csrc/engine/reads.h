@@ -44,12 +44,13 @@ class Reads {
   // Makes the reads of a batch that has what it wants, and counts them as begun.
   void plan(ReadBatch* batch) PI2_REQUIRES(kLock);
   // Begins them. The lock is given back meanwhile. False if there is no memory: then nothing of it is read, and its
-  // places are empty again.
-  bool submit(std::unique_ptr<ReadBatch> batch) noexcept PI2_REQUIRES(kLock);
+  // places are empty again. `stats`: of the call that asked for it, if one did.
+  bool submit(std::unique_ptr<ReadBatch> batch, CallStats* stats) noexcept PI2_REQUIRES(kLock);
 
  private:
   void arrived(const ReadResult* results, std::int64_t count) noexcept PI2_EXCLUDES(kLock);
   Wrong check(const ReadRun& run, const ReadResult& result) const noexcept PI2_EXCLUDES(kLock);
+  void count(std::int64_t reads, std::int64_t bytes, CallStats* stats) PI2_REQUIRES(kLock);
   void ended(const ReadBatch& batch) PI2_REQUIRES(kLock);
 
   Common& common_;

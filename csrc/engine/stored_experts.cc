@@ -11,8 +11,8 @@ namespace {
 
 class InStore : public ExpertLayers {
  public:
-  InStore(const ExpertStack& stack, Offload& store, std::int64_t first_layer)
-      : stack_(stack), store_(store), first_layer_(first_layer) {}
+  InStore(const ExpertStack& stack, Offload& store, std::int64_t first_layer, CallStats* stats)
+      : stack_(stack), store_(store), first_layer_(first_layer), stats_(stats) {}
 
   // While decoding: what all experts want is predicted before the first of them is computed, so that reads for the
   // others are under way meanwhile. A prompt's experts want most of their neurons: one by one.
@@ -28,7 +28,7 @@ class InStore : public ExpertLayers {
     for (std::int64_t i = 0; i < count; ++i) {
       const FfnArgs layer = layer_of(stack_, works[i]);
       if (predicted) predict(predictor_of(stack_, works[i].expert), layer, mask, parallel);
-      store_.prefetch(first_layer_ + works[i].expert, layer.n_hot, predicted ? mask : nullptr, works[i].tokens);
+      store_.prefetch(first_layer_ + works[i].expert, layer.n_hot, predicted ? mask : nullptr, works[i].tokens, stats_);
       mask += predicted ? works[i].tokens * cold : 0;
     }
     next_mask_ = 0;
@@ -42,7 +42,7 @@ class InStore : public ExpertLayers {
       next_mask_ += static_cast<std::size_t>(work.tokens * (layer.neurons - layer.n_hot));
       predictor = Predictor();
     }
-    const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel);
+    const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel, nullptr, stats_);
     return problem.empty() ? problem : "reading the neuron store: " + problem;
   }
 
@@ -52,6 +52,7 @@ class InStore : public ExpertLayers {
   const ExpertStack& stack_;
   Offload& store_;
   std::int64_t first_layer_;
+  CallStats* stats_;
   std::vector<std::uint8_t> masks_;  // of all works, in their order; empty: none were made
   std::size_t next_mask_ = 0;
 };
@@ -59,8 +60,8 @@ class InStore : public ExpertLayers {
 }  // namespace
 
 std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
-                           const ParallelFor& parallel) {
-  InStore layers(stack, store, first_layer);
+                           const ParallelFor& parallel, CallStats* stats) {
+  InStore layers(stack, store, first_layer, stats);
   return mix_experts(args, layers, parallel);
 }
 

@@ -25,6 +25,7 @@ from torch import nn
 from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
 from torch_pi2.export.blob import Blob
+from torch_pi2.export.etdump import call_figures
 
 TOKENS = torch.export.Dim("tokens", min=1, max=64)
 HIDDEN = 32
@@ -418,14 +419,59 @@ def test_kernels_refuse_in_words(runtime: Any, tmp_path: Path, operator: Any, me
     assert (code, message in words) == ("12", True), words
 
 
-def test_events_of_profiles(runtime: Any, written: tuple[Path, Store], tmp_path: Path) -> None:
+def profiled(runtime: Any, pte: Path, calls: list[tuple[str, torch.Tensor]]) -> tuple[dict[str, Any], Any]:
+    """What an ETDump has of each of our events that has figures, and of the stores what they have of all."""
+    from executorch.devtools import Inspector
+
+    program = runtime.load_program(pte, enable_etdump=True)
+    methods = {name: program.load_method(name) for name in dict(calls)}
+    for name, x in calls:
+        methods[name].execute([x])
+    (about,) = backend.stats()["stores"]
+    dump, debug = pte.parent / "events.etdp", pte.parent / "debug.bin"
+    program.write_etdump_result_to_file(str(dump), str(debug))
+    blocks = Inspector(str(dump), delegate_metadata_parser=call_figures).event_blocks
+    events = [event for block in blocks for event in block.events if event.is_delegated_op]
+    return {event.name: event.delegate_debug_metadatas for event in events}, about
+
+
+def test_figures_of_calls_in_profiles(runtime: Any, written: tuple[Path, Store]) -> None:
+    """The sums over calls are what the store counts, and each call's what there was to do for it."""
     pte, _ = written
-    backend.set_options({"store_path": str(pte.parent)})
-    program = runtime.load_program(pte, enable_etdump=True, debug_buffer_size=1 << 16)
-    program.load_method("int8").execute([torch.randn(1, HIDDEN)])
-    dump = tmp_path / "events.etdp"
-    program.write_etdump_result_to_file(str(dump), str(tmp_path / "debug.bin"))
-    assert f"pi2_ffn.{list(LAYERS).index('int8')}".encode() in dump.read_bytes()
+    g = torch.Generator().manual_seed(0)
+    calls = [(name, torch.randn(tokens, HIDDEN, generator=g)) for tokens in (1, 5) for name in LAYERS for _ in range(2)]
+    for cache in (4, 1 << 20):
+        backend.set_options({"store_path": str(pte.parent), "cache_bytes_kib": cache, "preload": False})
+        found, about = profiled(runtime, pte, calls)
+        assert set(found) == {f"pi2_ffn.{i}" for i in range(len(LAYERS))}
+        for name in ("wanted", "hits", "reads", "bytes_read", "wait_ns"):
+            assert sum(sum(figures[name]) for figures in found.values()) == about[name], name
+        for figures in found.values():
+            assert figures["tokens"] == [1, 1, 5, 5]
+            assert len({*map(len, figures.values())}) == 1
+        plain = found["pi2_ffn.0"]
+        assert plain["wanted"] == [100] * 4
+        assert plain["hits"] == ([0, 100, 100, 100] if cache > 4 else plain["hits"])
+        assert plain["reads"][1:] == [0] * 3 if cache > 4 else all(plain["reads"])
+        assert plain["bytes_read"][0] >= 100 * 2 * HIDDEN * 4
+
+
+def test_figures_of_layers_in_two_calls(runtime: Any, tmp_path: Path) -> None:
+    x = torch.randn(3, HIDDEN)
+    store = Store(tmp_path / "model.pi2", [layer(HIDDEN, 300, n_hot=150)])
+    pte = write_pte(tmp_path / "model.pte", {"forward": (_Split(store, 64, x), (x,), None)})
+    backend.set_options({"store_path": str(tmp_path), "cache_bytes_kib": 4, "preload": False})
+    found, about = profiled(runtime, pte, [("forward", x), ("forward", x)])
+    assert found["pi2_submit.0"] == {}  # it only begins
+    for name in ("wanted", "hits", "reads", "bytes_read", "wait_ns", "submit_wait_ns"):
+        assert sum(found["pi2_collect.0"][name]) == about[name], name
+    assert found["pi2_collect.0"]["tokens"] == [3, 3]
+    assert found["pi2_collect.0"]["wanted"] == [300 - 64] * 2
+
+
+def test_metadata_of_others_is_left_as_it_is() -> None:
+    assert call_figures([]) == {}
+    assert call_figures([b"theirs", b""]) == [b"theirs", b""]
 
 
 def test_executorch_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.fx.passes.tools_common import legalize_graph
 
 import torch_pi2
 from torch_pi2.export import xnnpack
+from torch_pi2.export.blob import BYTES
 from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.hot import hot_chunks
 from torch_pi2.export.linears import prepare_rest
@@ -55,7 +56,7 @@ def programs_of(
 
 
 def blob(*of_call: int) -> bytes:
-    return repr(of_call).encode()
+    return repr(of_call).encode().ljust(BYTES, b"\0")
 
 
 def slowly(programs: Programs, patch: pytest.MonkeyPatch) -> bytes:

@@ -2,77 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
-from tiny_experts import build
-from tiny_models import _hf, tiny
+from executorch.exir import ExecutorchBackendConfig, to_edge, to_edge_transform_and_lower
+from executorch.exir.pass_base import ExportPass
+from lowered import CONFIG, IDS, backends, dense, exact, experts, exported, int4, quantised, signbit
+from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
 from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export import markers
 from torch_pi2.export.partitioner import Pi2Partitioner
+from torch_pi2.export.standins import exported_layers
 from torch_pi2.layers.of_model import sparse_layers
-
-IDS = torch.tensor([[5, 9, 40, 11, 33, 7, 21, 60]])
-CONFIG = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
-
-
-class Logits(nn.Module):
-    """A user's module around the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inner = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.inner(ids, use_cache=False).logits
-        return logits
-
-
-def dense() -> nn.Module:
-    torch.manual_seed(0)
-    return _hf("Llama", hidden_act="relu", num_hidden_layers=1).eval()
-
-
-def exact() -> nn.Module:
-    return torch_pi2.optimize(dense(), method="exact")
-
-
-def quantised() -> nn.Module:
-    """What XNNPACK knows of its linears, another list of operators to preserve would decompose, without an error."""
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
-
-    model = exact()
-    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8))
-    return model
-
-
-def int4() -> nn.Module:
-    return torch_pi2.optimize(dense(), method="exact", weights="int4", activations="int8")
-
-
-def signbit() -> nn.Module:
-    text = torch.randint(3, 60, (32, 24), generator=torch.Generator().manual_seed(0))
-    config = torch_pi2.Config(method="signbit", target_recall=0.9, calibration_tokens=700)
-    return torch_pi2.optimize(dense(), text, config)
-
-
-def exported(model: nn.Module) -> torch.export.ExportedProgram:
-    with torch.no_grad():
-        return torch.export.export(Logits(model).eval(), (IDS,), strict=False)
-
-
-def backends(edge: Any) -> list[str]:
-    module = edge.exported_program().graph_module
-    calls = [n.args[0].target for n in module.graph.nodes if "executorch_call_delegate" in str(n.target)]
-    return [getattr(module, name).backend_id for name in calls]
 
 
 @pytest.fixture
@@ -92,10 +43,6 @@ def ran() -> Iterator[Callable[[Path], torch.Tensor]]:
     backend.set_options({"store_path": ""})
 
 
-def experts() -> nn.Module:
-    return torch_pi2.optimize(build("Mixtral", num_hidden_layers=1), method="exact")
-
-
 @pytest.mark.parametrize(
     ("make", "way"), [(quantised, "list"), (int4, "reversed"), (signbit, "rest"), (experts, "list")]
 )
@@ -104,9 +51,9 @@ def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_p
     program, store = exported(model), tmp_path / "model.pi2"
     ours = Pi2Partitioner(model, store, XnnpackPartitioner() if way == "rest" else None)
     both = {"list": [ours, XnnpackPartitioner()], "reversed": [XnnpackPartitioner(), ours], "rest": [ours]}[way]
+    edge = to_edge_transform_and_lower(program, partitioner=both, compile_config=CONFIG, generate_etrecord=True)
+    done = edge.to_executorch()
     with torch.no_grad():
-        edge = to_edge_transform_and_lower(program, partitioner=both, compile_config=CONFIG, generate_etrecord=True)
-        done = edge.to_executorch()
         wanted = model(IDS, use_cache=False).logits
     found = backends(edge)
     assert found.count("Pi2Backend") == 1
@@ -121,18 +68,45 @@ def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_p
     assert (tmp_path / "etrecord.bin").stat().st_size > 1000
 
 
-def test_a_recipe(tmp_path: Path, ran: Any) -> None:
-    from executorch.export import ExportRecipe, LoweringRecipe, export
+def of_ours() -> list[str]:
+    """What torch and ExecuTorch have of ours where their own functions and methods are."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "executorch") or not isinstance(module, ModuleType):
+            continue
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == name]
+        for holder in (module, *kinds):
+            for key, value in list(vars(holder).items()):
+                if str(getattr(value, "__module__", "")).startswith("torch_pi2"):
+                    found.append(f"{name}.{key}")
+    return found
+
+
+def test_nothing_of_the_framework_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As passes of the user see it, which run; nor is a model known to anything global. Settings of the user, too."""
+    seen: list[Any] = []
+
+    class Look(ExportPass):
+        def call(self, graph_module: torch.fx.GraphModule) -> Any:
+            seen.append((of_ours(), dict(markers._models)))
+            return super().call(graph_module)
 
     model = exact()
-    lowering = LoweringRecipe(
-        partitioners=[Pi2Partitioner(model, tmp_path / "model.pi2"), XnnpackPartitioner()], edge_compile_config=CONFIG
+    edge = to_edge_transform_and_lower(
+        exported(model),
+        transform_passes=[Look()],
+        partitioner=[Pi2Partitioner(model, tmp_path / "model.pi2"), XnnpackPartitioner()],
+        compile_config=CONFIG,
+        constant_methods={"answer": 42},
     )
-    with torch.no_grad():
-        session = export(Logits(model).eval(), [(IDS,)], ExportRecipe("ours", lowering_recipe=lowering))
-        session.save_to_pte(str(tmp_path / "model.pte"))
-        wanted = model(IDS, use_cache=False).logits
-    torch.testing.assert_close(ran(tmp_path / "model.pte"), wanted, rtol=1e-3, atol=1e-3)
+    edge.transform([Look()])
+    done = edge.to_executorch(ExecutorchBackendConfig(passes=[Look()], external_constants=True))
+    assert seen == [([], {})] * 3
+    assert "Pi2Backend" in backends(edge)
+    done.write_tensor_data_to_file(str(tmp_path))
+    assert len(list(tmp_path.glob("*.ptd"))) == 1
+    monkeypatch.setattr("executorch.exir.lowered_backend_module.legalize_graph", exported_layers)
+    assert of_ours() == ["executorch.exir.lowered_backend_module.legalize_graph"]
 
 
 @pytest.mark.parametrize("order", [1, -1])

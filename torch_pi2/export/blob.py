@@ -31,6 +31,16 @@ NUMBERS = ("cuts", "thresholds")
 _NAME, _NAME_BYTES = 384, 128
 
 
+#: What a call is in profiles, by its role.
+_EVENTS = ("pi2_ffn", "pi2_submit", "pi2_collect")
+
+
+def event_of(blob: bytes) -> str:
+    """The name of a call in profiles, as the delegate gives it: ``pi2_ffn.LAYER`` for instance, LAYER of the store."""
+    _, version, _, _, role, _, _, layer, _ = _HEAD.unpack_from(blob)
+    return f"{'pi2_experts' if version == VERSIONS[1] else _EVENTS[role]}.{layer}"
+
+
 @dataclass(frozen=True)
 class Blob:
     """One delegate call. Fields as in the blob; ``tensors``: name -> (file offset, bytes, CRC32C).

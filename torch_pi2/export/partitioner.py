@@ -18,6 +18,7 @@ from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch import nn
 
 from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export.blob import event_of
 from torch_pi2.export.markers import ROLES
 from torch_pi2.export.standins import exported_layers
 from torch_pi2.export.store import blob_of, write_store
@@ -51,13 +52,26 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
     return any(node.name in names for names in kinds)
 
 
+def _ask_for_no_gradients(program: torch.export.ExportedProgram) -> None:
+    """Lowering runs operators on stand-ins of the parameters, and ours have no gradients. The model keeps its own."""
+    parameters = {name: value for name, value in program.state_dict.items() if isinstance(value, nn.Parameter)}
+    made = {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in parameters.values()}
+    program.state_dict.update({name: made[id(value)] for name, value in parameters.items()})
+    for node in program.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta["val"] = node.meta["val"].detach()
+
+
 @final
 class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
-    """Gives each call its blob."""
+    """Gives each call its blob, and its name in profiles the operator that it was."""
 
     @staticmethod
     def preprocess(edge_program: torch.export.ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
-        return PreprocessResult(processed_bytes=next(spec.value for spec in compile_specs if spec.key == _BLOB))
+        blob = next(spec.value for spec in compile_specs if spec.key == _BLOB)
+        handles = (node.meta.get("debug_handle") for node in edge_program.graph.nodes if node.op == "call_function")
+        known = tuple(handle for handle in handles if handle is not None)
+        return PreprocessResult(processed_bytes=blob, debug_handle_map={event_of(blob): known} if known else None)
 
 
 class BlobPartitioner(Partitioner):
@@ -107,11 +121,10 @@ class Pi2Partitioner(BlobPartitioner):
     ``torch.export.export``::
 
         model.config.use_cache = False
-        with torch.no_grad():
-            program = torch_pi2.export_program(model, (ids,))
-            partitioner = [Pi2Partitioner(model, "out/model.pi2"), XnnpackPartitioner()]
-            edge = to_edge_transform_and_lower(program, partitioner=partitioner)
-            edge.to_executorch().save("out/model.pte")
+        program = torch_pi2.export_program(model, (ids,))
+        partitioner = [Pi2Partitioner(model, "out/model.pi2"), XnnpackPartitioner()]
+        edge = to_edge_transform_and_lower(program, partitioner=partitioner)
+        edge.to_executorch().save("out/model.pte")
 
     Who runs the ``.pte`` has our library in the process, and says where the store is (docs/BUNDLE.md).
     :func:`torch_pi2.export` does more: a KV cache, a manifest, a tokenizer.
@@ -142,6 +155,7 @@ class Pi2Partitioner(BlobPartitioner):
         self, exported_program: torch.export.ExportedProgram
     ) -> torch.export.ExportedProgram:
         self._check(exported_program)
+        _ask_for_no_gradients(exported_program)
         return exported_program
 
     def partition(self, exported_program: torch.export.ExportedProgram) -> PartitionResult:

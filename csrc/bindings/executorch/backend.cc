@@ -30,6 +30,13 @@ using executorch::runtime::kMaxOptionValueLength;
 using executorch::runtime::Result;
 using executorch::runtime::Span;
 
+// What one call did, for profiles.
+struct Figures {
+  std::int64_t tokens = 0;
+  CallStats stats;
+  std::int64_t submit_wait_ns = 0;
+};
+
 // One delegate call of a method that is loaded.
 struct Handle {
   Blob blob;
@@ -139,7 +146,24 @@ Problem route(const Handle& handle, const Tensor& index, const Tensor& routing, 
   return dtype_of(routing, handle.event + ", routing", &args->routing_dtype);
 }
 
-Problem run(const Handle& handle, Span<EValue*> args) {
+// As torch_pi2.export.etdump reads it; of a submit, which only begins, nothing.
+std::string metadata_of(const Handle& handle, const Figures& figures) {
+  if (handle.blob.role == Role::kSubmit) return "";
+  const std::pair<const char*, std::int64_t> numbers[] = {
+      {"tokens", figures.tokens},
+      {"wanted", figures.stats.wanted},
+      {"hits", figures.stats.hits},
+      {"reads", figures.stats.reads},
+      {"bytes_read", figures.stats.bytes_read},
+      {"wait_ns", figures.stats.wait_ns},
+      {"submit_wait_ns", figures.submit_wait_ns},
+  };
+  std::string out = "{\"pi2\": 1";
+  for (const auto& [name, value] : numbers) out += std::string(", \"") + name + "\": " + std::to_string(value);
+  return out + "}";
+}
+
+Problem run(const Handle& handle, Span<EValue*> args, Figures* figures) {
   const bool mixture = handle.blob.experts > 0;
   const std::size_t count = mixture ? 4 : 2;
   bool tensors = args.size() == count;
@@ -160,17 +184,20 @@ Problem run(const Handle& handle, Span<EValue*> args) {
   if (dtype != out_dtype)
     return problem(Fault::kArgument, handle.event + ", result", "the dtype of its input", "another",
                    "Export the model again.");
-  const std::int64_t tokens = x.numel() / handle.blob.hidden;
+  const std::int64_t tokens = figures->tokens = x.numel() / handle.blob.hidden;
+  CallStats* const stats = &figures->stats;
   const void* from = x.const_data_ptr();
   void* to = out.mutable_data_ptr();
   if (mixture) {
     ExpertsArgs routed{from, to, dtype, tokens, handle.blob.hidden};
     routed.experts = handle.blob.experts;
     wrong = route(handle, args[1]->toTensor(), args[2]->toTensor(), &routed);
-    return wrong ? wrong : handle.layer->mix(routed, executorch_threads());
+    return wrong ? wrong : handle.layer->mix(routed, executorch_threads(), stats);
   }
-  if (handle.blob.role == Role::kWhole) return handle.layer->compute(from, to, dtype, tokens, executorch_threads());
-  if (handle.blob.role == Role::kCollect) return handle.session->collect(from, to, dtype, tokens);
+  if (handle.blob.role == Role::kWhole)
+    return handle.layer->compute(from, to, dtype, tokens, executorch_threads(), stats);
+  if (handle.blob.role == Role::kCollect)
+    return handle.session->collect(from, to, dtype, tokens, stats, &figures->submit_wait_ns);
   wrong = handle.session->submit(from, dtype, tokens);
   if (!wrong && to != from) std::memmove(to, from, x.nbytes());
   return wrong;
@@ -196,8 +223,15 @@ class Pi2Backend final : public BackendInterface {
     const auto& handle = *static_cast<const Handle*>(raw);
     const auto entry = executorch::runtime::event_tracer_start_profiling_delegate(
         context.event_tracer(), handle.event.c_str(), executorch::runtime::kUnsetDelegateDebugIntId);
-    const Problem wrong = guarded(handle.event.c_str(), [&] { return run(handle, args); });
-    executorch::runtime::event_tracer_end_profiling_delegate(context.event_tracer(), entry);
+    Figures figures;
+    std::string metadata;
+    const Problem wrong = guarded(handle.event.c_str(), [&] {
+      Problem problem = run(handle, args, &figures);
+      if (context.event_tracer() != nullptr) metadata = metadata_of(handle, figures);
+      return problem;
+    });
+    executorch::runtime::event_tracer_end_profiling_delegate(
+        context.event_tracer(), entry, metadata.empty() ? nullptr : metadata.data(), metadata.size());
     return wrong ? told(wrong) : Error::Ok;
   }
 

@@ -85,7 +85,8 @@ std::shared_ptr<Layer> Layer::load(std::shared_ptr<Store> store, const Blob& blo
   return nullptr;
 }
 
-Problem Layer::compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel) {
+Problem Layer::compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel,
+                       CallStats* stats) {
   if (tokens == 0) return {};
   return guarded("a layer of Pi2Backend", [&]() -> Problem {
     store_->warm();
@@ -96,16 +97,16 @@ Problem Layer::compute(const void* x, void* y, DType dtype, std::int64_t tokens,
     args.tokens = tokens;
     const bool dense = blob_.dense_from > 0 && tokens >= blob_.dense_from;
     const std::string wrong =
-        store_->offload().ffn(blob_.layer, dense ? Predictor() : stack_.predictor, args, parallel);
+        store_->offload().ffn(blob_.layer, dense ? Predictor() : stack_.predictor, args, parallel, nullptr, stats);
     return unread(wrong);
   });
 }
 
-Problem Layer::mix(const ExpertsArgs& args, const ParallelFor& parallel) {
+Problem Layer::mix(const ExpertsArgs& args, const ParallelFor& parallel, CallStats* stats) {
   if (args.tokens == 0) return {};
   return guarded("experts of Pi2Backend", [&]() -> Problem {
     store_->warm();
-    const std::string wrong = stored_experts(args, stack_, store_->offload(), blob_.layer, parallel);
+    const std::string wrong = stored_experts(args, stack_, store_->offload(), blob_.layer, parallel, stats);
     constexpr std::string_view kReading = "reading the neuron store: ";
     if (wrong.rfind(kReading, 0) == 0) return unread(wrong.substr(kReading.size()));
     if (wrong.empty()) return {};

@@ -17,10 +17,11 @@ class Layer {
   Layer(const Layer&) = delete;
   Layer& operator=(const Layer&) = delete;
 
-  // y = the layer's part for x, both [tokens, hidden].
-  Problem compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel);
+  // y = the layer's part for x, both [tokens, hidden]. To `stats` is added what that took.
+  Problem compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel,
+                  CallStats* stats);
   // The same of a mixture.
-  Problem mix(const ExpertsArgs& args, const ParallelFor& parallel);
+  Problem mix(const ExpertsArgs& args, const ParallelFor& parallel, CallStats* stats);
 
   const Blob& blob() const { return blob_; }
   Store& store() { return *store_; }

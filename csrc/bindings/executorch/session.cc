@@ -69,7 +69,7 @@ void Session::forget() {
 
 // On the conductor's thread, where nobody would catch anything: compute() throws nothing.
 void Session::run(const ParallelFor& parallel) {
-  problem_ = layer_->compute(x_TH_.data(), y_TH_.data(), DType::kF32, tokens_, parallel);
+  problem_ = layer_->compute(x_TH_.data(), y_TH_.data(), DType::kF32, tokens_, parallel, &stats_);
 }
 
 Problem Session::submit(const void* x, DType dtype, std::int64_t tokens) {
@@ -85,20 +85,24 @@ Problem Session::submit(const void* x, DType dtype, std::int64_t tokens) {
   widen(x, dtype, x_TH_.data(), tokens * blob_.hidden);
   tokens_ = tokens;
   problem_ = {};
+  stats_ = {};
   engine_->begin(this);
   begun_ = true;
   return {};
 }
 
-Problem Session::collect(const void* h, void* out, DType dtype, std::int64_t tokens) {
+Problem Session::collect(const void* h, void* out, DType dtype, std::int64_t tokens, CallStats* stats,
+                         std::int64_t* submit_wait_ns) {
   const std::string what = "collecting layer " + std::to_string(blob_.layer);
   if (!begun_)
     return problem(Fault::kState, what, "that it was submitted before", "nothing submitted", "Execute whole methods.");
   const auto start = std::chrono::steady_clock::now();
   engine_->end(this, true);
   begun_ = false;
-  store_->count_submit_wait(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count());
+  *submit_wait_ns =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+  store_->count_submit_wait(*submit_wait_ns);
+  *stats = stats_;
   if (problem_.fault == Fault::kMemory) return no_memory(what);
   if (problem_) return problem_;
   if (tokens != tokens_)

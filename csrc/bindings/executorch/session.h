@@ -26,8 +26,9 @@ class Session final : public Job {
   // Begins with x [tokens, hidden], of which it keeps a copy. What was submitted before and never collected (because
   // what came between has failed) is forgotten.
   Problem submit(const void* x, DType dtype, std::int64_t tokens);
-  // out = h + the cold part.
-  Problem collect(const void* h, void* out, DType dtype, std::int64_t tokens);
+  // out = h + the cold part. What that took since it was submitted, and how long this waited for it.
+  Problem collect(const void* h, void* out, DType dtype, std::int64_t tokens, CallStats* stats,
+                  std::int64_t* submit_wait_ns);
 
   void run(const ParallelFor& parallel) override;
 
@@ -44,6 +45,7 @@ class Session final : public Job {
   std::int64_t tokens_ = 0;
   std::vector<float> x_TH_, y_TH_, row_H_;
   Problem problem_;
+  CallStats stats_;
 };
 
 }  // namespace pi2::et

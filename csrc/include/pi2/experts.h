@@ -11,6 +11,7 @@
 namespace pi2 {
 
 class Offload;
+struct CallStats;
 
 // y[t] = sum over slots j, in this order, of routing[t, j] * FFN of expert index[t, j] (x[t]). All of it in float32,
 // from x widened (exact) to the sum, which is rounded to x's dtype once: a token's bits do not depend on other tokens
@@ -77,8 +78,9 @@ Predictor predictor_of(const ExpertStack& stack, std::int64_t expert);
 
 std::string experts_ffn(const ExpertsArgs& args, const ExpertStack& stack, const ParallelFor& parallel);
 
-// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles.
+// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles. To
+// `stats`, if any, is added what its calls of the store did.
 std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
-                           const ParallelFor& parallel);
+                           const ParallelFor& parallel, CallStats* stats = nullptr);
 
 }  // namespace pi2

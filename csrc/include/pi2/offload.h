@@ -32,14 +32,19 @@ struct OffloadOptions {
   std::vector<double> device;        // not empty: reads take as long as this device's (io/device_model.h); simulated
 };
 
-struct OffloadStats {
+// What one call did, or all of them.
+struct CallStats {
+  std::int64_t wanted = 0, hits = 0;       // neurons; hits: in memory already, and not because of a guess
+  std::int64_t reads = 0, bytes_read = 0;  // that it has begun, for itself or ahead for another
+  std::int64_t wait_ns = 0;                // of all workers, waiting for neurons
+};
+
+// Of all calls; reads besides of what was arranged and preloaded.
+struct OffloadStats : CallStats {
   std::int64_t calls = 0;
-  std::int64_t wanted = 0, hits = 0;   // neurons; hits: in memory already, and not because of a guess
   std::int64_t guessed = 0, used = 0;  // slots read because prefetch() asked; those of them that were wanted afterwards
-  std::int64_t reads = 0, bytes_read = 0;
   std::int64_t evictions = 0;
   std::int64_t uncached = 0;             // slots read for one use: the cache was full of what the same call wants
-  std::int64_t wait_ns = 0;              // of all workers, waiting for neurons
   std::int64_t busy_ns = 0;              // of all workers, from a call's beginning to its end
   std::int64_t io_ns = 0;                // with at least one read under way
   std::int64_t resident = 0, slots = 0;  // slots of the file in the cache now, and room for: mostly a neuron each
@@ -64,14 +69,15 @@ class Offload {
 
   // As predicted_ffn, with the neurons of a layer: the same bits. Returns "" or why reading failed; the next call may
   // work. `then`, if any, is called once on a thread of the call when all that this layer wants has been asked for, and
-  // may call prefetch() only.
+  // may call prefetch() only. To `stats`, if any, is added what this call did.
   std::string ffn(std::int64_t layer, const Predictor& predictor, FfnArgs args, const ParallelFor& parallel,
-                  const std::function<void()>& then = nullptr);
+                  const std::function<void()>& then = nullptr, CallStats* stats = nullptr);
 
   // Begins to read what a layer is going to want into the cache: the first n_hot neurons and
   // of the others those with a mark in active [tokens, neurons - n_hot], all if null. Changes no result; what cannot be
-  // read is asked for again when it is wanted.
-  void prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
+  // read is asked for again when it is wanted. To `stats`, if any, are added its reads.
+  void prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,
+                CallStats* stats = nullptr);
 
   // The first so many neurons of each layer [layers] are somebody else's (FfnArgs::first): preload() begins after them,
   // and so does what is read ahead of prompts. Changes no result.
