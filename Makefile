@@ -151,7 +151,7 @@ runner-arm:
 
 # The C++ tests once more under the address, undefined-behaviour and thread sanitizers. -O1 takes half of -O2's time to compile.
 # The backend too, in programs of ExecuTorch's own library, which was built without.
-# Then the runner's sampler, its seeds, and its tokenizer with random changes of a tokenizer.json.
+# Then the runner's sampler, its seeds, its tokenizer with random changes of a tokenizer.json, and its server of HTTP.
 sanitize: install
 	@mkdir -p build
 	@for kind in address,undefined thread; do \
@@ -167,6 +167,12 @@ sanitize: install
 	$(BIN)/ctest --test-dir build/sanitize-runner --output-on-failure --no-tests=error
 	cp export/runner/tests/tokenizer.json build/sanitize-runner/
 	build/sanitize-runner/pi2_parts_test tokenizer build/sanitize-runner/tokenizer.json 3000
+	$(BIN)/cmake -S export/runner -B build/sanitize-runner-thread -G Ninja -DPI2_DEPENDENCIES=$(abspath build/deps) \
+	  -DPI2_SANITIZE=thread >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }
+	$(BIN)/cmake --build build/sanitize-runner-thread --target pi2_http_test
+	@for folder in sanitize-runner sanitize-runner-thread; do \
+	  PI2_HTTP_TEST=$(abspath build)/$$folder/pi2_http_test $(BIN)/python -m pytest tests/export/runner/test_http_clients.py || exit 1; \
+	done
 
 # Random inputs against whatever reads files, each target for FUZZ_SECONDS (libFuzzer with the address and
 # undefined-behaviour sanitizers over csrc/fuzz/fuzz_*.cc and export/runner/fuzz/fuzz_*.cc; tests/helpers/hostile.py over what Python reads):

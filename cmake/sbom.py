@@ -21,7 +21,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 #: library -> packages whose headers are compiled into it. tests/project/test_sbom.py compares with what is compiled.
 HEADERS = {"libpi2.so": (), "libpi2_torch.so": ("torch",), "libpi2_executorch.so": ("executorch",)}
-LICENCES = {"torch": "BSD-3-Clause", "executorch": "BSD-3-Clause", "oniguruma": "BSD-2-Clause", "json": "MIT"}
+LICENCES = {
+    "torch": "BSD-3-Clause",
+    "executorch": "BSD-3-Clause",
+    "oniguruma": "BSD-2-Clause",
+    "json": "MIT",
+    "llhttp": "MIT",
+}
 
 
 def package(name: str, version: str, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 * ``oniguruma``: the regular expressions of Hugging Face's tokenizers, so that text is split exactly as there; sources,
   as the source package of jq carries them.
 * ``json``: nlohmann-json, headers.
+* ``llhttp``: Node.js's parser of HTTP; sources, as the source package of httptools carries them.
 * ``executorch-aarch64`` (with ``--aarch64``): ExecuTorch's libraries for 64-bit ARM Linux.
 * ``kotlin`` (with ``--kotlin``): Kotlin's compiler and coroutines in one jar, as its kernel for notebooks carries them.
 
@@ -32,6 +33,11 @@ SOURCES = {
         "nlohmann-json==3.12.0",
         ["--only-binary=:all:"],
         "5f6132720fb25d0d70bf0742f8397b49a540dcc193e7312a914f6aa49f054810",
+    ),
+    "llhttp": (
+        "httptools==0.9.0",
+        ["--no-binary=httptools"],
+        "d484ebb7e3a3f3597b0f645fbd1b85633674ca808c1f5ba11c2caf7c66f5c8b6",
     ),
     "executorch-aarch64": (
         "executorch==1.5.1",
@@ -63,6 +69,16 @@ def oniguruma(archive: Path, to: Path) -> None:
                     inner.extract(member, to, filter="data")
 
 
+def llhttp(archive: Path, to: Path) -> None:
+    """Its sources out of httptools's."""
+    with tarfile.open(archive) as files:
+        for member in files.getmembers():
+            _, found, path = member.name.partition("/vendor/llhttp/")
+            if found and member.isfile():
+                member.name = path
+                files.extract(member, to, filter="data")
+
+
 def wheel(archive: Path, to: Path) -> None:
     """All of a wheel."""
     with zipfile.ZipFile(archive) as files:
@@ -81,6 +97,7 @@ def kotlin(archive: Path, to: Path) -> None:
 UNPACK: dict[str, Callable[[Path, Path], None]] = {
     "oniguruma": oniguruma,
     "json": wheel,
+    "llhttp": llhttp,
     "executorch-aarch64": wheel,
     "kotlin": kotlin,
 }

@@ -1,5 +1,7 @@
 #include "interrupts.h"
 
+#include <poll.h>
+
 #include <atomic>
 
 namespace pi2::runner {
@@ -11,6 +13,18 @@ std::atomic<int> came = 0;
 
 int interrupted() { return came; }
 void forget_interrupt() { came = 0; }
+
+// A signal that comes before it waits ends it, too.
+bool wait_for_input(int fd) {
+  sigset_t noted, before;
+  sigemptyset(&noted);
+  for (const int signal : Interruptible::kSignals) sigaddset(&noted, signal);
+  pthread_sigmask(SIG_BLOCK, &noted, &before);
+  pollfd input{fd, POLLIN, 0};
+  const bool there = interrupted() == 0 && ppoll(&input, 1, nullptr, &before) >= 0;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return there;
+}
 
 Interruptible::Interruptible() {
   for (std::size_t i = 0; i < std::size(kSignals); ++i) sigaction(kSignals[i], nullptr, &before_[i]);

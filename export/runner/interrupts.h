@@ -11,6 +11,9 @@ namespace pi2::runner {
 int interrupted();
 void forget_interrupt();
 
+// Returns once `fd` has something to read; false: a signal was noted, or comes while this waits.
+bool wait_for_input(int fd);
+
 // While it is there Ctrl-C, SIGTERM and SIGHUP are noted, and end a poll for input; a second one ends the program at
 // once, as one does before. Signals that are ignored stay so.
 class Interruptible {

@@ -13,6 +13,7 @@
 #include "measure.h"
 #include "output.h"
 #include "requests.h"
+#include "serve.h"
 
 namespace pi2::runner {
 namespace {
@@ -87,11 +88,17 @@ int main(int argc, char** argv) {
   }
   o.request.stopped = [] { return interrupted() != 0; };
   keep_log();
+  std::optional<HttpServer> server;  // its port is taken before anything is loaded
+  if (!o.http.empty()) server.emplace(o.http);
   std::optional<Lines> lines;  // opened before signals are noted, as what opens a FIFO waits for who writes there
   if (o.talks || !o.requests.empty()) lines.emplace(o.talks ? "-" : o.requests);
   Session session(o);
   Interruptible signals;
-  if (lines || o.repeat > 0) {
+  if (server) {
+    serve_http(session, o, *server, [&](const std::string& text) { say(o, text); });
+    server.reset();
+    session.close();
+  } else if (lines || o.repeat > 0) {
     answer_all(session, o, lines ? &*lines : nullptr, signals);
   } else {
     answer(session, o);

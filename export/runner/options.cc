@@ -76,11 +76,16 @@ void check_files(const Options& o) {
 
 // Several prompts have no place for what is of one.
 void check_several(const Options& o, bool prompt) {
-  const char* name = o.talks ? "--chat without --prompt" : "--requests";
+  const char* name = !o.http.empty() ? "--http" : o.talks ? "--chat without --prompt" : "--requests";
   const std::pair<const char*, bool> others[] = {
-      {"--prompt or --ids", prompt},   {"--logits", !o.logits.empty()},
-      {"--etdump", !o.etdump.empty()}, {"--repeat", o.repeat > 0},
-      {"--json", o.talks && o.json},   {"--num-return-sequences", o.talks && o.request.sequences > 1}};
+      {"--prompt or --ids", prompt},
+      {"--logits", !o.logits.empty()},
+      {"--etdump", !o.etdump.empty()},
+      {"--repeat", o.repeat > 0},
+      {"--requests", !o.http.empty() && !o.requests.empty()},
+      {"--chat", !o.http.empty() && o.chat},
+      {"--json", o.requests.empty() && o.json},
+      {"--num-return-sequences", o.requests.empty() && o.request.sequences > 1}};
   for (const auto& [other, given] : others) {
     if (given) throw Problem(name, "it without " + std::string(other), "both", kFix);
   }
@@ -109,6 +114,8 @@ Generates text with a bundle that torch_pi2.export wrote.
   --seed S                 of the first answer; the next has S + 1 (0)
   --num-return-sequences N answers to one prompt (1)
   --requests FILE          answer JSON objects, a line each, with a line each; -: of standard input (docs/BUNDLE.md)
+  --http [HOST:]PORT       answer OpenAI's chat completions and completions, for programs of this machine (127.0.0.1;
+                           docs/BUNDLE.md); answers are as long as there is room unless a request or --max-new-tokens says
   --repeat N               measure: the same prompt N times, and --warm-up times (1) before; medians and percentiles
 
   --budget BYTES           memory of the whole process, such as 2GB or 1.5GiB (default: as it takes)
@@ -152,14 +159,15 @@ Options parse_options(int argc, char** argv) {
   Options o;
   o.request.max_new_tokens = 64;
   Sampling& sampling = o.request.sampling;
-  bool prompt = false, ids = false, system = false, hashes = false, sizes = false, warm_up = false;
+  bool prompt = false, ids = false, system = false, hashes = false, sizes = false, warm_up = false, length = false;
   using Take = std::function<void(const std::string&)>;
   const auto text = [](std::string& to) { return Take([&to](const std::string& v) { to = v; }); };
   const std::map<std::string, Take> with_value = {
       {"--prompt", [&](const auto& v) { o.prompt = v, prompt = true; }},
       {"--ids", [&](const auto& v) { o.request.prompt = token_ids(v), ids = true; }},
       {"--system", [&](const auto& v) { o.system = v, system = true, o.empty_system = v.empty(); }},
-      {"--max-new-tokens", [&](const auto& v) { o.request.max_new_tokens = positive("--max-new-tokens", v); }},
+      {"--max-new-tokens",
+       [&](const auto& v) { o.request.max_new_tokens = positive("--max-new-tokens", v), length = true; }},
       {"--temperature", [&](const auto& v) { sampling.temperature = real("--temperature", v, "0 (greedy) or more"); }},
       {"--top-p", [&](const auto& v) { sampling.top_p = real("--top-p", v, "more than 0, at most 1"); }},
       {"--min-p", [&](const auto& v) { sampling.min_p = real("--min-p", v, "0 to 1"); }},
@@ -175,6 +183,7 @@ Options parse_options(int argc, char** argv) {
          o.request.stop->push_back(v);
        }},
       {"--requests", text(o.requests)},
+      {"--http", text(o.http)},
       {"--repeat", [&](const auto& v) { o.repeat = static_cast<int>(positive("--repeat", v)); }},
       {"--warm-up",
        [&](const auto& v) {
@@ -232,8 +241,9 @@ Options parse_options(int argc, char** argv) {
   if (hashes && sizes) throw Problem("arguments", "--verify or --no-verify", "both", kFix);
   if (hashes || sizes) o.verify = hashes ? Verify::kHashes : Verify::kSizes;
   if (o.bundle.empty()) throw Problem("arguments", "a bundle", "none", kFix);
-  o.talks = o.chat && !prompt && !ids && o.requests.empty();
-  if (!o.requests.empty() || o.talks) {
+  if (!o.http.empty() && !length) o.request.max_new_tokens = 0;
+  o.talks = o.chat && !prompt && !ids && o.requests.empty() && o.http.empty();
+  if (!o.requests.empty() || !o.http.empty() || o.talks) {
     check_several(o, prompt || ids);
   } else if (prompt == ids) {
     throw Problem("arguments", "--prompt or --ids", prompt ? "both" : "neither", kFix);

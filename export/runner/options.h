@@ -21,6 +21,7 @@ struct Options {
   bool goes_on = false;              // what an earlier answer's prompt and it begin with is not read again
   bool streams = false;              // text of a request, piece by piece
   std::string requests;              // a file of them, a line each; "-": standard input
+  std::string http;                  // [HOST:]PORT: requests of OpenAI's API come there
   bool talks = false;                // questions are lines of standard input
   int repeat = 0, warm_up = 1;       // measured and unmeasured rounds of one prompt; 0: no measuring
   std::int64_t budget = -1;          // bytes of the whole process; -1: everything fits

@@ -23,6 +23,12 @@ class NoRoom : public Problem {
   using Problem::Problem;
 };
 
+// What went wrong while it was computed: what was asked for is not at fault.
+class Broken : public Problem {
+ public:
+  using Problem::Problem;
+};
+
 // What is printed cannot be written: whoever is answered does not hear it.
 class NobodyReads : public Problem {
  public:

@@ -64,16 +64,16 @@ void clear_errors() {
 
 // What our backend says, or else ExecuTorch's code.
 [[noreturn]] void failed(const std::string& what, const char* expected, Error error) {
-  if (const std::string said = pi2_et_error(); !said.empty()) throw Problem(said);
+  if (const std::string said = pi2_et_error(); !said.empty()) throw Broken(said);
   {
     const std::lock_guard<std::mutex> lock(log_mutex);
     std::fwrite(log_kept, 1, log_bytes, stderr);
   }
   char code[16];
   std::snprintf(code, sizeof code, "0x%02x", static_cast<unsigned>(error));
-  throw Problem(what, expected,
-                std::string("ExecuTorch's error ") + code + " (" + executorch::runtime::to_string(error) + ")",
-                "Its log above says more; --verify finds damage.");
+  throw Broken(what, expected,
+               std::string("ExecuTorch's error ") + code + " (" + executorch::runtime::to_string(error) + ")",
+               "Its log above says more; --verify finds damage.");
 }
 
 std::string shape_of(const std::vector<std::int64_t>& sizes) {

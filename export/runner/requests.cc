@@ -1,8 +1,6 @@
 #include "requests.h"
 
 #include <fcntl.h>
-#include <poll.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -12,18 +10,6 @@
 
 namespace pi2::runner {
 namespace {
-
-// What ends a call that waits for it, as poll does; a signal that comes before it waits ends it, too.
-bool wait_for_input(int fd) {
-  sigset_t noted, before;
-  sigemptyset(&noted);
-  for (const int signal : Interruptible::kSignals) sigaddset(&noted, signal);
-  pthread_sigmask(SIG_BLOCK, &noted, &before);
-  pollfd input{fd, POLLIN, 0};
-  const bool there = interrupted() == 0 && ppoll(&input, 1, nullptr, &before) >= 0;
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return there;
-}
 
 // The answer to the last of `turn`'s messages. What was said first is forgotten where there is no room for it.
 Run answered(Session& session, Options& turn, std::size_t first, const Stream& stream) {

@@ -1,0 +1,17 @@
+// An answer of HTTP in one piece.
+#pragma once
+
+#include <string>
+
+namespace pi2::runner {
+
+struct Reply {
+  int status = 0;
+  std::string body = "";    // JSON
+  std::string header = "";  // a further one, such as "Allow: GET"
+};
+
+// An error in the form of OpenAI's API. `code`: for programs, such as "queue_full"; empty: none.
+Reply refusal(int status, const std::string& message, const std::string& code = "");
+
+}  // namespace pi2::runner
