@@ -50,6 +50,7 @@ def export(
     hot_prompts: Sequence[int] | None = None,
     precision: str = "w4a16",
     outliers: int = 64,
+    blocks: int | str = "auto",
     weight_sharing: bool = True,
     calibration: Any = None,
     progress: bool = False,
@@ -78,7 +79,7 @@ def export(
         hot_prompts: sizes of pieces in which prompts are read by methods ``prefill_N``, whole layers by the
             accelerator; what does not fill half of a piece goes by ``forward``, as all does without them. Default: one
             of 128 tokens on an NPU whose memory holds the feed-forward layers, else none.
-        precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
+        precision, outliers, blocks, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
             are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
@@ -101,6 +102,7 @@ def export(
         None if hot_prompts is None else sorted_sizes(hot_prompts),
         precision,
         outliers,
+        blocks,
         weight_sharing,
         progress,
     )

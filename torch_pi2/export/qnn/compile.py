@@ -25,7 +25,7 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import CompileError, Pi2Error, VersionError
 from torch_pi2.export.qnn import sdk
-from torch_pi2.export.qnn.quantize import graph_program, quantize
+from torch_pi2.export.qnn.quantize import Quantized, graph_program, quantize
 from torch_pi2.export.qnn.settings import Settings
 
 _TRAFFIC = re.compile(
@@ -79,13 +79,16 @@ def _run(folder: Path) -> None:
         hot, samples = torch.load(folder / f"{name}.pt", weights_only=False)  # our own file
         quantized = quantize(hot, samples, settings)
         torch.export.save(quantized.program, folder / f"{name}.pt2")
-        context, spec, graphs = _compile(quantized.program, layer, settings, log)
+        context, spec, graphs = _compile(quantized, layer, settings, log)
         atomic_write(folder / f"{name}.context", context)
         atomic_write(folder / f"{name}.spec", spec)
         report = {
             "context_bytes": len(context),
             "outliers": quantized.outliers,
+            "block": quantized.block,
             "errors": quantized.errors,
+            "tried": [{"block": block, "error": error} for block, error in quantized.tried.items()],
+            "measured_tokens": quantized.tokens,
             "graphs": graphs,
             "seconds": round(time.monotonic() - started, 1),
         }
@@ -116,13 +119,16 @@ def _probe(settings: Settings, build: str, log: _Log) -> None:
 
 
 def _compile(
-    whole: torch.export.ExportedProgram, layer: dict[str, Any], settings: Settings, log: _Log
+    quantized: Quantized, layer: dict[str, Any], settings: Settings, log: _Log
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
     """Context binary, compile specification and what is known of each graph."""
     log.mark()
-    programs = {name: graph_program(whole, graph["tokens"], graph["chunks"]) for name, graph in layer["graphs"].items()}
+    programs = {
+        name: graph_program(quantized.program, graph["tokens"], graph["chunks"])
+        for name, graph in layer["graphs"].items()
+    }
     try:
-        contexts, spec = _lower(programs, settings)
+        contexts, spec = _lower(programs, settings, convolutions=quantized.block > 0)
     except Pi2Error as error:
         raise CompileError(
             f"hot part of layer {layer['name']}: {error.what}",
@@ -153,8 +159,13 @@ def _compile(
     return next(iter(contexts.values())), spec, graphs
 
 
-def _lower(programs: dict[str, torch.export.ExportedProgram], settings: Settings) -> tuple[dict[str, bytes], bytes]:
-    """ExecuTorch's lowering to the HTP: context binary of each program (the same one), and the specification."""
+def _lower(
+    programs: dict[str, torch.export.ExportedProgram], settings: Settings, *, convolutions: bool = False
+) -> tuple[dict[str, bytes], bytes]:
+    """ExecuTorch's lowering to the HTP: context binary of each program (the same one), and the specification.
+
+    ``convolutions``: linear layers as 1 x 1 convolutions, for which alone the compiler takes scales of groups.
+    """
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from executorch.backends.qualcomm.utils.utils import (
         generate_htp_compiler_spec,
@@ -171,7 +182,7 @@ def _lower(programs: dict[str, torch.export.ExportedProgram], settings: Settings
     }
     inputs = {name: tuple(program.example_inputs[0]) for name, program in programs.items()}
     modules = {name: program.module(check_guards=False) for name, program in programs.items()}
-    manager = to_edge_transform_and_lower_to_qnn(modules, inputs, specs)
+    manager = to_edge_transform_and_lower_to_qnn(modules, inputs, specs, convert_linear_to_conv2d=convolutions)
     return {name: _only_delegate(manager.exported_program(name), settings) for name in programs}, specs[
         next(iter(specs))
     ][0].value
