@@ -21,24 +21,22 @@ from torch_pi2.base.process import describe
 CHUNK, CHUNKS, BATCHES = 512, (1, 2, 4), (1, 2, 4)
 
 
-def measure(soc: str, hidden: int, precision: str, outliers: int, activation: str = "relu") -> dict[str, Any]:
+def measure(soc: str, hidden: int, precision: str, outliers: int, blocks: int) -> dict[str, Any]:
     """What :func:`torch_pi2.export.qnn.lower_hot` reports of a gated layer, and its context over its unique weights."""
     from torch_pi2.export import qnn
     from torch_pi2.export.hot import HotChunks
 
     random = torch.Generator().manual_seed(0)
     neurons = CHUNK * max(CHUNKS)
-    site: Any = SimpleNamespace(activation=activation, activation_on_up=False, gated=True)
+    site: Any = SimpleNamespace(activation="relu", activation_on_up=False, gated=True)
     rows = [torch.randn((neurons, hidden), generator=random) / hidden**0.5 for _ in range(3)]
     graphs = {f"hot{k}_b{b}": qnn.Graph((b, 1), [k]) for k in CHUNKS for b in BATCHES}
-    settings = qnn.Settings(soc, precision=precision, outliers=outliers)
+    settings = qnn.Settings(soc, precision=precision, outliers=outliers, blocks=blocks)
     report = qnn.lower_hot(
         [HotChunks(site, rows, chunk=CHUNK)], [torch.randn((64, hidden), generator=random)], graphs, settings
     ).report
     layer = report["layers"][0]
-    few = outliers if precision == "w4a16" else 0
-    bits = {"w4a16": 4, "w8a16": 8, "fp16": 16}[precision]
-    unique = max(CHUNKS) * 3 * hidden * ((CHUNK - few) * bits + few * 8) // 8
+    unique = round(neurons * 3 * hidden * settings.bits / 8)
     ratio = layer["context_bytes"] / unique
     return {
         "what": "qnn",
@@ -57,8 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--precision", default="w4a16")
     parser.add_argument("--outliers", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=0)
     args = parser.parse_args(argv)
-    found = measure(args.soc, args.hidden, args.precision, args.outliers)
+    found = measure(args.soc, args.hidden, args.precision, args.outliers, args.blocks)
     atomic_write(args.out, json.dumps(found) + "\n")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import Ran
+from npu_report import NPU_REPORT
 from packaging.requirements import Requirement
 from packaging.version import Version
-from tiny_bundle import ROOM, shared_bundle
+from tiny_bundle import ROOM, shared_bundle, write_manifest
 
 import torch_pi2
 from torch_pi2 import cli
@@ -157,6 +159,32 @@ def test_inspect_shows_what_is_in_a_bundle(command: Any, folder: Path, tmp_path:
     (damaged / "chat_template.jinja").write_text(" " * (folder / "chat_template.jinja").stat().st_size)
     assert "chat_template.jinja: expected CRC32C" in command("run", damaged, "--ids", "1", code=2).err
     command("run", damaged, "--ids", "1", "--no-verify")
+
+
+def test_inspect_shows_what_the_npus_part_loses(command: Any, folder: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(folder, tmp_path / "npu"))
+    assert command("inspect", folder, "--json").json["npu"] is None
+    assert "NPU" not in command("inspect", folder).out
+    (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT))
+    write_manifest(bundle)
+    assert command("inspect", bundle, "--json").json["npu"] == NPU_REPORT
+    shown = command("inspect", bundle).out
+    assert "NPU: SM8650, QNN v2.49.40; errors against float32 on 128 tokens of the calibration data" in shown
+    rows = [" ".join(line.split()) for line in shown.splitlines() if "w4a16" in line]
+    assert rows == [
+        "0 w4a16, groups of 16 10.0 % outliers 14.0 % 2.0 KB",
+        "1 w4a16, 128 neurons in 8 bits 20.0 % groups of 16 30.0 % 4.1 KB",
+    ]
+    assert (
+        "nats per token on 508 tokens of calibration data after the tokens that hot parts were quantised on: without "
+        "the NPU 2.0000, with its part (simulated in PyTorch) of decode_b1 2.0100 (+0.0100, +0.50%)"
+    ) in shown
+    (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT | {"loss": None}))
+    write_manifest(bundle)
+    assert "loss with the NPU's part: not measured" in command("inspect", bundle).out
+    (bundle / "qnn.json").write_text("{}")
+    write_manifest(bundle)
+    assert "qnn.json: expected torch_pi2.qnn version 1" in command("inspect", bundle, code=2).err
 
 
 def test_inspect_without_executorch_says_what_is_not_known(

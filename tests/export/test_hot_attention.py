@@ -169,8 +169,8 @@ def test_quantised_linear_layers_are_those_numbers(tmp_path: Path) -> None:
 
 
 def request(hot_attention: str | None, kv: str = "float32", precision: str = "w4a16") -> Request:
-    kinds = ("float32", kv, None, None, hot_attention, precision)
-    return Request("qnn:SM8650", ROOM, 256, (1,), *kinds, 64, True, False)
+    kinds = ("float32", kv, None, None, hot_attention, precision, 64, "auto")
+    return Request("qnn:SM8650", ROOM, 256, (1,), *kinds, True, False)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -167,8 +167,8 @@ def test_what_is_refused(tmp_path: Path, bundle: tuple[nn.Module, Path]) -> None
 
 
 def request(prompts: tuple[int, ...] | None, max_tokens: int = 512, precision: str = "w4a16") -> Request:
-    kinds = ("float32", "float32", None, prompts, None, precision)
-    return Request("qnn:SM8650", max_tokens, 256, (1,), *kinds, 64, True, False)
+    settings = (None, prompts, None, precision, 64, "auto", True, False)
+    return Request("qnn:SM8650", max_tokens, 256, (1,), "float32", "float32", *settings)
 
 
 def test_the_memory_of_an_npu(bundle: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:

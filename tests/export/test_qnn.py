@@ -25,15 +25,17 @@ from benchmarks.qnn import measure
 from torch_pi2.errors import CompileError
 from torch_pi2.export import qnn
 from torch_pi2.export.attention_parts import _placing
+from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
-from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.hot import HotChunks, hot_chunks
 from torch_pi2.export.hot_attention import switched
 from torch_pi2.export.markers import registered
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import quantize
 from torch_pi2.export.run import Bundle
 from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
+from torch_pi2.profiling.text import stdlib_text
 
 pytestmark = pytest.mark.qnn
 
@@ -81,13 +83,15 @@ def relative(got: torch.Tensor, right: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("soc", "precision", "activation"),
+    ("soc", "precision", "activation", "blocks"),
     [
-        *((soc, *case) for soc in ("SM8650", "SM8850") for case in (("w8a16", "silu"), ("fp16", "relu"))),
-        *((soc, "w4a16", "relu") for soc in ("SM8650", "SM8750", "SM8845", "SM8850")),
+        *((soc, *case, 0) for soc in ("SM8650", "SM8850") for case in (("w8a16", "silu"), ("fp16", "relu"))),
+        *((soc, "w4a16", "relu", 0) for soc in ("SM8650", "SM8750", "SM8845", "SM8850")),
+        *((soc, "w4a16", "relu", 16) for soc in qnn.SOCS),
+        *(("SM8650", "w4a16", activation, size) for activation, size in (("relu", 32), ("silu", 64))),
     ],
 )
-def test_a_block_on_the_emulator(soc: str, precision: str, activation: str, tmp_path: Path) -> None:
+def test_a_block_on_the_emulator(soc: str, precision: str, activation: str, blocks: int, tmp_path: Path) -> None:
     hidden, block = 320, Block(320).eval()
     hot = hot_part(activation, hidden, 256, 128)
     graphs = {"decode_b1": qnn.Graph((1, 1), [2]), "decode_b2": qnn.Graph((2, 1), [1])}
@@ -95,11 +99,12 @@ def test_a_block_on_the_emulator(soc: str, precision: str, activation: str, tmp_
     inputs = {name: torch.randn(*graph.shape, hidden) for name, graph in graphs.items()}
     with torch.no_grad():
         samples = block.before(torch.cat([torch.randn(12, hidden), *(x.reshape(-1, hidden) for x in inputs.values())]))
-    settings = qnn.Settings(soc, precision, weight_sharing=False, timeout_s=300)
+    settings = qnn.Settings(soc, precision, blocks=blocks, weight_sharing=False, timeout_s=300)
     lowered = qnn.lower_hot([hot], [samples], graphs, settings)
     assert lowered.report["qnn"].startswith("v2.49.40")
     layer = lowered.report["layers"][0]
-    assert layer["outliers"] == ([64, 64] if precision == "w4a16" else [0, 0])
+    assert layer["outliers"] == ([64, 64] if precision == "w4a16" and not blocks else [0, 0])
+    assert layer["block"] == blocks
     programs, right = {}, {}
     for name, x in inputs.items():
         block.hot = lowered.modules[name][0]
@@ -153,7 +158,7 @@ def run_on_emulator(module: nn.Module, x: torch.Tensor, folder: Path) -> list[to
 
 def test_nine_graphs_share_one_copy_of_the_weights() -> None:
     """1, 2 and 4 chunks by 1, 2 and 4 sequences, as exported by default (64 outliers of each chunk in 8 bits)."""
-    found = measure("SM8650", 2048, "w4a16", 64)
+    found = measure("SM8650", 2048, "w4a16", 64, blocks=0)
     layer = found["layers"][0]
     assert 1 <= found["context_over_unique"] <= 1.3
     assert len(layer["graphs"]) == 9
@@ -167,10 +172,77 @@ def test_outliers_are_shared_between_graphs_too() -> None:
     hidden, chunk, outliers = 2048, 512, 64
     hot = hot_part("relu", hidden, chunk, chunk)
     graphs = {f"decode_b{b}": qnn.Graph((b, 1), [1]) for b in (1, 2)}
-    settings = qnn.Settings("SM8550", outliers=outliers, timeout_s=300)
+    settings = qnn.Settings("SM8550", outliers=outliers, blocks=0, timeout_s=300)
     layer = qnn.lower_hot([hot], [torch.randn(16, hidden)], graphs, settings).report["layers"][0]
     unique = 3 * hidden * ((chunk - outliers) // 2 + outliers)
     assert unique <= layer["context_bytes"] <= 1.3 * unique
+
+
+def test_groups_of_weights_are_shared_between_graphs_of_one_and_of_128_tokens() -> None:
+    hidden, chunk = 1024, 512
+    hot = hot_part("relu", hidden, 2 * chunk, chunk)
+    graphs = {"decode_b1": qnn.Graph((1, 1), [1]), "prefill_128": qnn.Graph((1, 128), [2])}
+    settings = qnn.Settings("SM8650", blocks=16, timeout_s=500)
+    layer = qnn.lower_hot([hot], [torch.randn(16, hidden)], graphs, settings).report["layers"][0]
+    unique = round(3 * hidden * 2 * chunk * settings.bits / 8)
+    assert unique <= layer["context_bytes"] <= 1.3 * unique
+    assert layer["graphs"]["decode_b1"]["read_bytes"] < 1.2 * unique / 2
+
+
+def test_groups_have_a_smaller_true_error_than_outliers_in_a_trained_layer(tmp_path: Path) -> None:
+    """On the emulator, against float32, on text that no choice was made on."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
+    dense = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = torch_pi2.optimize(dense)
+    ffn = exported_layers(model)[1]
+    train, heldout = (
+        inputs_of(model, [ffn], stdlib_text(split, max_bytes=1 << 16), tokenizer)[0] for split in ("train", "heldout")
+    )
+    hot, x = hot_chunks(ffn, 2), heldout[:64]
+    right, errors = hot(x), {}
+    for blocks in (0, 16):
+        settings = qnn.Settings("SM8650", blocks=blocks, weight_sharing=False, timeout_s=300)
+        lowered = qnn.lower_hot([hot], [train], {"forward": qnn.Graph((64,), [2])}, settings)
+        module = lowered.modules["forward"][0]
+        assert module is not None
+        (got,) = run_on_emulator(module, x, tmp_path)
+        assert relative(got, module(x)) < 5e-3
+        errors[blocks] = relative(got, right)
+    assert errors[16] < 0.9 * errors[0]
+
+
+def test_auto_keeps_what_has_the_smaller_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QNN_SDK_ROOT", "")
+    samples = torch.randn(64, 128)
+    neurons, inputs = hot_part("relu", 128, 512, 512), hot_part("relu", 128, 512, 512)
+    with torch.no_grad():
+        neurons.up[0].weight[:16, ::4] *= 40  # few neurons spoilt in all of their groups: outliers mend them
+        neurons.down[0].weight[:, :16] *= 4
+        inputs.up[0].weight[:, :4] *= 40  # every neuron spoilt, in one group
+    found = [quantize(hot, samples, qnn.Settings("SM8550")) for hot in (neurons, inputs)]
+    assert [(q.block, q.outliers) for q in found] == [(0, [64]), (16, [0])]
+    for q in found:
+        assert q.errors[-1] == min(q.tried.values()) < 0.9 * max(q.tried.values())
+        assert q.tokens == 16
+
+
+def test_scales_of_groups_are_what_the_encoder_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ExecuTorch rounds them to sixteenths of the largest of a row: to themselves."""
+    monkeypatch.setenv("QNN_SDK_ROOT", "")
+    quantized = quantize(hot_part("relu", 128, 64, 64), torch.randn(64, 128), qnn.Settings("SM8550", blocks=32))
+    found = 0
+    for node in quantized.program.graph.nodes:
+        if "dequantize_affine" in str(node.target):
+            scales = quantized.program.state_dict | quantized.program.constants
+            spec = {s.arg.name: s.target for s in quantized.program.graph_signature.input_specs}
+            scale = scales[spec[node.args[2].name]].reshape(-1, scales[spec[node.args[2].name]].shape[1])
+            step = scale.amax(1, keepdim=True) / 16
+            torch.testing.assert_close((scale / step).round() * step, scale, rtol=1e-6, atol=0)
+            found += 1
+    assert found == 3
 
 
 def test_outliers_in_8_bits_lower_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +251,9 @@ def test_outliers_in_8_bits_lower_the_error(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():  # 16 neurons with a few large weights, as trained models have them
         hot.up[0].weight[:16, :4] *= 40
         hot.down[0].weight[:, :16] *= 4
-    none, some = (quantize(hot, samples, qnn.Settings("SM8550", outliers=count)).errors[0] for count in (0, 64))
+    none, some = (
+        quantize(hot, samples, qnn.Settings("SM8550", outliers=count, blocks=0)).errors[0] for count in (0, 64)
+    )
     assert some < none / 3
 
 
@@ -279,8 +353,8 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     model = torch_pi2.optimize(model, [text], torch_pi2.Config(method="exact"))
     compiled: list[Any] = []
     lower_hot, lower_parts = qnn.lower_hot, qnn.lower_parts
-    monkeypatch.setattr(qnn, "lower_hot", lambda *args: compiled.append(lower_hot(*args)) or compiled[-1])
-    monkeypatch.setattr(qnn, "lower_parts", lambda *args: compiled.append(lower_parts(*args)) or compiled[-1])
+    monkeypatch.setattr(qnn, "lower_hot", lambda *a, **k: compiled.append(lower_hot(*a, **k)) or compiled[-1])
+    monkeypatch.setattr(qnn, "lower_parts", lambda *a, **k: compiled.append(lower_parts(*a, **k)) or compiled[-1])
     monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
     folder = torch_pi2.export(
         model,

@@ -28,8 +28,9 @@ from torch_pi2.errors import (
 from torch_pi2.export import qnn
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import job, sdk
+from torch_pi2.export.qnn.blocks import block_scales
 from torch_pi2.export.qnn.outliers import four_bit_damage, rounded, split
-from torch_pi2.export.qnn.quantize import check_calibration
+from torch_pi2.export.qnn.quantize import blocks_of, check_calibration
 
 
 def tiny_hot(hidden: int = 32, neurons: int = 64, chunk: int = 32) -> HotChunks:
@@ -155,11 +156,57 @@ def test_settings_that_make_no_sense() -> None:
         qnn.Settings("SM8650", "int4")
     with pytest.raises(ConfigError, match=r"expected outliers a multiple of 64.*found outliers=32"):
         qnn.Settings("SM8650", outliers=32)
+    with pytest.raises(ConfigError, match=r"blocks 'auto', 0, 16, 32 or 64.*found outliers=64, blocks=8"):
+        qnn.Settings("SM8650", blocks=8)
 
 
-@pytest.mark.parametrize("graph", [qnn.Graph((1, 1), [3]), qnn.Graph((0, 1), [1]), qnn.Graph((1, 1), [1, 1])])
-def test_graphs_that_do_not_fit_the_layers(graph: qnn.Graph) -> None:
-    with pytest.raises(ConfigError, match=r"graph decode_b1.*1 layers, at most \[2\]"):
+def test_groups_that_do_not_divide_a_layer() -> None:
+    hot, x = tiny_hot(hidden=40, neurons=48), torch.zeros(4, 40)
+    with pytest.raises(ConfigError, match=r"multiples of blocks=32, found a hidden size of 40, chunks of \[32, 16\]"):
+        check_calibration(hot, x, qnn.Settings("SM8650", blocks=32))
+    assert blocks_of(hot, qnn.Settings("SM8650")) == (0,)
+    assert blocks_of(tiny_hot(), qnn.Settings("SM8650")) == (0, 16)
+    assert blocks_of(tiny_hot(), qnn.Settings("SM8650", outliers=0)) == (0,)  # groups would take more bytes
+    assert blocks_of(tiny_hot(), qnn.Settings("SM8650", "w8a16", blocks=32)) == (0,)
+
+
+def test_groups_take_as_much_as_the_outliers_they_are_compared_with() -> None:
+    assert qnn.Settings("SM8650").bits == qnn.Settings("SM8650", blocks=16).bits == 4.5
+    assert qnn.Settings("SM8650", blocks=32).bits == 4.25
+
+
+def test_scales_of_groups_are_multiples_and_no_worse_than_the_largest_weight() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(12, 64)
+    weight[3, 5], weight[7], weight[8, :32] = 30.0, 0.0, 0.0
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        groups = weight.reshape(12, 4, 16)
+        return ((groups / scale[..., None]).round().clamp(-7, 7) * scale[..., None] - groups).square().sum()
+
+    scales = block_scales(weight, 16)
+    step = scales.amax(1, keepdim=True) / 16
+    multiples = scales / step
+    torch.testing.assert_close(multiples, multiples.round())
+    assert multiples.min() >= 1
+    largest = weight.reshape(12, 4, 16).abs().amax(2).amax(1)
+    torch.testing.assert_close(16 * 7 * step[:, 0][largest > 0], largest[largest > 0])
+    whole = (weight.reshape(12, 4, 16).abs().amax(2) / 7 / step).ceil().clamp(1, 16) * step
+    assert error(scales) < 0.97 * error(whole)
+    assert scales.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (qnn.Graph((1, 1), [3]), r"0 to 2 chunks of layer 0, found 3"),
+        (qnn.Graph((0, 1), [1]), r"sizes of at least 1.*found shape \(0, 1\)"),
+        (qnn.Graph((1, 1), [1, 1]), r".*chunks for 1 layers, found .*chunks \[1, 1\]"),
+    ],
+)
+@pytest.mark.usefixtures("fake_sdk")
+def test_graphs_that_do_not_fit_the_layers(graph: qnn.Graph, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"graph decode_b1 of the hot parts: expected {message}"):
         qnn.lower_hot([tiny_hot()], [None], {"decode_b1": graph}, qnn.Settings("SM8650"))
 
 
@@ -212,6 +259,78 @@ def test_a_crash_of_the_compiler_is_an_error(fake_sdk: Path, monkeypatch: pytest
     child = "import os\nprint('last words', flush=True)\nos.abort()\n"
     with pytest.raises(CompileError, match=r"hot part of layer layer0.*ended with SIGABRT: .*last words"):
         _run_with(child, fake_sdk, monkeypatch, tmp_path)
+
+
+def test_a_process_for_each_core_that_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "cores", lambda: 4)
+    monkeypatch.setattr(job, "free_bytes", lambda: 30 << 30)
+    assert [job.workers(layers, 0) for layers in (0, 1, 3, 32)] == [1, 1, 3, 4]
+    assert job.workers(32, 2 << 30) == 2  # 13 GiB each
+    assert job.workers(32, 8 << 30) == 1
+    monkeypatch.setattr(job, "free_bytes", lambda: None)
+    assert job.workers(32, 8 << 30) == 4
+
+
+_CHILD = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+work = json.loads((folder / "job.json").read_text())
+pathlib.Path(os.environ["SEEN"], folder.name).write_text(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']}")
+import torch
+class One(torch.nn.Module):
+    def forward(self, x):
+        return (x,)
+for layer in work["layers"]:
+    if layer["name"] == os.environ.get("BAD"):
+        os.kill(os.getpid(), 9)
+    if os.environ.get("BAD"):
+        time.sleep(60)
+    torch.export.save(torch.export.export(One(), (torch.zeros(1, 32),)), folder / (layer["name"] + ".pt2"))
+    (folder / (layer["name"] + ".context")).write_bytes(layer["name"].encode())
+    (folder / (layer["name"] + ".spec")).write_bytes(b"spec")
+    (folder / (layer["name"] + ".json")).write_text(json.dumps({"by": folder.name}))
+(folder / "done.json").write_text(json.dumps({"build": "v2"}))
+"""
+
+
+@pytest.fixture
+def three_layers(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> job.Job:
+    """For two processes, which run ``_CHILD``."""
+    (tmp_path / "child.py").write_text(_CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.setattr(job, "_MODULE", "child")
+    monkeypatch.setattr(job, "cores", lambda: 2)
+    for name in ("seen", "work"):
+        (tmp_path / name).mkdir()
+    made = job.Job(tmp_path / "work", qnn.Settings("SM8650", "fp16", timeout_s=100), sdk.find())
+    for i in range(3):
+        made.add(f"layer{i}", tiny_hot(), None, {"decode_b1": (1, 1)})
+    return made
+
+
+def test_layers_are_dealt_out_and_come_back_in_order(three_layers: job.Job, tmp_path: Path) -> None:
+    build, compiled = three_layers.run()
+    assert (build, list(compiled)) == ("v2", ["layer0", "layer1", "layer2"])
+    assert [c.report["by"] for c in compiled.values()] == ["process0", "process1", "process0"]
+    assert [c.context for c in compiled.values()] == [b"layer0", b"layer1", b"layer2"]
+    seen = [(tmp_path / "seen" / f"process{i}").read_text().split() for i in (0, 1)]
+    assert seen[0][0] != seen[1][0]
+    assert [threads for _, threads in seen] == ["1", "1"]
+
+
+@pytest.mark.parametrize("bad", ["layer0", "layer1"])
+def test_a_process_that_is_killed_is_named_and_the_others_end(
+    bad: str, three_layers: job.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BAD", bad)
+    started = time.monotonic()
+    with pytest.raises(CompileError, match=rf"hot part of layer {bad}\).*ended with SIGKILL"):
+        three_layers.run()
+    assert time.monotonic() - started < 50
+    for path in (tmp_path / "seen").iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text().split()[0]), 0)
 
 
 def test_a_compiler_that_hangs_is_killed(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,6 +39,13 @@ def _sizes(text: str) -> tuple[int, ...]:
 _sizes.__name__ = "comma-separated list of sizes"
 
 
+def _blocks(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+_blocks.__name__ = "auto or size of a group"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_out(parser)
@@ -84,6 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     npu.add_argument("--precision", choices=_PRECISIONS, default="w4a16", help="weights and inputs there")
     npu.add_argument("--outliers", type=int, default=64, metavar="N", help="of a chunk, neurons in 8 bits with w4a16")
     npu.add_argument(
+        "--blocks",
+        type=_blocks,
+        default="auto",
+        metavar="auto|0|16|32|64",
+        help="with w4a16, weights of a group that has a scale; 0: outliers instead; auto: what has the smaller error",
+    )
+    npu.add_argument(
         "--no-weight-sharing",
         action="store_true",
         help="a copy per batch size: for Qualcomm's emulator, not for phones",
@@ -106,7 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.out,
         **common.given(
             *(args, "target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "hot_prompts"),
-            *("hot_attention", "precision", "outliers"),
+            *("hot_attention", "precision", "outliers", "blocks"),
         ),
         tokenizer=tokenizer,
         weight_sharing=not args.no_weight_sharing,

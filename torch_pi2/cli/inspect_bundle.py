@@ -17,8 +17,8 @@ def describe_bundle(folder: Path, verify: bool, progress: bool = True) -> dict[s
 
     Returns:
         ``contains`` (["bundle"]), ``files``, ``bytes``, ``manifest``, ``methods`` (name -> delegates, operators and
-        hot_chunks), ``parts`` (name -> bytes, of all files), ``unknown`` (why the program was not read, or None) and
-        ``verified_bytes`` (None without ``verify``).
+        hot_chunks), ``parts`` (name -> bytes, of all files), ``unknown`` (why the program was not read, or None),
+        ``verified_bytes`` (None without ``verify``) and ``npu`` (qnn.json; None without an NPU).
 
     Raises:
         ArtifactError: the manifest or a file is missing, damaged, or does not belong to the bundle.
@@ -26,6 +26,7 @@ def describe_bundle(folder: Path, verify: bool, progress: bool = True) -> dict[s
     from torch_pi2.errors import LibraryMissingError
     from torch_pi2.export.contents import describe_program
     from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
+    from torch_pi2.export.qnn import report
 
     manifest = Manifest.load(folder)
     read = manifest.verify(folder, "all" if verify else "sizes", progress=progress)
@@ -55,6 +56,7 @@ def describe_bundle(folder: Path, verify: bool, progress: bool = True) -> dict[s
         "parts": parts | {"configuration and tokenizer": sum(others.values())},
         "unknown": unknown,
         "verified_bytes": read if verify else None,
+        "npu": report.read(folder / report.FILE) if report.FILE in files else None,
         "verdict": None if (found := verdict.read(folder)) is None else found.to_json(),
     }
 
@@ -123,11 +125,53 @@ def render_bundle(result: dict[str, Any]) -> str:
             ),
             common.table(("part", "bytes", "share"), parts),
             common.table(("file", "bytes", "SHA-256"), hashes),
+            *(() if result["npu"] is None else (_npu(result["npu"]),)),
             *(f"lossy: {text}" for text in made["lossy"]),
             *(() if verified is None else (f"verified: {common.size(verified)} are as they were exported",)),
             *filter(None, (verdict.shown(result["verdict"]).lstrip("\n"),)),
         )
     )
+
+
+def _npu(report: dict[str, Any]) -> str:
+    """Of each layer its weights on the NPU and their error, and what they do to the model's loss."""
+    layers = [(i, layer) for i, layer in enumerate(report["layers"]) if layer is not None]
+    rows = [
+        (
+            i,
+            _npu_weights(report["precision"], layer),
+            common.percent(layer["errors"][-1]) if layer["errors"] else "-",
+            ", ".join(_instead(tried) for tried in layer["tried"] if tried["block"] != layer["block"]) or "-",
+            common.size(layer["context_bytes"]),
+        )
+        for i, layer in layers
+    ]
+    head = f"NPU: {report['soc']}, QNN {report['qnn']}"
+    if layers and layers[0][1]["errors"]:
+        head += f"; errors against float32 on {layers[0][1]['measured_tokens']} tokens of the calibration data"
+    shown, loss = common.table(("layer", "weights", "error", "instead", "context"), rows), report["loss"]
+    if loss is None:
+        return f"{head}\n{shown}\nloss with the NPU's part: not measured"
+    alone = loss["nats_per_token"]
+    of = ", ".join(
+        f"{name} {m['nats_per_token']:.4f} ({m['nats_per_token'] - alone:+.4f}, {m['change']:+.2%})"
+        for name, m in loss["npu"].items()
+    )
+    return (
+        f"{head}\n{shown}\nnats per token on {loss['tokens']} tokens of {loss['measured_on']}: without the NPU "
+        f"{alone:.4f}, with its part (simulated in PyTorch) of {of}"
+    )
+
+
+def _npu_weights(precision: str, layer: dict[str, Any]) -> str:
+    if layer["block"]:
+        return f"{precision}, groups of {layer['block']}"
+    return f"{precision}, {sum(layer['outliers'])} neurons in 8 bits" if any(layer["outliers"]) else precision
+
+
+def _instead(tried: dict[str, Any]) -> str:
+    kind = f"groups of {tried['block']}" if tried["block"] else "outliers"
+    return f"{kind} {common.percent(tried['error'])}"
 
 
 def _counts(counts: dict[str, int]) -> str:

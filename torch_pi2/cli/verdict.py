@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_pi2.base.process import free_bytes
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
 from torch_pi2.errors import Pi2Error
@@ -119,15 +119,6 @@ def _loading(args: argparse.Namespace) -> argparse.Namespace:
     """``args.source`` as the verbs have it that load a MODEL."""
     about = {"trust_remote_code": args.trust_remote_code, "allow_download": False}
     return argparse.Namespace(model=str(args.source), dtype="auto", **about)
-
-
-def free_bytes() -> int | None:
-    """Memory that programs can still have; None: the system does not say."""
-    try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
 
 
 def inner(folder: Path) -> Path:

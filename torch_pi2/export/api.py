@@ -51,6 +51,7 @@ def export(
     hot_attention: str | None = None,
     precision: str = "w4a16",
     outliers: int = 64,
+    blocks: int | str = "auto",
     weight_sharing: bool = True,
     calibration: Any = None,
     progress: bool = False,
@@ -82,7 +83,7 @@ def export(
         hot_attention: in which methods the accelerator computes attention with its projections, too, over keys and
             values that it is given: ``none``, ``prompts`` (those of ``hot_prompts``) or ``all`` (decoding, too, with
             the last linear layer). ``kv`` is float32 or float16 then. Default: ``prompts`` on an NPU that holds it.
-        precision, outliers, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
+        precision, outliers, blocks, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
             are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
@@ -106,6 +107,7 @@ def export(
         hot_attention,
         precision,
         outliers,
+        blocks,
         weight_sharing,
         progress,
     )

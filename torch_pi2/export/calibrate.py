@@ -1,4 +1,4 @@
-"""What layers see on calibration data: the inputs on which hot parts are quantised."""
+"""What layers see on calibration data: the inputs on which hot parts are quantised, and what their loss is taken on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,50 @@ from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.profiling.data import batches
+from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.spec.config import Config
 
 #: Tokens of which a layer's inputs are kept.
 TOKENS = 512
+
+
+def first_batches(data: Any, tokenizer: Any = None) -> list[Batch]:
+    """The first of ``data``: twice :data:`TOKENS`, for :func:`inputs_of` and :func:`scored_rows`.
+
+    Raises:
+        CalibrationError: ``data`` is empty or of a wrong form.
+    """
+    config, found, tokens = Config(), list[Batch](), 0
+    for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
+        found.append(batch)
+        tokens += 1 if batch.input_ids is None else batch.input_ids.numel()
+        if tokens >= 2 * TOKENS:
+            break
+    return found
+
+
+def scored_rows(first: Sequence[Batch]) -> tuple[list[Batch], bool]:
+    """Rows of ids, at most :data:`TOKENS` tokens of them, that come after what :func:`inputs_of` keeps, and True.
+
+    Where there are none, the rows that it keeps, and False. Batches that are no ids, or ids with further arguments,
+    have no rows here.
+    """
+    after, within, seen = list[Batch](), list[Batch](), 0
+    left = {id(after): TOKENS, id(within): TOKENS}
+    for batch in first:
+        ids, mask = batch.input_ids, batch.mask_BT
+        if ids is None or mask is None or batch.args or batch.kwargs:
+            return [], False
+        starts = seen + ids.shape[1] * torch.arange(len(ids))
+        seen += ids.numel()
+        ids, mask = ids[:, :TOKENS], mask[:, :TOKENS]
+        scored = (mask[:, 1:] & mask[:, :-1]).any(1)  # of a token alone nothing is
+        for these, chosen in ((starts >= TOKENS, after), (starts < TOKENS, within)):
+            rows = (these & scored).nonzero()[: left[id(chosen)] // ids.shape[1], 0]
+            if len(rows):
+                chosen.append(Batch(ids[rows], mask[rows]))
+                left[id(chosen)] -= ids[rows].numel()
+    return (after, True) if after else (within, False)
 
 
 def inputs_of(model: nn.Module, layers: Sequence[SparseFFN], data: Any, tokenizer: Any = None) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.export.attention_parts import place_attention
-from torch_pi2.export.calibrate import inputs_of
+from torch_pi2.export.calibrate import first_batches, inputs_of, scored_rows
 from torch_pi2.export.check import check_traced
 from torch_pi2.export.decoder import Lanes, decoder_methods, sizes_of
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
@@ -25,6 +25,7 @@ from torch_pi2.export.standins import split_hot_cold
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer
+from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.spec.config import Config
 
@@ -118,7 +119,9 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
         steps.append(place)
         prepare("forward")
     if report:
-        atomic_write(staging / "qnn.json", json.dumps(report, indent=1) + "\n")
+        from torch_pi2.export.qnn.report import FILE
+
+        atomic_write(staging / FILE, json.dumps(report, indent=1) + "\n")
     longest = request.prompt_tokens
     length = Dim.DYNAMIC(min=1, max=longest)
     example = min(8, longest)
@@ -197,17 +200,20 @@ def _split(
     """Give the layers of ``private`` their hot parts; what places those of a method."""
     split = split_hot_cold(private)
     most = [max(of_layer) for of_layer in zip(*chunks.values())]
-    hot: list[Any] = [hot_chunks(ffn, most[i]) for i, ffn in enumerate(source.plain)]
+    hot: list[Any] = []
     compiled: Mapping[str, Sequence[nn.Module | None]] = {}
     if request.soc is not None:
         from torch_pi2.export import qnn
 
-        samples = _samples(source, request)
+        first = _calibration(source, request)
+        samples = inputs_of(source.model, source.plain, first) if first else [None] * len(source.plain)
         graphs = {name: qnn.Graph(sizes_of(name), of_layers) for name, of_layers in chunks.items()}
-        lowered = qnn.lower_hot(hot, samples, graphs, qnn_settings(request))
-        report |= lowered.report
+        one_by_one = map(hot_chunks, source.plain, most)
+        lowered = qnn.lower_hot(one_by_one, samples, graphs, qnn_settings(request), progress=request.progress)
+        report |= lowered.report | {"loss": _loss(source, lowered.quantized, chunks, first)}
         compiled = lowered.modules
-        hot.clear()  # what was compiled has the weights
+    else:
+        hot = [*map(hot_chunks, source.plain, most)]
 
     def place(method: str) -> None:
         for i, module in enumerate(split):
@@ -222,9 +228,10 @@ def _split(
     return place
 
 
-def _samples(source: Source, request: Request) -> Sequence[torch.Tensor | None]:
+def _calibration(source: Source, request: Request) -> Sequence[Batch]:
+    """The first of the data on which hot parts are quantised; empty: they are not."""
     if request.precision == "fp16":
-        return [None] * len(source.plain)
+        return ()
     if source.calibration is None:
         raise CalibrationError(
             f"export(target='{request.target}', precision='{request.precision}')",
@@ -232,7 +239,24 @@ def _samples(source: Source, request: Request) -> Sequence[torch.Tensor | None]:
             found="none",
             fix="Pass calibration=text (and tokenizer=...), or precision='fp16'.",
         )
-    return inputs_of(source.model, source.plain, source.calibration, source.tokenizer)
+    return first_batches(source.calibration, source.tokenizer)
+
+
+def _loss(
+    source: Source,
+    quantized: Sequence[nn.Module | None],
+    chunks: Mapping[str, list[int]],
+    first: Sequence[Batch],
+) -> dict[str, Any] | None:
+    """What hot parts cost on calibration data; None: they are not quantised, or the data are no rows of ids."""
+    from torch_pi2.export.qnn.loss import loss_of
+
+    rows, after = scored_rows(first)
+    if not rows:
+        return None
+    quantised_on = "the tokens that hot parts were quantised on"
+    text = f"calibration data after {quantised_on}" if after else quantised_on
+    return {"measured_on": text} | loss_of(source.model, source.plain, quantized, chunks, rows)
 
 
 def module_methods(

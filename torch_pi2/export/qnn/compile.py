@@ -81,16 +81,24 @@ def _run(folder: Path) -> None:
         given = torch.load(folder / f"{name}.pt", weights_only=False)  # our own file
         programs: dict[str, torch.export.ExportedProgram]
         if isinstance(given, PartInputs):
-            program, errors = quantize_part(torch.export.load(folder / f"{name}.float.pt2"), given, settings)
-            facts: dict[str, Any] = {"errors": errors}
+            part = quantize_part(torch.export.load(folder / f"{name}.float.pt2"), given, settings)
+            program, block = part.program, part.block
+            facts: dict[str, Any] = {"block": block, "errors": [*part.errors]}
             programs = {graph: part_program(program, shapes) for graph, shapes in given.graphs.items()}
         else:
             hot, samples = given
             quantized = quantize(hot, samples, settings)
-            program, facts = quantized.program, {"outliers": quantized.outliers, "errors": quantized.errors}
+            program, block = quantized.program, quantized.block
+            facts = {
+                "outliers": quantized.outliers,
+                "block": block,
+                "errors": quantized.errors,
+                "tried": [{"block": tried, "error": error} for tried, error in quantized.tried.items()],
+                "measured_tokens": quantized.tokens,
+            }
             programs = {n: graph_program(program, g["tokens"], g["chunks"]) for n, g in layer["graphs"].items()}
         torch.export.save(program, folder / f"{name}.pt2")
-        context, spec, graphs = _compile(programs, layer, settings, log)
+        context, spec, graphs = _compile(programs, layer, settings, log, convolutions=block > 0)
         atomic_write(folder / f"{name}.context", context)
         atomic_write(folder / f"{name}.spec", spec)
         seconds = round(time.monotonic() - started, 1)
@@ -122,12 +130,17 @@ def _probe(settings: Settings, build: str, log: _Log) -> None:
 
 
 def _compile(
-    programs: dict[str, torch.export.ExportedProgram], layer: dict[str, Any], settings: Settings, log: _Log
+    programs: dict[str, torch.export.ExportedProgram],
+    layer: dict[str, Any],
+    settings: Settings,
+    log: _Log,
+    *,
+    convolutions: bool,
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
     """Context binary, compile specification and what is known of each graph."""
     log.mark()
     try:
-        delegates, spec = _lower(programs, settings)
+        delegates, spec = _lower(programs, settings, convolutions=convolutions)
     except Pi2Error as error:
         raise CompileError(
             f"hot part of layer {layer['name']}: {error.what}",
@@ -172,8 +185,13 @@ class _Delegate:
         return {"arguments": self.arguments, "results": self.results} if len(self.arguments) > 1 else {}
 
 
-def _lower(programs: dict[str, torch.export.ExportedProgram], settings: Settings) -> tuple[dict[str, _Delegate], bytes]:
-    """ExecuTorch's lowering to the HTP: context binary of each program (the same one), and the specification."""
+def _lower(
+    programs: dict[str, torch.export.ExportedProgram], settings: Settings, *, convolutions: bool = False
+) -> tuple[dict[str, _Delegate], bytes]:
+    """ExecuTorch's lowering to the HTP: context binary of each program (the same one), and the specification.
+
+    ``convolutions``: linear layers as 1 x 1 convolutions, for which alone the compiler takes scales of groups.
+    """
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from executorch.backends.qualcomm.utils.utils import (
         generate_htp_compiler_spec,
@@ -190,7 +208,7 @@ def _lower(programs: dict[str, torch.export.ExportedProgram], settings: Settings
     }
     inputs = {name: tuple(program.example_inputs[0]) for name, program in programs.items()}
     modules = {name: program.module(check_guards=False) for name, program in programs.items()}
-    manager = to_edge_transform_and_lower_to_qnn(modules, inputs, specs)
+    manager = to_edge_transform_and_lower_to_qnn(modules, inputs, specs, convert_linear_to_conv2d=convolutions)
     return {name: _only_delegate(manager.exported_program(name), settings) for name in programs}, specs[
         next(iter(specs))
     ][0].value

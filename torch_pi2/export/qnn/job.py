@@ -1,4 +1,8 @@
-"""Starting the process that compiles, and what comes back from it."""
+"""Starting the processes that compile, and what comes back from them.
+
+The compiler uses one core. Layers are dealt out to as many processes as there are cores and memory for, each with a
+folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ from typing import Any
 import torch
 
 from torch_pi2 import errors
+from torch_pi2.base.process import cores, free_bytes
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import CompileError, Pi2Error
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
@@ -25,6 +31,9 @@ from torch_pi2.export.qnn.parts import PartInputs
 from torch_pi2.export.qnn.settings import Settings
 
 _MODULE = "torch_pi2.export.qnn.compile"
+
+#: Memory of a process that compiles: in any case, and in sizes of its layer in float32.
+_PROCESS, _TIMES = 1 << 30, 6
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,17 @@ class Compiled:
 
 @dataclass
 class Job:
-    """Layers to be compiled together, in a folder that :func:`folder` made."""
+    """Layers to be compiled, in a folder that :func:`job` made.
+
+    Attributes:
+        bytes: of the floats of the largest layer so far.
+    """
 
     folder: Path
     settings: Settings
     libraries: sdk.Libraries
     layers: list[dict[str, Any]] = field(default_factory=list)
+    bytes: int = 0
 
     def add(
         self,
@@ -55,6 +69,7 @@ class Job:
     ) -> None:
         """A layer with its calibration inputs; ``graphs``: name -> tokens and chunks."""
         torch.save((hot, samples), self.folder / f"{name}.pt")
+        self.bytes = max(self.bytes, sum(p.numel() * p.element_size() for p in hot.parameters()))
         described = {graph: {"tokens": tokens, "chunks": chunks} for graph, (tokens, chunks) in graphs.items()}
         self.layers.append({"name": name, "graphs": described})
 
@@ -65,13 +80,55 @@ class Job:
         graphs = {graph: {"shapes": [sizes for sizes, _ in shapes]} for graph, shapes in inputs.graphs.items()}
         self.layers.append({"name": name, "graphs": graphs})
 
-    def run(self) -> tuple[str, dict[str, Compiled]]:
-        """QNN's build, and every layer by name.
+    def run(self, *, progress: bool = False) -> tuple[str, dict[str, Compiled]]:
+        """QNN's build, and every layer by name, in the order in which they were added.
+
+        Args:
+            progress: show how many layers are done (:mod:`torch_pi2.base.progress`).
 
         Raises:
             VersionError: libraries and ExecuTorch do not fit together. CompileError: a layer was refused, took more
-                than ``settings.timeout_s``, or crashed the process.
+                than ``settings.timeout_s``, or crashed its process. The other processes are ended then.
         """
+        environment = sdk.environment(self.libraries, self.folder / "sdk")
+        count = workers(len(self.layers), self.bytes)
+        environment["OMP_NUM_THREADS"] = str(max(1, cores() // count))
+        shares = [self._share(i, self.layers[i::count]) for i in range(count)]
+        try:
+            with bar(None, "compiling for the NPU", progress, total=len(self.layers), unit="layer") as shown:
+                for share in shares:
+                    share.start(environment)
+                while sum(share.running() for share in shares):  # of all: any() would stop at the first
+                    shown.update(sum(share.finished() for share in shares) - shown.n)
+                    time.sleep(0.1)
+                shown.update(len(self.layers) - shown.n)
+        finally:
+            for share in shares:
+                share.end()
+        compiled = {name: found for share in shares for name, found in share.read().items()}
+        return shares[0].build(), {layer["name"]: compiled[layer["name"]] for layer in self.layers}
+
+    def _share(self, index: int, layers: list[dict[str, Any]]) -> _Share:
+        folder = self.folder / f"process{index}"
+        folder.mkdir()
+        for layer in layers:
+            (self.folder / f"{layer['name']}.pt").rename(folder / f"{layer['name']}.pt")
+        return _Share(folder, self.settings, self.libraries, layers)
+
+
+@dataclass
+class _Share:
+    """The layers of one process, one after another."""
+
+    folder: Path
+    settings: Settings
+    libraries: sdk.Libraries
+    layers: list[dict[str, Any]]
+    process: subprocess.Popen[bytes] | None = None
+    done: int = 0
+    since: float = 0.0
+
+    def start(self, environment: dict[str, str]) -> None:
         job = {
             "settings": asdict(self.settings),
             "libraries": str(self.libraries.folder),
@@ -79,18 +136,9 @@ class Job:
             "layers": self.layers,
         }
         (self.folder / "job.json").write_text(json.dumps(job))
-        code = self._wait(sdk.environment(self.libraries, self.folder / "sdk"))
-        if (self.folder / "error.json").is_file():
-            raise _error(json.loads((self.folder / "error.json").read_text()))
-        if code != 0 or not (self.folder / "done.json").is_file():
-            raise self._failed(f"the process ended with {_ending(code)}: {self._tail()}")
-        build = json.loads((self.folder / "done.json").read_text())["build"]
-        return build, {layer["name"]: self._read(layer["name"]) for layer in self.layers}
-
-    def _wait(self, environment: dict[str, str]) -> int:
-        """The exit code of the process, which is killed when a layer (or the start) takes too long."""
+        self.since = time.monotonic()
         with (self.folder / "log").open("wb") as log:
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -98,27 +146,41 @@ class Job:
                 env=environment,
                 start_new_session=True,  # the compiler's own children die with it
             )
-        done, since = 0, time.monotonic()
-        try:
-            while True:
-                try:
-                    return process.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    finished = self._finished()
-                    if finished > done:
-                        done, since = finished, time.monotonic()
-                    if time.monotonic() - since > self.settings.timeout_s:
-                        raise self._failed(f"nothing after {self.settings.timeout_s:g} s") from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
-    def _finished(self) -> int:
+    def running(self) -> bool:
+        """Whether it is still at work. Raises what went wrong."""
+        assert self.process is not None
+        code = self.process.poll()
+        if code is None:
+            finished = self.finished()
+            if finished > self.done:
+                self.done, self.since = finished, time.monotonic()
+            if time.monotonic() - self.since > self.settings.timeout_s:
+                raise self._failed(f"nothing after {self.settings.timeout_s:g} s")
+            return True
+        if (self.folder / "error.json").is_file():
+            raise _error(json.loads((self.folder / "error.json").read_text()))
+        if code != 0 or not (self.folder / "done.json").is_file():
+            raise self._failed(f"the process ended with {_ending(code)}: {self._tail()}")
+        return False
+
+    def end(self) -> None:
+        """Kill it if it is not done."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def finished(self) -> int:
         return sum((self.folder / f"{layer['name']}.json").is_file() for layer in self.layers)
 
+    def build(self) -> str:
+        return str(json.loads((self.folder / "done.json").read_text())["build"])
+
+    def read(self) -> dict[str, Compiled]:
+        return {layer["name"]: self._read(layer["name"]) for layer in self.layers}
+
     def _failed(self, how: str) -> CompileError:
-        finished = self._finished()
+        finished = self.finished()
         where = f"hot part of layer {self.layers[finished]['name']}" if finished < len(self.layers) else "its start"
         return CompileError(
             f"Qualcomm's compiler ({where})",
@@ -135,6 +197,13 @@ class Job:
         report = json.loads((self.folder / f"{name}.json").read_text())
         context, spec = ((self.folder / f"{name}.{kind}").read_bytes() for kind in ("context", "spec"))
         return Compiled(_load(self.folder / f"{name}.pt2"), context, spec, report)
+
+
+def workers(layers: int, layer_bytes: int) -> int:
+    """Processes that compile at a time: one a core, as many as find :data:`_PROCESS` and :data:`_TIMES` their layer."""
+    free = free_bytes()
+    fit = layers if free is None else free // (_PROCESS + _TIMES * layer_bytes)
+    return max(1, min(layers, cores(), fit))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn.job import Compiled, Job, job, probe
 from torch_pi2.export.qnn.parts import PartInputs, part_program
 from torch_pi2.export.qnn.quantize import check_calibration, graph_program
+from torch_pi2.export.qnn.report import FORMAT, VERSION
 from torch_pi2.export.qnn.settings import Graph, Settings
 
 
@@ -33,11 +34,14 @@ class Lowered:
         modules: graph -> for each layer a module x ``[*shape, H]`` -> the same shape, or None without hot chunks.
             ``torch.export`` keeps it as a call of ExecuTorch's QNN delegate; in PyTorch it computes in the precision
             that was compiled.
-        report: versions, settings, and per layer: bytes, neurons with 8-bit weights, quantisation error, and for each
-            graph its shape, chunks and DDR bytes per call as the compiler states them.
+        quantized: for each layer what was compiled, in PyTorch: x ``[T, H]`` of any T -> a tuple of the sums of the
+            first 1, 2, ... chunks; None: the layer has no hot part.
+        report: versions, settings, and per layer: bytes, groups of weights or neurons with 8-bit weights, quantisation
+            error, and for each graph its shape, chunks and DDR bytes per call as the compiler states them.
     """
 
     modules: dict[str, list[nn.Module | None]]
+    quantized: Sequence[nn.Module | None]
     report: dict[str, Any]
 
 
@@ -77,17 +81,20 @@ def _probed(soc: str) -> str:
 
 
 def lower_hot(
-    hot: Sequence[HotChunks | None],
+    hot: Iterable[HotChunks | None],
     samples: Sequence[torch.Tensor | None],
     graphs: Mapping[str, Graph],
     settings: Settings,
+    *,
+    progress: bool = False,
 ) -> Lowered:
     """Quantise and compile the hot part of each layer.
 
     Args:
-        hot: of each layer, float32; None: it has none.
+        hot: of each layer, float32; None: it has none. One is asked for at a time, and not kept.
         samples: calibration inputs of each layer ``[..., H]`` (with fp16 they may be None).
         graphs: by the name of the method that they are for; ExecuTorch finds a graph by its method's name.
+        progress: show how many layers are compiled.
 
     Raises:
         ConfigError: ``graphs`` and ``hot`` do not agree; unsupported SoC.
@@ -95,14 +102,16 @@ def lower_hot(
         CalibrationError, ShapeError, NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.quantize`.
         CompileError: the compiler refused a layer, crashed, or took too long.
     """
-    _check_graphs(hot, samples, graphs)
+    _check_graphs(len(samples), graphs)
     with job(settings) as work:
-        for i, layer in enumerate(hot):
-            _add(work, i, layer, samples[i], graphs)
-        build, compiled = work.run()
+        for i, (layer, inputs) in enumerate(zip(hot, samples, strict=True)):
+            _add(work, i, layer, inputs, graphs)
+        build, compiled = work.run(progress=progress)
         origin = work.libraries.origin
-    layers = [compiled.get(_name(i)) for i in range(len(hot))]
+    layers = [compiled.get(_name(i)) for i in range(len(samples))]
     report = {
+        "format": FORMAT,
+        "version": VERSION,
         **asdict(settings),
         "qnn": build,
         "libraries": origin,
@@ -113,7 +122,8 @@ def lower_hot(
         name: [_module(layer, math.prod(graph.shape), graph.chunks[i]) for i, layer in enumerate(layers)]
         for name, graph in graphs.items()
     }
-    return Lowered(modules, report)
+    quantized = [None if layer is None else layer.program.module(check_guards=False) for layer in layers]
+    return Lowered(modules, quantized, report)
 
 
 class CompiledPart(nn.Module):
@@ -152,6 +162,10 @@ def lower_parts(parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInp
 
 
 def _add(work: Job, i: int, layer: HotChunks | None, samples: torch.Tensor | None, graphs: Mapping[str, Graph]) -> None:
+    most = 0 if layer is None else len(layer.up)
+    for name, graph in graphs.items():
+        if not 0 <= graph.chunks[i] <= most:
+            raise _wrong_graph(name, f"0 to {most} chunks of layer {i}", str(graph.chunks[i]))
     wanted = {name: (math.prod(graph.shape), graph.chunks[i]) for name, graph in graphs.items() if graph.chunks[i]}
     if layer is not None and wanted:
         check_calibration(layer, samples, work.settings)
@@ -181,16 +195,13 @@ def _name(layer: int) -> str:
     return f"layer{layer}"
 
 
-def _check_graphs(
-    hot: Sequence[HotChunks | None], samples: Sequence[torch.Tensor | None], graphs: Mapping[str, Graph]
-) -> None:
-    most = [0 if layer is None else len(layer.up) for layer in hot]
+def _check_graphs(layers: int, graphs: Mapping[str, Graph]) -> None:
     for name, graph in graphs.items():
-        wrong = len(graph.chunks) != len(hot) or any(not 0 <= k <= n for k, n in zip(graph.chunks, most))
-        if wrong or not graph.shape or min(graph.shape) < 1 or len(samples) != len(hot):
-            raise ConfigError(
-                f"graph {name} of the hot parts",
-                expected=f"sizes of at least 1 and chunks for {len(hot)} layers, at most {most}; as many samples",
-                found=f"shape {tuple(graph.shape)}, chunks {list(graph.chunks)}, {len(samples)} samples",
-                fix="Give every graph the chunks of every layer.",
-            )
+        if len(graph.chunks) != layers or not graph.shape or min(graph.shape) < 1:
+            found = f"shape {tuple(graph.shape)}, chunks {list(graph.chunks)}"
+            raise _wrong_graph(name, f"sizes of at least 1, and chunks for {layers} layers", found)
+
+
+def _wrong_graph(name: str, expected: str, found: str) -> ConfigError:
+    fix = "Give every graph the chunks of every layer."
+    return ConfigError(f"graph {name} of the hot parts", expected=expected, found=found, fix=fix)

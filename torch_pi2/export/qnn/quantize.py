@@ -8,20 +8,24 @@ scales, so that the compiler can keep one copy of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.errors import CalibrationError, NonFiniteError, ShapeError
+from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
 from torch_pi2.export.hot import HotChunks, linear_of
+from torch_pi2.export.qnn.blocks import use_block_scales
 from torch_pi2.export.qnn.outliers import four_bit_damage, split
-from torch_pi2.export.qnn.settings import Settings
+from torch_pi2.export.qnn.settings import EQUAL_BLOCK, EQUAL_OUTLIERS, Settings
 from torch_pi2.ops.activations import ACTIVATIONS
 
 #: Inputs that are looked at at once: their intermediate values are kept.
 _ROWS = 256
+
+#: One in so many calibration inputs chooses no outliers; errors are measured on it.
+_HELD = 4
 
 #: Modules of :class:`_Sums` whose weights are 8 bits wide.
 _OUTLIERS = "outliers_"
@@ -33,13 +37,20 @@ class Quantized:
 
     Attributes:
         program: x ``[T, H]`` float32 (any T) -> a tuple of the sums of the first 1, 2, ... chunks.
-        errors: of each sum on the calibration inputs, relative to float32 (L2); empty with fp16.
+        errors: of each sum relative to float32 (L2), on the last quarter of the calibration inputs, by which ranges
+            were set and no outliers chosen; empty with fp16.
         outliers: how many neurons of each chunk have 8-bit weights.
+        block: weights of a group that has a scale of its own; 0: a scale for each output channel.
+        tried: error of the sum of all chunks by block, of what was compared.
+        tokens: on which errors were measured.
     """
 
     program: torch.export.ExportedProgram
     errors: list[float]
     outliers: list[int]
+    block: int = 0
+    tried: dict[int, float] = field(default_factory=dict)
+    tokens: int = 0
 
 
 class _Part(nn.Module):
@@ -90,6 +101,7 @@ def quantize(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -
 
     Raises:
         CalibrationError: no samples where they are needed. ShapeError: samples of another width.
+        ConfigError: groups of weights that do not divide the layer.
         NonFiniteError: NaN or infinity in samples or weights.
     """
     check_calibration(hot, samples, settings)
@@ -98,12 +110,15 @@ def quantize(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -
             sums = _Sums(hot, [_all(width) for width in _widths(hot)]).eval()
             return Quantized(_export(sums, _chunk(hot, 0)[1].in_features), [], [0] * len(hot.up))
         x_TH = samples.reshape(-1, samples.shape[-1]).float()
-        splits = _splits(hot, x_TH, settings)
-        sums = _Sums(hot, splits).eval()
-        inputs = [(x,) for x in x_TH.split(_ROWS)]
-        quantized = pt2e(_export(sums, x_TH.shape[1]).module(), inputs, settings)
+        tries = [_quantized(hot, x_TH, settings, block) for block in blocks_of(hot, settings)]
+        errors, block, splits, quantized = min(tries, key=lambda tried: tried[0][-1])
         return Quantized(
-            _export(quantized, x_TH.shape[1]), _errors(sums, quantized, x_TH), [len(high) for high, _ in splits]
+            _export(quantized, x_TH.shape[1]),
+            errors,
+            [len(high) for high, _ in splits],
+            block,
+            {tried[1]: tried[0][-1] for tried in tries},
+            len(_measured(x_TH)),
         )
 
 
@@ -128,6 +143,7 @@ def graph_program(program: torch.export.ExportedProgram, tokens: int, chunks: in
 
 def check_calibration(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -> None:
     """Raises what :func:`quantize` raises, before anything is computed."""
+    blocks_of(hot, settings)
     hidden = _chunk(hot, 0)[1].in_features
     if samples is None or samples.numel() == 0:
         if settings.precision == "fp16" and samples is None:
@@ -152,9 +168,45 @@ def check_calibration(hot: HotChunks, samples: torch.Tensor | None, settings: Se
             )
 
 
-def _splits(hot: HotChunks, x_TH: torch.Tensor, settings: Settings) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def blocks_of(hot: HotChunks, settings: Settings) -> tuple[int, ...]:
+    """Sizes of groups of weights that are tried for ``hot``; 0: a scale per output channel, and outliers.
+
+    Raises:
+        ConfigError: a size was asked for that does not divide the layer.
+    """
+    if settings.precision != "w4a16":
+        return (0,)
+    inputs = {_chunk(hot, 0)[1].in_features, *_widths(hot)}
+    size = EQUAL_BLOCK if settings.blocks == "auto" else int(settings.blocks)
+    fits = size > 0 and not any(n % size for n in inputs)
+    if settings.blocks == "auto":
+        return (0, size) if fits and settings.outliers >= EQUAL_OUTLIERS else (0,)
+    if size and not fits:
+        raise ConfigError(
+            "groups of weights of the hot part",
+            expected=f"a hidden size and chunks that are multiples of blocks={size}",
+            found=f"a hidden size of {_chunk(hot, 0)[1].in_features}, chunks of {_widths(hot)} neurons",
+            fix="Choose blocks=0 (a scale per output channel), or blocks='auto'.",
+        )
+    return (size,)
+
+
+def _quantized(
+    hot: HotChunks, x_TH: torch.Tensor, settings: Settings, block: int
+) -> tuple[list[float], int, list[tuple[torch.Tensor, torch.Tensor]], torch.fx.GraphModule]:
+    """Errors, ``block``, the neurons that are outliers, and the layer with its quantised weights."""
+    splits = _splits(hot, x_TH[: len(x_TH) - len(x_TH) // _HELD], settings, block)
+    sums = _Sums(hot, splits).eval()
+    inputs = [(x,) for x in x_TH.split(_ROWS)]
+    quantized = pt2e(_export(sums, x_TH.shape[1]).module(), inputs, settings, block)
+    return _errors(sums, quantized, _measured(x_TH)), block, splits, quantized
+
+
+def _splits(
+    hot: HotChunks, x_TH: torch.Tensor, settings: Settings, block: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of each chunk the neurons with 8-bit weights and the others."""
-    if settings.precision != "w4a16" or settings.outliers == 0:
+    if settings.precision != "w4a16" or settings.outliers == 0 or block:
         return [_all(width) for width in _widths(hot)]
     return [split(_damage(hot, i, x_TH), min(settings.outliers, width)) for i, width in enumerate(_widths(hot))]
 
@@ -180,9 +232,12 @@ def _intermediate(of: Any, gate: torch.Tensor | None, up: torch.Tensor) -> torch
 
 
 def pt2e(
-    module: torch.nn.Module, inputs: Iterable[tuple[torch.Tensor, ...]], settings: Settings
+    module: torch.fx.GraphModule, inputs: Iterable[tuple[torch.Tensor, ...]], settings: Settings, block: int
 ) -> torch.fx.GraphModule:
-    """``module`` with weights and activations quantised for the HTP, the latter to what they are on ``inputs``."""
+    """``module`` with weights and activations quantised for the HTP, the latter to what they are on ``inputs``.
+
+    ``block``: with w4a16, so many weights of a row have a scale; 0: all of it.
+    """
     from executorch.backends.qualcomm.quantizer.quantizer import ModuleQConfig, QnnQuantizer, QuantDtype
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from torchao.quantization.pt2e import MinMaxObserver
@@ -190,19 +245,27 @@ def pt2e(
 
     eight: dict[str, Any] = {"is_linear_per_channel": True, "act_observer": MinMaxObserver}
     quantizer = QnnQuantizer(soc_model=QcomChipset[settings.soc])
-    quantizer.set_default_quant_config(
-        QuantDtype.use_16a4w if settings.precision == "w4a16" else QuantDtype.use_16a8w, **eight
-    )
+    four = QuantDtype.use_16a4w_block if block else QuantDtype.use_16a4w
+    quantizer.set_default_quant_config(four if settings.precision == "w4a16" else QuantDtype.use_16a8w, **eight)
+    if block:
+        linears = [node.name for node in module.graph.nodes if node.target is torch.ops.aten.linear.default]
+        quantizer.set_block_size_map(dict.fromkeys(linears, (1, block)))
     quantizer.set_submodule_qconfig_list([(_is_outlier, ModuleQConfig(QuantDtype.use_16a8w, **eight))])
     prepared = prepare_pt2e(module, quantizer)
     for one in inputs:
         prepared(*one)
+    use_block_scales(prepared)
     converted: torch.fx.GraphModule = convert_pt2e(prepared)
     return converted
 
 
 def _is_outlier(node: torch.fx.Node) -> bool:
     return any(_OUTLIERS in str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+
+
+def _measured(x_TH: torch.Tensor) -> torch.Tensor:
+    """The inputs on which errors are measured; all where there are too few to leave any out."""
+    return x_TH[len(x_TH) - len(x_TH) // _HELD :] if len(x_TH) >= _HELD else x_TH
 
 
 def _errors(sums: _Sums, quantized: torch.fx.GraphModule, x_TH: torch.Tensor) -> list[float]:

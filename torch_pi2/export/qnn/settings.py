@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.manifest import CHUNK_NEURONS
+from torch_pi2.export.qnn.blocks import SIZES
 
 #: Supported systems on a chip: part number -> the name on the box and the version of its NPU.
 SOCS = {
@@ -17,9 +18,12 @@ SOCS = {
     "SM8850": "Snapdragon 8 Elite Gen 5 (HTP V81)",
 }
 
-#: w4a16: weights 4 bit with a scale per output channel, activations 16 bit. w8a16: weights 8 bit. fp16: both float16.
+#: w4a16: weights 4 bit with a scale per output channel or group of inputs, activations 16 bit. w8a16: weights 8 bit.
+#: fp16: both float16.
 PRECISIONS = ("w4a16", "w8a16", "fp16")
 
+#: Groups of so many weights take the bytes of so many outliers in each chunk: 4.5 bits a weight.
+EQUAL_BLOCK, EQUAL_OUTLIERS = 16, 64
 
 #: Weights that an NPU can have at most, as its compiler's log prints it.
 MOST_BYTES = 3584 << 20
@@ -35,6 +39,9 @@ class Settings:
         outliers: with w4a16, so many neurons of each chunk of 512 have 8-bit weights: those whose 4-bit error weighs
             most (PowerInfer-2 keeps outliers at a higher precision). A multiple of 64: of other widths the compiler
             keeps a copy of the weights per graph.
+        blocks: with w4a16: 16, 32 or 64: each group of so many weights along the input has a scale (and none are in 8
+            bits); 0: a scale per output channel, and ``outliers``; "auto": for each layer groups of 16 or ``outliers``,
+            whichever has the smaller error, where groups take no more bytes.
         weight_sharing: one copy of the weights for all graphs of a layer. Phones need it; Qualcomm's x86 emulator
             refuses to load such files, so what is to run there is compiled without.
         timeout_s: seconds that one layer may take.
@@ -42,7 +49,8 @@ class Settings:
 
     soc: str
     precision: str = "w4a16"
-    outliers: int = 64
+    outliers: int = EQUAL_OUTLIERS
+    blocks: int | str = "auto"
     weight_sharing: bool = True
     timeout_s: float = 1800.0
 
@@ -54,23 +62,33 @@ class Settings:
                 found=repr(self.precision),
                 fix="w4a16 is the default.",
             )
-        if self.outliers < 0 or self.outliers % 64 or self.timeout_s <= 0:
+        good = not (self.outliers < 0 or self.outliers % 64) and self.blocks in ("auto", 0, *SIZES)
+        if not good or self.timeout_s <= 0:
             raise ConfigError(
                 "settings of the hot part",
-                expected="outliers a multiple of 64 (or 0) and a timeout_s above 0",
-                found=f"outliers={self.outliers}, timeout_s={self.timeout_s}",
+                expected="outliers a multiple of 64 (or 0), blocks 'auto', 0, 16, 32 or 64, and a timeout_s above 0",
+                found=f"outliers={self.outliers}, blocks={self.blocks!r}, timeout_s={self.timeout_s}",
                 fix="Leave them at their defaults.",
             )
 
     @property
     def bits(self) -> float:
-        """Of a weight, on average, without scales."""
-        return self.part_bits + (4 * self.outliers / CHUNK_NEURONS if self.precision == "w4a16" else 0)
+        """Of a weight, on average, with scales of groups and without those of channels."""
+        four = 4 + (8 / int(self.blocks) if self.blocks not in ("auto", 0) else 4 * self.outliers / CHUNK_NEURONS)
+        return {"w4a16": four, "w8a16": 8, "fp16": 16}[self.precision]
 
     @property
-    def part_bits(self) -> int:
-        """Of a weight outside feed-forward layers."""
-        return {"w4a16": 4, "w8a16": 8, "fp16": 16}[self.precision]
+    def part_block(self) -> int:
+        """Outside feed-forward layers so many weights have a scale, where rows have a multiple of them; 0: a whole row."""
+        if self.precision != "w4a16":
+            return 0
+        return 16 if self.blocks == "auto" else int(self.blocks)
+
+    @property
+    def part_bits(self) -> float:
+        """Of a weight there, as :attr:`bits`."""
+        block = self.part_block
+        return {"w4a16": 4 + (8 / block if block else 0), "w8a16": 8, "fp16": 16}[self.precision]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,140 @@
+"""What the NPU's precisions cost a trained model: held-out bits per byte, and the error of each layer.
+
+    python -m benchmarks.qnn_loss out.json --emulator SM8650
+
+All neurons of every layer in the precision, as in prompts on the NPU: quantised as they are compiled, computed in
+PyTorch. With ``--emulator`` layers are compiled, too, and run on Qualcomm's x86 emulator of the NPU against float32
+(needs the extra ``qnn``). Ranges are set, and outliers chosen, on other text than what is scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.files import atomic_write
+from torch_pi2.base.process import describe
+
+MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
+
+#: Precision, outliers and blocks.
+KINDS: dict[str, tuple[str, int, int | str]] = {
+    "w8a16": ("w8a16", 0, 0),
+    "w4a16, no outliers": ("w4a16", 0, 0),
+    "w4a16, 64 outliers": ("w4a16", 64, 0),
+    "w4a16, groups of 32": ("w4a16", 0, 32),
+    "w4a16, groups of 16": ("w4a16", 0, 16),
+    "w4a16, auto": ("w4a16", 64, "auto"),
+}
+#: Those that are compared on the emulator.
+COMPILED = ("w4a16, 64 outliers", "w4a16, groups of 32", "w4a16, groups of 16")
+
+
+def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> dict[str, Any]:
+    """Bits per byte of the model in ``folder``, in floats and in each of :data:`KINDS`, and errors of its layers."""
+    import transformers
+
+    import torch_pi2
+    from torch_pi2.cli.common import stdlib_sample
+    from torch_pi2.eval import bits_per_byte
+    from torch_pi2.export import qnn
+    from torch_pi2.export.calibrate import inputs_of
+    from torch_pi2.export.hot import CHUNK, hot_chunks
+    from torch_pi2.export.qnn.loss import hot_on_npu
+    from torch_pi2.export.qnn.quantize import quantize
+    from torch_pi2.layers.of_model import sparse_layers
+
+    dense = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    model, tokenizer = torch_pi2.optimize(dense.eval()), transformers.AutoTokenizer.from_pretrained(folder)
+    layers: list[Any] = sparse_layers(model)
+    chunks = [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
+    train, text = (stdlib_sample(split, tokenizer, tokens) for split in ("train", "heldout"))
+    samples, heldout = (inputs_of(model, layers, data, tokenizer) for data in (train, text))
+    hot = [hot_chunks(ffn, count) for ffn, count in zip(layers, chunks)]
+    right = [part(x[:rows]) for part, x in zip(hot, heldout)]
+
+    def loss() -> float:
+        return bits_per_byte(model, tokenizer, text, window=256, max_tokens=tokens).bits_per_byte
+
+    before, found = loss(), {}
+    for name, (precision, outliers, blocks) in KINDS.items():
+        settings = qnn.Settings(emulator or "SM8650", precision, outliers, blocks, weight_sharing=False)
+        parts = [quantize(part, x, settings) for part, x in zip(hot, samples)]
+        modules = [part.program.module(check_guards=False) for part in parts]
+        with hot_on_npu(layers, modules, chunks):
+            after = loss()
+        got = [module(x[:rows])[-1] for module, x in zip(modules, heldout)]
+        found[name] = {
+            "bits": settings.bits,
+            "bits_per_byte": after,
+            "change": after / before - 1,
+            "blocks": [part.block for part in parts],
+            "errors": [_relative(*pair) for pair in zip(got, right)],
+        }
+        if emulator is not None and name in COMPILED:
+            graph = {"forward": qnn.Graph((rows,), chunks)}
+            lowered = qnn.lower_hot(hot, samples, graph, settings)
+            ran = _on_emulator(lowered.modules["forward"], [x[:rows] for x in heldout])
+            found[name]["emulator_errors"] = [_relative(*pair) for pair in zip(ran, right)]
+            found[name]["emulator_against_pytorch"] = [_relative(*pair) for pair in zip(ran, got)]
+            found[name]["context_bytes"] = sum(layer["context_bytes"] for layer in lowered.report["layers"])
+        print(name, found[name], flush=True)
+    return {
+        "what": "qnn-loss",
+        "machine": describe(),
+        "model": folder.name,
+        "heldout_tokens": tokens,
+        "error_tokens": rows,
+        "emulator": emulator,
+        "bits_per_byte": before,
+        "kinds": found,
+    }
+
+
+def _on_emulator(modules: Sequence[nn.Module | None], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+
+    from torch_pi2.export.qnn import sdk
+
+    sdk.load(sdk.find())
+    config, found = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True), []
+    for module, x in zip(modules, inputs):
+        assert module is not None
+        edge = to_edge_transform_and_lower(torch.export.export(module, (x,)), compile_config=config)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "layer.pte"
+            path.write_bytes(edge.to_executorch().buffer)
+            found += Runtime.get().load_program(path).load_method("forward").execute([x])
+    return found
+
+
+def _relative(got: torch.Tensor, right: torch.Tensor) -> float:
+    return float((got - right).norm() / right.norm())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", help="JSON file to write")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of a Hugging Face decoder in floats")
+    parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens that are scored")
+    parser.add_argument("--emulator", metavar="SOC", help="also compile the layers for it, and run them")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("QNN_SDK_ROOT", "")  # the quantiser would download an SDK, and needs none
+    with torch.no_grad():
+        found = measure(args.model, args.tokens, args.emulator)
+    atomic_write(args.out, json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

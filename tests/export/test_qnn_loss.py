@@ -1,0 +1,155 @@
+"""What a model loses by its hot parts on an NPU: measured in PyTorch, without any of Qualcomm's libraries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import VOCAB, one_layer
+from npu_report import NPU_REPORT
+from torch import nn
+
+import torch_pi2
+from torch_pi2.errors import ArtifactError
+from torch_pi2.export.calibrate import TOKENS, first_batches, inputs_of, scored_rows
+from torch_pi2.export.hot import HotChunks, hot_chunks
+from torch_pi2.export.qnn import report
+from torch_pi2.export.qnn.loss import hot_on_npu, loss_of
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.profiling.data import Batch
+
+
+class Sums(nn.Module):
+    """As a quantised program is called; ``wrong`` times what is right."""
+
+    def __init__(self, hot: HotChunks, wrong: float = 1.0) -> None:
+        super().__init__()
+        self.hot, self.wrong = hot, wrong
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = []
+        for k in range(1, len(self.hot.up) + 1):
+            self.hot.chunks = k
+            found.append(self.wrong * self.hot(x))
+        return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return torch_pi2.optimize(one_layer())
+
+
+def ids(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(rows))
+
+
+def rows_of(batches: list[Batch]) -> torch.Tensor:
+    return torch.cat([b.input_ids for b in batches if b.input_ids is not None])
+
+
+def test_the_first_chunks_are_the_npus_and_the_rest_is_as_before(model: nn.Module) -> None:
+    (ffn,) = sparse_layers(model)
+    x = torch.randn(2, 3, 64)
+    with torch.no_grad():
+        before, hot = ffn(x), hot_chunks(ffn, 2)
+        for count in (1, 2):
+            hot.chunks = count
+            wanted = before + 0.5 * hot(x)
+            with hot_on_npu([ffn], [Sums(hot_chunks(ffn, 3), 1.5)], [count]):
+                torch.testing.assert_close(ffn(x), wanted, rtol=1e-4, atol=1e-5)
+        with hot_on_npu([ffn], [Sums(hot_chunks(ffn, 3), 0.0)], [3]):  # no bias: all of it is the NPU's
+            torch.testing.assert_close(ffn(x), torch.zeros_like(x), rtol=0, atol=1e-4)
+        assert torch.equal(ffn(x), before)
+        with hot_on_npu([ffn], [None], [0]):
+            assert torch.equal(ffn(x), before)
+
+
+def test_loss_is_that_of_the_smallest_and_of_the_largest_part(model: nn.Module) -> None:
+    (ffn,) = sparse_layers(model)
+    chunks = {"decode_b1": [1], "decode_b2": [2], "prefill_8": [3]}
+    batches = first_batches(ids(8, 40))
+    right = loss_of(model, [ffn], [Sums(hot_chunks(ffn, 3))], chunks, batches)
+    assert list(right["npu"]) == ["decode_b1", "prefill_8"]
+    with torch.no_grad():
+        logits = model(ids(8, 40)).logits
+    by_hand = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids(8, 40)[:, 1:].reshape(-1))
+    assert right["tokens"] == 8 * 39
+    assert right["nats_per_token"] == pytest.approx(by_hand.item(), rel=1e-5)
+    assert all(abs(method["change"]) < 1e-5 for method in right["npu"].values())
+    wrong = loss_of(model, [ffn], [Sums(hot_chunks(ffn, 3), -3.0)], chunks, batches)
+    assert wrong["nats_per_token"] == right["nats_per_token"]
+    changes = [method["change"] for method in wrong["npu"].values()]
+    assert all(abs(change) > 1e-4 for change in changes)
+    assert changes[0] != changes[1]
+    for method in wrong["npu"].values():
+        assert method["change"] == method["nats_per_token"] / wrong["nats_per_token"] - 1
+
+
+def test_padding_is_not_scored(model: nn.Module) -> None:
+    (ffn,) = sparse_layers(model)
+    texts = [*ids(3, 40), ids(1, 7)[0]]
+    padded = first_batches([{"input_ids": row} for row in texts])
+    (together,) = first_batches(texts)
+    assert together.mask_BT is not None
+    assert not together.mask_BT.all()
+    one = loss_of(model, [ffn], [None], {"decode_b1": [1]}, [together])
+    alone = loss_of(model, [ffn], [None], {"decode_b1": [1]}, padded)
+    assert one["tokens"] == alone["tokens"] == 3 * 39 + 6
+    assert one["nats_per_token"] == pytest.approx(alone["nats_per_token"], rel=1e-5)
+
+
+def test_what_is_scored_comes_after_what_hot_parts_were_quantised_on(model: nn.Module) -> None:
+    data = ids(40, 64)
+    first = first_batches(data)
+    seen = inputs_of(model, sparse_layers(model), first)
+    rows, after = scored_rows(first)
+    assert after
+    assert len(seen[0]) == TOKENS == rows_of(rows).numel()
+    taken = rows_of(first)[: TOKENS // 64]
+    assert not any(torch.equal(row, other) for row in rows_of(rows) for other in taken)
+
+
+def test_short_data_are_scored_on_what_hot_parts_were_quantised_on() -> None:
+    data = ids(4, 64)
+    rows, after = scored_rows(first_batches(data))
+    assert not after
+    assert sorted(rows_of(rows).tolist()) == sorted(data.tolist())
+    long, after = scored_rows(first_batches(iter([ids(1, 3000)])))  # one row: it is cut
+    assert (rows_of(long).shape, after) == ((1, TOKENS), False)
+    alone = [Batch(ids(70, 1), torch.ones(70, 1, dtype=torch.bool))]
+    assert scored_rows(alone) == ([], False)
+
+
+@pytest.mark.parametrize("item", [(torch.randn(70, 8),), {"input_ids": ids(8, 64), "position_ids": torch.zeros(8, 64)}])
+def test_data_that_are_no_rows_of_ids_are_not_scored(item: Any) -> None:
+    assert scored_rows(first_batches([item])) == ([], False)
+
+
+def test_an_iterator_is_read_once_and_no_further_than_needed() -> None:
+    left = iter(ids(100, 64)[:, None])
+    first = first_batches(left)
+    assert sum(b.input_ids.numel() for b in first if b.input_ids is not None) == 2 * TOKENS
+    assert len(list(left)) == 100 - 2 * TOKENS // 64
+
+
+def test_a_report_is_read(tmp_path: Path) -> None:
+    (tmp_path / report.FILE).write_text(json.dumps(NPU_REPORT))
+    assert report.read(tmp_path / report.FILE) == NPU_REPORT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, r"expected torch_pi2\.qnn version 1, found torch_pi2\.qnn version 2"),
+        ({"layers": [{}]}, r"layers, 0: expected a field context_bytes, found none"),
+        ({"layers": 3}, r"layers: expected a list, found 3"),
+        ({"loss": {**NPU_REPORT["loss"], "tokens": 0}}, r"loss, tokens: expected a whole number, 1 or more, found 0"),
+    ],
+)
+def test_a_damaged_report_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / report.FILE).write_text(json.dumps(NPU_REPORT | change))
+    with pytest.raises(ArtifactError, match=message):
+        report.read(tmp_path / report.FILE)
