@@ -79,7 +79,7 @@ class Settings:
 
     @property
     def part_block(self) -> int:
-        """Outside feed-forward layers so many weights have a scale, where rows have a multiple of them; 0: a whole row."""
+        """Outside feed-forward layers so many weights have a scale, where rows have a multiple; 0: a whole row."""
         if self.precision != "w4a16":
             return 0
         return 16 if self.blocks == "auto" else int(self.blocks)
