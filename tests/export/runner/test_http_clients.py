@@ -205,6 +205,7 @@ def test_an_answer_ends_when_its_client_goes(server: Server) -> None:
     cut.close()
     until(lambda: server.said() == "gone\n" * 2)
     assert is_well(server)
+    until(lambda: "answered" in server.said())
     assert server.said() == "gone\n" * 2 + "answered\n"
 
 
