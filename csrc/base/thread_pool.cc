@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/thread_name.h"
+
 namespace pi2 {
 namespace {
 
@@ -100,7 +102,9 @@ struct ThreadPool::State {
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   state_->workers.reserve(static_cast<std::size_t>(std::max(1, threads)));
   try {
-    for (int i = 1; i < threads; ++i) state_->workers.emplace_back([state = state_.get()] { state->loop(); });
+    for (int i = 1; i < threads; ++i) {
+      name_thread(state_->workers.emplace_back([state = state_.get()] { state->loop(); }), "pi2-compute");
+    }
   } catch (const std::exception&) {  // a limit on threads, or no memory for one more: those that there are do
   }
 }

@@ -6,6 +6,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/thread_name.h"
 #include "base/trace.h"
 
 namespace pi2 {
@@ -52,6 +53,7 @@ bool Arranger::start() {
   if (thread_.joinable()) return true;
   try {
     thread_ = std::thread([this] { run(); });
+    name_thread(thread_, "pi2-arrange");
   } catch (const std::system_error&) {
     return false;
   }

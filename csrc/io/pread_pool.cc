@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/thread_name.h"
 #include "base/trace.h"
 #include "io/read_fully.h"
 #include "pi2/read_engine.h"
@@ -18,7 +19,7 @@ class PreadPool final : public ReadEngine {
   PreadPool(int descriptor, int threads, ReadDone done) : descriptor_(descriptor), done_(done) {
     threads_.reserve(static_cast<std::size_t>(threads));
     try {
-      for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+      for (int i = 0; i < threads; ++i) name_thread(threads_.emplace_back([this] { work(); }), "pi2-read");
     } catch (const std::exception&) {  // a limit on threads, or no memory for one more: those that there are do
     }
   }

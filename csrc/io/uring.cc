@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/thread_name.h"
 #include "base/trace.h"
 #include "io/read_fully.h"
 
@@ -34,6 +35,7 @@ class Uring final : public ReadEngine {
     plain_.reserve(slots_.size());
     try {
       reaper_ = std::thread([this] { reap(); });
+      name_thread(reaper_, "pi2-read");
     } catch (const std::system_error&) {
       return "no thread could be started";
     }

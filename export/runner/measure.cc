@@ -83,7 +83,8 @@ Json measure(Session& session, const Options& o) {
                 {"tokens_per_second", spread(tokens)},
                 {"before", before},
                 {"after", conditions()}};
-  for (const char* same : {"bundle", "target", "prompt_tokens", "new_tokens", "load_seconds", "memory", "threads"}) {
+  for (const char* same :
+       {"bundle", "target", "prompt_tokens", "new_tokens", "load_seconds", "memory", "threads", "cpus"}) {
     found[same] = last[same];
   }
   return found;

@@ -121,6 +121,8 @@ Generates text with a bundle that torch_pi2.export wrote.
   --budget BYTES           memory of the whole process, such as 2GB or 1.5GiB (default: as it takes)
   --threads N              for all computing
   --store PATH             the neuron store, or its folder, if it is not in BUNDLE
+  --cpus auto              compute on the big cores and read on the little ones; if all are equal, bind nothing
+  --cpus LIST              all on these CPUs, such as 4-7; --compute-cpus LIST, --read-cpus LIST: what computes, what reads
   --io-threads N           that read the store
   --engine NAME            reading: auto, pread or io_uring
   --policy NAME            of the neuron cache: lfu, lru, sieve, s3-fifo, static or none
@@ -202,6 +204,9 @@ Options parse_options(int argc, char** argv) {
        [&](const auto& v) {
          o.threads = static_cast<int>(number<std::int64_t>("--threads", v, 1, 1024, "a whole number, 1 to 1024"));
        }},
+      {"--cpus", text(o.cpus)},
+      {"--compute-cpus", text(o.compute_cpus)},
+      {"--read-cpus", text(o.read_cpus)},
       {"--io-threads", text(o.io_threads)},
       {"--engine", text(o.engine)},
       {"--policy", text(o.policy)},
@@ -254,6 +259,9 @@ Options parse_options(int argc, char** argv) {
   if (warm_up && o.repeat == 0) throw Problem("--warm-up", "--repeat beside it", "none", kFix);
   check(o.request, std::numeric_limits<int>::max());  // before anything is loaded
   check_files(o);
+  if (!o.cpus.empty() && !(o.compute_cpus.empty() && o.read_cpus.empty())) {
+    throw Problem("--cpus", "it without --compute-cpus and --read-cpus", "both", kFix);
+  }
   if (o.chat && ids) throw Problem("--chat", "--prompt beside it, or nothing", "--ids", kFix);
   if (system && !o.chat) throw Problem("--system", "--chat beside it", "none", kFix);
   return o;

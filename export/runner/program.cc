@@ -5,6 +5,7 @@
 #include <executorch/runtime/backend/interface.h>
 #include <executorch/runtime/platform/platform.h>
 #include <pi2/executorch.h>
+#include <pthread.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -76,6 +77,21 @@ void clear_errors() {
                "Its log above says more; --verify finds damage.");
 }
 
+// While it is there what this thread starts is named for computing: a thread has the name of the one that starts it.
+class NamesItsThreads {
+ public:
+  NamesItsThreads() {
+    pthread_getname_np(pthread_self(), before_, sizeof before_);
+    pthread_setname_np(pthread_self(), "pi2-compute");
+  }
+  ~NamesItsThreads() { pthread_setname_np(pthread_self(), before_); }
+  NamesItsThreads(const NamesItsThreads&) = delete;
+  NamesItsThreads& operator=(const NamesItsThreads&) = delete;
+
+ private:
+  char before_[16] = "";
+};
+
 std::string shape_of(const std::vector<std::int64_t>& sizes) {
   std::string text;
   for (const std::int64_t size : sizes) text += (text.empty() ? "[" : ", ") + std::to_string(size);
@@ -118,6 +134,7 @@ Json take_engine_stats() {
 }
 
 void set_threads(int threads) {
+  const NamesItsThreads named;
   auto* pool = executorch::extension::threadpool::get_threadpool();
   if (pool == nullptr || !pool->_unsafe_reset_threadpool(static_cast<std::uint32_t>(threads))) {
     throw Problem("--threads", "a thread pool of that size", "a failure of ExecuTorch's", "Pass fewer.");
@@ -125,6 +142,7 @@ void set_threads(int threads) {
 }
 
 int threads() {
+  const NamesItsThreads named;  // the first call makes them
   const auto* pool = executorch::extension::threadpool::get_threadpool();
   return pool == nullptr ? 1 : static_cast<int>(pool->get_thread_count());
 }

@@ -23,7 +23,7 @@ Json take_engine_stats();
 void share_weights(bool share);
 // Threads of ExecuTorch's pool, for everything that is computed; before the program is loaded.
 void set_threads(int threads);
-int threads();
+int threads();  // starts them, if nobody has
 
 // From now on ExecuTorch's log is kept, and goes to standard error only before an error that nobody else explains.
 void keep_log();

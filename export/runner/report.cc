@@ -72,6 +72,7 @@ Json report(const Run& run) {
         {"peak_bytes", known(memory.peak)},
         {"anonymous_bytes", known(memory.anonymous)}}},
       {"threads", run.threads},
+      {"cpus", report_of(run.cpus)},
       {"seed", run.options.request.seed},
       {"sampling",
        {{"temperature", run.options.request.sampling.temperature},

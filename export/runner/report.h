@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "cpus.h"
 #include "generate.h"
 #include "memory.h"
 #include "options.h"
@@ -17,6 +18,7 @@ struct Run {
   std::int64_t cache_bytes = 0;  // of the budget, for neurons; 0: no budget
   double load_seconds = 0;
   int threads = 0;
+  Roles cpus;
   Memory memory;  // when the last token was chosen
 };
 

@@ -167,6 +167,7 @@ void serve_http(Session& session, const Options& o, HttpServer& server,
                  server.url().c_str());
   }
   server.start([&, name, created](const HttpRequest& request) { return at_once(request, server, name, created); });
+  session.bind_readers();  // the server's thread
   ready(server.url() + "/v1, model " + name + "\n");
   Served served(session, o, name);
   while (wait_for_input(server.waits())) {

@@ -115,14 +115,19 @@ Session::Claim::~Claim() { claimed = false; }
 
 Session::Session(const Options& o) {
   const auto started = std::chrono::steady_clock::now();
+  cpus_ = roles_of(o.cpus, o.compute_cpus, o.read_cpus, o.threads);
+  if (!cpus_.why.empty()) std::fprintf(stderr, "--cpus auto: %s: nothing is bound.\n", cpus_.why.c_str());
   manifest_ = open_bundle(o.bundle, o.store, o.verify);
   for (const std::string& library : o.backends) {
     if (dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
       throw Problem("--backend", "a library that can be loaded", dlerror(), "Check its path and LD_LIBRARY_PATH.");
     }
   }
+  bind_this_thread(cpus_);  // and so those that it starts: ExecuTorch's, and the delegate's
   static const int by_default = threads();
-  if (const int wanted = o.threads > 0 ? o.threads : by_default; wanted != threads()) set_threads(wanted);
+  const int one_each = cpus_.compute ? static_cast<int>(cpus_.compute->size()) : by_default;
+  const int wanted = o.threads > 0 ? o.threads : one_each;
+  if (wanted != threads()) set_threads(wanted);
   cache_bytes_ = set_engine(o, manifest_);
   // What the manifest does not name was not compared.
   const auto has = [&](const char* name) { return manifest_.files.contains(name); };
@@ -140,12 +145,15 @@ Session::Session(const Options& o) {
   share_weights(manifest_.linears == "float32");
   program_->load("forward");
   for (const std::int64_t size : manifest_.prefills) program_->load("prefill_" + std::to_string(size));
+  bind_readers();
   load_seconds_ = since(started);
 }
 
+void Session::bind_readers() const { runner::bind_readers(cpus_, before_); }
+
 Run Session::generate(const Options& o, const Stream& stream) {
   const Tokenizer* tokenizer = tokenizer_ ? &*tokenizer_ : nullptr;
-  Run run{o, manifest_, {}, 0, cache_bytes_, 0, threads(), {}};
+  Run run{o, manifest_, {}, 0, cache_bytes_, 0, threads(), cpus_, {}};
   Request& request = run.options.request;
   for (const std::string& text : o.prompts) {
     const std::vector<std::int64_t> ids = tokenizer == nullptr ? request.prompt : tokenizer->encode(text, true);

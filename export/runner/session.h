@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "cpus.h"
 #include "generation_config.h"
 #include "options.h"
 #include "report.h"
@@ -19,6 +20,8 @@ class Session {
   bool has_tokenizer() const { return tokenizer_.has_value(); }
   // One prompt of `options`, whose bundle and engine are those of the session. Throws Problem.
   Run generate(const Options& options, const Stream& stream);
+  // Binds threads that read or wait for clients, and have come since it was opened, to their CPUs. Throws Problem.
+  void bind_readers() const;
   // Closes the store; nothing else may be called then. Throws Problem: the trace cannot be written.
   void close();
 
@@ -35,6 +38,8 @@ class Session {
   void load_decoding(int sequences);
 
   Claim claim_;
+  const Cpus before_ = allowed_cpus();
+  Roles cpus_;
   Manifest manifest_;
   std::optional<Tokenizer> tokenizer_;
   GenerationConfig config_;

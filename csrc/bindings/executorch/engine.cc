@@ -2,9 +2,13 @@
 
 #include <algorithm>
 
+#include "base/thread_name.h"
+
 namespace pi2::et {
 
-Engine::Engine(int threads) : pool_(std::max(1, threads)), conductor_([this] { conduct(); }) {}
+Engine::Engine(int threads) : pool_(std::max(1, threads)), conductor_([this] { conduct(); }) {
+  name_thread(conductor_, "pi2-compute");
+}
 
 Engine::~Engine() {
   {

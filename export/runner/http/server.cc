@@ -445,6 +445,7 @@ void HttpServer::start(AtOnce at_once) {
   std::string wrong;
   try {
     state_->thread = std::thread([state = state_.get()] { state->run(); });
+    pthread_setname_np(state_->thread.native_handle(), "pi2-http");
   } catch (const std::system_error& error) {
     wrong = error.what();
   }

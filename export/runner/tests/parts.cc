@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "cpus.h"
 #include "sampler.h"
 #include "stops.h"
 #include "tokenizer/text_stream.h"
@@ -205,6 +206,12 @@ int stream(const std::string& file) {
   return 0;
 }
 
+// What --cpus auto does where the system says of these CPUs what is in `root`.
+int cpus(const std::string& root, const std::string& allowed) {
+  std::cout << report_of(auto_roles(root, parse_cpus("--cpus", allowed))).dump() << '\n';
+  return 0;
+}
+
 }  // namespace
 }  // namespace pi2::runner
 
@@ -214,5 +221,6 @@ int main(int argc, char** argv) {
   if (what == "stops" && argc == 2) return pi2::runner::check_stops();
   if (what == "tokenizer" && argc == 4) return pi2::runner::check_tokenizer(argv[2], std::stoi(argv[3]));
   if (what == "stream" && argc == 3) return pi2::runner::stream(argv[2]);
-  return pi2::runner::failed("expected sampler, stops, tokenizer FILE COUNT, or stream FILE");
+  if (what == "cpus" && argc == 4) return pi2::runner::cpus(argv[2], argv[3]);
+  return pi2::runner::failed("expected sampler, stops, tokenizer FILE COUNT, stream FILE, or cpus FOLDER LIST");
 }

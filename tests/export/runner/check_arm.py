@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runner_http import Server, client
 from tiny_bundle import TEXT
 from tiny_tokenizers import byte_tokenizer
 
@@ -66,6 +67,15 @@ def test_answers_on_arm_are_those_of_this_machine(bundle: Path, tmp_path: Path, 
     assert arm["sequences"] == here["sequences"]
     assert arm["store"]["wanted"] > 0
     np.testing.assert_allclose(np.load(tmp_path / "arm.npy"), np.load(tmp_path / "here.npy"), atol=1e-4)
+
+
+def test_it_answers_over_http_on_arm(bundle: Path, tmp_path: Path) -> None:
+    here = generate([HERE], bundle, tmp_path / "here.npy", None)["sequences"][0]["text"]
+    with Server(shutil.which("qemu-aarch64-static"), *LOADER, bundle, "--http", "0", "--cpus", "auto") as made:
+        asked: dict[str, Any] = {"model": bundle.name, "prompt": "def f1(x", "max_tokens": TOKENS}
+        assert client(made).completions.create(**asked).choices[0].text == here
+        chunks = client(made).completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == here
 
 
 def test_damage_is_refused_on_arm_too(bundle: Path, tmp_path: Path) -> None:

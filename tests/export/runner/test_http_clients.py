@@ -194,9 +194,9 @@ def test_who_does_not_read_is_let_go(server: Server) -> None:
 
 def test_an_answer_ends_when_its_client_goes(server: Server) -> None:
     held, waits, cut = server.raw(), server.raw(), server.raw()
-    held.ask("POST /hold HTTP/1.1", "x")
-    waits.ask("POST /hold HTTP/1.1", "y")
-    until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+    for raw in (held, waits):
+        raw.ask("POST /hold HTTP/1.1", "x")
+        assert httpx.get(f"{server.url}/health").status_code == 200  # so it has come
     waits.close()  # never begun
     held.close()
     until(lambda: server.said() == "gone\n")
@@ -205,6 +205,7 @@ def test_an_answer_ends_when_its_client_goes(server: Server) -> None:
     cut.close()
     until(lambda: server.said() == "gone\n" * 2)
     assert is_well(server)
+    until(lambda: "answered" in server.said())
     assert server.said() == "gone\n" * 2 + "answered\n"
 
 

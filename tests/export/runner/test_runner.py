@@ -16,6 +16,7 @@ from exported import bundle_of, one_layer
 from runner_calls import BUILT, FOLDER, PROMPTS, call, change, refused, run
 from tiny_bundle import EOS, LANES, PROMPT, ROOM, TEXT, VOCAB, write_manifest
 from tiny_tokenizers import TOKENIZERS, _odd, byte_tokenizer
+from tokenizers import BertWordPieceTokenizer, SentencePieceUnigramTokenizer
 
 import torch_pi2
 from torch_pi2.export.chat import around_messages, write_chat
@@ -428,6 +429,24 @@ def test_tokenizer_is_hugging_faces(name: str, tmp_path: Path) -> None:
     expected = [e.ids for e in raw.encode_batch(texts)] + [raw.decode(i, skip_special_tokens=True) for i in ids]
     for given, theirs, ours in zip([*texts, *ids], expected, found, strict=True):
         assert ours == theirs, repr(given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [(BertWordPieceTokenizer, {"vocab_size": 60}), (SentencePieceUnigramTokenizer, {"vocab_size": 20})],
+)
+def test_tokenizers_that_are_no_bpe_are_refused_by_name(kind: Any, trainer: dict[str, Any], tmp_path: Path) -> None:
+    made = kind()
+    made.train_from_iterator(["hello world"] * 3, **trainer, show_progress=False)
+    made.save(str(tmp_path / "tokenizer.json"))
+    name = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"]
+    assert name in kind.__name__
+    result = subprocess.run([TOKENIZE, tmp_path / "tokenizer.json"], input="", capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"pi2_tokenize: {tmp_path}/tokenizer.json, model, type: expected BPE, found {name}. "
+        "This runner does not have it: use torch-pi2 run, or pass token ids with --ids.\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,7 @@ def test_an_answer_ends_when_its_client_goes_away(long: Path) -> None:
         running.close()
         until(lambda: made.said().count("/v1/completions: the client has gone") == 3)
         assert ask.completions.create(model=long.name, prompt="def", max_tokens=3).choices[0].text
+        until(lambda: "tokens/s" in made.said())
         assert made.said().count("/v1/completions: ") == 4
 
 
