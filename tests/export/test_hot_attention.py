@@ -207,7 +207,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_the_memory_of_an_npu() -> None:
     model = drawn_model("Llama")
     most: dict[str, Any] = {"data": (None, None), "ffn_bytes": MOST_BYTES}
-    message = r"export\(hot_attention='all'\): expected weights of at most 3584 MiB on the NPU, found 3584 MiB in w4a16"
+    message = r"export\(hot_attention='all'\): expected weights of at most 3584 MiB on the NPU, found 3584 MiB, with"
     with pytest.raises(ConfigError, match=message):
         place_attention(model, lanes_of(model), ["prefill_16"], request("all"), report={}, **most)
     report: dict[str, Any] = {}

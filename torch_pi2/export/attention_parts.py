@@ -81,7 +81,7 @@ def place_attention(
             raise ConfigError(
                 f"export(hot_attention={where!r})",
                 expected=f"weights of at most {qnn.MOST_BYTES >> 20} MiB on the NPU",
-                found=f"{size >> 20} MiB in {request.precision}, with those of feed-forward layers",
+                found=f"{size >> 20} MiB, with those of feed-forward layers in {request.precision}",
                 fix="Leave it out: the CPU computes attention.",
             )
         report["attention"] = f"on the CPU: with it an NPU would have {size >> 20} MiB"

@@ -155,5 +155,6 @@ def _lossy(source: Source, request: Request, methods: Mapping[str, Method], hot_
         found.append(f"{hot}; prompts {pieces}")
         if hot_attention != "none":
             where = {"prompts": "in those pieces", "all": "there and when decoding, then with the last linear layer"}
-            found.append(f"attention in {request.precision} on {request.soc} {where[hot_attention]}")
+            precision = "fp16" if request.precision == "fp16" else "w8a16"
+            found.append(f"attention in {precision} on {request.soc} {where[hot_attention]}")
     return found

@@ -81,24 +81,23 @@ def _run(folder: Path) -> None:
         given = torch.load(folder / f"{name}.pt", weights_only=False)  # our own file
         programs: dict[str, torch.export.ExportedProgram]
         if isinstance(given, PartInputs):
-            part = quantize_part(torch.export.load(folder / f"{name}.float.pt2"), given, settings)
-            program, block = part.program, part.block
-            facts: dict[str, Any] = {"block": block, "errors": [*part.errors]}
+            program, errors = quantize_part(torch.export.load(folder / f"{name}.float.pt2"), given, settings)
+            facts: dict[str, Any] = {"errors": errors}
             programs = {graph: part_program(program, shapes) for graph, shapes in given.graphs.items()}
         else:
             hot, samples = given
             quantized = quantize(hot, samples, settings)
-            program, block = quantized.program, quantized.block
+            program = quantized.program
             facts = {
                 "outliers": quantized.outliers,
-                "block": block,
+                "block": quantized.block,
                 "errors": quantized.errors,
                 "tried": [{"block": tried, "error": error} for tried, error in quantized.tried.items()],
                 "measured_tokens": quantized.tokens,
             }
             programs = {n: graph_program(program, g["tokens"], g["chunks"]) for n, g in layer["graphs"].items()}
         torch.export.save(program, folder / f"{name}.pt2")
-        context, spec, graphs = _compile(programs, layer, settings, log, convolutions=block > 0)
+        context, spec, graphs = _compile(programs, layer, settings, log, convolutions=facts.get("block", 0) > 0)
         atomic_write(folder / f"{name}.context", context)
         atomic_write(folder / f"{name}.spec", spec)
         seconds = round(time.monotonic() - started, 1)

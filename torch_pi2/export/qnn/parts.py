@@ -7,7 +7,7 @@ graph, so that all graphs have the same weights and scales.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,41 +58,24 @@ class _Open(nn.Module):
         return tuple(self.module(*inputs))
 
 
-@dataclass(frozen=True)
-class QuantizedPart:
-    """A part. block: so many weights of a row have a scale; 0: all of it. errors: of each output on the samples,
-    relative to float32 (L2); empty with fp16."""
-
-    program: torch.export.ExportedProgram
-    block: int = 0
-    errors: Sequence[float] = ()
-
-
-def quantize_part(program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings) -> QuantizedPart:
-    """``program`` in ``settings.precision``, in groups of weights where every linear layer has whole ones."""
+def quantize_part(
+    program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings
+) -> tuple[torch.export.ExportedProgram, list[float]]:
+    """``program`` with weights of 8 bits, unless they are float16; of each output the error on the samples, relative to
+    float32 (L2)."""
     if not inputs.samples:
-        return QuantizedPart(program)
+        return program, []
     with torch.no_grad():
-        right = program.module(check_guards=False)
-        module: Any = program.module(check_guards=False)
-        block = _block(module, settings)
-        quantized = pt2e(module, inputs.samples, settings, block)
+        right: Any = program.module(check_guards=False)
+        eight = replace(settings, precision="w8a16")
+        quantized = pt2e(program.module(check_guards=False), inputs.samples, eight, 0)
         squares: list[list[torch.Tensor]] = []
         for sample in inputs.samples:
             pairs = zip(right(*sample), quantized(*sample), strict=True)
-            squares.append(
-                [torch.stack([(a - b).double().square().sum(), a.double().square().sum()]) for a, b in pairs]
-            )
+            squares.append([torch.stack([a - b, a]).double().square().flatten(1).sum(1) for a, b in pairs])
         totals = [torch.stack(of_output).sum(0) for of_output in zip(*squares)]
         example: Any = program.example_inputs[0]
-        errors = [float((t[0] / t[1]).sqrt()) for t in totals]
-        return QuantizedPart(open_program(quantized, example, inputs.open), block, errors)
-
-
-def _block(module: torch.fx.GraphModule, settings: Settings) -> int:
-    linears: list[Any] = module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
-    block = settings.part_block
-    return block if block and not any(node.args[1].meta["val"].shape[1] % block for node in linears) else 0
+        return open_program(quantized, example, inputs.open), [float((t[0] / t[1]).sqrt()) for t in totals]
 
 
 def part_program(
