@@ -21,7 +21,7 @@ from torch_pi2.base.process import describe
 GRAPHS = {"decode_b1": (1, 1), "decode_b4": (4, 1), "prefill_128": (1, 128)}
 
 
-def measure(soc: str, hidden: int, room: int, precision: str) -> dict[str, Any]:
+def measure(soc: str, hidden: int, room: int, precision: str, block: int) -> dict[str, Any]:
     """What :func:`torch_pi2.export.qnn.lower_parts` reports of it, and its context over its unique weights."""
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -47,11 +47,11 @@ def measure(soc: str, hidden: int, room: int, precision: str) -> dict[str, Any]:
     states = [torch.randn(1, 128, width) for width in call.widths]
     with torch.no_grad():
         samples = [] if precision == "fp16" else samples_of(switch, part, [states])
-    inputs = qnn.PartInputs(samples, {name: call.shapes(*sizes) for name, sizes in GRAPHS.items()}, call.open)
+    inputs = qnn.PartInputs(samples, {name: call.shapes(*sizes) for name, sizes in GRAPHS.items()}, call.open, block)
     program = qnn.open_program(part, qnn.zeros(call.shapes(2, 3)), call.open)
     settings = qnn.Settings(soc, precision=precision, outliers=0)
     report = qnn.lower_parts([("attention", program, inputs)], settings).report["attention"]
-    unique = sum(p.numel() for p in part.parameters()) * settings.part_bits // 8
+    unique = sum(p.numel() for p in part.parameters()) * settings.part_bits(block) // 8
     return {"soc": soc, "unique_bytes": unique, "context_over_unique": report["context_bytes"] / unique, **report}
 
 
@@ -62,8 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=4096, help="a multiple of 128 (default %(default)s)")
     parser.add_argument("--room", type=int, default=1024, help="tokens of a lane (default %(default)s)")
     parser.add_argument("--precision", default="w4a16")
+    parser.add_argument("--block", type=int, default=0, help="groups of 4-bit weights; 0: 8 bits (default %(default)s)")
     args = parser.parse_args(argv)
-    found = [measure(soc, args.hidden, args.room, args.precision) for soc in args.socs.split(",")]
+    found = [measure(soc, args.hidden, args.room, args.precision, args.block) for soc in args.socs.split(",")]
     about = {"what": "qnn_attention", "machine": describe(), "hidden": args.hidden, "room": args.room}
     atomic_write(args.out, json.dumps({**about, "precision": args.precision, "socs": found}) + "\n")
     return 0

@@ -22,8 +22,8 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.base.process import describe
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
-#: Precision and size of groups of weights. Bundles have the first.
-KINDS = {"8 bits": ("w8a16", 0), "4 bits": ("w4a16", 0), "4 bits in groups of 16": ("w4a16", 16)}
+#: Precision and size of groups of weights. Bundles have the first, or the last where memory is short.
+KINDS = {"8 bits": ("w8a16", 0), "4 bits": ("w4a16", 0), "4 bits in groups of 32": ("w4a16", 32)}
 ROOM, PIECE = 256, 64
 
 

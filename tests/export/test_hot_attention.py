@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.export import hot_attention
+from torch_pi2.export import hot_attention, qnn
 from torch_pi2.export.attention import masks_of
 from torch_pi2.export.attention_parts import place_attention
 from torch_pi2.export.contents import describe_program
@@ -204,7 +204,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert place_attention(falcon, lanes, methods, request(None, kv), report={}, **arguments) == ("none", None)
 
 
-def test_the_memory_of_an_npu() -> None:
+def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn_model("Llama")
     most: dict[str, Any] = {"data": (None, None), "ffn_bytes": MOST_BYTES}
     message = r"export\(hot_attention='all'\): expected weights of at most 3584 MiB on the NPU, found 3584 MiB, with"
@@ -214,3 +214,13 @@ def test_the_memory_of_an_npu() -> None:
     model = drawn_model("Llama")
     assert place_attention(model, lanes_of(model), ["prefill_16"], request(None), report=report, **most)[0] == "none"
     assert report["attention"] == "on the CPU: with it an NPU would have 3584 MiB"
+    model, asked = drawn_model("Llama"), []
+    lowered = qnn.Parts({}, {})
+    monkeypatch.setattr(qnn, "lower_parts", lambda parts, *_, **__: asked.extend(p[2].block for p in parts) or lowered)
+    weights = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
+    for ffn_bytes, block in ((MOST_BYTES - weights, 0), (MOST_BYTES - weights + 1, 32)):
+        model, data = drawn_model("Llama"), ([torch.randint(0, 50, (1, 8))], None)
+        arguments: dict[str, Any] = {"data": data, "ffn_bytes": ffn_bytes, "report": {}}
+        assert place_attention(model, lanes_of(model), ["prefill_16"], request("prompts"), **arguments)[0] == "prompts"
+        assert {*asked} == {block}
+        asked.clear()

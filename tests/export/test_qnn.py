@@ -23,8 +23,7 @@ from torch import nn
 import torch_pi2
 from benchmarks.qnn import measure
 from torch_pi2.errors import CompileError
-from torch_pi2.export import qnn
-from torch_pi2.export.attention_parts import _placing
+from torch_pi2.export import attention_parts, qnn
 from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
@@ -327,9 +326,12 @@ def test_the_check_compiles_and_stays_offline(tmp_path: Path, monkeypatch: pytes
     assert not seen.exists()
 
 
-@pytest.mark.parametrize(("precision", "hot_attention"), [("fp16", "all"), ("w4a16", "all"), ("w4a16", "none")])
+@pytest.mark.parametrize(
+    ("precision", "hot_attention", "block"),
+    [("fp16", "all", 0), ("w4a16", "all", 0), ("w4a16", "all", 32), ("w4a16", "none", 0)],
+)
 def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
-    precision: str, hot_attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, hot_attention: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bundle as users export it: hot neurons on QNN, cold ones over the store, attention and the last linear layer on
     QNN or, as the rest, on XNNPACK.
@@ -351,6 +353,8 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     model = LlamaForCausalLM(config).eval()
     text = torch.randint(0, 512, (8, 40))
     model = torch_pi2.optimize(model, [text], torch_pi2.Config(method="exact"))
+    if block:  # as where 8 bits do not fit
+        monkeypatch.setattr(attention_parts, "_blocks", lambda *_: (block,))
     compiled: list[Any] = []
     lower_hot, lower_parts = qnn.lower_hot, qnn.lower_parts
     monkeypatch.setattr(qnn, "lower_hot", lambda *a, **k: compiled.append(lower_hot(*a, **k)) or compiled[-1])
@@ -383,6 +387,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     assert methods["prefill_8"]["delegates"]["QnnBackend"] == methods["decode_b1"]["delegates"]["QnnBackend"]
     report = json.loads((folder / "qnn.json").read_text())
     assert report.get("attention", "none") == hot_attention
+    assert {part["block"] for part in report.get("parts", {}).values()} <= {block}
     assert {*report.get("parts", {})} == ({"attention0", "attention1", "head"} if hot_attention == "all" else set())
     load_library()
     set_options({"store_path": str(folder / "model.pi2")})
@@ -399,7 +404,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
         lanes = Lanes(reference, 2, 32)
         steps = decoder_methods(lanes, (1,))
         switches, head = switched(lanes)
-        place = _placing(switches, head, compiled[-1].modules if hot_attention == "all" else {})
+        place = attention_parts._placing(switches, head, compiled[-1].modules if hot_attention == "all" else {})
         steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))
         for module, hot in zip(split, compiled[0].modules["decode_b1"]):
             module.hot, module.first = hot, 512

@@ -21,6 +21,7 @@ from torch_pi2.export.hot_attention import (
     switched,
 )
 from torch_pi2.export.request import Request, qnn_settings
+from torch_pi2.layers.linear import QuantLinear
 
 _HEAD = "head"
 Place = Callable[[str], None]
@@ -75,21 +76,34 @@ def place_attention(
 
     settings = qnn_settings(request)
     parts = [switch.whole for switch in switches] + ([] if head is None else [head.whole])
-    size = ffn_bytes + round(sum(p.numel() for part in parts for p in part.parameters()) * settings.part_bits / 8)
-    if size > qnn.MOST_BYTES:
+    weights = sum(p.numel() for part in parts for p in part.parameters())
+    sizes = {block: ffn_bytes + round(weights * settings.part_bits(block) / 8) for block in _blocks(parts, settings)}
+    block = next((block for block, size in sizes.items() if size <= qnn.MOST_BYTES), None)
+    if block is None:
+        size = min(sizes.values())
         if request.hot_attention:
             raise ConfigError(
                 f"export(hot_attention={where!r})",
                 expected=f"weights of at most {qnn.MOST_BYTES >> 20} MiB on the NPU",
                 found=f"{size >> 20} MiB, with those of feed-forward layers in {request.precision}",
-                fix="Leave it out: the CPU computes attention.",
+                fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
             )
         report["attention"] = f"on the CPU: with it an NPU would have {size >> 20} MiB"
         return "none", None
-    lowered = qnn.lower_parts(_compiled(source, switches, head, methods, settings.precision, data), settings)
+    parts_of = _compiled(source, switches, head, methods, block, None if settings.precision == "fp16" else data)
+    lowered = qnn.lower_parts(parts_of, settings, progress=request.progress)
     report["attention"] = where
     report["parts"] = lowered.report
     return where, _placing(switches, head, lowered.modules)
+
+
+def _blocks(parts: Sequence[nn.Module], settings: Any) -> tuple[int, ...]:
+    """Sizes of groups of weights to try, the best first; 0: 8 bits, a scale per output channel."""
+    from torch_pi2.export.qnn import PART_BLOCK
+
+    widths = {m.in_features for part in parts for m in part.modules() if isinstance(m, nn.Linear | QuantLinear)}
+    four = settings.precision == "w4a16" and not any(width % PART_BLOCK for width in widths)
+    return (0, PART_BLOCK) if four else (0,)
 
 
 def _placing(
@@ -110,8 +124,8 @@ def _compiled(
     switches: Sequence[AttentionSwitch],
     head: Head | None,
     methods: Sequence[str],
-    precision: str,
-    data: tuple[Any, Any],
+    block: int,
+    data: tuple[Any, Any] | None,
 ) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
     """Each part as what compiles it takes it: its name, its program, its inputs."""
     from torch_pi2.export.qnn import PartInputs, open_program, zeros
@@ -119,7 +133,7 @@ def _compiled(
     attentions = [source.get_submodule(switch.call.name) for switch in switches]
     heads = [] if head is None else [source.get_output_embeddings()]  # type: ignore[operator]
     seen: list[Any] = [[]] * (len(attentions) + 1)
-    if precision != "fp16":
+    if data is not None:
         seen = calls_of(source, [*attentions, *heads], states_of, *data)
     for i, switch in enumerate(switches):
         part = AttentionPart(switch.call)
@@ -127,12 +141,12 @@ def _compiled(
         with torch.no_grad():
             samples = samples_of(switch, part, seen[i])
         program = open_program(part, zeros(switch.call.shapes(2, 3)), switch.call.open)
-        yield _name(i), program, PartInputs(samples, graphs, switch.call.open)
+        yield _name(i), program, PartInputs(samples, graphs, switch.call.open, block)
     if head is not None:
         width = switches[0].call.widths[0]
         one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}
         program = open_program(HeadPart(head.whole), (torch.zeros(2, 3, width),), [(0, 1)])
-        yield _HEAD, program, PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)])
+        yield _HEAD, program, PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], block)
 
 
 def _name(layer: int) -> str:

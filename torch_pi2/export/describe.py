@@ -155,6 +155,6 @@ def _lossy(source: Source, request: Request, methods: Mapping[str, Method], hot_
         found.append(f"{hot}; prompts {pieces}")
         if hot_attention != "none":
             where = {"prompts": "in those pieces", "all": "there and when decoding, then with the last linear layer"}
-            precision = "fp16" if request.precision == "fp16" else "w8a16"
-            found.append(f"attention in {precision} on {request.soc} {where[hot_attention]}")
+            kind = "in fp16" if request.precision == "fp16" else "quantised (qnn.json)"
+            found.append(f"attention {kind} on {request.soc} {where[hot_attention]}")
     return found

@@ -82,7 +82,7 @@ def _run(folder: Path) -> None:
         programs: dict[str, torch.export.ExportedProgram]
         if isinstance(given, PartInputs):
             program, errors = quantize_part(torch.export.load(folder / f"{name}.float.pt2"), given, settings)
-            facts: dict[str, Any] = {"errors": errors}
+            facts: dict[str, Any] = {"block": given.block, "errors": errors}
             programs = {graph: part_program(program, shapes) for graph, shapes in given.graphs.items()}
         else:
             hot, samples = given
@@ -97,7 +97,7 @@ def _run(folder: Path) -> None:
             }
             programs = {n: graph_program(program, g["tokens"], g["chunks"]) for n, g in layer["graphs"].items()}
         torch.export.save(program, folder / f"{name}.pt2")
-        context, spec, graphs = _compile(programs, layer, settings, log, convolutions=facts.get("block", 0) > 0)
+        context, spec, graphs = _compile(programs, layer, settings, log, convolutions=facts["block"] > 0)
         atomic_write(folder / f"{name}.context", context)
         atomic_write(folder / f"{name}.spec", spec)
         seconds = round(time.monotonic() - started, 1)

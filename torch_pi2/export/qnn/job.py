@@ -77,6 +77,7 @@ class Job:
         """Another part of a decoder."""
         torch.export.save(program, self.folder / f"{name}.float.pt2")
         torch.save(inputs, self.folder / f"{name}.pt")
+        self.bytes = max(self.bytes, (self.folder / f"{name}.float.pt2").stat().st_size)
         graphs = {graph: {"shapes": [sizes for sizes, _ in shapes]} for graph, shapes in inputs.graphs.items()}
         self.layers.append({"name": name, "graphs": graphs})
 
@@ -112,7 +113,8 @@ class Job:
         folder = self.folder / f"process{index}"
         folder.mkdir()
         for layer in layers:
-            (self.folder / f"{layer['name']}.pt").rename(folder / f"{layer['name']}.pt")
+            for path in [*self.folder.glob(f"{layer['name']}.*")]:
+                path.rename(folder / path.name)
         return _Share(folder, self.settings, self.libraries, layers)
 
 

@@ -139,7 +139,12 @@ class CompiledPart(nn.Module):
         return tuple(found[i] for i in self.results)
 
 
-def lower_parts(parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInputs]], settings: Settings) -> Parts:
+def lower_parts(
+    parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInputs]],
+    settings: Settings,
+    *,
+    progress: bool = False,
+) -> Parts:
     """Quantise and compile other parts of a decoder, each with its name and its inputs, which are not kept.
 
     Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
@@ -149,7 +154,7 @@ def lower_parts(parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInp
         for name, program, inputs in parts:
             work.add_part(name, program, inputs)
             graphs[name] = inputs.graphs
-        _, compiled = work.run()
+        _, compiled = work.run(progress=progress)
     modules: dict[str, dict[str, nn.Module]] = {}
     for name, of_part in graphs.items():
         one = compiled[name]

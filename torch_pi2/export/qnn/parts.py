@@ -27,12 +27,14 @@ class PartInputs:
 
     Attributes:
         samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: of each
-            input the dimensions that differ between calls.
+            input the dimensions that differ between calls. block: 0: weights have 8 bits; else 4, so many of
+            a row with a scale together.
     """
 
     samples: Sequence[Inputs]
     graphs: Mapping[str, Shapes]
     open: Sequence[Sequence[int]]
+    block: int = 0
 
 
 def zeros(shapes: Shapes) -> Inputs:
@@ -61,14 +63,14 @@ class _Open(nn.Module):
 def quantize_part(
     program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings
 ) -> tuple[torch.export.ExportedProgram, list[float]]:
-    """``program`` with weights of 8 bits, unless they are float16; of each output the error on the samples, relative to
-    float32 (L2)."""
+    """``program`` with its weights quantised, unless they are float16; of each output the error on the samples,
+    relative to float32 (L2)."""
     if not inputs.samples:
         return program, []
     with torch.no_grad():
         right: Any = program.module(check_guards=False)
-        eight = replace(settings, precision="w8a16")
-        quantized = pt2e(program.module(check_guards=False), inputs.samples, eight, 0)
+        precision = replace(settings, precision="w4a16" if inputs.block else "w8a16")
+        quantized = pt2e(program.module(check_guards=False), inputs.samples, precision, inputs.block)
         squares: list[list[torch.Tensor]] = []
         for sample in inputs.samples:
             pairs = zip(right(*sample), quantized(*sample), strict=True)

@@ -25,6 +25,9 @@ PRECISIONS = ("w4a16", "w8a16", "fp16")
 #: Groups of so many weights take the bytes of so many outliers in each chunk: 4.5 bits a weight.
 EQUAL_BLOCK, EQUAL_OUTLIERS = 16, 64
 
+#: Groups of weights outside feed-forward layers where there is no memory for 8 bits.
+PART_BLOCK = 32
+
 #: Weights that an NPU can have at most, as its compiler's log prints it.
 MOST_BYTES = 3584 << 20
 
@@ -77,10 +80,9 @@ class Settings:
         four = 4 + (8 / int(self.blocks) if self.blocks not in ("auto", 0) else 4 * self.outliers / CHUNK_NEURONS)
         return {"w4a16": four, "w8a16": 8, "fp16": 16}[self.precision]
 
-    @property
-    def part_bits(self) -> int:
-        """Of a weight outside feed-forward layers: in 4 bits a trained model's attention lost ten times as much."""
-        return 16 if self.precision == "fp16" else 8
+    def part_bits(self, block: int) -> float:
+        """Of a weight outside feed-forward layers: 8, or 4 in groups of ``block``; in fp16 16."""
+        return 16 if self.precision == "fp16" else 4 + 8 / block if block else 8
 
 
 @dataclass(frozen=True)
