@@ -91,6 +91,7 @@ class Prompting:
 
 PROMPTS = (
     Prompting(SMALL, 1.0, "all", PROMPT, 721.0, "Fig. 12"),
+    Prompting(SMALL, 1.0, "all", PIECE, None, ""),
     Prompting(SMALL, 1.0, "ffn", PIECE, None, ""),
     Prompting(SMALL, 1.0, "", PROMPT, 8.0, "Fig. 12, llama.cpp"),
     Prompting(SMALL, 0.5, "all", PROMPT, 404.6, "Fig. 8"),

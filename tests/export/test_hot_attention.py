@@ -219,7 +219,7 @@ def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qnn, "lower_parts", lambda parts, *_, **__: asked.extend(p[2].block for p in parts) or lowered)
     weights = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
     for ffn_bytes, block in ((MOST_BYTES - weights, 0), (MOST_BYTES - weights + 1, 32)):
-        model, data = drawn_model("Llama"), ([torch.randint(0, 50, (1, 8))], None)
+        model, data = drawn_model("Llama"), ([torch.randint(0, 50, (2, 40))], None)
         arguments: dict[str, Any] = {"data": data, "ffn_bytes": ffn_bytes, "report": {}}
         assert place_attention(model, lanes_of(model), ["prefill_16"], request("prompts"), **arguments)[0] == "prompts"
         assert {*asked} == {block}
