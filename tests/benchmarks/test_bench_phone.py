@@ -67,7 +67,7 @@ def test_decoding_says_where_time_goes() -> None:
     assert found[True]["tokens_per_s"] >= found[False]["tokens_per_s"]
     alone = decode(Decoding(SMALL, 0.5, False, 0, ""), HARDWARE, recurring=False)
     assert found[False]["cache_bytes"] == pytest.approx(
-        0.5 * shape_of(SMALL).slots * shape_of(SMALL).place_bytes, rel=0.01
+        0.5 * shape_of(SMALL).slots * shape_of(SMALL).place_bytes, rel=0.05
     )
     assert alone["hit_rate"] < found[False]["hit_rate"] == pytest.approx(SMALL.hits, abs=0.01)
     assert alone["tokens_per_s"] < found[False]["tokens_per_s"]
