@@ -12,7 +12,6 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from tiny_models import _hf, _opt, randomise
 from torch import nn
-from torch.fx.passes.tools_common import legalize_graph
 
 import torch_pi2
 from torch_pi2.export import xnnpack
@@ -22,6 +21,7 @@ from torch_pi2.export.hot import hot_chunks
 from torch_pi2.export.linears import prepare_rest
 from torch_pi2.export.lower import Method, lower, trace
 from torch_pi2.export.markers import registered
+from torch_pi2.export.partitioner import BlobPartitioner
 from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 
 lowering: Any = importlib.import_module("torch_pi2.export.lower")
@@ -73,7 +73,7 @@ def slowly(programs: Programs, patch: pytest.MonkeyPatch) -> bytes:
     with patch.context() as inner:
         inner.setattr(xnnpack, "xnnpack_partitioner", lambda _: XnnpackPartitioner())
         inner.setattr(lowering, "_delegated", delegated)
-        inner.setattr(lowering, "_sort_in_place", legalize_graph)
+        inner.setattr(lowering, "_Parts", BlobPartitioner)
         return b"".join(lower(programs, "model", blob=blob).pieces)
 
 

@@ -7,12 +7,7 @@ their mutable buffers.
 
 from __future__ import annotations
 
-import copy
-import importlib
-import itertools
 import logging
-import operator
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -23,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.passes.tools_common import legalize_graph
 
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import UnsupportedModelError
@@ -110,7 +104,7 @@ def lower(
     rest = xnnpack_partitioner(progress)
     calls = {key: sum(role_of(n) is not None for n in p.graph.nodes) for key, p in programs.items()}
     with _quiet(), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
-        partitioners = {key: BlobPartitioner(blob_of_node, rest) if count else rest for key, count in calls.items()}
+        partitioners = dict.fromkeys(programs, _Parts(blob_of_node, rest))
         edge = _delegated(programs, partitioners, constants or {})
         for key in programs:
             named_xnnpack(edge.exported_program(key).graph_module)
@@ -140,6 +134,9 @@ def _delegated(
     whole = {op for key, p in programs.items() for op in partitioners[key].ops_to_not_decompose(p)[0]}
     config = EdgeCompileConfig(preserve_ops=list(whole), **settings)
     edge = to_edge(dict(programs), constant_methods=dict(constants), compile_config=config)
+    for key in programs:
+        for node in edge.exported_program(key).graph.nodes:
+            node.meta.pop("from_node", None)  # a tree, copied for each node that a pass makes, and read by nothing here
     found = {key: _calls(edge.exported_program(key), whole) for key in programs}
     wants = {key: partitioners[key].ops_to_not_decompose(edge.exported_program(key))[1] for key in programs}
     if all(wants[key](node) for key, nodes in found.items() for node in nodes):
@@ -174,68 +171,39 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
             )
 
 
-def _sort_in_place(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """``legalize_graph``, to the order of nodes and of their users, without making all nodes and the code anew.
-
-    ExecuTorch sorts the whole program for each part that it takes out of it.
+class _Uncompiled(torch.fx.GraphModule):
+    """A graph without code. ExecuTorch sorts the whole program, and prints it to a log, for each part that it takes out
+    of it, and the code that it would have each time is what that takes.
     """
-    graph = module.graph
-    if any(node.op == "call_function" and _may_have_precedence(node.target) for node in graph.nodes):
-        return legalize_graph(module)
-    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
-    order = [node for node, count in missing.items() if not count]
-    for node in order:
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                order.append(user)
-    if len(order) < len(missing):
-        return legalize_graph(module)  # which has a message for a cycle
-    places = {node: i for i, node in enumerate(order)}
-    for before, node in itertools.pairwise(order):
-        before.append(node)
-    for node in order:
-        node.users = dict.fromkeys(sorted(node.users, key=places.__getitem__))
-    return module
+
+    def recompile(self) -> Any:
+        """Nothing: nobody runs it before it is a program again."""
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
 
-def _may_have_precedence(target: Any) -> bool:
-    """Operators on sizes and assertions, of which fx puts some before others."""
-    plain = isinstance(target, torch._ops.OpOverload | types.BuiltinFunctionType)
-    return plain and target not in (operator.getitem, torch.ops.aten.sym_size.int)
+class _Parts(BlobPartitioner):
+    """Its programs are cut into parts without code."""
 
-
-class _SharingCopies:
-    """``copy`` for ``torch.fx.traceback``: where a node comes from is not copied with every node made of it."""
-
-    copy = staticmethod(copy.copy)
-
-    @staticmethod
-    def deepcopy(value: Any) -> Any:
-        return value
+    def partition(self, exported_program: torch.export.ExportedProgram) -> Any:
+        found = super().partition(exported_program)
+        tagged = found.tagged_exported_program
+        tagged._graph_module = _Uncompiled(tagged.graph_module, tagged.graph)
+        return found
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch and ExecuTorch say, and keep, for those who develop them.
-
-    The provenance of nodes, which nothing here reads, is a tree that grows with every pass and is copied for each node:
-    a fifth of the time of lowering.
-    """
-    provenance: Any = importlib.import_module("torch.fx.traceback")
-    parts: Any = importlib.import_module("executorch.exir.lowered_backend_module")
-
+    """Without what torch and ExecuTorch say for those who develop them."""
     loggers = [logging.getLogger(name) for name in ("executorch", "torch.fx", "torch._export", "root")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        before = provenance.copy, parts.legalize_graph
-        provenance.copy, parts.legalize_graph = _SharingCopies, _sort_in_place
         try:
             yield
         finally:
-            provenance.copy, parts.legalize_graph = before
             for logger, level in zip(loggers, levels):
                 logger.setLevel(level)

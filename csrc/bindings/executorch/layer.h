@@ -17,11 +17,11 @@ class Layer {
   Layer(const Layer&) = delete;
   Layer& operator=(const Layer&) = delete;
 
-  // y = the layer's part for x, both [tokens, hidden]. To `stats` is added what that took.
+  // y = the layer's part for x, both [tokens, hidden]. To `stats`, if any, is added what that took.
   Problem compute(const void* x, void* y, DType dtype, std::int64_t tokens, const ParallelFor& parallel,
-                  CallStats* stats);
+                  CallStats* stats = nullptr);
   // The same of a mixture.
-  Problem mix(const ExpertsArgs& args, const ParallelFor& parallel, CallStats* stats);
+  Problem mix(const ExpertsArgs& args, const ParallelFor& parallel, CallStats* stats = nullptr);
 
   const Blob& blob() const { return blob_; }
   Store& store() { return *store_; }

@@ -99,10 +99,11 @@ Problem Session::collect(const void* h, void* out, DType dtype, std::int64_t tok
   const auto start = std::chrono::steady_clock::now();
   engine_->end(this, true);
   begun_ = false;
-  *submit_wait_ns =
+  const std::int64_t waited_ns =
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
-  store_->count_submit_wait(*submit_wait_ns);
-  *stats = stats_;
+  store_->count_submit_wait(waited_ns);
+  if (stats != nullptr) *stats = stats_;
+  if (submit_wait_ns != nullptr) *submit_wait_ns = waited_ns;
   if (problem_.fault == Fault::kMemory) return no_memory(what);
   if (problem_) return problem_;
   if (tokens != tokens_)

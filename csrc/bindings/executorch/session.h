@@ -26,9 +26,9 @@ class Session final : public Job {
   // Begins with x [tokens, hidden], of which it keeps a copy. What was submitted before and never collected (because
   // what came between has failed) is forgotten.
   Problem submit(const void* x, DType dtype, std::int64_t tokens);
-  // out = h + the cold part. What that took since it was submitted, and how long this waited for it.
-  Problem collect(const void* h, void* out, DType dtype, std::int64_t tokens, CallStats* stats,
-                  std::int64_t* submit_wait_ns);
+  // out = h + the cold part. If asked: what that took since it was submitted, and how long this waited for it.
+  Problem collect(const void* h, void* out, DType dtype, std::int64_t tokens, CallStats* stats = nullptr,
+                  std::int64_t* submit_wait_ns = nullptr);
 
   void run(const ParallelFor& parallel) override;
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from executorch.devtools import Inspector
 from exported import bundle_of, one_layer
 from runner_calls import BUILT, FOLDER, PROMPTS, call, change, refused, run
 from tiny_bundle import EOS, LANES, PROMPT, ROOM, TEXT, VOCAB, write_manifest
@@ -20,10 +21,12 @@ from tokenizers import BertWordPieceTokenizer, SentencePieceUnigramTokenizer
 
 import torch_pi2
 from torch_pi2.export.chat import around_messages, write_chat
+from torch_pi2.export.etdump import call_figures
 from torch_pi2.export.manifest import Manifest, describe_files, sealed
 from torch_pi2.export.run import Bundle
 from torch_pi2.export.text import chat_text
 
+FIGURES = ("wanted", "hits", "reads", "bytes_read")
 TOKENIZE = BUILT / "pi2_tokenize"
 
 
@@ -106,6 +109,23 @@ def test_figures(bundle: Path, tmp_path: Path) -> None:
     assert set(found["stages"]) == {"prompt", "decode"}
     assert (tmp_path / "dump").read_bytes()[8:12] == b"ED00"  # an ETDump
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("budget", ["1.05MiB", "64MiB"])  # of 1 MiB without neurons
+def test_figures_of_calls_are_those_of_the_report(predicted: Path, tmp_path: Path, budget: str) -> None:
+    prompt = ("--ids", "1,2,3,4", "--max-new-tokens", 8)
+    found = run(predicted, *prompt, "--budget", budget, "--etdump", tmp_path / "dump")
+    inspector = Inspector(str(tmp_path / "dump"), delegate_metadata_parser=call_figures)
+    events = [event for block in inspector.event_blocks for event in block.events if event.is_delegated_op]
+    calls: Any = [event.delegate_debug_metadatas for event in events if event.name == "pi2_ffn.0"]
+    of_calls = {name: sum(sum(call[name]) for call in calls) for name in calls[0]}
+    of_all = {name: sum(found["stages"][stage][name] for stage in ("prompt", "decode")) for name in FIGURES}
+    assert of_calls["tokens"] == 8  # the last of the prompt, and those of seven steps
+    for name in ("wanted", "hits"):
+        assert of_calls[name] == of_all[name] > 0
+    for name in ("reads", "bytes_read"):  # what is preloaded is nobody's
+        assert of_calls[name] <= of_all[name]
+    assert of_calls["reads"] > 8 or budget == "64MiB"
 
 
 def test_budget_is_for_all_of_the_process(bundle: Path) -> None:
