@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.export import hot_attention, qnn
+from torch_pi2.export import qnn
 from torch_pi2.export.attention import masks_of
 from torch_pi2.export.attention_parts import place_attention
 from torch_pi2.export.contents import describe_program
@@ -100,18 +100,18 @@ def test_norms_of_heads_see_rows() -> None:
     assert seen == [2, 2]
 
 
-def test_calibration_reads_as_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot_attention, "_PIECE", 16)
+def test_calibration_reads_as_decoding_does() -> None:
     switches, _ = switched(lanes_of(drawn_model("Mistral", **FAMILIES["Mistral"])))
     call, random = switches[0].call, torch.Generator().manual_seed(0)
     states = [torch.randn(1, 60, width, generator=random) for width in call.widths]
     with torch.no_grad():
         part = AttentionPart(call)
-        pieces = samples_of(switches[0], part, [states, states])
-        assert [x[0].shape[1] for x in pieces] == [16, 16, 16] * 2  # no more than there is room for
+        pieces = samples_of(switches[0], part, [states, [s[:, :7] for s in states]])
+        assert [x[0].shape[1] for x in pieces] == [12, 12, 12, 12, 3, 3, 1]  # no more than there is room for
+        assert all(bool(cache.any()) == (i not in (0, 4)) for i, x in enumerate(pieces) for cache in x[-4:-2])
         caches = [torch.zeros(sizes) for sizes, _ in call.shapes(1, 1)[-4:-2]]
         whole = part(*(s[:, :ROOM] for s in states), *caches, *masks_of(torch.arange(ROOM)[None], ROOM, call.window))
-        for i, of_output in enumerate(zip(*(part(*piece) for piece in pieces[:3]))):
+        for i, of_output in enumerate(zip(*(part(*piece) for piece in pieces[:4]))):
             torch.testing.assert_close(torch.cat(of_output, 1), whole[i], rtol=0, atol=1e-5)
 
 

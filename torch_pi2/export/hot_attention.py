@@ -250,12 +250,16 @@ def switched(lanes: Lanes, dtype: torch.dtype | None = None) -> tuple[list[Atten
 def samples_of(
     switch: AttentionSwitch, part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Inputs of ``part`` when it reads sequences in pieces: the states and tables ``[1, T, ...]`` of each."""
+    """Inputs of ``part`` when it reads sequences in pieces: the states and tables ``[1, T, ...]`` of each.
+
+    Of every sequence there are two pieces or more: in the first the cache has nothing, and its range would be none.
+    """
     (heads, room, width), found = switch.call.room, []
     for states in seen:
+        size = max(1, min(_PIECE, room // 4, states[0].shape[1] // 2))
         caches = [torch.zeros(1, heads, room, width, dtype=switch.call.dtype) for _ in range(2)]
-        for at in range(0, min(room, states[0].shape[1]), _PIECE):
-            piece = [x[:, at : min(room, at + _PIECE)].float() for x in states]
+        for at in range(0, min(room, states[0].shape[1]), size):
+            piece = [x[:, at : min(room, at + size)].float() for x in states]
             end = at + piece[0].shape[1]
             masks = masks_of(torch.arange(at, end)[None], room, switch.call.window)
             found.append((*piece, *(cache.clone() for cache in caches), *masks))
