@@ -15,8 +15,8 @@ from tiny_tokenizers import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_pi2 import cli
+from torch_pi2.base import process
 from torch_pi2.checkpoint import card
-from torch_pi2.cli import verdict
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.spec.verdict import Loss, Speed, Verdict
 
@@ -211,7 +211,7 @@ def test_quantising_is_measured_beside_what_was_dense(root: Path, command: Any, 
 def test_no_room_for_a_model_beside_another(
     root: Path, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(process, "free_bytes", lambda: 1000)
     found = command("quantize", root / "exact", tmp_path / "int4", "--json").json["verdict"]
     assert found["speed"] is None
     assert "1.0 KB are free" in found["not_measured"]["speed"]

@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from torch_pi2.ops import load
+
 _PACKAGES = ("torch-pi2", "torch", "transformers", "llama-cpp-python")
 
 
 def describe() -> dict[str, Any]:
     """CPU, cores, memory and kernels under ``machine``; package versions under ``versions``."""
-    import torch
-
-    from torch_pi2.ops import load
-
     load()
     info = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.process import free_bytes
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
 from torch_pi2.errors import Pi2Error
@@ -45,6 +44,8 @@ def dense_of(args: argparse.Namespace, needed: int | None = None) -> tuple[nn.Mo
 
     needed: its bytes, if they are known.
     """
+    from torch_pi2.base.process import free_bytes
+
     free = free_bytes()
     if needed is not None and free is not None and 1.2 * needed > free:
         return None, {"dense": f"it takes {common.size(needed)} beside this model, and {common.size(free)} are free"}
@@ -87,6 +88,7 @@ def judging(folder: Path) -> Iterator[None]:
 
 def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[str]) -> Verdict:
     import torch_pi2
+    from torch_pi2.base.process import free_bytes
     from torch_pi2.eval.verdict import judge, unmeasured, weight_bytes
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import open_weights, weights_path

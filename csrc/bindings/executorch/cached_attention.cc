@@ -83,10 +83,10 @@ Written write(const Tensor& key, const Tensor& value, const Tensor& rows, const 
     const std::int64_t lane = row_of[i] / w.length, b = i / w.tokens;
     if (i % w.tokens == 0) w.lane_of[static_cast<std::size_t>(b)] = lane;
     if (row_of[i] < 0 || lane >= lanes || lane != w.lane_of[static_cast<std::size_t>(b)])
-      throw Refused{"rows",
-                    "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(w.length) +
-                        " tokens each",
-                    std::to_string(row_of[i])};
+      throw Refused{
+          "rows",
+          "rows of one lane of " + std::to_string(lanes) + ", with " + std::to_string(w.length) + " tokens each",
+          std::to_string(row_of[i])};
     w.positions[static_cast<std::size_t>(i)] = row_of[i] % w.length;
   }
   for (int kind = 0; kind < 2; ++kind)
