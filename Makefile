@@ -170,9 +170,10 @@ sanitize: install
 	$(BIN)/cmake -S export/runner -B build/sanitize-runner-thread -G Ninja -DPI2_DEPENDENCIES=$(abspath build/deps) \
 	  -DPI2_SANITIZE=thread >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }
 	$(BIN)/cmake --build build/sanitize-runner-thread --target pi2_http_test
-	@for folder in sanitize-runner sanitize-runner-thread; do \
-	  PI2_HTTP_TEST=$(abspath build)/$$folder/pi2_http_test $(BIN)/python -m pytest tests/export/runner/test_http_clients.py || exit 1; \
-	done
+	PI2_HTTP_TEST=$(abspath build)/sanitize-runner-thread/pi2_http_test $(BIN)/python -m pytest tests/export/runner/test_http_clients.py
+# Not without descriptors: the undefined-behaviour sanitizer needs a pipe to look at an object, and takes it for a wrong one.
+	PI2_HTTP_TEST=$(abspath build)/sanitize-runner/pi2_http_test $(BIN)/python -m pytest tests/export/runner/test_http_clients.py \
+	  --deselect tests/export/runner/test_http_clients.py::test_without_descriptors_it_waits_and_does_not_spin
 
 # Random inputs against whatever reads files, each target for FUZZ_SECONDS (libFuzzer with the address and
 # undefined-behaviour sanitizers over csrc/fuzz/fuzz_*.cc and export/runner/fuzz/fuzz_*.cc; tests/helpers/hostile.py over what Python reads):

@@ -22,6 +22,7 @@ import torch
 from pte import Layer, Store, call, layer, one_call, write_pte
 from torch import nn
 
+from torch_pi2 import ops
 from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
 from torch_pi2.export.blob import Blob
@@ -403,6 +404,7 @@ def test_kernels_of_weights_in_the_program(runtime: Any, tmp_path: Path) -> None
 )
 def test_kernels_refuse_in_words(runtime: Any, tmp_path: Path, operator: Any, message: str) -> None:
     """What an exporter that checks no data lets through."""
+    ops.load()
     from executorch.exir import EdgeCompileConfig, to_edge
 
     class Net(nn.Module):

@@ -19,7 +19,7 @@ from torch_pi2.export.attention import masks_of
 from torch_pi2.export.attention_parts import place_attention
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
-from torch_pi2.export.hot_attention import AttentionPart, HeadPart, samples_of, switched
+from torch_pi2.export.hot_attention import AttentionPart, HeadPart, check_parts, samples_of, switched
 from torch_pi2.export.qnn import MOST_BYTES, open_program, zeros
 from torch_pi2.export.request import Request
 from torch_pi2.export.run import Bundle
@@ -171,6 +171,43 @@ def test_quantised_linear_layers_are_those_numbers(tmp_path: Path) -> None:
 def request(hot_attention: str | None, kv: str = "float32", precision: str = "w4a16") -> Request:
     kinds = ("float32", kv, None, None, hot_attention, precision, 64, "auto")
     return Request("qnn:SM8650", ROOM, 256, (1,), *kinds, True, False)
+
+
+def test_scores_far_below_what_is_not_seen() -> None:
+    """Large biases of keys, as Qwen2 has them: every score is some -2000, and slots that nobody has written have 0."""
+    model: Any = drawn_model("Qwen2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.fill_(60.0)
+            layer.self_attn.q_proj.bias.fill_(-60.0)
+    lanes = lanes_of(model)
+    before = played(lanes)
+    switches, _ = switched(lanes)
+    for switch in switches:
+        switch.part = AttentionPart(switch.call)
+    for first, second in zip(before, played(lanes)):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-3 * float(first.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["GPTNeoX", "GPTBigCode"])
+def test_caches_by_other_names(family: str) -> None:
+    model = drawn_model(family, n_inner=96)
+    lanes = lanes_of(model)
+    switches, head = switched(lanes)
+    check_parts(lanes, switches, head)
+
+
+def test_parts_are_compared_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, message in (
+        (lambda *_, **__: 1 / 0, r"one that cannot be called alone \(ZeroDivisionError: division by zero\)"),
+        (lambda self, x: (x.sum() + self.rows(x),), r"one that computes something else alone \(.* % off\)"),
+    ):
+        lanes = lanes_of(drawn_model("Llama"))
+        switches, head = switched(lanes)
+        monkeypatch.setattr(HeadPart, "forward", wrong)
+        with pytest.raises(UnsupportedModelError, match=message):
+            check_parts(lanes, switches, head)
+        assert all(switch.part is None for switch in switches)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

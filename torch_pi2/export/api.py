@@ -78,8 +78,8 @@ def export(
         hot: batch size -> chunks of 512 neurons that the accelerator computes in each layer. Default: from the
             statistics. With ``xnnpack`` XNNPACK stands in for the accelerator (default: there is none).
         hot_prompts: sizes of pieces in which prompts are read by methods ``prefill_N``, whole layers by the
-            accelerator; what does not fill half of a piece goes by ``forward``, as all does without them. Default: one
-            of 128 tokens on an NPU whose memory holds the feed-forward layers, else none.
+            accelerator; the last one is filled up. Without them, or without room, ``forward`` reads. Default: one of
+            128 tokens on an NPU whose memory holds the feed-forward layers, else none.
         hot_attention: in which methods the accelerator computes attention with its projections, too, over keys and
             values that it is given: ``none``, ``prompts`` (those of ``hot_prompts``) or ``all`` (decoding, too, with
             the last linear layer). ``kv`` is float32 or float16 then. Default: ``prompts`` on an NPU that holds it.

@@ -19,8 +19,6 @@ from torch_pi2.errors import UnsupportedModelError
 Select = Callable[[torch.Tensor], torch.Tensor]
 #: Under this name transformers finds what is given to it.
 _NAME = "pi2_export"
-#: Added to the scores of what a token does not see: e to the power of it is 0, and 16 bits hold it beside the others.
-MASKED = -255.0
 #: Arguments of attention that change its result, and are not known here.
 _NOT_HERE = ("s_aux", "position_bias", "head_mask")
 
@@ -61,7 +59,7 @@ def lane_layers(
             return select(self.keys), select(self.values)
 
         def masks(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-            """Which slots ``[B, 1, T, L]`` and which new tokens ``[B, 1, T, T]`` a new token sees, to be added."""
+            """Which slots ``[B, 1, T, L]`` and which new tokens ``[B, 1, T, T]`` a new token sees: 0, or else 1."""
             if window not in masks:  # the same in all layers
                 masks[window] = masks_of(rows_BT % self.tokens, self.tokens, window)
             return masks[window]
@@ -92,7 +90,7 @@ def lane_layers(
 
 def masks_of(positions_BT: torch.Tensor, room: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of tokens at successive positions: which slots of a cache ``[B, 1, T, L]``, which has what was before them, and
-    which of themselves ``[B, 1, T, T]`` each of them sees: 0, or :data:`MASKED`. window: as of ``cached_attention``.
+    which of themselves ``[B, 1, T, T]`` each of them sees: 0, or else 1. window: as of ``cached_attention``.
     """
     positions_B1T1 = positions_BT[:, None, :, None]
     slots, own_B11T = torch.arange(room), positions_B1T1.transpose(2, 3)
@@ -100,7 +98,7 @@ def masks_of(positions_BT: torch.Tensor, room: int, window: int) -> tuple[torch.
     for at, sees in ((slots, slots < positions_B1T1[:, :, :1]), (own_B11T, own_B11T <= positions_B1T1)):
         if window:
             sees = sees & (at > positions_B1T1 - window)
-        found.append(torch.where(sees.expand(-1, -1, positions_BT.shape[1], -1), 0.0, MASKED))
+        found.append(torch.where(sees.expand(-1, -1, positions_BT.shape[1], -1), 0.0, 1.0))
     return found[0], found[1]
 
 

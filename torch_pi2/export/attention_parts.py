@@ -16,6 +16,7 @@ from torch_pi2.export.hot_attention import (
     AttentionSwitch,
     Head,
     HeadPart,
+    check_parts,
     samples_of,
     states_of,
     switched,
@@ -54,12 +55,13 @@ def place_attention(
             "export(hot_attention='prompts')",
             expected="methods that read prompts on the accelerator (hot_prompts)",
             found="none",
-            fix="Pass hot_prompts=(128,), or hot_attention='all' to decode there.",
+            fix="Pass hot_prompts, sizes below max_tokens, or hot_attention='all' to decode there.",
         )
     try:
         # what is quantised takes no numbers of 16 bit
         quantised = request.soc is not None and request.precision != "fp16"
         switches, head = switched(lanes, torch.float32 if quantised else None)
+        check_parts(lanes, switches, head)
     except UnsupportedModelError as error:
         if request.hot_attention:
             raise
@@ -140,6 +142,8 @@ def _compiled(
         graphs = {name: switch.call.shapes(*sizes_of(name)) for name in methods}
         with torch.no_grad():
             samples = samples_of(switch, part, seen[i])
+        if samples:  # no more than what is seen and what is not need to be apart: 16 bits are for the scores
+            part.masked = -(3 * part.largest + 32)
         program = open_program(part, zeros(switch.call.shapes(2, 3)), switch.call.open)
         yield _name(i), program, PartInputs(samples, graphs, switch.call.open, block)
     if head is not None:

@@ -140,7 +140,7 @@ def chunks_per_batch(
                 "export(hot=...)",
                 expected=f"1 or more chunks for each batch size of {list(batches)}",
                 found=f"{given.get(batch)} for {batch}",
-                fix="Leave hot out to derive them from the statistics.",
+                fix="Correct it. (Left out, an NPU has what the statistics say, and xnnpack nothing.)",
             )
         found[batch] = []
         for index, ffn in enumerate(layers):

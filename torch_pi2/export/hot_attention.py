@@ -27,6 +27,8 @@ from torch_pi2.rewrite.install import everywhere, exchange
 _NAME = "pi2_hot_attention"
 
 
+#: Added to the scores of what a token does not see. Float16 holds it, too.
+_MASKED = -3e4
 #: Tokens of a piece in which calibration texts are read.
 _PIECE = 64
 #: Arguments of an attention of which a part gets none, or tables instead.
@@ -39,8 +41,8 @@ class _Seen:
 
     keys: torch.Tensor
     values: torch.Tensor
-    seen: torch.Tensor
-    own: torch.Tensor
+    hidden: tuple[torch.Tensor, torch.Tensor]
+    part: AttentionPart
     new: tuple[torch.Tensor, ...] = ()
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,14 +55,15 @@ class AttentionCall:
     """How a decoder calls the attention of one layer.
 
     Attributes:
-        layer: its number. name: of the module in the decoder. module: of transformers. window: as ``cached_attention``
-            has it. settings: arguments that are no tensors.
+        layer: its number. cache: the argument that is the cache. name: of the module in the decoder. module: of
+            transformers. window: as ``cached_attention`` has it. settings: arguments that are no tensors.
         widths: of the states, and of each tensor of positions that it is given (``position_embeddings``). room: key
             heads, tokens and head size of a lane of the cache, which is given in ``dtype``. outputs: how many it
             returns.
     """
 
     layer: int
+    cache: str
     name: str
     module: nn.Module
     window: int
@@ -89,13 +92,15 @@ class AttentionPart(nn.Module):
     """``(x, *tables, keys, values, seen, own) -> (y, key, value)`` of B sequences with T new tokens each, all float32.
 
     x, y: ``[B, T, H]``. tables: ``[B, T, R]``, of the positions (cosines and sines). keys, values: of a lane
-    ``[B, K, L, D]``, float32 or float16. seen ``[B, 1, T, L]``, own ``[B, 1, T, T]``: 0, or ``MASKED`` for slots
-    and for new tokens that a token does not see. key, value: of the new tokens ``[B, T, K, D]``.
+    ``[B, K, L, D]``, float32 or float16. seen ``[B, 1, T, L]``, own ``[B, 1, T, T]``: 1 for slots and for
+    new tokens that a token does not see, or else 0. key, value: of the new tokens ``[B, T, K, D]``.
     """
 
     def __init__(self, call: AttentionCall) -> None:
         super().__init__()
+        self.masked, self.watching, self.largest = _MASKED, False, 0.0
         self.tables, self.settings = len(call.widths) - 1, dict(call.settings)
+        self.cache = call.cache
         shared: dict[int, Any] = {id(t): t for t in (*call.module.parameters(), *call.module.buffers())}
         attention: Any = copy.deepcopy(call.module, shared)
         attention.config._attn_implementation = _NAME  # its own copy
@@ -106,10 +111,10 @@ class AttentionPart(nn.Module):
 
     def forward(self, x: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tables, (keys, values, seen, own) = inputs[: self.tables], inputs[self.tables :]
-        cache = _Seen(keys.float(), values.float(), seen, own)
+        cache = _Seen(keys.float(), values.float(), (seen, own), self)
         positions = {"position_embeddings": tables} if tables else {}
         given = self.settings | positions
-        y = self.attention(hidden_states=x, attention_mask=None, past_key_values=cache, pi2_seen=cache, **given)[0]
+        y = self.attention(hidden_states=x, attention_mask=None, pi2_seen=cache, **{self.cache: cache}, **given)[0]
         key, value = (t.transpose(1, 2) for t in cache.new)
         return y, key, value
 
@@ -144,7 +149,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Norm")
+    """Whether it is one of rows, and not of several heads with weights of their own."""
+    return type(module).__name__.endswith("Norm") and all(p.dim() == 1 for p in module.parameters())
 
 
 def _float_linear(module: Any) -> nn.Linear:
@@ -184,8 +190,11 @@ def _attend(
     parts = [q @ keys.transpose(2, 3) for keys in (pi2_seen.keys, key)]
     if softcap:
         parts = [softcap * torch.tanh(scores / softcap) for scores in parts]
-    masks = (mask.repeat(1, 1, group, 1) for mask in (pi2_seen.seen, pi2_seen.own))
-    weights = torch.cat([scores + mask for scores, mask in zip(parts, masks)], -1).softmax(-1)
+    part = pi2_seen.part
+    if part.watching:
+        part.largest = max(part.largest, *(float(scores.abs().max()) for scores in parts))
+    hidden = (mask.repeat(1, 1, group, 1) * part.masked for mask in pi2_seen.hidden)
+    weights = torch.cat([scores + mask for scores, mask in zip(parts, hidden)], -1).softmax(-1)
     room = pi2_seen.keys.shape[2]
     y = weights[..., :room] @ pi2_seen.values + weights[..., room:] @ value
     return y.reshape(batch, heads, tokens, width).transpose(1, 2), None
@@ -247,6 +256,57 @@ def switched(lanes: Lanes, dtype: torch.dtype | None = None) -> tuple[list[Atten
     return made, head
 
 
+#: Relative differences of logits that are rounding: of models that choose neurons by it, and where the CPU's linear
+#: layers round their inputs, too.
+_TOLERANCE, _ROUGH_TOLERANCE = 2e-2, 0.2
+
+
+@torch.no_grad()
+def check_parts(lanes: Lanes, switches: Sequence[AttentionSwitch], head: Head | None) -> None:
+    """See that parts, in floats, compute what the model does: a few tokens at once, then one.
+
+    Raises:
+        UnsupportedModelError: they do not.
+    """
+    zero, random = torch.zeros(1, dtype=torch.int64), torch.Generator().manual_seed(0)
+    vocab = lanes.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    few = max(1, min(5, lanes.max_tokens - 1))
+    ids_1T = torch.randint(0, vocab, (1, few + 1), generator=random)
+
+    def read() -> torch.Tensor:
+        for pair in lanes.caches():
+            for cache in pair:  # what is not seen must not matter
+                cache.view(torch.uint8).fill_(0)
+                cache[:, :, few + 1 :].fill_(1)
+        at = torch.arange(few + 1)[None]
+        found = [
+            lanes.run(ids_1T[:, part], at[:, part], zero, lambda c: c[:1]) for part in (slice(few), slice(few, None))
+        ]
+        return torch.cat(found).float()
+
+    try:
+        wanted = read()
+        for switch in switches:
+            switch.part = AttentionPart(switch.call)
+        if head is not None:
+            head.part = HeadPart(head.whole)
+        found = read()
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise _refused(lanes.model, f"one that cannot be called alone ({type(error).__name__}: {error})") from error
+    finally:
+        for switch in switches:
+            switch.part = None
+        if head is not None:
+            head.part = None
+        lanes.forget()
+    off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    linears = [m for switch in switches for m in switch.whole.modules() if _is_linear(m)]
+    if not off <= (_ROUGH_TOLERANCE if any(_float_linear(m) is not m for m in linears) else _TOLERANCE):
+        raise _refused(lanes.model, f"one that computes something else alone ({100 * off:.2g} % off)")
+
+
 def samples_of(
     switch: AttentionSwitch, part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]
 ) -> list[tuple[torch.Tensor, ...]]:
@@ -255,6 +315,7 @@ def samples_of(
     Of every sequence there are two pieces or more: in the first the cache has nothing, and its range would be none.
     """
     (heads, room, width), found = switch.call.room, []
+    part.watching = True
     for states in seen:
         size = max(1, min(_PIECE, room // 4, states[0].shape[1] // 2))
         caches = [torch.zeros(1, heads, room, width, dtype=switch.call.dtype) for _ in range(2)]
@@ -265,6 +326,7 @@ def samples_of(
             found.append((*piece, *(cache.clone() for cache in caches), *masks))
             for cache, new_1TKD in zip(caches, part(*found[-1])[1:]):
                 cache[:, :, at:end] = new_1TKD.transpose(1, 2)
+    part.watching = False
     return found
 
 
@@ -278,8 +340,8 @@ def _calls(lanes: Lanes) -> list[AttentionCall]:
     names = {module: name for name, module in model.named_modules()}
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = next((value for value in kwargs.values() if hasattr(value, "layers")), None)
-        layers = [] if cache is None else cache.layers
+        cache = next((key for key, value in kwargs.items() if hasattr(value, "layers")), "")
+        layers = kwargs[cache].layers if cache else []
         index = next((i for i, layer in enumerate(layers) if layer.caller is module), None)
         if index is None:
             return  # no attention, but what has one in it
@@ -295,7 +357,7 @@ def _calls(lanes: Lanes) -> list[AttentionCall]:
             raise _refused(model, f"one with {', '.join(strange)}")
         shapes = (x.shape[-1], *(t.shape[-1] for t in tables)), (*layer.keys.shape[1:],)
         found[index] = AttentionCall(
-            index, names[module], module, layer.window, others, *shapes, layer.keys.dtype, len(output)
+            index, cache, names[module], module, layer.window, others, *shapes, layer.keys.dtype, len(output)
         )
 
     hooks = [m.register_forward_hook(seen, with_kwargs=True) for m, name in names.items() if name]
