@@ -80,7 +80,10 @@ Options request_of(const Json& line, const Options& base) {
   read_sampling(fields, request.sampling);
   if (fields.has("stop")) request.stop = fields.texts("stop");
   if (fields.has("seed")) request.seed = static_cast<std::uint64_t>(fields.number("seed"));
-  if (fields.has("max_new_tokens")) request.max_new_tokens = fields.number("max_new_tokens");
+  if (fields.has("max_new_tokens")) {
+    request.max_new_tokens = fields.number("max_new_tokens");
+    if (request.max_new_tokens == 0) throw Problem("request, max_new_tokens", "1 or more", "0", kFix);
+  }
   if (fields.has("num_return_sequences")) {
     const std::int64_t most = std::numeric_limits<int>::max();
     request.sequences = static_cast<int>(std::min(fields.number("num_return_sequences"), most));

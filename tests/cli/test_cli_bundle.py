@@ -167,6 +167,18 @@ def test_inspect_shows_what_the_npus_part_loses(command: Any, folder: Path, tmp_
     assert "NPU" not in command("inspect", folder).out
     (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT))
     write_manifest(bundle)
+    parts = {"attention0": {"context_bytes": 1024, "block": 0, "errors": [0.01, 0.02, 0.03]}}
+    parts["head"] = {"context_bytes": 512, "block": 32, "errors": [0.04]}
+    (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT | {"parts": parts}))
+    write_manifest(bundle)
+    of_parts = [" ".join(line.split()) for line in command("inspect", bundle).out.splitlines()]
+    assert "attention0 w8a16 1.0 % - 1.0 KB" in of_parts
+    assert "head w4a16, groups of 32 4.0 % - 512 B" in of_parts
+    (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT | {"parts": {"head": {"block": 0, "errors": []}}}))
+    write_manifest(bundle)
+    assert "parts.head.context_bytes" in command("inspect", bundle, code=2).err
+    (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT))
+    write_manifest(bundle)
     assert command("inspect", bundle, "--json").json["npu"] == NPU_REPORT
     shown = command("inspect", bundle).out
     assert "NPU: SM8650, QNN v2.49.40; errors against float32 on 128 tokens of the calibration data" in shown
@@ -177,7 +189,7 @@ def test_inspect_shows_what_the_npus_part_loses(command: Any, folder: Path, tmp_
     ]
     assert (
         "nats per token on 508 tokens of calibration data after the tokens that hot parts were quantised on: without "
-        "the NPU 2.0000, with its part (simulated in PyTorch) of decode_b1 2.0100 (+0.0100, +0.50%)"
+        "the NPU 2.0000, with its feed-forward layers (simulated in PyTorch) of decode_b1 2.0100 (+0.0100, +0.50%)"
     ) in shown
     (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT | {"loss": None}))
     write_manifest(bundle)

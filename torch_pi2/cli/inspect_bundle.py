@@ -146,6 +146,16 @@ def _npu(report: dict[str, Any]) -> str:
         )
         for i, layer in layers
     ]
+    rows += [
+        (
+            name,
+            _part_weights(part),
+            common.percent(part["errors"][0]) if part["errors"] else "-",
+            "-",
+            common.size(part["context_bytes"]),
+        )
+        for name, part in report.get("parts", {}).items()
+    ]
     head = f"NPU: {report['soc']}, QNN {report['qnn']}"
     if layers and layers[0][1]["errors"]:
         head += f"; errors against float32 on {layers[0][1]['measured_tokens']} tokens of the calibration data"
@@ -159,7 +169,7 @@ def _npu(report: dict[str, Any]) -> str:
     )
     return (
         f"{head}\n{shown}\nnats per token on {loss['tokens']} tokens of {loss['measured_on']}: without the NPU "
-        f"{alone:.4f}, with its part (simulated in PyTorch) of {of}"
+        f"{alone:.4f}, with its feed-forward layers (simulated in PyTorch) of {of}"
     )
 
 
@@ -167,6 +177,12 @@ def _npu_weights(precision: str, layer: dict[str, Any]) -> str:
     if layer["block"]:
         return f"{precision}, groups of {layer['block']}"
     return f"{precision}, {sum(layer['outliers'])} neurons in 8 bits" if any(layer["outliers"]) else precision
+
+
+def _part_weights(part: dict[str, Any]) -> str:
+    if part["block"]:
+        return f"w4a16, groups of {part['block']}"
+    return "w8a16" if part["errors"] else "fp16"
 
 
 def _instead(tried: dict[str, Any]) -> str:

@@ -268,6 +268,7 @@ def test_what_is_wrong_with_a_request_is_said_and_the_others_are_answered(talkin
             "request: expected prompt, prompts, ids or messages, found none or several of them. ",
         ),
         ({"prompt": 5}, "request, prompt: expected text, found 5. Correct the request."),
+        ({"prompt": "d", "max_new_tokens": 0}, "request, max_new_tokens: expected 1 or more, found 0. Correct the"),
         ({"ids": [1, 999]}, "prompt: expected tokens of one sequence below 300, found the token 999. "),
         ({"ids": [1], "temperature": "x"}, 'request, temperature: expected a number, found "x". '),
         ({"ids": [1], "top_p": 0}, "top_p: expected more than 0, at most 1, found 0. "),

@@ -25,6 +25,12 @@ def read(path: Path) -> dict[str, Any]:
     for layer in fields.at("layers").items():
         if layer.value is not None:
             _check_layer(layer)
+    if "parts" in data:
+        for part in fields.at("parts").each().values():
+            part.at("context_bytes").whole()
+            part.at("block").whole()
+            for error in part.at("errors").items():
+                error.number()
     if (loss := fields.at("loss")).value is not None:
         loss.at("measured_on").text()
         loss.at("tokens").whole(1)
