@@ -176,7 +176,7 @@ def test_inspect_shows_what_the_npus_part_loses(command: Any, folder: Path, tmp_
     assert "head w4a16, groups of 32 4.0 % - 512 B" in of_parts
     (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT | {"parts": {"head": {"block": 0, "errors": []}}}))
     write_manifest(bundle)
-    assert "parts.head.context_bytes" in command("inspect", bundle, code=2).err
+    assert "parts, head: expected a field context_bytes, found none" in command("inspect", bundle, code=2).err
     (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT))
     write_manifest(bundle)
     assert command("inspect", bundle, "--json").json["npu"] == NPU_REPORT

@@ -205,8 +205,7 @@ def test_an_answer_ends_when_its_client_goes(server: Server) -> None:
     cut.close()
     until(lambda: server.said() == "gone\n" * 2)
     assert is_well(server)
-    until(lambda: "answered" in server.said())
-    assert server.said() == "gone\n" * 2 + "answered\n"
+    until(lambda: server.said().count("\n") == 3)  # this client, too, is gone as soon as it has its answer
 
 
 def test_more_than_may_wait_are_told(server: Server) -> None:

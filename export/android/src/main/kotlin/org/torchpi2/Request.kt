@@ -26,7 +26,7 @@ data class Request(
         mapOf(
             "prompt" to prompt,
             "messages" to messages?.map { mapOf("role" to it.role, "content" to it.content) },
-            "max_new_tokens" to maxNewTokens,
+            "max_new_tokens" to maxNewTokens.takeIf { it != 0 },
             "temperature" to temperature,
             "top_k" to topK,
             "top_p" to topP,
