@@ -45,8 +45,7 @@ def measure(soc: str, hidden: int, room: int, precision: str, block: int) -> dic
     (switch,), _ = switched(lanes)
     call, part = switch.call, AttentionPart(switch.call)
     states = [torch.randn(1, 128, width) for width in call.widths]
-    with torch.no_grad():
-        samples = [] if precision == "fp16" else samples_of(switch, part, [states])
+    samples = [] if precision == "fp16" else samples_of(part, [states])
     inputs = qnn.PartInputs(samples, {name: call.shapes(*sizes) for name, sizes in GRAPHS.items()}, call.open, block)
     program = qnn.open_program(part, qnn.zeros(call.shapes(2, 3)), call.open)
     settings = qnn.Settings(soc, precision=precision, outliers=0)

@@ -64,7 +64,7 @@ def measure(folder: Path, tokens: int) -> dict[str, Any]:
         parts: list[tuple[Any, Any, Any, Any]] = []
         for i, switch in enumerate(switches):
             part, call = AttentionPart(switch.call), switch.call
-            parts.append((part, qnn.zeros(call.shapes(2, 3)), call.open, samples_of(switch, part, seen[i])))
+            parts.append((part, qnn.zeros(call.shapes(2, 3)), call.open, samples_of(part, seen[i])))
         width = switches[0].call.widths[0]
         parts.append((HeadPart(head.whole), (torch.zeros(2, 3, width),), [(0, 1)], [tuple(x) for x in seen[-1]]))
     floats, kinds = nats(), {}

@@ -17,6 +17,7 @@ from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import qnn
 from torch_pi2.export.attention import masks_of
 from torch_pi2.export.attention_parts import place_attention
+from torch_pi2.export.calibrate import first_batches
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.hot_attention import AttentionPart, HeadPart, check_parts, samples_of, switched
@@ -106,7 +107,7 @@ def test_calibration_reads_as_decoding_does() -> None:
     states = [torch.randn(1, 60, width, generator=random) for width in call.widths]
     with torch.no_grad():
         part = AttentionPart(call)
-        pieces = samples_of(switches[0], part, [states, [s[:, :7] for s in states]])
+        pieces = samples_of(part, [states, [s[:, :7] for s in states]])
         assert [x[0].shape[1] for x in pieces] == [12, 12, 12, 12, 3, 3, 1]  # no more than there is room for
         assert all(bool(cache.any()) == (i not in (0, 4)) for i, x in enumerate(pieces) for cache in x[-4:-2])
         caches = [torch.zeros(sizes) for sizes, _ in call.shapes(1, 1)[-4:-2]]
@@ -231,7 +232,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             torch_pi2.export(model, tmp_path / "b", batches=(1,), max_tokens=ROOM, **settings)
     falcon = drawn_model("Falcon", ffn_hidden_size=96, hidden_act="relu")
     lanes = Lanes(falcon, 1, ROOM)
-    arguments: dict[str, Any] = {"data": (None, None), "ffn_bytes": 0}
+    arguments: dict[str, Any] = {"first": (), "ffn_bytes": 0}
     with pytest.raises(UnsupportedModelError, match="attention of FalconForCausalLM on an accelerator: expected"):
         place_attention(falcon, lanes, ["decode_b1"], request("all"), report={}, **arguments)
     report: dict[str, Any] = {}
@@ -243,7 +244,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn_model("Llama")
-    most: dict[str, Any] = {"data": (None, None), "ffn_bytes": MOST_BYTES}
+    most: dict[str, Any] = {"first": (), "ffn_bytes": MOST_BYTES}
     message = r"export\(hot_attention='all'\): expected weights of at most 3584 MiB on the NPU, found 3584 MiB, with"
     with pytest.raises(ConfigError, match=message):
         place_attention(model, lanes_of(model), ["prefill_16"], request("all"), report={}, **most)
@@ -256,8 +257,8 @@ def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qnn, "lower_parts", lambda parts, *_, **__: asked.extend(p[2].block for p in parts) or lowered)
     weights = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
     for ffn_bytes, block in ((MOST_BYTES - weights, 0), (MOST_BYTES - weights + 1, 32)):
-        model, data = drawn_model("Llama"), ([torch.randint(0, 50, (2, 40))], None)
-        arguments: dict[str, Any] = {"data": data, "ffn_bytes": ffn_bytes, "report": {}}
+        model, first = drawn_model("Llama"), first_batches([torch.randint(0, 50, (2, 40))])
+        arguments: dict[str, Any] = {"first": first, "ffn_bytes": ffn_bytes, "report": {}}
         assert place_attention(model, lanes_of(model), ["prefill_16"], request("prompts"), **arguments)[0] == "prompts"
         assert {*asked} == {block}
         asked.clear()

@@ -12,19 +12,23 @@ from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.calibrate import calls_of
 from torch_pi2.export.decoder import Lanes, sizes_of
 from torch_pi2.export.hot_attention import (
+    HEAD,
     AttentionPart,
     AttentionSwitch,
     Head,
     HeadPart,
     check_parts,
+    float_parts,
+    part_name,
+    place,
     samples_of,
     states_of,
     switched,
 )
 from torch_pi2.export.request import Request, qnn_settings
 from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.profiling.data import Batch
 
-_HEAD = "head"
 Place = Callable[[str], None]
 
 
@@ -33,15 +37,16 @@ def place_attention(
     lanes: Lanes,
     methods: Sequence[str],
     request: Request,
-    data: tuple[Any, Any],
+    first: Sequence[Batch],
     report: dict[str, Any],
     ffn_bytes: int,
 ) -> tuple[str, Place | None]:
     """Where attention goes to the accelerator ("none", "prompts", "all"), and what places its parts before a method.
 
     Args:
-        source: the model that ``lanes`` has a copy of. methods: those with hot parts. data: calibration and tokenizer.
-        report: what is compiled is added to it. ffn_bytes: of feed-forward layers that an NPU has.
+        source: the model that ``lanes`` has a copy of. methods: those with hot parts. first: calibration data; empty:
+            nothing is quantised. report: what is compiled is added to it. ffn_bytes: of feed-forward layers that an
+            NPU has.
 
     Raises:
         ConfigError, UnsupportedModelError: what was asked for is not possible.
@@ -70,10 +75,7 @@ def place_attention(
     if where == "prompts":
         methods, head = prompts, None
     if request.soc is None:
-        stand_ins: dict[str, nn.Module] = {_name(i): AttentionPart(switch.call) for i, switch in enumerate(switches)}
-        if head is not None:
-            stand_ins[_HEAD] = HeadPart(head.whole)
-        return where, _placing(switches, head, dict.fromkeys(methods, stand_ins))
+        return where, _placing(switches, head, dict.fromkeys(methods, float_parts(switches, head)))
     from torch_pi2.export import qnn
 
     settings = qnn_settings(request)
@@ -92,7 +94,7 @@ def place_attention(
             )
         report["attention"] = f"on the CPU: with it an NPU would have {size >> 20} MiB"
         return "none", None
-    parts_of = _compiled(source, switches, head, methods, block, None if settings.precision == "fp16" else data)
+    parts_of = _compiled(source, switches, head, methods, block, first)
     lowered = qnn.lower_parts(parts_of, settings, progress=request.progress)
     report["attention"] = where
     report["parts"] = lowered.report
@@ -111,14 +113,7 @@ def _blocks(parts: Sequence[nn.Module], settings: Any) -> tuple[int, ...]:
 def _placing(
     switches: Sequence[AttentionSwitch], head: Head | None, modules: Mapping[str, Mapping[str, nn.Module]]
 ) -> Place:
-    def place(method: str) -> None:
-        found = modules.get(method, {})
-        for i, switch in enumerate(switches):
-            switch.part = found.get(_name(i))
-        if head is not None:
-            head.part = found.get(_HEAD)
-
-    return place
+    return lambda method: place(switches, head, modules.get(method, {}))
 
 
 def _compiled(
@@ -127,7 +122,7 @@ def _compiled(
     head: Head | None,
     methods: Sequence[str],
     block: int,
-    data: tuple[Any, Any] | None,
+    first: Sequence[Batch],
 ) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
     """Each part as what compiles it takes it: its name, its program, its inputs."""
     from torch_pi2.export.qnn import PartInputs, open_program, zeros
@@ -135,23 +130,16 @@ def _compiled(
     attentions = [source.get_submodule(switch.call.name) for switch in switches]
     heads = [] if head is None else [source.get_output_embeddings()]  # type: ignore[operator]
     seen: list[Any] = [[]] * (len(attentions) + 1)
-    if data is not None:
-        seen = calls_of(source, [*attentions, *heads], states_of, *data)
+    if first:
+        seen = calls_of(source, [*attentions, *heads], states_of, first)
     for i, switch in enumerate(switches):
         part = AttentionPart(switch.call)
         graphs = {name: switch.call.shapes(*sizes_of(name)) for name in methods}
-        with torch.no_grad():
-            samples = samples_of(switch, part, seen[i])
-        if samples:  # no more than what is seen and what is not need to be apart: 16 bits are for the scores
-            part.masked = -(3 * part.largest + 32)
+        samples = samples_of(part, seen[i]) if first else []
         program = open_program(part, zeros(switch.call.shapes(2, 3)), switch.call.open)
-        yield _name(i), program, PartInputs(samples, graphs, switch.call.open, block)
+        yield part_name(i), program, PartInputs(samples, graphs, switch.call.open, block)
     if head is not None:
         width = switches[0].call.widths[0]
         one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}
         program = open_program(HeadPart(head.whole), (torch.zeros(2, 3, width),), [(0, 1)])
-        yield _HEAD, program, PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], block)
-
-
-def _name(layer: int) -> str:
-    return f"attention{layer}"
+        yield HEAD, program, PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], block)

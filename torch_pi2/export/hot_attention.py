@@ -25,8 +25,8 @@ from torch_pi2.rewrite.install import everywhere, exchange
 
 #: Under this name transformers finds the attention of a part.
 _NAME = "pi2_hot_attention"
-
-
+#: The name of the last linear layer among parts.
+HEAD = "head"
 #: Added to the scores of what a token does not see. Float16 holds it, too.
 _MASKED = -3e4
 #: Tokens of a piece in which calibration texts are read.
@@ -75,12 +75,9 @@ class AttentionCall:
 
     def shapes(self, batch: int, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Of what an :class:`AttentionPart` takes: sizes and dtypes."""
-        states = [(batch, tokens, width) for width in self.widths]
-        masks = [(batch, 1, tokens, seen) for seen in (self.room[1], tokens)]
-        floats: list[tuple[int, ...]] = [*states, *masks]
-        found = [(sizes, torch.float32) for sizes in floats]
-        found[len(states) : len(states)] = [((batch, *self.room), self.dtype)] * 2
-        return found
+        states = [((batch, tokens, width), torch.float32) for width in self.widths]
+        masks = [((batch, 1, tokens, seen), torch.float32) for seen in (self.room[1], tokens)]
+        return [*states, *[((batch, *self.room), self.dtype)] * 2, *masks]
 
     @property
     def open(self) -> list[tuple[int, ...]]:
@@ -94,27 +91,33 @@ class AttentionPart(nn.Module):
     x, y: ``[B, T, H]``. tables: ``[B, T, R]``, of the positions (cosines and sines). keys, values: of a lane
     ``[B, K, L, D]``, float32 or float16. seen ``[B, 1, T, L]``, own ``[B, 1, T, T]``: 1 for slots and for
     new tokens that a token does not see, or else 0. key, value: of the new tokens ``[B, T, K, D]``.
+
+    Attributes:
+        call: what it stands for. masked: added to scores of what a token does not see. largest: score so far, while
+            :func:`samples_of` looks.
     """
 
     def __init__(self, call: AttentionCall) -> None:
+        from transformers import AttentionInterface
+
         super().__init__()
-        self.masked, self.watching, self.largest = _MASKED, False, 0.0
-        self.tables, self.settings = len(call.widths) - 1, dict(call.settings)
-        self.cache = call.cache
+        self.call, self.masked = call, _MASKED
+        self.largest: float | None = None
         shared: dict[int, Any] = {id(t): t for t in (*call.module.parameters(), *call.module.buffers())}
         attention: Any = copy.deepcopy(call.module, shared)
         attention.config._attn_implementation = _NAME  # its own copy
         self.attention: nn.Module = attention
         rows: dict[nn.Module, nn.Module] = {m: _Rows(m) for m in attention.modules() if _is_linear(m) or _is_norm(m)}
         exchange(everywhere(self, rows))
-        _register()
+        AttentionInterface.register(_NAME, _attend)
 
     def forward(self, x: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tables, (keys, values, seen, own) = inputs[: self.tables], inputs[self.tables :]
+        *tables, keys, values, seen, own = inputs
         cache = _Seen(keys.float(), values.float(), (seen, own), self)
-        positions = {"position_embeddings": tables} if tables else {}
-        given = self.settings | positions
-        y = self.attention(hidden_states=x, attention_mask=None, pi2_seen=cache, **{self.cache: cache}, **given)[0]
+        given = {**self.call.settings, self.call.cache: cache, "pi2_seen": cache}
+        if tables:
+            given["position_embeddings"] = tuple(tables)
+        y = self.attention(hidden_states=x, attention_mask=None, **given)[0]
         key, value = (t.transpose(1, 2) for t in cache.new)
         return y, key, value
 
@@ -137,7 +140,7 @@ class _Rows(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = _float_linear(module) if _is_linear(module) else module
+        self.module = _in_floats(module) if _is_linear(module) and not _is_float(module) else module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.module(x.reshape(-1, x.shape[-1]))
@@ -153,22 +156,15 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm") and all(p.dim() == 1 for p in module.parameters())
 
 
-def _float_linear(module: Any) -> nn.Linear:
-    """The numbers that it stands for; where they are float32 already, the same tensors."""
-    weight = module.weight
-    if isinstance(module, QuantLinear):
-        weight, bias = module.dequantized().float(), module.bias
-        return linear_of(weight, bias)
-    if hasattr(weight, "dequantize") and type(weight.data) is not torch.Tensor:
-        return linear_of(weight.dequantize().float(), module.bias)
-    linear: nn.Linear = module
-    return linear
+def _is_float(linear: nn.Module) -> bool:
+    """Whether its weights are plain numbers, and none of ours or of torchao that stand for others."""
+    return not isinstance(linear, QuantLinear) and type(linear.weight.data) is torch.Tensor
 
 
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_NAME, _attend)
+def _in_floats(linear: Any) -> nn.Linear:
+    """The numbers that its weights stand for."""
+    weight = linear.dequantized() if isinstance(linear, QuantLinear) else linear.weight.dequantize()
+    return linear_of(weight.float(), linear.bias)
 
 
 def _attend(
@@ -191,7 +187,7 @@ def _attend(
     if softcap:
         parts = [softcap * torch.tanh(scores / softcap) for scores in parts]
     part = pi2_seen.part
-    if part.watching:
+    if part.largest is not None:
         part.largest = max(part.largest, *(float(scores.abs().max()) for scores in parts))
     hidden = (mask.repeat(1, 1, group, 1) * part.masked for mask in pi2_seen.hidden)
     weights = torch.cat([scores + mask for scores, mask in zip(parts, hidden)], -1).softmax(-1)
@@ -223,7 +219,7 @@ class AttentionSwitch(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.part is None:
             return self.whole(*args, **kwargs)
-        layer = next(v for v in kwargs.values() if hasattr(v, "layers")).layers[self.call.layer]
+        layer = kwargs[self.call.cache].layers[self.call.layer]
         before = (cache.to(self.call.dtype) for cache in layer.before())
         y, key, value = self.part(*states_of(args, kwargs), *before, *layer.masks(self.call.window))
         new = (key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous())
@@ -256,6 +252,25 @@ def switched(lanes: Lanes, dtype: torch.dtype | None = None) -> tuple[list[Atten
     return made, head
 
 
+def float_parts(switches: Sequence[AttentionSwitch], head: Head | None) -> dict[str, nn.Module]:
+    """By name: a part of each, in floats."""
+    parts: dict[str, nn.Module] = {part_name(i): AttentionPart(switch.call) for i, switch in enumerate(switches)}
+    return parts if head is None else parts | {HEAD: HeadPart(head.whole)}
+
+
+def place(switches: Sequence[AttentionSwitch], head: Head | None, parts: Mapping[str, nn.Module]) -> None:
+    """Give each its part of that name, or none."""
+    for i, switch in enumerate(switches):
+        switch.part = parts.get(part_name(i))
+    if head is not None:
+        head.part = parts.get(HEAD)
+
+
+def part_name(layer: int) -> str:
+    """The name of the attention of a layer."""
+    return f"attention{layer}"
+
+
 #: Relative differences of logits that are rounding: of models that choose neurons by it, and where the CPU's linear
 #: layers round their inputs, too.
 _TOLERANCE, _ROUGH_TOLERANCE = 2e-2, 0.2
@@ -286,47 +301,41 @@ def check_parts(lanes: Lanes, switches: Sequence[AttentionSwitch], head: Head | 
 
     try:
         wanted = read()
-        for switch in switches:
-            switch.part = AttentionPart(switch.call)
-        if head is not None:
-            head.part = HeadPart(head.whole)
+        place(switches, head, float_parts(switches, head))
         found = read()
     except UnsupportedModelError:
         raise
     except Exception as error:
         raise _refused(lanes.model, f"one that cannot be called alone ({type(error).__name__}: {error})") from error
     finally:
-        for switch in switches:
-            switch.part = None
-        if head is not None:
-            head.part = None
+        place(switches, head, {})
         lanes.forget()
     off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
     linears = [m for switch in switches for m in switch.whole.modules() if _is_linear(m)]
-    if not off <= (_ROUGH_TOLERANCE if any(_float_linear(m) is not m for m in linears) else _TOLERANCE):
+    if not off <= (_TOLERANCE if all(map(_is_float, linears)) else _ROUGH_TOLERANCE):
         raise _refused(lanes.model, f"one that computes something else alone ({100 * off:.2g} % off)")
 
 
-def samples_of(
-    switch: AttentionSwitch, part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]
-) -> list[tuple[torch.Tensor, ...]]:
+@torch.no_grad()
+def samples_of(part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
     """Inputs of ``part`` when it reads sequences in pieces: the states and tables ``[1, T, ...]`` of each.
 
     Of every sequence there are two pieces or more: in the first the cache has nothing, and its range would be none.
+    ``part`` masks by no more than what keeps its scores apart after that: 16 bits are for them, too.
     """
-    (heads, room, width), found = switch.call.room, []
-    part.watching = True
+    (heads, room, width), found = part.call.room, []
+    part.largest = 0.0
     for states in seen:
         size = max(1, min(_PIECE, room // 4, states[0].shape[1] // 2))
-        caches = [torch.zeros(1, heads, room, width, dtype=switch.call.dtype) for _ in range(2)]
+        caches = [torch.zeros(1, heads, room, width, dtype=part.call.dtype) for _ in range(2)]
         for at in range(0, min(room, states[0].shape[1]), size):
             piece = [x[:, at : min(room, at + size)].float() for x in states]
             end = at + piece[0].shape[1]
-            masks = masks_of(torch.arange(at, end)[None], room, switch.call.window)
+            masks = masks_of(torch.arange(at, end)[None], room, part.call.window)
             found.append((*piece, *(cache.clone() for cache in caches), *masks))
             for cache, new_1TKD in zip(caches, part(*found[-1])[1:]):
                 cache[:, :, at:end] = new_1TKD.transpose(1, 2)
-    part.watching = False
+    part.masked, part.largest = -(3 * part.largest + 32), None
     return found
 
 

@@ -101,7 +101,8 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
         chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
         whole = [-(-ffn.site.intermediate // CHUNK) for ffn in source.plain]
         chunks |= {f"prefill_{tokens}": whole for tokens in prompts}
-        steps.append(_split(source, private, chunks, request, report))
+        first = _calibration(source, request)
+        steps.append(_split(source, private, chunks, request, first, report))
 
     def prepare(method: str) -> None:
         for step in steps:
@@ -111,10 +112,9 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
     lanes = Lanes(private, max(request.batches), request.max_tokens, request.kv)
     where, place = "none", None
     if request.splits:
-        data = (source.calibration, source.tokenizer)
         counts = [max(of_layer) for of_layer in zip(*chunks.values())]
         size = _ffn_bytes(source.plain, request, counts)
-        where, place = place_attention(source.model, lanes, [*chunks], request, data, report, size)
+        where, place = place_attention(source.model, lanes, [*chunks], request, first, report, size)
     if place is not None:
         steps.append(place)
         prepare("forward")
@@ -195,7 +195,12 @@ def _ffn_bytes(layers: Sequence[SparseFFN], request: Request, chunks: Sequence[i
 
 
 def _split(
-    source: Source, private: nn.Module, chunks: Mapping[str, list[int]], request: Request, report: dict[str, Any]
+    source: Source,
+    private: nn.Module,
+    chunks: Mapping[str, list[int]],
+    request: Request,
+    first: Sequence[Batch],
+    report: dict[str, Any],
 ) -> Callable[[str], None]:
     """Give the layers of ``private`` their hot parts; what places those of a method."""
     split = split_hot_cold(private)
@@ -205,7 +210,6 @@ def _split(
     if request.soc is not None:
         from torch_pi2.export import qnn
 
-        first = _calibration(source, request)
         samples = inputs_of(source.model, source.plain, first) if first else [None] * len(source.plain)
         graphs = {name: qnn.Graph(sizes_of(name), of_layers) for name, of_layers in chunks.items()}
         one_by_one = map(hot_chunks, source.plain, most)
@@ -230,7 +234,7 @@ def _split(
 
 def _calibration(source: Source, request: Request) -> Sequence[Batch]:
     """The first of the data on which hot parts are quantised; empty: they are not."""
-    if request.precision == "fp16":
+    if request.soc is None or request.precision == "fp16":
         return ()
     if source.calibration is None:
         raise CalibrationError(

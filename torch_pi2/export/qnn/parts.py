@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.export.qnn.quantize import pt2e
+from torch_pi2.export.qnn.quantize import errors_of, pt2e
 from torch_pi2.export.qnn.settings import Settings
 
 Inputs = tuple[torch.Tensor, ...]
@@ -71,13 +71,8 @@ def quantize_part(
         right: Any = program.module(check_guards=False)
         precision = replace(settings, precision="w4a16" if inputs.block else "w8a16")
         quantized = pt2e(program.module(check_guards=False), inputs.samples, precision, inputs.block)
-        squares: list[list[torch.Tensor]] = []
-        for sample in inputs.samples:
-            pairs = zip(right(*sample), quantized(*sample), strict=True)
-            squares.append([torch.stack([a - b, a]).double().square().flatten(1).sum(1) for a, b in pairs])
-        totals = [torch.stack(of_output).sum(0) for of_output in zip(*squares)]
         example: Any = program.example_inputs[0]
-        return open_program(quantized, example, inputs.open), [float((t[0] / t[1]).sqrt()) for t in totals]
+        return open_program(quantized, example, inputs.open), errors_of(right, quantized, inputs.samples)
 
 
 def part_program(

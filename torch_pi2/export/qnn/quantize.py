@@ -199,7 +199,8 @@ def _quantized(
     sums = _Sums(hot, splits).eval()
     inputs = [(x,) for x in x_TH.split(_ROWS)]
     quantized = pt2e(_export(sums, x_TH.shape[1]).module(), inputs, settings, block)
-    return _errors(sums, quantized, _measured(x_TH)), block, splits, quantized
+    measured = [(x,) for x in _measured(x_TH).split(_ROWS)]
+    return errors_of(sums, quantized, measured), block, splits, quantized
 
 
 def _splits(
@@ -268,13 +269,14 @@ def _measured(x_TH: torch.Tensor) -> torch.Tensor:
     return x_TH[len(x_TH) - len(x_TH) // _HELD :] if len(x_TH) >= _HELD else x_TH
 
 
-def _errors(sums: _Sums, quantized: torch.fx.GraphModule, x_TH: torch.Tensor) -> list[float]:
-    squares = torch.zeros(2, len(sums.last), dtype=torch.float64)
-    for x in x_TH.split(_ROWS):
-        for i, (right, got) in enumerate(zip(sums(x), quantized(x))):
-            squares[0, i] += (got - right).double().square().sum()
-            squares[1, i] += right.double().square().sum()
-    return [float(e) for e in (squares[0] / squares[1].clamp_min(1e-300)).sqrt()]
+def errors_of(right: nn.Module, quantized: nn.Module, inputs: Iterable[tuple[torch.Tensor, ...]]) -> list[float]:
+    """Of each output the difference of two modules on ``inputs``, relative to the first (L2)."""
+    squares = []
+    for one in inputs:
+        pairs = zip(right(*one), quantized(*one), strict=True)
+        squares.append([[(got - y).double().square().sum(), y.double().square().sum()] for y, got in pairs])
+    off, whole = torch.tensor(squares, dtype=torch.float64).sum(0).unbind(1)
+    return [float(e) for e in (off / whole.clamp_min(1e-300)).sqrt()]
 
 
 def _export(module: nn.Module, hidden: int) -> torch.export.ExportedProgram:
