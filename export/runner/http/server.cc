@@ -158,7 +158,7 @@ struct HttpServer::State {
   void run() {
     std::vector<pollfd> polled;
     std::vector<std::shared_ptr<Connection>> whose;
-    for (std::unique_lock<std::mutex> lock(mutex); !(end && (all_written() || Clock::now() >= *end));) {
+    for (std::unique_lock<std::mutex> lock(mutex); !(end && (all_answered() || Clock::now() >= *end));) {
       const auto now = Clock::now();
       const bool listens = !end && now >= no_files_until;
       auto first = end ? *end : listens ? Clock::time_point::max() : no_files_until;
@@ -182,8 +182,10 @@ struct HttpServer::State {
     }
   }
 
-  bool all_written() const {
-    return std::all_of(connections.begin(), connections.end(), [](const auto& c) { return c->out.empty(); });
+  // And written: who waits for an answer is told that there is none only after `end` is set.
+  bool all_answered() const {
+    return std::all_of(connections.begin(), connections.end(),
+                       [](const auto& c) { return c->stage != Stage::kAnswers && c->out.empty(); });
   }
 
   void let_in() {
