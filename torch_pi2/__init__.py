@@ -15,6 +15,8 @@ from torch_pi2.errors import Pi2Error
 
 if TYPE_CHECKING:
     from torch_pi2.api import fit, optimize, plan, profile, quantize_, restore
+    from torch_pi2.checkpoint.gguf.exporting import export_gguf
+    from torch_pi2.checkpoint.gguf.importing import import_gguf
     from torch_pi2.checkpoint.pack import pack
     from torch_pi2.checkpoint.quantize import quantize
     from torch_pi2.checkpoint.save_load import load, save
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 #: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
 _FROM = {
     "api": ("fit", "optimize", "plan", "profile", "quantize_", "restore"),
+    "checkpoint.gguf.exporting": ("export_gguf",),
+    "checkpoint.gguf.importing": ("import_gguf",),
     "checkpoint.pack": ("pack",),
     "checkpoint.quantize": ("quantize",),
     "checkpoint.save_load": ("load", "save"),
@@ -71,12 +75,14 @@ __all__ = [
     "Pi2Error",
     "__version__",
     "export",
+    "export_gguf",
     "export_program",
     "find_hardware",
     "find_sites",
     "fit",
     "follow",
     "generate",
+    "import_gguf",
     "load",
     "optimize",
     "pack",

@@ -67,6 +67,8 @@ FORMATS = {
 }
 QUANTIZED = tuple(name for name, one in FORMATS.items() if one.quantized)
 FLOATS = tuple(name for name, one in FORMATS.items() if not one.quantized)
+#: What rows of linear layers and embeddings may be in.
+ROWS = tuple(name for name in FORMATS if name not in FLOATS)
 #: What layers may see their inputs as: as they are, or rounded per group.
 ACTIVATIONS = (FLOAT, "int8")
 

@@ -74,7 +74,7 @@ class Spec:
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; writing to it writes to the tensor."""
     view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return view
@@ -223,7 +223,7 @@ class TensorWriter:
 
     def _put(self, name: str, tensor: torch.Tensor, at: int) -> None:
         try:
-            self._pwrite(_bytes_of(tensor.contiguous()), self.offset(name) + at)
+            self._pwrite(bytes_of(tensor.contiguous()), self.offset(name) + at)
         except OSError as error:
             self._fail(error)
         self._left[name] -= tensor.nbytes
@@ -381,12 +381,12 @@ class TensorReader:
                 found=f"{Spec.of(tensor)} for its rows from {row}",
                 fix="Allocate it with the shape and dtype that TensorReader.specs says.",
             )
-        self._read(name, _bytes_of(tensor), row * per_row)
+        self._read(name, bytes_of(tensor), row * per_row)
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes ``[start, stop)`` of tensor ``name`` as they are in the file, uint8."""
         data = torch.empty(stop - start, dtype=torch.uint8)
-        self._read(name, _bytes_of(data), start)
+        self._read(name, bytes_of(data), start)
         return data
 
     def offset(self, name: str) -> int:

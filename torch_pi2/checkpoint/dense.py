@@ -74,11 +74,10 @@ class _Reader:
                 stack[expert] = self._joined(name, [part for part in parts if part[1].expert == expert])
             return stack
         module, _, local = name.rpartition(".")
-        if local == "weight" and module in self._weights.linears:
-            columns = self._weights.linears[module]
-            value: torch.Tensor = torch.ops.pi2.dequantize(
-                self._weights.read(name), self._weights.kind, columns, self._dtype
-            )
+        columns = {**self._weights.embeddings, **self._weights.linears}.get(module)
+        if local == "weight" and columns is not None:
+            rows = self._weights.read(self._weights.rows_name(module))
+            value: torch.Tensor = torch.ops.pi2.dequantize(rows, self._weights.format_of(module), columns, self._dtype)
             return value
         return self._weights.read_like(name, like, self._dtype)
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,14 @@ from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
 from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, read_config
 from torch_pi2.store.names import ExpertMatrix, stored_name
-from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.source import Checkpoint, Source
 from torch_pi2.store.trust import remember
-from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
+from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
 #: Stands in the header until the hash is known.
-_NO_HASH = "0" * 64
+NO_HASH = "0" * 64
 
 
 @dataclass
@@ -188,27 +188,37 @@ def _new_plan(model: nn.Module) -> Plan:
         exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None  # nothing of an expert is hot
         method = Method.EXACT if exact else Method.DENSE
         layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
-    return Plan(layers, _NO_HASH, {"planner": "none"})
+    return Plan(layers, NO_HASH, {"planner": "none"})
 
 
 class Quantizer:
     """Writes the weights file of one model.
 
     Args:
-        model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``_NO_HASH``.
+        model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``NO_HASH``.
         linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
+        formats: of linears and embeddings that are of another. embeddings: name -> width of those to quantise.
     """
 
     def __init__(
-        self, model: nn.Module, checkpoint: Checkpoint, plan: Plan, linears: dict[str, int], kind: str
+        self,
+        model: nn.Module,
+        checkpoint: Source,
+        plan: Plan,
+        linears: dict[str, int],
+        kind: str,
+        *,
+        formats: Mapping[str, str] = NO_FORMATS,
+        embeddings: Mapping[str, int] = NO_EMBEDDINGS,
     ) -> None:
         self._checkpoint, self._plan, self._kind, self._linears = checkpoint, plan, kind, linears
+        self._formats, self._embeddings = formats, embeddings
         refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
         in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
         groups = places(model)
         self._alias = {name: names for names in groups for name in names}
         biases = {f"{name}.bias" for name in linears if getattr(model.get_submodule(name), "bias", None) is not None}
-        elsewhere = in_sites | biases | {f"{name}.weight" for name in linears}
+        elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
         self._biases = sorted(biases)
         # of the names of a tied tensor the first: a quantised output layer leaves it to the embedding
         self._floats = [left[0] for names in groups if (left := [n for n in names if n not in elsewhere])]
@@ -315,29 +325,31 @@ class Quantizer:
         """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
         specs = {name: self._checkpoint.spec(self._stored(name)) for name in self._floats}
         specs |= {name: Spec(self._checkpoint.spec(self._stored(name)).shape, torch.float32) for name in self._biases}
-        for name, columns in self._linears.items():
+        for name, columns in self._in_rows.items():
             rows = self._rows_of(f"{name}.weight", columns)
-            specs[f"{name}.weight"] = Spec((rows, row_bytes(self._kind, columns)), torch.uint8)
+            specs[f"{name}.weight"] = Spec((rows, row_bytes(self._formats.get(name, self._kind), columns)), torch.uint8)
         for layer in self._plan.layers:
             specs |= neuron_specs(layer.site, self._kind)
         report = QuantizeReport(self._kind)
         digest = hashlib.sha256()
-        meta = metadata(self._kind, _NO_HASH, self._linears, self._how)
+        meta = metadata(
+            self._kind, NO_HASH, self._linears, self._how, formats=self._formats, embeddings=self._embeddings
+        )
         with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
             for name in self._floats:
                 if not specs[name].shape:
                     out.write(name, self._checkpoint.read(self._stored(name)))
                     continue
-                for start, stop in _chunks(specs[name]):
+                for start, stop in row_chunks(specs[name]):
                     out.write(name, self._checkpoint.read(self._stored(name), (start, stop)), row=start)
             for name in self._biases:
                 out.write(name, self._checkpoint.read(self._stored(name)).float())
-            for name in self._linears:
-                report.errors[name] = self._write_linear(name, out)
+            for name in self._in_rows:
+                report.errors[name] = self._write_linear(name, out, digest)
             for layer in self._plan.layers:
                 report.errors[layer.site.key] = self._write_site(layer, out, digest)
             found = digest.hexdigest()
-            if self._plan.model_hash not in (found, _NO_HASH):
+            if self._plan.model_hash not in (found, NO_HASH):
                 raise StaleArtifactError(
                     f"plan in {self._checkpoint.folder}",
                     expected=f"feed-forward weights {self._plan.model_hash[:12]}",
@@ -361,15 +373,24 @@ class Quantizer:
             )
         return shape[0]
 
-    def _write_linear(self, name: str, out: TensorWriter) -> float:
+    @property
+    def _in_rows(self) -> dict[str, int]:
+        """Linears and embeddings with rows of their own, and their columns; one tied to an embedding has none."""
+        own = {name: n for name, n in self._linears.items() if not self._is_tied(name)}
+        return {**self._embeddings, **own}
+
+    def _is_tied(self, name: str) -> bool:
+        return any(f"{other}.weight" in self._alias.get(f"{name}.weight", ()) for other in self._embeddings)
+
+    def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored = self._stored(f"{name}.weight")
-        error = _Error()
-        for start, stop in _chunks(self._checkpoint.spec(stored)):
+        error = RelativeError()
+        for start, stop in row_chunks(self._checkpoint.spec(stored)):
             values = self._checkpoint.read(stored, (start, stop))
             out.write(f"{name}.weight", self._rows(values, stored, error), row=start)
         return error.relative
 
-    def _rows(self, values: torch.Tensor, name: str, error: _Error) -> torch.Tensor:
+    def _rows(self, values: torch.Tensor, name: str, error: RelativeError) -> torch.Tensor:
         rows = quantize_rows(name, values, self._kind)
         error.add(values, torch.ops.pi2.dequantize(rows, self._kind, values.shape[1], torch.float32))
         return rows
@@ -378,27 +399,34 @@ class Quantizer:
         site, order = layer.site, layer.order.long()
         specs = neuron_specs(site, self._kind)
         neuron_rows = self._scratch(specs[f"{site.key}.bundles"])
-        error = _Error()
+        error = RelativeError()
         refs = refs_of(site)
         step = max(1, _CHUNK // (4 * site.hidden))
         for row, (role, ref) in enumerate(refs):
             matrix = self._matrix(site, ref, role)
-            _update(digest, matrix)
+            update_hash(digest, matrix)
             by_neuron = matrix.T if role == "down" else matrix
             for start in range(0, site.intermediate, step):
-                part = by_neuron[order[start : start + step]].contiguous()
-                neuron_rows[start : start + step, row] = self._rows(part, ref.weight, error)
+                wanted = order[start : start + step]
+                made = self._as_stored(site, ref, role, wanted)
+                if made is None:
+                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error)
+                neuron_rows[start : start + step, row] = made
             del matrix, by_neuron
         out.write(f"{site.key}.bundles", neuron_rows)
         self._write_biases(layer, out, digest)
         return error.relative
+
+    def _as_stored(self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor) -> torch.Tensor | None:
+        """Rows of ``neurons`` that need no rounding, because the checkpoint has them in the format; None: they do."""
+        return None
 
     def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
         site, order = layer.site, layer.order.long()
         for role, ref in refs_of(site):
             if ref.bias is not None:
                 bias = self._checkpoint.read(self._stored(ref.bias), ref.rows)
-                _update(digest, bias)
+                update_hash(digest, bias)
                 name = f"{site.key}.bias_{role}"
                 made = converted(bias, out.specs[name].dtype, ref.bias)
                 out.write(name, made if role == "down" else made[order])
@@ -449,7 +477,7 @@ def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
 MakeWriter = Callable[[nn.Module, Checkpoint, Plan, dict[str, int]], Quantizer]
 
 
-class _Error:
+class RelativeError:
     """Relative error over chunks."""
 
     def __init__(self) -> None:
@@ -465,14 +493,14 @@ class _Error:
         return math.sqrt(self._wrong / self._all) if self._all else 0.0
 
 
-def _chunks(spec: Spec) -> Iterator[tuple[int, int]]:
+def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
     rows = spec.shape[0] if spec.shape else 1
     step = max(1, _CHUNK // max(4, 4 * math.prod(spec.shape[1:])))
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 
 
-def _update(digest: Any, tensor: torch.Tensor) -> None:
+def update_hash(digest: Any, tensor: torch.Tensor) -> None:
     """As :func:`torch_pi2.spec.plan.weights_hash` does."""
     digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
     digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)

@@ -24,6 +24,7 @@ from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
+from torch_pi2.checkpoint.gguf.kept import kept_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
@@ -40,6 +41,7 @@ from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
+from torch_pi2.store.gguf import SUFFIX as GGUF
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, read_config
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
@@ -170,7 +172,8 @@ def load(
     read once, into the memory that they are computed from.
 
     Args:
-        folder: a Hugging Face checkpoint with a ``pi2/`` folder in it. Nothing is downloaded.
+        folder: a Hugging Face checkpoint with a ``pi2/`` folder in it; or a GGUF file, which is imported (with
+            ``budget`` also packed) into the folder of caches first, once. Nothing is downloaded.
         model: an instance to load into, for models that transformers cannot build (float weights only).
         trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. Folders that were
             made on this machine of a model whose code ran then need it no more (:mod:`torch_pi2.store.trust`).
@@ -204,6 +207,8 @@ def load(
         DeviceError: no GPU that has kernels. OutOfMemoryError: ``gpu_memory`` is too little.
     """
     folder = Path(folder)
+    if folder.suffix == GGUF and not folder.is_dir():
+        folder = kept_import(folder, packed=budget is not None, progress=progress)
     pi2 = folder / PI2_FOLDER
     argument(context, "load(context=...)").whole(1, 1 << 31)
     gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)

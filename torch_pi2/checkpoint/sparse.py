@@ -16,6 +16,7 @@ from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.experts import check_known_experts
+from torch_pi2.layers.embedding import QuantEmbedding
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
@@ -62,8 +63,10 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     kind, layers = weights_of(model), sparse_layers(model)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     tensors: dict[str, torch.Tensor] = {}
+    embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
     rows_of = {f"{name}.weight": linear for name, linear in linears.items()}
     tensors |= {name: linear.rows for name, linear in rows_of.items()}
+    tensors |= {f"{name}.weight": embedding.rows for name, embedding in embeddings.items()}
     for name, linear in linears.items():
         if linear.bias is not None:
             tensors[f"{name}.bias"] = linear.bias
@@ -73,7 +76,14 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
         tensors |= {f"{layer.site.key}.{name}": bias for name, bias in biases.items() if bias is not None}
     tensors |= _floats(model)
     ways = {layer.site.key: way_taken(model, layer) for layer in layers}
-    about = metadata(kind, plan.model_hash, {name: m.in_features for name, m in linears.items()}, ways)
+    about = metadata(
+        kind,
+        plan.model_hash,
+        {name: m.in_features for name, m in linears.items()},
+        ways,
+        formats={name: m.weights for name, m in (linears | embeddings).items() if m.weights != kind},
+        embeddings={name: m.embedding_dim for name, m in embeddings.items()},
+    )
     specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
@@ -129,6 +139,9 @@ def load_sparse(
         for name, columns in _shown(weights.linears.items(), "linear layers", progress):
             ours |= {f"{name}.weight", f"{name}.bias"}
             _put_linear(model, weights, name, columns, int8_activations)
+        for name, width in weights.embeddings.items():
+            ours.add(f"{name}.weight")
+            _put_embedding(model, weights, name, width)
         trim()  # what putting rows in blocks has left
 
         def empty(layer: LayerPlan) -> SparseFFN:
@@ -168,14 +181,22 @@ def _shown(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:
 def _put_linear(model: nn.Module, weights: QuantizedWeights, name: str, columns: int, int8_activations: bool) -> None:
     parent, _, local = name.rpartition(".")
     linear: Any = model.get_submodule(name)
-    rows = weights.read(f"{name}.weight")
+    rows = weights.read(weights.rows_name(name))
     bias = None
     if linear.bias is not None:
         weights.spec(f"{name}.bias")  # raises if there is none
         bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
-    made = QuantLinear(rows, bias, columns, weights.kind, int8_activations)
+    made = QuantLinear(rows, bias, columns, weights.format_of(name), int8_activations)
     made.dtype = linear.weight.dtype
     made.use_blocks()
+    setattr(model.get_submodule(parent), local, made.eval())
+
+
+def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width: int) -> None:
+    parent, _, local = name.rpartition(".")
+    embedding: Any = model.get_submodule(name)
+    made = QuantEmbedding(weights.read(f"{name}.weight"), width, weights.format_of(name), embedding.padding_idx)
+    made.dtype = embedding.weight.dtype
     setattr(model.get_submodule(parent), local, made.eval())
 
 

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import keyword
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ VERBS = {
     "fit": "fit low-rank activation predictors",
     "plan": "choose hot and cold neurons per layer",
     "optimize": "profile, fit, plan and write a sparse model folder",
+    "import": "write a GGUF file (llama.cpp's) as a folder of ours, at its own precision",
     "quantize": "write a float checkpoint with 4-bit or 8-bit weights",
     "pack": "write a model as a neuron store, to be read from storage",
     "synthetic": "write a model of real sizes with random weights, to measure speed",
@@ -64,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, help_line in VERBS.items():
-        module = importlib.import_module(f"torch_pi2.cli.{name}")
+        module = importlib.import_module(f"torch_pi2.cli.{name}{'_' if keyword.iskeyword(name) else ''}")
         verb = verbs.add_parser(
             name,
             help=help_line,

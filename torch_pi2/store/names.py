@@ -11,7 +11,7 @@ import math
 import torch
 
 from torch_pi2.spec.site import FFNSite, LinearRef
-from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.source import Source
 
 #: Part of a parameter's name -> what checkpoints may have in its place.
 _BLOCKS = (".mlp.", ".block_sparse_moe.")
@@ -19,7 +19,7 @@ _BLOCKS = (".mlp.", ".block_sparse_moe.")
 _MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
 
-def stored_name(checkpoint: Checkpoint, name: str) -> str:
+def stored_name(checkpoint: Source, name: str) -> str:
     """The checkpoint's name of parameter ``name``; that name itself if it has none."""
     return next((n for n in (name, name.replace(*_BLOCKS)) if n in checkpoint), name)
 
@@ -31,7 +31,7 @@ class ExpertMatrix:
         name: of the tensor. shape: of the matrix as it should be. first: number of its first row in the tensor.
     """
 
-    def __init__(self, checkpoint: Checkpoint, site: FFNSite, ref: LinearRef, role: str) -> None:
+    def __init__(self, checkpoint: Source, site: FFNSite, ref: LinearRef, role: str) -> None:
         self._checkpoint = checkpoint
         n, hidden = site.intermediate, site.hidden
         self.shape = (hidden, n) if role == "down" else (n, hidden)

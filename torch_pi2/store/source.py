@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -16,6 +16,31 @@ from torch_pi2.ops.dtypes import DTYPES, dtype_name
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+
+class Source(Protocol):
+    """What has the numbers of a model's parameters, under their names in checkpoints.
+
+    Attributes:
+        folder: the folder or file, for messages. nbytes: of all its tensors.
+    """
+
+    folder: Path
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def spec(self, name: str) -> Spec: ...
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor: ...
+
+    def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None: ...
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+    def check_float(self, name: str) -> None: ...
 
 
 class Checkpoint:
@@ -74,6 +99,10 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
+
+    def names(self) -> list[str]:
+        """Of all its tensors."""
+        return list(self._by_name)
 
     def spec(self, name: str) -> Spec:
         """Raises ArtifactError if there is no such tensor."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,20 +19,32 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
-from torch_pi2.formats import FLOATS, FORMATS, QUANTIZED, row_bytes
+from torch_pi2.formats import FLOATS, FORMATS, QUANTIZED, ROWS, row_bytes
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import MOST_SIZE, FFNSite
 
 WEIGHTS_FILE = "weights.safetensors"
 WEIGHTS_VERSION = "1"
+#: Of files with matrices in several formats, or with a quantised embedding.
+MIXED_VERSION = "2"
 FORMAT = "torch_pi2.weights"
 #: How a layer's modules are replaced: see :mod:`torch_pi2.rewrite.rewrite`.
 #: The third way needs weights to be tried with.
 WAYS = ("owner", "chain")
+NO_FORMATS: Mapping[str, str] = {}
+NO_EMBEDDINGS: Mapping[str, int] = {}
 
 
-def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mapping[str, str]) -> dict[str, str]:
+def metadata(
+    kind: str,
+    model_hash: str,
+    linears: Mapping[str, int],
+    ways: Mapping[str, str],
+    *,
+    formats: Mapping[str, str] = NO_FORMATS,
+    embeddings: Mapping[str, int] = NO_EMBEDDINGS,
+) -> dict[str, str]:
     """The metadata of a weights file.
 
     Args:
@@ -40,8 +52,10 @@ def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mappi
         model_hash: the plan's.
         linears: module name of every quantised linear -> its number of inputs.
         ways: site key -> one of ``WAYS``.
+        formats: module name -> format of those linears and embeddings that are not of ``kind``.
+        embeddings: module name of every quantised embedding -> its width.
     """
-    return {
+    made = {
         "format": "pt",
         "pi2_format": FORMAT,
         "pi2_version": WEIGHTS_VERSION,
@@ -50,6 +64,10 @@ def metadata(kind: str, model_hash: str, linears: Mapping[str, int], ways: Mappi
         "linears": json.dumps(dict(linears)),
         "sites": json.dumps(dict(ways)),
     }
+    if formats or embeddings:
+        made["pi2_version"] = MIXED_VERSION
+        made |= {"formats": json.dumps(dict(formats)), "embeddings": json.dumps(dict(embeddings))}
+    return made
 
 
 def neuron_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
@@ -74,13 +92,14 @@ class QuantizedWeights(TensorReader):
         kind: the name of a format. weights: what operators call it.
         model_hash: of the plan that belongs to it.
         linears: module name -> number of inputs. ways: site key -> one of ``WAYS``.
+        embeddings: module name -> width, of quantised ones.
 
     Raises:
         ArtifactError: missing, damaged, of another format or version, or of weights of an unknown kind.
     """
 
     file_format: str = FORMAT
-    file_versions: tuple[str, ...] = (WEIGHTS_VERSION,)
+    file_versions: tuple[str, ...] = (WEIGHTS_VERSION, MIXED_VERSION)
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -104,13 +123,27 @@ class QuantizedWeights(TensorReader):
         linears, sites = (self._said(name) for name in ("linears", "sites"))
         self.linears = {name: columns.whole(1, MOST_SIZE) for name, columns in linears.each().items()}
         self.ways = {key: way.text(WAYS) for key, way in sites.each().items()}
+        formats, embeddings = (self._said(name, "{}") for name in ("formats", "embeddings"))
+        self._formats = {name: one.text(ROWS) for name, one in formats.each().items()}
+        self.embeddings = {name: width.whole(1, MOST_SIZE) for name, width in embeddings.each().items()}
         if self.linears and self.weights == "float":
             linears.wrong(f"none, in a file of {self.kind}", f"{len(self.linears)}")
 
-    def _said(self, name: str) -> Field:
+    def _said(self, name: str, default: str = "") -> Field:
         """What the metadata says under ``name``, in JSON. Raises ArtifactError: nothing, or no JSON."""
         where, fix = f"{self.path}, {name}", "Use the torch_pi2 that wrote it, or make it again."
-        return Field(parse(self.metadata.get(name, ""), where, fix=fix), where, fix)
+        return Field(parse(self.metadata.get(name, default), where, fix=fix), where, fix)
+
+    def format_of(self, name: str) -> str:
+        """The format of a linear's or an embedding's rows."""
+        return self._formats.get(name, self.kind)
+
+    def rows_name(self, name: str) -> str:
+        """The tensor with the rows of linear ``name``: its own, or those of the embedding that it is tied to."""
+        own = f"{name}.weight"
+        if own in self.specs or not self.embeddings:
+            return own
+        return f"{next(iter(self.embeddings))}.weight"
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise ArtifactError(
@@ -186,7 +219,7 @@ class QuantizedWeights(TensorReader):
         return self.ways[key]
 
     def check_linears(self, model: nn.Module) -> None:
-        """Raises ArtifactError unless its linears are linear layers of ``model`` and have the rows for them."""
+        """Raises ArtifactError unless its linears and embeddings are those of ``model`` and have the rows for them."""
         for name, columns in self.linears.items():
             try:
                 linear = model.get_submodule(name)
@@ -197,7 +230,14 @@ class QuantizedWeights(TensorReader):
                 self._refuse(wanted, f"a {type(linear).__name__}")
             if linear.in_features != columns:
                 self._refuse(wanted, str(linear.in_features))
-            self.check(f"{name}.weight", Spec((linear.out_features, row_bytes(self.kind, columns)), torch.uint8))
+            rows = Spec((linear.out_features, row_bytes(self.format_of(name), columns)), torch.uint8)
+            self.check(self.rows_name(name), rows)
+        for name, width in self.embeddings.items():
+            found: Any = dict(model.named_modules()).get(name)
+            if not isinstance(found, nn.Embedding) or found.embedding_dim != width:
+                self._refuse(f"embeddings of the model, {name} of {width} numbers a token", f"a {type(found).__name__}")
+            rows = Spec((found.num_embeddings, row_bytes(self.format_of(name), width)), torch.uint8)
+            self.check(f"{name}.weight", rows)
 
     @property
     def float_dtype(self) -> torch.dtype | None:

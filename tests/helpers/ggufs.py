@@ -1,0 +1,180 @@
+"""Tiny models of architectures that GGUF files have, and such files of them in any type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+#: Columns are a multiple of 256, which k-quants need.
+HIDDEN, INNER, VOCABULARY = 256, 512, 320
+_COMMON = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
+#: Name -> model type and what its configuration says beside the common sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}),
+    "llama3": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma": ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 64, "sliding_window": 32}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 64, "sliding_window": 32}),
+    "phi3": ("phi3", {"tie_word_embeddings": False}),
+    "olmo2": ("olmo2", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 512, "norm_topk_prob": False}),
+    "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
+}
+
+
+def tiny(name: str, seed: int = 0) -> Any:
+    """A model of random weights that are large enough for its logits to differ."""
+    kind, more = MODELS[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**_COMMON, **more})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + (0 if "bias" in parameter_name else 1))
+    return model
+
+
+def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Byte-level pairs as GPT-2 has them, trained on a few words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<s>", "</s>", "<|user|>"]
+    words = ["the cat sat on the mat", "def read(self, name): return self.name", "Grüße, 你好 🙂"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator(words * 50, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    fast.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
+    return fast
+
+
+def retyped(source: Path, target: Path, kind: str, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """Write ``source`` (float32) again with its matrices in another type; name -> the numbers that they stand for.
+
+    Types that the package cannot write get random bytes, with scales that make their numbers about as large.
+    """
+    reader, of = gguf.GGUFReader(source), gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    generator = np.random.default_rng(seed)
+    for key, found in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            sub = found.types[1] if len(found.types) > 1 else None
+            writer.add_key_value(key, found.contents(), found.types[0], sub_type=sub)
+    values: dict[str, np.ndarray[Any, Any]] = {}
+    for tensor in reader.tensors:
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        data = tensor.data.reshape(shape)
+        if len(shape) == 1 or "ffn_gate_inp" in tensor.name:
+            writer.add_tensor(tensor.name, data)
+            values[tensor.name] = data
+            continue
+        made = _typed(data, of, generator)
+        writer.add_tensor(tensor.name, made, raw_dtype=of)
+        values[tensor.name] = gguf.quants.dequantize(made, of).reshape(shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+#: Type -> where in a block its float16 scales are, and how much larger than a step a typical number is.
+_SCALES = {
+    "Q2_K": ((80, 82), 20.0),
+    "Q3_K": ((108,), 60.0),
+    "Q4_K": ((0, 2), 200.0),
+    "Q5_K": ((0, 2), 400.0),
+    "Q6_K": ((208,), 1200.0),
+    "IQ4_XS": ((0,), 1200.0),
+    "IQ4_NL": ((0,), 60.0),
+}
+
+
+def _typed(data: np.ndarray[Any, Any], of: Any, generator: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.ascontiguousarray(gguf.quants.quantize(np.ascontiguousarray(data), of))
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[of]
+        rows = int(np.prod(data.shape[:-1]))
+        blocks = generator.integers(0, 256, (rows, data.shape[-1] // block, size), dtype=np.uint8)
+        places, larger = _SCALES[of.name]
+        for at in places:
+            scale = (data.shape[-1] ** -0.5 / larger * generator.uniform(0.5, 1.5, blocks.shape[:2])).astype(np.float16)
+            blocks[..., at : at + 2] = scale[..., None].view(np.uint8).reshape(*blocks.shape[:2], 2)
+        return blocks.reshape(*data.shape[:-1], -1)
+
+
+def with_values(model: Any, file: Path, values: dict[str, np.ndarray[Any, Any]]) -> Any:
+    """``model`` with the numbers of a file's matrices instead of its own, through nothing of ours but the order of q, k.
+
+    The names are those that ``gguf`` has for the architecture.
+    """
+    arch = gguf.GGUFReader(file).fields["general.architecture"].contents()
+    of = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(of, model.config.num_hidden_layers)
+    heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            base, _, suffix = name.rpartition(".")
+            known = names.get_name(base)
+            if ".experts." in name:
+                block = name.split(".")[2]
+                parts = ["gate", "up"] if "gate_up" in name else ["down"]
+                stacks = [torch.from_numpy(values[f"blk.{block}.ffn_{part}_exps.weight"]) for part in parts]
+                parameter.copy_(torch.cat(stacks, 1))
+                continue
+            if parameter.dim() == 1 or known is None:
+                continue
+            value = torch.from_numpy(values[f"{known}.{suffix}"])
+            kind = known.rpartition("attn_")[2]
+            if arch == "llama" and kind in heads:
+                value = value.unflatten(0, (heads[kind], -1, 2)).transpose(1, 2).flatten(0, 2)
+            parameter.copy_(value)
+    return model
+
+

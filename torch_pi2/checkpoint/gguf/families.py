@@ -1,0 +1,290 @@
+"""Which architectures of GGUF files are which of transformers', and what their metadata says of the configuration.
+
+The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what a file does not say is what
+llama.cpp takes then. A key that is not known here may change what the model computes, so it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torch_pi2.base.fields import shown
+from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.store.gguf import GgufArray, GgufFile
+
+#: Key, without the architecture -> attribute of the configuration.
+_COMMON = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+#: Keys that change nothing here, or that are looked at elsewhere.
+_ELSEWHERE = {
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "attention.causal",
+    "expert_count",
+    "expert_used_count",
+    "expert_group_count",
+    "expert_group_used_count",
+}
+_SLIDING = {"attention.sliding_window": "sliding_window"}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_EXPERTS |= {"expert_feed_forward_length": "moe_intermediate_size"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        arch: in files. model_type: transformers'.
+        keys: key -> attribute, beside the common ones. fixed: attribute -> value that llama.cpp computes with.
+        permuted: rows of q and k are in pairs of rotary halves in the file. norm_offset: what the file's norms have
+            more than the model's.
+    """
+
+    arch: str
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    permuted: bool = False
+    norm_offset: float = 0.0
+
+    @property
+    def all_keys(self) -> dict[str, str]:
+        return {**_COMMON, **self.keys}
+
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+FAMILIES = (
+    Family("llama", "llama", fixed={"hidden_act": "silu"}, permuted=True),
+    Family(
+        "llama",
+        "mixtral",
+        {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        {"hidden_act": "silu", "sliding_window": None},
+        permuted=True,
+    ),
+    Family("qwen2", "qwen2", fixed={"hidden_act": "silu", "use_sliding_window": False}),
+    Family("qwen3", "qwen3", fixed={"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}),
+    Family(
+        "qwen2moe",
+        "qwen2_moe",
+        {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"hidden_act": "silu", "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    Family(
+        "qwen3moe",
+        "qwen3_moe",
+        _EXPERTS,
+        {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    Family("gemma", "gemma", fixed={"hidden_act": "gelu_pytorch_tanh", **_GEMMA}, norm_offset=1.0),
+    Family("gemma2", "gemma2", {**_SLIDING, **_CAPS}, _GEMMA, norm_offset=1.0),
+    Family("gemma3", "gemma3_text", _SLIDING, _GEMMA, norm_offset=1.0),
+    Family("phi3", "phi3", _SLIDING, {"hidden_act": "silu"}),
+    Family("olmo2", "olmo2", fixed={"hidden_act": "silu"}),
+)
+
+
+def family_of(file: GgufFile) -> Family:
+    """Raises UnsupportedModelError, ArtifactError."""
+    arch = file.metadata.get("general.architecture")
+    experts = bool(file.metadata.get(f"{arch}.expert_count", 0))
+    for family in FAMILIES:
+        if family.arch == arch and (arch != "llama" or experts == (family.model_type == "mixtral")):
+            return family
+    raise UnsupportedModelError(
+        f"architecture of {file.path}",
+        expected=", ".join(sorted({family.arch for family in FAMILIES})),
+        found=shown(arch),
+        fix="Load the model's original checkpoint with transformers, and optimise that.",
+    )
+
+
+def family_for(model_type: str) -> Family:
+    """Of a model that is to be written. Raises UnsupportedModelError."""
+    for family in FAMILIES:
+        if model_type in (family.model_type, "mistral" if family.arch == "llama" else ""):
+            return family
+    raise UnsupportedModelError(
+        f"a GGUF file of a {model_type} model",
+        expected=", ".join(family.model_type for family in FAMILIES),
+        found=model_type,
+        fix="Convert its checkpoint with llama.cpp's own script.",
+    )
+
+
+class Said:
+    """What a file says under the keys of its architecture; those that nobody asked for are left."""
+
+    def __init__(self, file: GgufFile, arch: str) -> None:
+        self._file, self._prefix = file, f"{arch}."
+        self.left = {key[len(arch) + 1 :] for key in file.metadata if key.startswith(self._prefix)}
+
+    def number(self, key: str, default: Any = None, *, least: float = 0, most: float = 1 << 31) -> Any:
+        """A number from ``least`` to ``most``. Raises ArtifactError: something else, or nothing and no ``default``."""
+        self.left.discard(key)
+        found = self._file.metadata.get(self._prefix + key, default)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
+            if found is None and default is None:
+                found = "nothing"
+            elif found is default:
+                return default
+            raise ArtifactError(
+                f"{self._prefix}{key} in {self._file.path}",
+                expected=f"a number from {least:g} to {most:g}",
+                found="a list" if isinstance(found, GgufArray) else shown(found),
+                fix="Get the file again, or convert the model with a current llama.cpp.",
+            )
+        return found
+
+    def text(self, key: str, default: str) -> str:
+        self.left.discard(key)
+        return str(self._file.metadata.get(self._prefix + key, default))
+
+    def has(self, key: str) -> bool:
+        return self._prefix + key in self._file.metadata
+
+
+def configuration(file: GgufFile) -> dict[str, Any]:
+    """What transformers' configuration class of the file's :func:`family_of` takes.
+
+    Raises:
+        UnsupportedModelError: an architecture, a key or a way of rotary positions that is not known here.
+        ArtifactError: something is missing, or has no sense.
+    """
+    family, arch = family_of(file), str(file.metadata["general.architecture"])
+    said = Said(file, arch)
+    config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
+    for key, attribute in family.all_keys.items():
+        if said.has(key):
+            config[attribute] = said.number(key, most=1 << 31 if "epsilon" not in key else 1)
+    for needed in ("embedding_length", "block_count", "attention.head_count", "feed_forward_length"):
+        if needed != "feed_forward_length" or "expert_feed_forward_length" not in family.keys:
+            said.number(needed, least=1)
+    config.setdefault("vocab_size", _vocabulary(file))
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if not config.get("sliding_window", 1):
+        config["sliding_window"] = None
+    width = config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
+    if said.number("attention.value_length", width) != width or said.number("rope.dimension_count", width) != width:
+        _unsupported(file, "heads of one width, all of it rotated", "others")
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["rope_parameters"] = _rope(file, said, family)
+    _special(file, family, config, said)
+    config |= {
+        f"{name}_token_id": file.metadata[f"tokenizer.ggml.{key}_token_id"]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+        if isinstance(file.metadata.get(f"tokenizer.ggml.{key}_token_id"), int)
+    }
+    for key in ("expert_group_count", "expert_group_used_count"):
+        if said.number(key, 0) > 1:
+            _unsupported(file, "experts without groups", f"{key} {said.number(key)}")
+    if unknown := sorted(said.left - _ELSEWHERE):
+        _unsupported(file, "metadata that is known", f"{arch}.{shown(unknown[0])}")
+    return config
+
+
+def _unsupported(file: GgufFile, expected: str, found: str) -> None:
+    raise UnsupportedModelError(
+        str(file.path),
+        expected=expected,
+        found=found,
+        fix="Load the model's original checkpoint with transformers, and optimise that.",
+    )
+
+
+def _vocabulary(file: GgufFile) -> int:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    return tokens.count if isinstance(tokens, GgufArray) else file.tensor("token_embd.weight").shape[0]
+
+
+def _rope(file: GgufFile, said: Said, family: Family) -> dict[str, Any]:
+    theta = float(said.number("rope.freq_base", 10000.0, least=1, most=1e12))
+    kind = said.text("rope.scaling.type", "none")
+    factor = float(said.number("rope.scaling.factor", 1.0, least=0, most=1e6))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear" and factor > 1:
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn" and factor > 1:
+        original = said.number("rope.scaling.original_context_length", least=1)
+        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    elif kind not in ("none", "linear", "yarn"):
+        _unsupported(file, "rotary positions of type none, linear or yarn", shown(kind))
+    if "rope_freqs.weight" in file.tensors:
+        rope = _llama3(file, rope)
+    if family.model_type == "gemma3_text":  # sliding layers turn at 10,000 in every model, without scaling
+        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    return rope
+
+
+def _llama3(file: GgufFile, rope: dict[str, Any]) -> dict[str, Any]:
+    """Frequencies divided by a tensor's values: those that Llama 3.1 and later have, whose rule transformers knows.
+
+    Raises UnsupportedModelError: other values.
+    """
+    tensor = file.tensor("rope_freqs.weight")
+    divisors = file.read_rows(tensor.name, 0, 1).view(torch.float32)[0] if tensor.type.name == "F32" else None
+    if divisors is not None and rope["rope_type"] == "default" and len(tensor.shape) == 1:
+        for factor in (8.0, 32.0):
+            known = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            known |= {"original_max_position_embeddings": 8192}
+            if divisors.allclose(llama3_divisors(len(divisors), rope["rope_theta"], known), rtol=1e-4):
+                return {**rope, "rope_type": "llama3", **known}
+        if bool((divisors == 1).all()):
+            return rope
+    _unsupported(file, "rope_freqs.weight as Llama 3.1 or 3.2 has it", "other values")
+    return rope
+
+
+def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.Tensor:
+    """``[pairs]``: what the rule ``llama3`` divides the frequencies by: 1 for short waves, its factor for long ones."""
+    turns = rule["original_max_position_embeddings"] * theta ** -(torch.arange(pairs) / pairs) / (2 * math.pi)
+    low, high = rule["low_freq_factor"], rule["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    divisors: torch.Tensor = 1 / ((1 - smooth) / rule["factor"] + smooth)
+    return divisors
+
+
+def _special(file: GgufFile, family: Family, config: dict[str, Any], said: Said) -> None:
+    """What one family alone has."""
+    if family.model_type in ("gemma2", "gemma3_text"):
+        # llama.cpp scales queries by the width of heads, but for the 27B models
+        big = (config["num_hidden_layers"], family.model_type) in ((46, "gemma2"), (62, "gemma3_text"))
+        config["query_pre_attn_scalar"] = (
+            config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
+        )
+    if family.model_type == "gemma2":
+        config.setdefault("attn_logit_softcapping", 50.0)
+        config.setdefault("final_logit_softcapping", 30.0)
+    if family.model_type == "llama":
+        config["attention_bias"] = "blk.0.attn_output.bias" in file.tensors
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+    if family.model_type == "phi3" and any(name.startswith("rope_factors") for name in file.tensors):
+        _unsupported(file, "rotary positions without factors of their own", "rope_factors_long.weight")
+    if "expert_feed_forward_length" not in family.keys:
+        return
+    if not said.has("expert_feed_forward_length"):
+        config["moe_intermediate_size"] = file.tensor("blk.0.ffn_gate_exps.weight").shape[1]
+    config.setdefault("intermediate_size", config["moe_intermediate_size"])
+    if "expert_shared_feed_forward_length" in family.keys and not said.has("expert_shared_feed_forward_length"):
+        config["shared_expert_intermediate_size"] = file.tensor("blk.0.ffn_gate_shexp.weight").shape[0]

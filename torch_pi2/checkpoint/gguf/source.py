@@ -1,0 +1,218 @@
+"""A GGUF file as a checkpoint: tensors under transformers' names, as floats or as the rows that the file has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from torch_pi2.base.extras import missing_package
+from torch_pi2.base.tensorfile import Spec
+from torch_pi2.checkpoint.gguf.families import family_of
+from torch_pi2.errors import ArtifactError
+from torch_pi2.formats import ROWS
+from torch_pi2.store.gguf import GgufFile, GgufTensor
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Types whose rows are ours but for the place of the scales.
+_SPLIT = {"Q4_0": "int4", "Q8_0": "int8"}
+_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
+_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+#: What a file may have that no model has under a name of its own.
+_USED_ELSEWHERE = ("rope_freqs.weight",)
+_SCALE_BYTES = 2
+
+
+def own_format(type_name: str) -> str | None:
+    """The format of ours in which rows of a GGUF type are kept bit for bit; None: they are not."""
+    found = _SPLIT.get(type_name, type_name.lower())
+    return found if found in ROWS else None
+
+
+def split_scales(rows: torch.Tensor, block_bytes: int) -> torch.Tensor:
+    """Blocks of a float16 scale and integers as a row of ours: all integers, then all scales. Moves bytes only."""
+    blocks = rows.unflatten(1, (-1, block_bytes))
+    return torch.cat((blocks[..., _SCALE_BYTES:].flatten(1), blocks[..., :_SCALE_BYTES].flatten(1)), 1)
+
+
+def gguf_package() -> Any:
+    """The package ``gguf``: names of tensors, and what types stand for. Raises LibraryMissingError."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise missing_package("gguf", "gguf", error) from error
+    return gguf
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF file, in the shape in which :class:`torch_pi2.store.source.Checkpoint` gives them.
+
+    Attributes:
+        folder: of messages: the file. file: its header and rows. family: its architecture.
+
+    Raises:
+        ArtifactError: damage. UnsupportedModelError: an architecture that is not known.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = Path(path)
+        self.file = GgufFile(path)
+        try:
+            self.family = family_of(self.file)
+            blocks = int(self.file.metadata.get(f"{self.family.arch}.block_count", 0))
+            gguf = gguf_package()
+            arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.family.arch)
+            self._names = gguf.get_tensor_name_map(arch, min(blocks, len(self.file.tensors)))
+            self.used: set[str] = set(_USED_ELSEWHERE)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.file.tensors.values())
+
+    def _find(self, name: str) -> tuple[GgufTensor, int, int] | None:
+        """The tensor with parameter ``name``, and which of its rows that is."""
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None and expert["part"] in _PARTS:
+            block = re.search(r"\.(\d+)\.", name)
+            stack = f"blk.{block[1] if block else ''}.ffn_{_PARTS[expert['part']]}_exps.weight"
+            tensor = self.file.tensors.get(stack)
+            if tensor is None or len(tensor.shape) != 3 or int(expert["expert"]) >= tensor.shape[0]:
+                return None
+            first = int(expert["expert"]) * tensor.shape[1]
+            return tensor, first, first + tensor.shape[1]
+        base, dot, suffix = name.rpartition(".")
+        known = self._names.get_name(base) if suffix in ("weight", "bias") else None
+        tensor = self.file.tensors.get(f"{known}{dot}{suffix}") if known else None
+        return None if tensor is None else (tensor, 0, tensor.rows)
+
+    def __contains__(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def _tensor(self, name: str) -> tuple[GgufTensor, int, int]:
+        found = self._find(name)
+        if found is None:
+            raise ArtifactError(
+                str(self.folder),
+                expected=f"a tensor for {name}",
+                found=f"{len(self.file.tensors)} others",
+                fix="The file is not whole, or its metadata is of another model.",
+            )
+        self.used.add(found[0].name)
+        return found
+
+    def type_of(self, name: str) -> str:
+        """The GGUF type of parameter ``name``."""
+        return self._tensor(name)[0].type.name
+
+    def spec(self, name: str) -> Spec:
+        """Shape and dtype of the numbers; quantised ones are float32."""
+        tensor, start, stop = self._tensor(name)
+        shape = (stop - start, tensor.columns) if len(tensor.shape) > 1 else tensor.shape
+        return Spec(shape, _FLOATS.get(tensor.type.name, torch.float32))
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``[start, stop)`` of matrix ``name``, in the model's order, as the file has them: uint8."""
+        tensor, first, _ = self._tensor(name)
+        order = self._order(tensor)
+        if order is None:
+            return self.file.read_rows(tensor.name, first + start, first + stop)
+        wanted = order[start:stop]
+        low, high = int(wanted.min()), int(wanted.max()) + 1
+        return self.file.read_rows(tensor.name, low, high)[wanted - low]
+
+    def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """The same in :func:`own_format`'s layout."""
+        tensor, _, _ = self._tensor(name)
+        rows = self.rows(name, start, stop)
+        return split_scales(rows, tensor.type.block_bytes) if tensor.type.name in _SPLIT else rows
+
+    def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
+        """Which row of the file each row of the model is; None: the same. Llama's halves of heads are interleaved."""
+        kind = re.search(r"\.attn_([qk])\.", tensor.name)
+        if not self.family.permuted or kind is None:
+            return None
+        arch = self.family.arch
+        heads = int(self.file.metadata[f"{arch}.attention.head_count"])
+        if kind[1] == "k":
+            heads = int(self.file.metadata.get(f"{arch}.attention.head_count_kv", heads))
+        rows = tensor.shape[0]
+        if rows % (2 * heads):
+            raise ArtifactError(
+                f"{tensor.name} of {self.folder}",
+                expected=f"rows of {heads} heads",
+                found=str(rows),
+                fix="The file's metadata is of another model; get it again.",
+            )
+        order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
+        return order
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """The numbers of parameter ``name``, or of its rows ``[start, stop)``, exactly (16-bit floats as such)."""
+        tensor, first, last = self._tensor(name)
+        spec = self.spec(name)
+        if len(spec.shape) == 1:
+            order = self._order(tensor)
+            values = _values(self.file.read_rows(tensor.name, 0, 1), tensor)[0]
+            values = values if order is None else values[order]
+            offset = self.family.norm_offset if tensor.name.endswith("norm.weight") else 0.0
+            return (values - offset)[slice(*(rows or (0, None)))]
+        start, stop = rows or (0, last - first)
+        return _values(self.rows(name, start, stop), tensor)
+
+    def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
+        """Fill ``tensor`` with rows of ``name`` from ``row`` on, some at a time."""
+        step = max(1, (8 << 20) // max(1, 4 * tensor[0].numel()))
+        for start in range(0, len(tensor), step):
+            stop = min(len(tensor), start + step)
+            tensor[start:stop] = self.read(name, (row + start, row + stop))
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """As a stack of experts would be asked for; they are single here. Raises ArtifactError."""
+        raise ArtifactError(
+            f"{name} of {self.folder}",
+            expected="experts one by one",
+            found=f"bytes {start} to {stop} of a stack",
+            fix="Load the model's original checkpoint with transformers, and optimise that.",
+        )
+
+    def check_float(self, name: str) -> None:
+        """Every number of a GGUF file can be had as a float. Raises ArtifactError: there is no such tensor."""
+        self._tensor(name)
+
+    def left(self) -> list[str]:
+        """Tensors that nobody has asked for."""
+        return sorted(set(self.file.tensors) - self.used)
+
+
+def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
+    """The numbers that a tensor's rows stand for; float32 unless they are 16-bit floats. Raises as gguf_package."""
+    name = tensor.type.name
+    if name in _FLOATS:
+        return rows.view(_FLOATS[name])
+    if (own := own_format(name)) is not None:
+        mine = split_scales(rows, tensor.type.block_bytes) if name in _SPLIT else rows
+        values: torch.Tensor = torch.ops.pi2.dequantize(mine, own, tensor.columns, torch.float32)
+        return values
+    gguf = gguf_package()
+    try:
+        made = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[name])
+    except (KeyError, NotImplementedError, ValueError) as error:
+        raise ArtifactError(
+            tensor.name,
+            expected="a type that the package gguf can read",
+            found=name,
+            fix="Quantise the model to another type.",
+        ) from error
+    return torch.from_numpy(np.ascontiguousarray(made)).view(len(rows), -1)

@@ -1,0 +1,60 @@
+"""Import a GGUF file (llama.cpp's): a folder that every other command takes.
+
+Matrices keep the file's own precision, bit for bit, where the type is Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K;
+others are rounded again, and listed. The tokenizer and its chat template come along. Layers that can be sparse (ReLU)
+and experts become neurons; --neurons all makes all layers so, for `torch-pi2 pack` and models larger than memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.cli import common
+from torch_pi2.formats import QUANTIZED
+
+EXAMPLE = "torch-pi2 import model-q4_k_m.gguf --out my-model"
+#: As torch_pi2.checkpoint.gguf.importing has it, which needs torch.
+_NEURONS = ("auto", "none", "all", *QUANTIZED)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="a .gguf file")
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write")
+    parser.add_argument(
+        "--neurons",
+        choices=_NEURONS,
+        default="auto",
+        help="which feed-forward layers become neurons, and in what; auto: experts, and those that can be sparse",
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2 import import_gguf
+
+    common.check_out(args.out)
+    report = import_gguf(args.file, args.out, neurons=args.neurons, progress=not args.quiet)
+    return {"out": str(args.out), **report.to_json()}
+
+
+def render(result: dict[str, Any]) -> str:
+    kept = ", ".join(f"{count} {name}" for name, count in sorted(result["types"].items()))
+    lines = [f"kept bit for bit: {kept or 'nothing'}"]
+    if rounded := result["rounded"]:
+        by_way: dict[str, list[float]] = {}
+        for name, way in rounded.items():
+            by_way.setdefault(way, []).append(result["errors"].get(name.removesuffix(".weight"), 0.0))
+        rows = [(way, str(len(errors)), _largest(errors)) for way, errors in sorted(by_way.items())]
+        lines.append(common.table(("rounded again", "matrices", "largest relative error"), rows))
+    if result["neurons"]:
+        worst = max(result["errors"].values(), default=0.0)
+        lines.append(f"{result['neurons']} layers are neurons now, {common.percent(worst, 2)} off at most")
+    if result["tokenizer"]:
+        lines.append(f"no tokenizer: {result['tokenizer']}")
+    sizes = f"{common.size(result['bytes_in'])} -> {common.size(result['bytes_out'])}"
+    return "\n".join([*lines, f"{result['out']}: {sizes} in {result['seconds']:.1f} s"])
+
+
+def _largest(errors: list[float]) -> str:
+    return common.percent(max(errors), 2) if any(errors) else "-"

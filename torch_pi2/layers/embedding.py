@@ -1,0 +1,54 @@
+"""``QuantEmbedding``: rows of an embedding as a file has them, in the place of an ``nn.Embedding``. Lossless there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
+from torch_pi2.ops import load
+
+
+class QuantEmbedding(Holder):
+    """Tokens ``[...]`` -> ``[..., K]`` in the dtype of the embedding it stands for; a row is read when it is wanted.
+
+    Attributes:
+        num_embeddings, embedding_dim: rows and K. weights: the format. padding_idx: as of ``nn.Embedding``.
+        dtype: of the float embedding it stands for.
+
+    Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[num_embeddings, row bytes of K]``.
+    """
+
+    rows: torch.Tensor
+    weight: AbsentParameter
+
+    def __init__(self, rows: torch.Tensor, columns: int, weights: str, padding_idx: int | None = None) -> None:
+        super().__init__()
+        load()
+        self.num_embeddings, self.embedding_dim = len(rows), columns
+        self.weights, self.padding_idx = weights, padding_idx
+        self.dtype = torch.float32
+        self.register_buffer("rows", rows, persistent=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = self.rows[input.reshape(-1)]
+        made: torch.Tensor = torch.ops.pi2.dequantize(rows, self.weights, self.embedding_dim, self.dtype)
+        return made.reshape(*input.shape, self.embedding_dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float embedding that this one stands for."""
+        return self.weight.dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        weight = AbsentParameter.made("the embedding's weight", (self.num_embeddings, self.embedding_dim), dtype)
+        object.__setattr__(self, "_parameters", ListedParameters({"weight": weight}, self))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        values = torch.ops.pi2.dequantize(self.rows, self.weights, self.embedding_dim, self.dtype)
+        destination[f"{prefix}weight"] = values
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.weights}"

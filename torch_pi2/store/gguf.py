@@ -1,0 +1,344 @@
+"""GGUF files: their metadata, and the rows of their tensors as they are stored.
+
+Written against https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: little endian, versions 2 and 3. A file is
+hostile until it has been read to the end of its header: every count is held against the bytes that are left, every
+tensor against the size of the file, before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+
+from torch_pi2.base.fields import shown
+from torch_pi2.base.reading import open_file
+from torch_pi2.base.tensorfile import bytes_of
+from torch_pi2.base.units import size as shown_size
+from torch_pi2.errors import ArtifactError
+
+SUFFIX = ".gguf"
+_EXPECTED, _FIX = "a whole GGUF file", "Get it again from where it comes from."
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """How a tensor's numbers are stored: ``block`` of them in ``block_bytes``."""
+
+    name: str
+    block: int
+    block_bytes: int
+
+    def row_bytes(self, columns: int) -> int:
+        return columns // self.block * self.block_bytes
+
+
+#: Code in the file -> type. (Codes that are missing were withdrawn.)
+TYPES = {
+    code: TensorType(name, block, size)
+    for code, name, block, size in (
+        (0, "F32", 1, 4),
+        (1, "F16", 1, 2),
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (24, "I8", 1, 1),
+        (25, "I16", 1, 2),
+        (26, "I32", 1, 4),
+        (27, "I64", 1, 8),
+        (28, "F64", 1, 8),
+        (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36),
+    )
+}
+
+#: Code of a metadata value -> its struct format; strings and arrays have none.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+#: More than any model has; ends loops over a header that lies.
+_MOST_HEADER = 1 << 28
+_MOST_TENSORS = 1 << 17
+_MOST_NAME = 1 << 16
+_MOST_DIMENSIONS = 4
+_LARGEST = 1 << 60
+#: Read at a time while the header is walked.
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor: ``shape`` rows first, as torch has it (files say columns first); ``start``: its place in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: TensorType
+    start: int
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        return self.type.row_bytes(self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class GgufArray:
+    """An array of the metadata, which stays in the file: ``kind``, the code of its elements, and how many they are."""
+
+    kind: int
+    count: int
+
+
+class GgufFile:
+    """A GGUF file, open: its header, checked, and its tensors by row. Close it, or use it as a context manager.
+
+    Attributes:
+        path: of the file. version: 2 or 3. size: bytes of the file.
+        metadata: name -> number, bool, text, or :class:`GgufArray`.
+        tensors: name -> :class:`GgufTensor`.
+
+    Raises:
+        ArtifactError: missing, no GGUF file, of another version, or damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = open_file(path, "a GGUF file", "Check the file's name.")
+        try:
+            self.size = os.fstat(self._file).st_size
+            self._at, self._piece_at, self._piece = 0, 0, b""
+            self.metadata: dict[str, Any] = {}
+            self.tensors: dict[str, GgufTensor] = {}
+            self._read_header()
+        except OSError as error:
+            self.close()
+            self._damaged(str(error.strerror or error))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _damaged(self, reason: str) -> NoReturn:
+        raise ArtifactError(str(self.path), expected=_EXPECTED, found=f"damage ({reason})", fix=_FIX)
+
+    # What follows walks the header.
+
+    def _take(self, size: int) -> bytes:
+        """The next ``size`` bytes."""
+        end = self._at + size
+        if end > self.size:
+            self._damaged(f"it ends after {self.size} bytes, within its header")
+        if end > _MOST_HEADER:
+            self._damaged(f"a header of more than {shown_size(_MOST_HEADER)}")
+        begin = self._at - self._piece_at
+        if begin + size > len(self._piece):
+            self._piece_at, begin = self._at, 0
+            self._piece = os.pread(self._file, max(size, _PIECE), self._at)
+            if len(self._piece) < size:
+                self._damaged("it became shorter while it was read")
+        self._at = end
+        return self._piece[begin : begin + size]
+
+    def _skip(self, size: int) -> None:
+        if self._at + size > self.size:
+            self._damaged(f"{size} bytes of metadata after {self._at}, in a file of {self.size}")
+        self._at += size
+
+    def _skip_texts(self, count: int, what: str) -> None:
+        """Vocabularies have hundreds of thousands: as few steps as there can be for each."""
+        at, piece_at, piece, size_at = self._at, 0, b"", struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            begin = at - piece_at
+            if not 0 <= begin <= len(piece) - 8:
+                piece_at, begin, piece = at, 0, os.pread(self._file, _PIECE, at)
+                if len(piece) < 8:
+                    self._damaged(f"it ends within {what}")
+            at += 8 + size_at(piece, begin)[0]
+            if at > self.size:
+                self._damaged(f"{what} that ends at {at}, in a file of {self.size}")
+        self._at = at
+
+    def _scalar(self, kind: int) -> Any:
+        layout = "<" + _SCALARS[kind]
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
+
+    def _u32(self) -> int:
+        return int(self._scalar(4))
+
+    def _u64(self) -> int:
+        return int(self._scalar(10))
+
+    def _length(self, what: str, each: int) -> int:
+        """A number of things of at least ``each`` bytes that follow."""
+        count = self._u64()
+        if count * each > self.size - self._at:
+            self._damaged(f"{count} {what} in the {self.size - self._at} bytes that are left")
+        return count
+
+    def _text(self, what: str, most: int = _MOST_HEADER) -> str:
+        size = self._length(f"bytes of {what}", 1)
+        if size > most:
+            self._damaged(f"{what} of {size} bytes")
+        try:
+            return self._take(size).decode()
+        except UnicodeDecodeError:
+            self._damaged(f"{what} that is not UTF-8")
+
+    def _read_header(self) -> None:
+        magic = self._take(min(4, self.size))
+        if magic != b"GGUF":
+            raise ArtifactError(
+                str(self.path),
+                expected="a GGUF file",
+                found=f"one that begins with {magic!r}",
+                fix="Check the file's name.",
+            )
+        self.version = self._u32()
+        if self.version not in (2, 3):
+            raise ArtifactError(
+                str(self.path),
+                expected="GGUF version 2 or 3, little endian",
+                found=f"version {self.version}",
+                fix="Convert the model again with a current llama.cpp.",
+            )
+        tensors = self._length("tensors", 24)
+        if tensors > _MOST_TENSORS:
+            self._damaged(f"{tensors} tensors")
+        for _ in range(self._length("metadata values", 13)):
+            name = self._text("a metadata name", _MOST_NAME)
+            if name in self.metadata:
+                self._damaged(f"{shown(name)} occurs twice")
+            self.metadata[name] = self._value(name)
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
+            self._damaged(f"general.alignment {shown(alignment)}")
+        found = [self._tensor() for _ in range(tensors)]
+        data = -(-self._at // alignment) * alignment
+        self._place(found, data, alignment)
+        self._piece = b""
+
+    def _value(self, name: str) -> Any:
+        kind = self._u32()
+        if kind in _SCALARS:
+            return self._scalar(kind)
+        if kind == _STRING:
+            return self._text(f"the text of {shown(name)}")
+        if kind != _ARRAY:
+            self._damaged(f"{shown(name)} of an unknown kind {kind}")
+        kind = self._u32()
+        if kind in _SCALARS:
+            each = struct.calcsize("<" + _SCALARS[kind])
+            count = self._length(f"values of {shown(name)}", each)
+            self._skip(count * each)
+        elif kind == _STRING:
+            count = self._length(f"texts of {shown(name)}", 8)
+            self._skip_texts(count, f"a text of {shown(name)}")
+        else:
+            self._damaged(f"{shown(name)}, an array of kind {kind}")
+        return GgufArray(kind, count)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], TensorType, int]:
+        name = self._text("a tensor's name", _MOST_NAME)
+        if name in self.tensors:
+            self._damaged(f"tensor {shown(name)} occurs twice")
+        self.tensors[name] = GgufTensor(name, (), TYPES[0], 0)
+        dimensions = self._u32()
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            self._damaged(f"tensor {shown(name)} of {dimensions} dimensions")
+        shape = tuple(self._u64() for _ in range(dimensions))[::-1]
+        code, offset = self._u32(), self._u64()
+        if code not in TYPES:
+            raise ArtifactError(
+                f"tensor {shown(name)} of {self.path}",
+                expected=f"one of {', '.join(one.name for one in TYPES.values())}",
+                found=f"type {code}",
+                fix="Quantise the model to one of these types.",
+            )
+        of = TYPES[code]
+        if not all(shape) or math.prod(shape) >= _LARGEST or shape[-1] % of.block:
+            self._damaged(f"tensor {shown(name)} of {list(shape)} {of.name}")
+        return name, shape, of, offset
+
+    def _place(self, found: list[tuple[str, tuple[int, ...], TensorType, int]], data: int, alignment: int) -> None:
+        """Tensors lie one after another in the file, none in another."""
+        end = 0
+        for name, shape, of, offset in sorted(found, key=lambda one: one[3]):
+            tensor = GgufTensor(name, shape, of, data + offset)
+            if offset % alignment or offset < end or tensor.start + tensor.nbytes > self.size:
+                self._damaged(
+                    f"tensor {shown(name)}, {tensor.nbytes} bytes, at {offset} after {end}, in a file of {self.size}"
+                )
+            end = offset + tensor.nbytes
+            self.tensors[name] = tensor
+
+    # What follows reads tensors.
+
+    def tensor(self, name: str) -> GgufTensor:
+        """Raises ArtifactError if there is none."""
+        if name not in self.tensors:
+            raise ArtifactError(
+                str(self.path),
+                expected=f"a tensor {name}",
+                found=f"{len(self.tensors)} others",
+                fix="The file is not whole, or of a model that is not what its metadata says.",
+            )
+        return self.tensors[name]
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``[start, stop)`` of a tensor as they are stored: uint8 ``[rows, row bytes]``. Raises ArtifactError."""
+        tensor = self.tensor(name)
+        rows = torch.empty((stop - start, tensor.row_bytes), dtype=torch.uint8)
+        into, at = bytes_of(rows), 0
+        while at < len(into):
+            try:
+                got = os.preadv(self._file, [into[at : at + (8 << 20)]], tensor.start + start * tensor.row_bytes + at)
+            except OSError as error:
+                self._damaged(str(error.strerror or error))
+            if not got:
+                self._damaged("it became shorter while it was read")
+            at += got
+        return rows
