@@ -69,6 +69,10 @@ QUANTIZED = tuple(name for name, one in FORMATS.items() if one.quantized)
 FLOATS = tuple(name for name, one in FORMATS.items() if not one.quantized)
 #: What rows of linear layers and embeddings may be in.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
+#: What matrices of a GGUF file can be written in.
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+#: Which feed-forward layers of a GGUF file may become neurons, and in what.
+GGUF_NEURONS = ("auto", "none", "all", *QUANTIZED)
 #: What layers may see their inputs as: as they are, or rounded per group.
 ACTIVATIONS = (FLOAT, "int8")
 

@@ -150,9 +150,9 @@ def _typed(data: np.ndarray[Any, Any], of: Any, generator: Any) -> np.ndarray[An
 
 
 def with_values(model: Any, file: Path, values: dict[str, np.ndarray[Any, Any]]) -> Any:
-    """``model`` with the numbers of a file's matrices instead of its own, through nothing of ours but the order of q, k.
+    """``model`` with the numbers of a file's matrices instead of its own, put there by names that ``gguf`` has.
 
-    The names are those that ``gguf`` has for the architecture.
+    Llama's rows of q and k are put in order here, too.
     """
     arch = gguf.GGUFReader(file).fields["general.architecture"].contents()
     of = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
@@ -176,5 +176,3 @@ def with_values(model: Any, file: Path, values: dict[str, np.ndarray[Any, Any]])
                 value = value.unflatten(0, (heads[kind], -1, 2)).transpose(1, 2).flatten(0, 2)
             parameter.copy_(value)
     return model
-
-

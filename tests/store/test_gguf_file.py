@@ -48,9 +48,9 @@ def test_what_is_in_a_file(tmp_path: Path) -> None:
         getattr(writer, step)()
     writer.close()
     with GgufFile(path) as file:
-        assert file.metadata["general.architecture"] == "llama" and file.metadata["llama.block_count"] == 3
-        assert file.metadata["tokenizer.ggml.tokens"] == GgufArray(8, 2) and file.metadata["yes"] is True
-        assert file.tensors["w"].shape == (2, 3, 32) and file.tensors["q"].shape == (3, 32)
+        assert {"general.architecture": "llama", "llama.block_count": 3, "yes": True}.items() <= file.metadata.items()
+        assert file.metadata["tokenizer.ggml.tokens"] == GgufArray(8, 2)
+        assert {name: one.shape for name, one in file.tensors.items()} == {"w": (2, 3, 32), "q": (3, 32)}
         assert file.read_rows("w", 4, 6).view(torch.float32).tolist() == data[1, 1:].tolist()
         assert (file.read_rows("q", 1, 3).numpy() == rows[1:]).all()
 

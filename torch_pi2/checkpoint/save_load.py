@@ -41,8 +41,8 @@ from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
-from torch_pi2.store.gguf import SUFFIX as GGUF
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, read_config
+from torch_pi2.store.gguf import SUFFIX as GGUF
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
 from torch_pi2.store.trust import how_to_trust, remember, trusted

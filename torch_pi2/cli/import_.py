@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.formats import QUANTIZED
+from torch_pi2.formats import GGUF_NEURONS
 
 EXAMPLE = "torch-pi2 import model-q4_k_m.gguf --out my-model"
-#: As torch_pi2.checkpoint.gguf.importing has it, which needs torch.
-_NEURONS = ("auto", "none", "all", *QUANTIZED)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write")
     parser.add_argument(
         "--neurons",
-        choices=_NEURONS,
+        choices=GGUF_NEURONS,
         default="auto",
         help="which feed-forward layers become neurons, and in what; auto: experts, and those that can be sparse",
     )

@@ -21,12 +21,11 @@ from torch_pi2.checkpoint.gguf.families import Family, family_for, llama3_diviso
 from torch_pi2.checkpoint.gguf.source import gguf_package
 from torch_pi2.checkpoint.gguf.tokenizer import add_tokenizer
 from torch_pi2.errors import UnsupportedModelError, check_choice
+from torch_pi2.formats import GGUF_TYPES
 from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.store.source import Checkpoint
 
-#: What matrices can be written in.
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 _CHUNK_BYTES = 16 << 20
 _EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
@@ -85,7 +84,7 @@ def export_gguf(
         ArtifactError: damage, or the file cannot be written; then there is none. NonFiniteError, DtypeError: a weight.
         LibraryMissingError: no package gguf.
     """
-    check_choice("export_gguf(type=...)", type, TYPES, "Choose one of these.")
+    check_choice("export_gguf(type=...)", type, GGUF_TYPES, "Choose one of these.")
     gguf = gguf_package()
     folder, file = Path(folder), Path(file)
     start, report = time.perf_counter(), GgufReport(type)
@@ -120,7 +119,7 @@ def _refuse(what: str, expected: str, found: str) -> UnsupportedModelError:
 
 
 def _layout(gguf: Any, checkpoint: Checkpoint, config: Any, family: Family, kind: str) -> list[_Out]:
-    """What the file has, from what the checkpoint has. Raises UnsupportedModelError: a tensor that has no name there."""
+    """What the file has, from what the checkpoint has. Raises UnsupportedModelError: a tensor without a name there."""
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     stacks: dict[str, list[str]] = {}
@@ -270,4 +269,3 @@ def _order(name: str, rows: int, config: Any, family: Family) -> torch.Tensor | 
     heads = config.num_attention_heads if kind[1] == "q" else config.num_key_value_heads
     order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(-1)
     return order
-

@@ -165,6 +165,11 @@ class Said:
         return self._prefix + key in self._file.metadata
 
 
+def said_number(file: GgufFile, family: Family, key: str) -> int:
+    """A whole number that a file has to have. Raises ArtifactError."""
+    return int(Said(file, family.arch).number(key, least=1))
+
+
 def configuration(file: GgufFile) -> dict[str, Any]:
     """What transformers' configuration class of the file's :func:`family_of` takes.
 

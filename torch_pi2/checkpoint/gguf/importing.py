@@ -20,8 +20,8 @@ from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint, own_format
 from torch_pi2.checkpoint.gguf.tokenizer import write_tokenizer
 from torch_pi2.checkpoint.quantize import NO_HASH, Quantizer, QuantizeReport, RelativeError, row_chunks, update_hash
-from torch_pi2.errors import NoFFNFoundError, UnsupportedModelError, check_choice
-from torch_pi2.formats import QUANTIZED
+from torch_pi2.errors import ArtifactError, NoFFNFoundError, UnsupportedModelError, check_choice
+from torch_pi2.formats import GGUF_NEURONS, QUANTIZED
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
@@ -36,8 +36,6 @@ from torch_pi2.store.gguf import TYPES, TensorType
 from torch_pi2.store.names import ExpertMatrix
 from torch_pi2.store.weights import WEIGHTS_FILE
 
-#: What may become neurons.
-NEURONS = ("auto", "none", "all", *QUANTIZED)
 _TYPES = {one.name: one for one in TYPES.values()}
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
@@ -84,7 +82,7 @@ def import_gguf(
         ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an architecture, or something in
             it, that is not known. ConfigError: another ``neurons``. LibraryMissingError: no transformers, or no gguf.
     """
-    check_choice("import_gguf(neurons=...)", neurons, NEURONS, "Choose one of these.")
+    check_choice("import_gguf(neurons=...)", neurons, GGUF_NEURONS, "Choose one of these.")
     load_library()
     file, folder = Path(file), Path(folder).resolve()
     check_replaceable(folder)
@@ -114,7 +112,7 @@ def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
     said = configuration(checkpoint.file)
     try:
         config = CONFIG_MAPPING[said.pop("model_type")](**said)
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # its checks raise many types
         raise UnsupportedModelError(
             str(checkpoint.folder),
             expected=f"a configuration of {checkpoint.family.model_type}",
@@ -220,6 +218,21 @@ class _Importer(Quantizer):
             formats[name] = own_format(of) or _rounded_to(_TYPES[of])
         others = {name: made for name, made in formats.items() if made != kind}
         super().__init__(model, checkpoint, plan, linears, kind, formats=others, embeddings=embeddings)
+        for name in (*self._floats, *self._biases, *(f"{name}.weight" for name in self._in_rows)):
+            self._check_shape(name, model)
+
+    def _check_shape(self, name: str, model: nn.Module) -> None:
+        """Raises ArtifactError: the file's tensor is not the model's."""
+        owner, _, local = name.rpartition(".")
+        wanted = getattr(model.get_submodule(owner), local).shape
+        found = self._checkpoint.spec(self._stored(name)).shape
+        if tuple(wanted) != found:
+            raise ArtifactError(
+                f"{name} in {self._checkpoint.folder}",
+                expected=str(list(wanted)),
+                found=str(list(found)),
+                fix="The file's metadata is of another model; get it again.",
+            )
 
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored = self._stored(f"{name}.weight")
@@ -246,9 +259,11 @@ class _Importer(Quantizer):
         if ref.expert is not None:
             stored = ExpertMatrix(self._checkpoint, site, ref, role).name
         of, first = self._gguf.type_of(stored), int(neurons[0])
-        same = role != "down" and ref.rows is None and own_format(of) == self._kind
+        same = role != "down" and own_format(of) == self._kind
         if first == 0:
             self._count(stored, of, self._kind, same)
+        if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file
+            first += ref.rows[0]
         return self._gguf.own_rows(stored, first, first + len(neurons)) if same else None
 
     def _count(self, name: str, of: str, to: str, kept: bool) -> None:

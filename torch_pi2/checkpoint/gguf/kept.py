@@ -41,4 +41,3 @@ def kept_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
         pack(between, folder, progress=progress)
         shutil.rmtree(between, ignore_errors=True)
     return folder
-

@@ -11,7 +11,7 @@ import torch
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.checkpoint.gguf.families import family_of
+from torch_pi2.checkpoint.gguf.families import family_of, said_number
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import ROWS
 from torch_pi2.store.gguf import GgufFile, GgufTensor
@@ -62,7 +62,7 @@ class GgufCheckpoint:
         self.file = GgufFile(path)
         try:
             self.family = family_of(self.file)
-            blocks = int(self.file.metadata.get(f"{self.family.arch}.block_count", 0))
+            blocks = said_number(self.file, self.family, "block_count")
             gguf = gguf_package()
             arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.family.arch)
             self._names = gguf.get_tensor_name_map(arch, min(blocks, len(self.file.tensors)))
@@ -143,10 +143,9 @@ class GgufCheckpoint:
         kind = re.search(r"\.attn_([qk])\.", tensor.name)
         if not self.family.permuted or kind is None:
             return None
-        arch = self.family.arch
-        heads = int(self.file.metadata[f"{arch}.attention.head_count"])
-        if kind[1] == "k":
-            heads = int(self.file.metadata.get(f"{arch}.attention.head_count_kv", heads))
+        heads = said_number(self.file, self.family, "attention.head_count")
+        if kind[1] == "k" and f"{self.family.arch}.attention.head_count_kv" in self.file.metadata:
+            heads = said_number(self.file, self.family, "attention.head_count_kv")
         rows = tensor.shape[0]
         if rows % (2 * heads):
             raise ArtifactError(

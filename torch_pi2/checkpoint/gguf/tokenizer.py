@@ -97,4 +97,3 @@ def _pre_of(said: dict[str, Any]) -> str | None:
         return _GPT2 if steps[0].get("use_regex", True) else None
     pattern = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
     return next((name for name, split in _splits().items() if split == pattern), None)
-
