@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_pi2.errors import ShapeError
+
 #: Numbers of a quantised row that have a float16 scale in common.
 GROUP = 32
 _SCALE_BYTES = 2
@@ -21,7 +23,9 @@ class Format:
 
     Attributes:
         name: in files and arguments; of floats also torch's. code: in stores and delegate blobs.
-        bits: of a number, without its group's scale. least, most: of the integers of a quantised format.
+        bits: of a number, without its group's scale. least, most: of the integers of a format that weights are
+        quantised to.
+        block, block_bytes: numbers of a block of ggml's, and its bytes with all scales; 0 of other formats.
     """
 
     name: str
@@ -29,10 +33,13 @@ class Format:
     bits: int
     least: int = 0
     most: int = 0
+    block: int = 0
+    block_bytes: int = 0
 
     @property
     def quantized(self) -> bool:
-        return self.most > 0
+        """Whether rows are bytes, with their scales."""
+        return self.most > 0 or self.block > 0
 
     @property
     def operand(self) -> str:
@@ -47,10 +54,25 @@ class Format:
     @property
     def bits_per_weight(self) -> float:
         """Bits that a number takes, its share of the scale included: 4.5 for int4, 8.5 for int8."""
+        if self.block:
+            return 8 * self.block_bytes / self.block
         return self.bits + 8 * _SCALE_BYTES / GROUP if self.quantized else self.bits
 
     def row_bytes(self, columns: int) -> int:
-        """Of a row of ``columns`` numbers; quantised, the last group is a whole one."""
+        """Of a row of ``columns`` numbers; quantised, the last group is a whole one.
+
+        Raises:
+            ShapeError: ``columns`` are no whole blocks of a format that has these.
+        """
+        if self.block:
+            if columns % self.block:
+                raise ShapeError(
+                    f"columns of {self.name}",
+                    expected=f"a multiple of {self.block} (its blocks)",
+                    found=str(columns),
+                    fix="Pass the columns that the rows have in their file.",
+                )
+            return columns // self.block * self.block_bytes
         groups = -(-columns // GROUP)
         return groups * (self.group_bytes + _SCALE_BYTES) if self.quantized else columns * self.bits // 8
 
@@ -63,10 +85,21 @@ FORMATS = {
         Format("float16", 2, 16),
         Format("int4", 4, 4, -8, 7),
         Format("int8", 5, 8, -127, 127),
+        Format("q4_1", 6, 4, block=32, block_bytes=20),
+        Format("q5_0", 7, 5, block=32, block_bytes=22),
+        Format("q5_1", 8, 5, block=32, block_bytes=24),
+        Format("q4_k", 9, 4, block=256, block_bytes=144),
+        Format("q5_k", 10, 5, block=256, block_bytes=176),
+        Format("q6_k", 11, 6, block=256, block_bytes=210),
     )
 }
-QUANTIZED = tuple(name for name, one in FORMATS.items() if one.quantized)
+#: What weights can be quantised to.
+QUANTIZED = tuple(name for name, one in FORMATS.items() if one.most)
 FLOATS = tuple(name for name, one in FORMATS.items() if not one.quantized)
+#: ggml's blocks: what rows of linear layers are in GGUF files, and stay.
+GGML = tuple(name for name, one in FORMATS.items() if one.block)
+#: How neurons can be stored.
+OF_NEURONS = (*FLOATS, *QUANTIZED)
 #: What rows of linear layers and embeddings may be in.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
 #: What matrices of a GGUF file can be written in.

@@ -22,7 +22,6 @@ using namespace pi2;
 
 constexpr std::int64_t kFromMemory = 256 << 20;  // bytes of rows: several times any last-level cache share
 constexpr std::int64_t kFromCache = 256 << 10;
-const char* const kNames[kDTypes] = {"f32", "bf16", "f16", "i8", "q4", "q8"};
 
 // Memory of rows shared by all benchmarks, in huge pages as weights are. Ordinary numbers whatever the type: bytes
 // 0x3c are 0.01 as float or bfloat16 and 1.06 as half.
@@ -252,8 +251,8 @@ void add(const KernelTable& table, const std::string& name, Run run, int dtype, 
 }
 
 int dtype_of(const char* name) {
-  return static_cast<int>(std::find_if(kNames, kNames + kDTypes, [&](auto k) { return !std::strcmp(k, name); }) -
-                          kNames);
+  return static_cast<int>(
+      std::find_if(kDTypeNames, kDTypeNames + kDTypes, [&](auto k) { return !std::strcmp(k, name); }) - kDTypeNames);
 }
 
 // What kernels/list.inc lists under this table's own name; what it has from others is benchmarked there.

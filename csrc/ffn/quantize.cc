@@ -6,7 +6,7 @@
 
 #include "base/convert.h"
 #include "base/parallel.h"
-#include "kernels/scalar/quantized.h"
+#include "kernels/scalar/ggml.h"
 #include "pi2/linear.h"
 
 namespace pi2 {
@@ -20,24 +20,47 @@ struct Restoring {
   std::int64_t count, columns, stride_bytes;
   char* out;
 
-  template <class Format>
-  void row(const char* row, char* to_row) const {
-    for (std::int64_t g = 0; g < groups(columns); ++g) {
-      const float scale = scalar::scale_of<Format>(row, columns, g);
-      float values[kGroup];
-      for (std::int64_t k = 0; k < kGroup; ++k) values[k] = scale * static_cast<float>(Format::at(row, g, k));
-      const std::int64_t begin = g * kGroup;
-      narrow(values, to_row + begin * row_bytes(to, 1), to, std::min(kGroup, columns - begin));
+  // Group by group: values(row, g, out) gives the kGroup numbers of group g.
+  template <class Values>
+  void rows_of(std::int64_t begin, std::int64_t end, const Values& values) const {
+    for (std::int64_t i = begin; i < end; ++i) {
+      char* to_row = out + i * row_bytes(to, columns);
+      for (std::int64_t g = 0; g < groups(columns); ++g) {
+        float group[kGroup];
+        values(rows + i * stride_bytes, g, group);
+        narrow(group, to_row + g * kGroup * row_bytes(to, 1), to, std::min(kGroup, columns - g * kGroup));
+      }
     }
   }
 
+  template <class Format>
+  void quantized_rows(std::int64_t begin, std::int64_t end) const {
+    rows_of(begin, end, [this](const char* row, std::int64_t g, float* values) {
+      const float scale = scalar::scale_of<Format>(row, columns, g);
+      for (std::int64_t k = 0; k < kGroup; ++k) values[k] = scale * static_cast<float>(Format::at(row, g, k));
+    });
+  }
+
+  template <DType kDType>
+  void ggml_rows(std::int64_t begin, std::int64_t end) const {
+    rows_of(begin, end, [](const char* row, std::int64_t g, float* values) {
+      const scalar::GgmlGroup group = scalar::ggml_group<kDType>(row, g);
+      for (std::int64_t k = 0; k < kGroup; ++k) values[k] = group.weight(k);
+    });
+  }
+
   void block(std::int64_t index) const {
-    for (std::int64_t i = index * kBlockRows; i < std::min(count, (index + 1) * kBlockRows); ++i) {
-      char* to_row = out + i * row_bytes(to, columns);
-      if (from == DType::kQ4)
-        row<scalar::Q4>(rows + i * stride_bytes, to_row);
-      else
-        row<scalar::Q8>(rows + i * stride_bytes, to_row);
+    const std::int64_t begin = index * kBlockRows, end = std::min(count, begin + kBlockRows);
+    switch (from) {
+      case DType::kQ4: return quantized_rows<scalar::Q4>(begin, end);
+      case DType::kQ8: return quantized_rows<scalar::Q8>(begin, end);
+      case DType::kQ4_1: return ggml_rows<DType::kQ4_1>(begin, end);
+      case DType::kQ5_0: return ggml_rows<DType::kQ5_0>(begin, end);
+      case DType::kQ5_1: return ggml_rows<DType::kQ5_1>(begin, end);
+      case DType::kQ4K: return ggml_rows<DType::kQ4K>(begin, end);
+      case DType::kQ5K: return ggml_rows<DType::kQ5K>(begin, end);
+      case DType::kQ6K: return ggml_rows<DType::kQ6K>(begin, end);
+      default: return;  // numbers, not groups
     }
   }
 };

@@ -16,12 +16,10 @@
 namespace pi2 {
 namespace {
 
-constexpr int index_of(const char* dtype) {
-  return dtype[0] == 'b'   ? static_cast<int>(DType::kBF16)
-         : dtype[0] == 'i' ? static_cast<int>(DType::kI8)
-         : dtype[0] == 'q' ? static_cast<int>(dtype[1] == '4' ? DType::kQ4 : DType::kQ8)
-         : dtype[1] == '3' ? static_cast<int>(DType::kF32)
-                           : static_cast<int>(DType::kF16);
+int index_of(const char* dtype) {
+  int i = 0;
+  while (std::strcmp(kDTypeNames[i], dtype) != 0) ++i;
+  return i;
 }
 
 // `table` with everything that kernels/list.inc has for `isa` put over it.

@@ -32,17 +32,13 @@ std::uint64_t u64(const unsigned char* p) { return u32(p) | static_cast<std::uin
 
 std::string text(std::uint64_t value) { return std::to_string(value); }
 
-bool known(std::uint32_t w_dtype) {
-  return w_dtype < static_cast<std::uint32_t>(kDTypes) && static_cast<DType>(w_dtype) != DType::kI8;
-}
-
 std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int64_t first_data, std::int64_t file_bytes,
                         StoreLayer* layer) {
   const auto end = static_cast<std::uint64_t>(file_bytes);
   const std::uint64_t slots = u64(p), checks = u64(p + 8), neurons = u32(p + 16), hidden = u32(p + 20);
   const std::uint64_t rows = u32(p + 24), slot_bytes = u32(p + 32), bytes_of_row = u32(p + 36), n_hot = u32(p + 40);
   const std::uint64_t cluster = version == 1 ? 1 : u32(p + 48);
-  if (!known(u32(p + 28))) return "weights of kind " + text(u32(p + 28));
+  if (!is_dtype_of_neurons(u32(p + 28))) return "weights of kind " + text(u32(p + 28));
   layer->w_dtype = static_cast<DType>(u32(p + 28));
   if (neurons == 0 || hidden == 0 || (rows != 2 && rows != 3))
     return text(neurons) + " neurons of " + text(rows) + " rows of " + text(hidden);

@@ -10,6 +10,7 @@
 #include "base/convert.h"
 #include "kernels/scalar/convert.h"
 #include "pi2/attention.h"
+#include "pi2/linear.h"
 #include "pi2/types.h"
 
 namespace pi2_test {
@@ -69,6 +70,20 @@ inline double kv_number(const char* row, pi2::DType dtype, std::int64_t width, s
 inline std::vector<char> quantized_row(std::mt19937& rng, pi2::DType dtype, std::int64_t n) {
   std::vector<char> out(static_cast<std::size_t>(pi2::row_bytes(dtype, n)));
   for (char& byte : out) byte = static_cast<char>(rng() % 256);
+  const auto put_scale = [&](char* at) {
+    const unsigned kind = rng() % 8;
+    const float scale = kind == 0 ? 0.0f : kind <= 2 ? normal(rng) * 1e-5f : normal(rng) * 0.05f;
+    const std::uint16_t half = pi2::narrow_f16(scale);
+    std::memcpy(at, &half, sizeof(half));
+  };
+  if (pi2::is_ggml(dtype)) {
+    const std::int64_t block = pi2::ggml_block(dtype).bytes;
+    for (char* at = out.data(); at < out.data() + out.size(); at += block) {
+      put_scale(at + (dtype == pi2::DType::kQ6K ? block - 2 : 0));
+      if (dtype != pi2::DType::kQ6K && dtype != pi2::DType::kQ5_0) put_scale(at + 2);
+    }
+    return out;
+  }
   for (std::int64_t k = n; k < pi2::groups(n) * pi2::kGroup; ++k) {
     const std::int64_t g = k / pi2::kGroup, i = k % pi2::kGroup;
     if (dtype == pi2::DType::kQ8) out[k] = 0;
@@ -78,18 +93,19 @@ inline std::vector<char> quantized_row(std::mt19937& rng, pi2::DType dtype, std:
     }
   }
   char* scales = out.data() + out.size() - 2 * pi2::groups(n);
-  for (std::int64_t g = 0; g < pi2::groups(n); ++g) {
-    const unsigned kind = rng() % 8;
-    const float scale = kind == 0 ? 0.0f : kind <= 2 ? normal(rng) * 1e-5f : normal(rng) * 0.05f;
-    const std::uint16_t half = pi2::narrow_f16(scale);
-    std::memcpy(scales + 2 * g, &half, sizeof(half));
-  }
+  for (std::int64_t g = 0; g < pi2::groups(n); ++g) put_scale(scales + 2 * g);
   return out;
 }
 
-// Its weights as types.h defines them.
+// Its weights as types.h defines them; of ggml's blocks as dequantize has them, which Python compares with another
+// reader of theirs.
 inline std::vector<double> weights_of(const std::vector<char>& row, pi2::DType dtype, std::int64_t n) {
   std::vector<double> out;
+  if (pi2::is_ggml(dtype)) {
+    std::vector<float> values(static_cast<std::size_t>(n));
+    pi2::dequantize(row.data(), dtype, 1, n, 0, values.data(), pi2::DType::kF32, pi2::serial());
+    return {values.begin(), values.end()};
+  }
   const char* scales = row.data() + row.size() - 2 * pi2::groups(n);
   for (std::int64_t k = 0; k < n; ++k) {
     const std::int64_t g = k / 32, i = k % 32;

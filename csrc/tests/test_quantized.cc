@@ -19,6 +19,7 @@ using namespace pi2_test;
 
 constexpr std::int64_t kSizes[] = {1, 7, 15, 17, 31, 32, 33, 63, 64, 65, 111, 127, 128, 129, 160, 257, 989, 1024, 1088};
 constexpr std::int64_t kTokens = 9;
+constexpr DType kGgml[] = {DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ4K, DType::kQ5K, DType::kQ6K};
 
 struct Kernels {  // of one dtype, with float or int8 activations
   const KernelTable& table;
@@ -38,7 +39,7 @@ struct Kernels {  // of one dtype, with float or int8 activations
   bool missing() const { return dot == nullptr || prepare == nullptr; }
   const char* name() const {
     static char text[64];
-    std::snprintf(text, sizeof(text), "%s %s%s", table.isa, dtype == DType::kQ4 ? "q4" : "q8", a8 ? " int8" : "");
+    std::snprintf(text, sizeof(text), "%s %s%s", table.isa, kDTypeNames[static_cast<int>(dtype)], a8 ? " int8" : "");
     return text;
   }
   Guarded prepared(const std::vector<float>& x) const {
@@ -76,6 +77,20 @@ std::vector<float> inputs(std::mt19937& rng, std::int64_t n, std::int64_t kind) 
   return x;
 }
 
+// What a kernel adds up in place of each weight is at most so large. With int8 activations the offsets of a group of
+// ggml's (numbers to 63 times a scale, less a min) are summed apart from the rest, which is some times the largest
+// weight.
+std::vector<double> magnitudes_of(const std::vector<double>& weights, const Kernels& kernels) {
+  std::vector<double> out(weights.size());
+  for (std::size_t k = 0; k < weights.size(); ++k) {
+    double largest = std::fabs(weights[k]);
+    for (std::size_t i = k / 32 * 32; is_ggml(kernels.dtype) && kernels.a8 && i < k / 32 * 32 + 32; ++i)
+      largest = std::fmax(largest, 4 * std::fabs(weights[i]));
+    out[k] = largest;
+  }
+  return out;
+}
+
 long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
   long cases = 0;
   std::vector<std::vector<double>> weights, x;
@@ -96,12 +111,13 @@ long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
   }
   float alone[kDotRows][kTokens];
   for (int r = 0; r < kDotRows; ++r) {
+    const std::vector<double> magnitudes = magnitudes_of(weights[r], kernels);
     for (std::int64_t t = 0; t < kTokens; ++t) {
       kernels.dot(&rows[r], 1, &inputs_T[t], 1, n, &alone[r][t], nullptr);
       double sum = 0, magnitude = 0;
       for (std::int64_t k = 0; k < n; ++k) {
         sum += weights[r][k] * x[t][k];
-        magnitude += std::fabs(weights[r][k] * x[t][k]);
+        magnitude += std::fabs(magnitudes[k] * x[t][k]);
       }
       // The second term: one subnormal rounding a product.
       PI2_CHECK(std::fabs(alone[r][t] - sum) <= 1e-6 * magnitude + 1e-44 * static_cast<double>(n),
@@ -404,6 +420,16 @@ int main() {
           cases += check_dot(kernels, n, rng) + check_broken(kernels, n, rng);
         }
         cases += check_axpy(*tables[i], dtype, n, rng) + check_products(*tables[i], dtype, n, rng);
+      }
+    }
+    for (const DType dtype : kGgml) {
+      for (const std::int64_t blocks : {1, 2, 3, 4, 5, 8, 13}) {
+        for (const bool a8 : {false, true}) {
+          const Kernels kernels(*tables[i], dtype, a8);
+          if (kernels.missing()) continue;
+          const std::int64_t n = blocks * ggml_block(dtype).numbers;
+          cases += check_dot(kernels, n, rng) + check_broken(kernels, n, rng);
+        }
       }
     }
     std::printf("tested %s\n", tables[i]->isa);

@@ -22,6 +22,13 @@ struct Matrix {
   std::vector<float> values;
 
   Matrix(std::mt19937& rng, std::int64_t count, std::int64_t columns, DType dtype) {
+    if (is_ggml(dtype)) {  // nothing is quantised to these
+      for (std::int64_t r = 0; r < count; ++r)
+        for (const char byte : quantized_row(rng, dtype, columns)) rows.push_back(byte);
+      values.resize(static_cast<std::size_t>(count * columns));
+      dequantize(rows.data(), dtype, count, columns, row_bytes(dtype, columns), values.data(), DType::kF32, serial());
+      return;
+    }
     const std::vector<float> w = floats(rng, count * columns);
     rows.resize(static_cast<std::size_t>(count * row_bytes(dtype, columns)));
     values.resize(w.size());
@@ -226,6 +233,15 @@ int main() {
         cases += check_ffn(rng, 40, 2, 33, 14, dtype, a8);
         for (const bool few_fire : {false, true})  // more than one chunk, and threads
           cases += check_ffn(rng, 1100, 3, 160, 14, dtype, a8, few_fire);
+      }
+    }
+    for (const DType dtype : {DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ4K, DType::kQ5K, DType::kQ6K}) {
+      for (const bool a8 : {false, true}) {
+        const std::int64_t block = ggml_block(dtype).numbers;
+        for (const std::int64_t tokens : {1, 3, 8, 13, 130})
+          cases += check_linear(rng, 45, 3 * block, tokens, dtype, a8);
+        cases += check_linear(rng, 9, block, 2, dtype, a8);
+        cases += check_linear(rng, 700, 2 * block, 5, dtype, a8);
       }
     }
     check_nan(rng, 3, false);

@@ -82,6 +82,7 @@ long check_damage(std::mt19937& rng) {
       {"4000000000 layers", [](StoreFixture* s) { number(s, 32, 4000000000u, 4); }},
       {"pages of 512 bytes", [](StoreFixture* s) { number(s, 36, 512, 4); }},
       {"layer 1: weights of kind 3", [](StoreFixture* s) { number(s, 256 + 28, 3, 4); }},
+      {"layer 1: weights of kind 9", [](StoreFixture* s) { number(s, 256 + 28, 9, 4); }},
       {"layer 1: weights of kind 77", [](StoreFixture* s) { number(s, 256 + 28, 77, 4); }},
       {"layer 0: 0 neurons", [](StoreFixture* s) { number(s, 128 + 16, 0, 4); }},
       {"layer 0: 70 neurons of 4 rows", [](StoreFixture* s) { number(s, 128 + 24, 4, 4); }},

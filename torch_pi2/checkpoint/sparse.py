@@ -19,7 +19,7 @@ from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.embedding import QuantEmbedding
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.linear import QuantLinear, refuse_ggml
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.dtypes import DTYPES
@@ -51,8 +51,10 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     """Write ``weights.safetensors`` of a quantised ``model`` into ``folder``.
 
     Raises:
-        UnsupportedModelError: not a Hugging Face model, or rewritten in a way that needs weights to be found.
+        UnsupportedModelError: not a Hugging Face model, rewritten in a way that needs weights to be found, or with
+            linear layers in blocks of GGUF's.
     """
+    refuse_ggml(model, "saving a quantised")
     if not hasattr(model, "save_pretrained"):
         raise UnsupportedModelError(
             f"saving a quantised {type(model).__name__}",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common, verdict
-from torch_pi2.formats import FLOAT, FLOATS, FORMATS
+from torch_pi2.formats import FLOAT, FLOATS, OF_NEURONS
 
 EXAMPLE = "torch-pi2 pack my-int4-model my-store"
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument(
         "--weights",
-        choices=[FLOAT, *FORMATS],
+        choices=[FLOAT, *OF_NEURONS],
         help="of a float checkpoint's neurons (default: float, as they are); int4, int8: of all linear layers, lossy",
     )
     parser.add_argument(

@@ -11,7 +11,7 @@ from torch import nn
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.linear import QuantLinear, refuse_ggml
 
 #: Columns that have a scale in common.
 _GROUP = 32
@@ -33,7 +33,9 @@ def linears_of(model: nn.Module, asked: str) -> str:
 
     Raises:
         ConfigError: ``asked`` for another form than that in which they are quantised already.
+        UnsupportedModelError: they are in blocks of GGUF's.
     """
+    refuse_ggml(model, "exporting")
     kinds = {module.weights for module in model.modules() if isinstance(module, QuantLinear)}
     if not kinds:
         return asked

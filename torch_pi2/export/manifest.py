@@ -14,7 +14,7 @@ from torch_pi2.base.crc32c import continue_crc32c
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
-from torch_pi2.formats import FORMATS
+from torch_pi2.formats import OF_NEURONS
 from torch_pi2.spec.verdict import VERDICT_FILE
 from torch_pi2.store.folder import CARD_FILE
 
@@ -458,7 +458,7 @@ def _check(m: Manifest) -> None:
     )
     model = m.model
     require(_HEX.fullmatch(model.model_hash) is not None, "model.model_hash", "64 hex digits", model.model_hash)
-    require(model.weights in FORMATS, "model.weights", "one of " + ", ".join(FORMATS), model.weights)
+    require(model.weights in OF_NEURONS, "model.weights", "one of " + ", ".join(OF_NEURONS), model.weights)
     require(model.layers > 0, "model.layers", "1 or more", model.layers)
     require(model.hidden > 0, "model.hidden", "1 or more", model.hidden)
     require(m.chunk_neurons == CHUNK_NEURONS, "chunk_neurons", str(CHUNK_NEURONS), m.chunk_neurons)

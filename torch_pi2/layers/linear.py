@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
-from torch_pi2.errors import ConfigError, GradientError, ShapeError
-from torch_pi2.formats import row_bytes
+from torch_pi2.errors import ConfigError, GradientError, ShapeError, UnsupportedModelError
+from torch_pi2.formats import GGML, QUANTIZED, row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.gpu import goes_to_gpu
 from torch_pi2.ops import load
@@ -19,7 +19,7 @@ from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
 from torch_pi2.ops.linear_blocks import fits, from_blocks, to_blocks
 from torch_pi2.ops.memory import new_tensor
-from torch_pi2.ops.quantized import check_kind, quantize
+from torch_pi2.ops.quantized import check_kind, check_rows_kind, quantize
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
@@ -30,8 +30,21 @@ def wants_blocks(rows: int, columns: int, int8_activations: bool) -> bool:
     return int8_activations and bool(constants().blocks) and fits(rows, columns)
 
 
+def refuse_ggml(model: nn.Module, doing: str) -> None:
+    """Raise UnsupportedModelError if a linear layer of ``model`` is in blocks of GGUF's, which no file of ours has."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear) and module.weights in GGML:
+            raise UnsupportedModelError(
+                f"{doing} {type(model).__name__}",
+                expected=f"linear layers of floats, {' or '.join(QUANTIZED)}",
+                found=f"{module.weights} in {name}",
+                fix="Keep the GGUF file, and load that.",
+            )
+
+
 class QuantLinear(Holder):
-    """``x W^T + bias``: ``[..., K] -> [..., N]``, W as 4- or 8-bit integers with a scale per 32 of them.
+    """``x W^T + bias``: ``[..., K] -> [..., N]``, W as 4- or 8-bit integers with a scale per 32 of them, or in blocks
+    as GGUF files have them (:data:`torch_pi2.formats.GGML`).
 
     Outside it still looks like the float layer: ``state_dict`` has ``weight`` and ``bias`` with the numbers that the
     rows stand for, in the dtype that the float layer had, and ``weight`` is a parameter without values
@@ -39,7 +52,7 @@ class QuantLinear(Holder):
     error, since it would have to be quantised again, and what was rounded away is gone.
 
     Attributes:
-        in_features, out_features: K and N. weights: ``int4`` or ``int8``.
+        in_features, out_features: K and N. weights: ``int4``, ``int8`` or one of ``GGML``.
         int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy, faster).
         dtype: of the float layer it stands for.
 
@@ -62,7 +75,7 @@ class QuantLinear(Holder):
         name: str = "a quantised linear layer",
     ) -> None:
         super().__init__()
-        check_kind(weights)
+        check_rows_kind(weights)
         load()
         wanted = row_bytes(weights, columns)
         if rows.dim() != 2 or rows.shape[1] != wanted or rows.dtype != torch.uint8:
@@ -70,7 +83,7 @@ class QuantLinear(Holder):
                 "rows of a linear layer",
                 expected=f"uint8 [N, {wanted}] ({columns} columns of {weights})",
                 found=f"{dtype_name(rows.dtype)} {list(rows.shape)}",
-                fix="Quantise the weight again.",
+                fix="Read it from its file again." if weights in GGML else "Quantise the weight again.",
             )
         self.in_features, self.out_features = columns, len(rows)
         self.weights, self.int8_activations = weights, int8_activations
@@ -121,7 +134,7 @@ class QuantLinear(Holder):
         dtype: torch.dtype = torch.float32,
     ) -> QuantLinear:
         """A layer on ``meta``, for loading: assign its ``rows`` (and ``bias``) afterwards."""
-        check_kind(weights)
+        check_rows_kind(weights)
         held = torch.empty((rows, row_bytes(weights, columns)), dtype=torch.uint8, device="meta")
         made = QuantLinear(
             held,
@@ -180,7 +193,8 @@ class QuantLinear(Holder):
 
     def use_blocks(self) -> None:
         """Put the rows in blocks of 16, in place, where this CPU's kernels like that; lossless (but see ``linear``)."""
-        wanted = wants_blocks(self.out_features, self.in_features, self.int8_activations)
+        fit = wants_blocks(self.out_features, self.in_features, self.int8_activations)
+        wanted = fit and self.weights in QUANTIZED  # kernels read the others as files have them
         if wanted and not self.blocks and not self.rows.is_meta:
             step = max(1, CHUNK_BYTES // (BLOCK_ROWS * self.rows.shape[1])) * BLOCK_ROWS
             for part in self.rows.split(step):

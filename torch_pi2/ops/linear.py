@@ -19,7 +19,7 @@ def linear(
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16.
         rows: uint8 ``[N, row_bytes(K)]``; bias: ``[N]`` float32 or None.
-        weights: ``int4`` or ``int8``.
+        weights: ``int4``, ``int8`` or one of ``GGML``, of whose blocks K is a whole number.
         int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy).
     """
     seen = rounded_activations(x) if int8_activations else x.float()

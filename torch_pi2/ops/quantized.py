@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pi2.errors import DtypeError, NonFiniteError, ShapeError, check_choice
-from torch_pi2.formats import FORMATS, QUANTIZED
+from torch_pi2.formats import FORMATS, GGML, QUANTIZED
 from torch_pi2.ops import load
 from torch_pi2.ops.dtypes import DTYPES, check_on_cpu, dtype_name
 
@@ -13,8 +13,15 @@ _LARGEST_SCALE = 65504.0  # of float16
 
 
 def check_kind(weights: str) -> None:
-    """Raise ConfigError unless ``weights`` is a quantised format."""
-    check_choice("weights", weights, QUANTIZED, "See torch_pi2.Config(weights=...).")
+    """Raise ConfigError unless ``weights`` is a format that weights are quantised to."""
+    others = "Blocks of GGUF files are for linear layers, as a file brings them; nothing is quantised to them."
+    fix = others if weights in GGML else "See torch_pi2.Config(weights=...)."
+    check_choice("weights", weights, QUANTIZED, fix)
+
+
+def check_rows_kind(weights: str) -> None:
+    """Raise ConfigError unless the rows of linear layers can be stored in ``weights``."""
+    check_choice("weights", weights, (*QUANTIZED, *GGML), "See torch_pi2.formats.")
 
 
 def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:

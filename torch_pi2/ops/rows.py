@@ -5,17 +5,22 @@ float16 scale per group; a number is its stored integer times its group's scale.
 
 * ``int4``: 16 bytes a group; byte k holds number k in its low and number k + 16 in its high half, each plus 8.
 * ``int8``: 32 bytes a group, signed.
+
+Rows in ggml's blocks are another thing: :mod:`torch_pi2.ops.ggml`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from torch_pi2.formats import FORMATS, GROUP
+from torch_pi2.formats import FORMATS, GGML, GROUP
+from torch_pi2.ops import ggml
 
 
 def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     """The numbers of quantised rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; exact."""
+    if weights in GGML:
+        return ggml.values(rows, weights)
     groups = -(-columns // GROUP)
     split = groups * FORMATS[weights].group_bytes
     stored = rows[..., :split].contiguous()

@@ -110,8 +110,7 @@ Problem parse_layer(const Reader& in, Blob* b) {
   const std::uint32_t hidden = in.u32(72), neurons = in.u32(76), rows = in.u32(80), w_dtype = in.u32(84);
   if (hidden == 0 || hidden > kMost || neurons == 0 || neurons > kMost || (rows != 2 && rows != 3))
     return damaged("sizes", "neurons of 2 or 3 rows", text(neurons) + " of " + text(rows) + " rows of " + text(hidden));
-  if (w_dtype >= static_cast<std::uint32_t>(kDTypes) || static_cast<DType>(w_dtype) == DType::kI8)
-    return damaged("weights", "a kind that stores have", text(w_dtype));
+  if (!is_dtype_of_neurons(w_dtype)) return damaged("weights", "a kind that stores have", text(w_dtype));
   const std::uint32_t activation = in.u32(88), flags = in.u32(92);
   if (activation >= kActivationCount)
     return damaged("activation", "0 to " + text(kActivationCount - 1), text(activation));

@@ -51,13 +51,43 @@ inline DType float_dtype(const Tensor& tensor, const char* name) {
   return DType::kF32;
 }
 
+inline const char* name_of(DType dtype) {
+  static const char* const names[kDTypes] = {"float32", "bfloat16", "float16", "int8 rows", "int4", "int8",
+                                             "q4_1",    "q5_0",     "q5_1",    "q4_k",      "q5_k", "q6_k"};
+  return names[static_cast<int>(dtype)];
+}
+
+// The format of ggml's blocks of this name, or kF32.
+inline DType ggml_dtype(const std::string& weights) {
+  for (int d = 0; d < kDTypes; ++d)
+    if (is_ggml(static_cast<DType>(d)) && weights == name_of(static_cast<DType>(d))) return static_cast<DType>(d);
+  return DType::kF32;
+}
+
+// Refuses ggml's blocks where neurons are meant, or what quantize makes.
+inline void check_not_ggml(const std::string& weights, const char* wanted) {
+  STD_TORCH_CHECK(ggml_dtype(weights) == DType::kF32, "pi2: weights: expected ", wanted, ", found '", weights,
+                  "'. Blocks of GGUF files are for torch.ops.pi2.linear and dequantize alone.");
+}
+
 // "int4" and "int8" alone.
 inline DType quantized_dtype(const std::string& weights) {
   if (weights == "int4") return DType::kQ4;
   if (weights == "int8") return DType::kQ8;
+  check_not_ggml(weights, "int4 or int8");
   STD_TORCH_CHECK(false, "pi2: weights: expected int4 or int8, found '", weights,
                   "'. See torch_pi2.Config(weights=...).");
   return DType::kQ4;
+}
+
+// Those and ggml's blocks, of which `columns` has to be a whole number.
+inline DType rows_dtype(const std::string& weights, int64_t columns) {
+  const DType dtype = ggml_dtype(weights);
+  if (!is_ggml(dtype)) return quantized_dtype(weights);
+  const int64_t numbers = ggml_block(dtype).numbers;
+  STD_TORCH_CHECK(columns % numbers == 0, "pi2: columns of ", weights, ": expected a multiple of ", numbers,
+                  " (its blocks), found ", columns, ". Pass the columns that the rows have in their file.");
+  return dtype;
 }
 
 // How `tensor` stores weights: quantised rows (uint8) for "int4" and "int8", the tensor's own type for "float".
@@ -68,16 +98,12 @@ inline DType weights_dtype(const std::string& weights, const Tensor& tensor, con
                     "'int8', as it was quantised.");
     return float_dtype(tensor, name);
   }
+  check_not_ggml(weights, "float, int4 or int8");
   STD_TORCH_CHECK(weights == "int4" || weights == "int8", "pi2: weights: expected float, int4 or int8, found '",
                   weights, "'. See torch_pi2.Config(weights=...).");
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte, "pi2: dtype of ", name, ": expected uint8 with weights '",
                   weights, "', found another. Quantise it with torch.ops.pi2.quantize.");
   return quantized_dtype(weights);
-}
-
-inline const char* name_of(DType dtype) {
-  static const char* const names[kDTypes] = {"float32", "bfloat16", "float16", "int8 rows", "int4", "int8"};
-  return names[static_cast<int>(dtype)];
 }
 
 inline void check_plain(const Tensor& tensor, const char* name) {

@@ -15,12 +15,12 @@ LinearArgs linear_args(const Tensor& x, const Tensor& rows, const MaybeTensor& b
                        bool int8_activations) {
   check_plain(x, "x");
   LinearArgs args;
-  args.w_dtype = quantized_dtype(weights);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "pi2: x: expected [..., columns], found ", x.dim(),
                   " dimensions of ", x.numel(), " elements in all. Pass the input of a linear layer.");
   STD_TORCH_CHECK(rows.dim() == 2, "pi2: rows: expected uint8 [rows, bytes], found ", rows.dim(),
                   " dimensions. Quantise the weight with torch.ops.pi2.quantize.");
   args.columns = x.size(x.dim() - 1);
+  args.w_dtype = rows_dtype(weights, args.columns);
   args.rows = rows.size(0);
   args.weights = quantized_rows(rows, "rows", args.w_dtype, args.rows, args.columns);
   args.bias = static_cast<const float*>(bias_data(bias, "bias", args.rows, ScalarType::Float, "float32"));
@@ -61,6 +61,7 @@ Tensor linear_out(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, 
 }
 
 LinearArgs blocks_args(const Tensor& x, const Tensor& blocks, const MaybeTensor& bias, const std::string& weights) {
+  (void)quantized_dtype(weights);
   LinearArgs args = linear_args(x, blocks, bias, weights, true);
   STD_TORCH_CHECK(
       in_blocks(args.rows, args.columns) && takes_blocks(),
@@ -111,7 +112,7 @@ Tensor quantize(const Tensor& w, const Text& weights, const MaybeTensor& importa
 
 Tensor dequantize(const Tensor& rows, const Text& weights, int64_t columns, ScalarType dtype) {
   check_plain(rows, "rows");
-  const DType from = quantized_dtype(weights);
+  const DType from = rows_dtype(weights, columns);
   STD_TORCH_CHECK(columns > 0 && rows.dim() == 2 && rows.scalar_type() == ScalarType::Byte &&
                       rows.size(1) == row_bytes(from, columns) &&
                       (rows.size(0) < 2 || rows.stride(0) >= rows.size(1)) && rows.stride(1) == 1,

@@ -131,11 +131,15 @@ using AttendFn = void (*)(PI2_ATTEND_ARGS);
 #include "kernels/list.inc"
 #include "kernels/list_end.inc"
 
+// Names of dtypes in kernels/list.inc, in their order.
+inline constexpr const char* kDTypeNames[kDTypes] = {"f32",  "bf16", "f16",  "i8",   "q4",   "q8",
+                                                     "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"};
+
 // Every entry that a dtype has is filled; the others are null:
-//   dot        all dtypes                  axpy       all but i8
-//   prepare    q4, q8 (float activations)  restore    q4, q8
+//   dot        all dtypes                  axpy       all but i8 and ggml's blocks
+//   prepare    q4, q8 and ggml's blocks (float activations)             restore    q4, q8
 //   attend     f32, bf16, f16, i8 (a float behind each row is its scale)
-//   dot_a8, prepare_a8                     q4, q8 (activations as int8 with a float scale per group of 32)
+//   dot_a8, prepare_a8                     those of prepare (activations as int8 with a float scale per group of 32)
 struct KernelTable {
   const char* isa;  // as in kernels/list.inc
   DotFn dot[kDTypes];

@@ -18,12 +18,13 @@ struct LinearArgs {
   DType x_dtype = DType::kF32;
   std::int64_t tokens = 0;
   std::int64_t columns = 0;
-  const void* weights = nullptr;  // [rows] rows of `columns` numbers (row_bytes), w_dtype kQ4 or kQ8
+  const void* weights = nullptr;  // [rows] rows of `columns` numbers (row_bytes), w_dtype quantised or ggml's
   DType w_dtype = DType::kQ4;
   std::int64_t rows = 0;
   const float* bias = nullptr;  // [rows] or null
   bool int8_activations = false;
-  bool blocks = false;  // weights are in blocks (kernels.h); needs int8_activations, in_blocks() and takes_blocks()
+  bool blocks =
+      false;  // weights are in blocks (kernels.h); needs int8_activations, kQ4 or kQ8, in_blocks(), takes_blocks()
 };
 
 // Whether the kernels of this CPU take rows in blocks, which they then prefer. A token's bits then do not depend on its

@@ -5,21 +5,59 @@
 
 namespace pi2 {
 
-// How a row of numbers is stored. kQ4 and kQ8 are weights in groups of 32 with a scale each: see row_bytes().
-enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI8 = 3, kQ4 = 4, kQ8 = 5 };
-constexpr int kDTypes = 6;
+// How a row of numbers is stored. kQ4 and kQ8 are weights in groups of 32 with a scale each; from kQ4_1 on rows are
+// blocks as GGUF files have them: see row_bytes().
+enum class DType : int32_t {
+  kF32 = 0,
+  kBF16 = 1,
+  kF16 = 2,
+  kI8 = 3,
+  kQ4 = 4,
+  kQ8 = 5,
+  kQ4_1 = 6,
+  kQ5_0 = 7,
+  kQ5_1 = 8,
+  kQ4K = 9,
+  kQ5K = 10,
+  kQ6K = 11
+};
+constexpr int kDTypes = 12;
 
+// What quantize() makes: groups with their scales at the row's end.
 constexpr bool is_quantized(DType dtype) { return dtype == DType::kQ4 || dtype == DType::kQ8; }
+// ggml's blocks: rows of linear layers, as files bring them.
+constexpr bool is_ggml(DType dtype) { return dtype >= DType::kQ4_1; }
+// Whether a number in a file says how neurons are stored.
+constexpr bool is_dtype_of_neurons(std::uint32_t code) {
+  return code <= static_cast<std::uint32_t>(DType::kQ8) && code != static_cast<std::uint32_t>(DType::kI8);
+}
 
 // Weights per group of a quantised row; the last group of a row is padded with zeros.
 constexpr int64_t kGroup = 32;
 constexpr int64_t groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
+
+// A block of one of ggml's formats.
+struct GgmlBlock {
+  int64_t numbers = 1, bytes = 0;
+};
+constexpr GgmlBlock ggml_block(DType dtype) {
+  switch (dtype) {
+    case DType::kQ4_1: return {32, 20};
+    case DType::kQ5_0: return {32, 22};
+    case DType::kQ5_1: return {32, 24};
+    case DType::kQ4K: return {256, 144};
+    case DType::kQ5K: return {256, 176};
+    case DType::kQ6K: return {256, 210};
+    default: return {};
+  }
+}
 
 // Bytes of a row of n numbers. A quantised row is its groups' values, then a binary16 scale per group; the value of
 // a weight is its stored integer times its group's scale.
 //   kQ4  16 bytes a group: byte k holds weight k in its low and weight k + 16 in its high half, each plus 8 (0..15)
 //   kQ8  32 bytes a group: weight k in byte k, signed
 // Row-local: a neuron's gate row, up row and down column are contiguous in a neuron, scales included.
+// A row of ggml's blocks, n being whole ones, is one block after the other; kernels/scalar/ggml.h says what is in them.
 constexpr int64_t row_bytes(DType dtype, int64_t n) {
   switch (dtype) {
     case DType::kF32: return 4 * n;
@@ -28,8 +66,8 @@ constexpr int64_t row_bytes(DType dtype, int64_t n) {
     case DType::kI8: return n;
     case DType::kQ4: return groups(n) * (kGroup / 2 + 2);
     case DType::kQ8: return groups(n) * (kGroup + 2);
+    default: return n / ggml_block(dtype).numbers * ggml_block(dtype).bytes;
   }
-  return 0;
 }
 
 // Order of torch_pi2.ops.ACTIVATIONS.

@@ -79,6 +79,9 @@ struct Q8Bytes {
 
 // Lanes that add up to w . x. Two products fit into 16 bits (2 * 128 * 127 = 32512), four would not.
 struct WideningProducts {
+  static int32x4_t sum(int8x16_t w, int8x16_t x) {
+    return vpaddlq_s16(vmlal_high_s8(vmull_s8(vget_low_s8(w), vget_low_s8(x)), w, x));
+  }
   static int32x4_t sum(const Group& w, const Group& x) {
     const int16x8_t first = vmlal_high_s8(vmull_s8(vget_low_s8(w.first), vget_low_s8(x.first)), w.first, x.first);
     const int16x8_t second = vmlal_high_s8(vmull_s8(vget_low_s8(w.second), vget_low_s8(x.second)), w.second, x.second);

@@ -42,26 +42,27 @@ inline void prepare(PI2_PREPARE_ARGS) {
 
 inline void restore(PI2_RESTORE_ARGS) { std::memcpy(out, y, static_cast<std::size_t>(n) * sizeof(float)); }
 
-// A group's scale is its largest magnitude / 127; a group with a NaN or an infinity has a NaN scale, so that broken
-// inputs stay visible. Rounds to nearest even, as the vector instructions do.
+// One group as int8 (room for 32, zero); returns its scale, its largest magnitude / 127. A group with a NaN or an
+// infinity has a NaN scale, so that broken inputs stay visible. Rounds to nearest even, as the vector instructions do.
+inline float quantize_group(const float* x, std::int64_t count, std::int8_t* out) {
+  float largest = 0;
+  bool finite = true;
+  for (std::int64_t k = 0; k < count; ++k) {
+    largest = std::max(largest, std::fabs(x[k]));
+    finite = finite && std::isfinite(x[k]);
+  }
+  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  const bool usable = finite && std::isfinite(inverse);  // below about 4e-37 the group counts as zero
+  for (std::int64_t k = 0; k < count && usable; ++k) out[k] = static_cast<std::int8_t>(std::nearbyint(x[k] * inverse));
+  return finite ? largest / 127.0f : NAN;
+}
+
 inline void prepare_a8(PI2_PREPARE_ARGS) {
   auto* values = static_cast<std::int8_t*>(out);
   auto* scales = reinterpret_cast<float*>(values + padded(n));
   std::memset(values, 0, static_cast<std::size_t>(padded(n)));
-  for (std::int64_t g = 0; g < groups(n); ++g) {
-    const std::int64_t begin = g * kGroup, end = std::min(n, begin + kGroup);
-    float largest = 0;
-    bool finite = true;
-    for (std::int64_t k = begin; k < end; ++k) {
-      largest = std::max(largest, std::fabs(x[k]));
-      finite = finite && std::isfinite(x[k]);
-    }
-    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    const bool usable = finite && std::isfinite(inverse);  // below about 4e-37 the group counts as zero
-    for (std::int64_t k = begin; k < end && usable; ++k)
-      values[k] = static_cast<std::int8_t>(std::nearbyint(x[k] * inverse));
-    scales[g] = finite ? largest / 127.0f : NAN;
-  }
+  for (std::int64_t g = 0; g < groups(n); ++g)
+    scales[g] = quantize_group(x + g * kGroup, std::min(n - g * kGroup, kGroup), values + g * kGroup);
 }
 
 template <class Format>

@@ -141,6 +141,7 @@ long check_refused() {
       {"sizes", number(76, 0)},
       {"sizes", number(80, 4)},
       {"weights: expected a kind that stores have, found 3", number(84, 3)},
+      {"weights: expected a kind that stores have, found 6", number(84, 6)},
       {"weights", number(84, 6)},
       {"activation: expected 0 to 5, found 6", number(88, 6)},
       {"flags: expected those of 7, found 8", number(92, 8)},

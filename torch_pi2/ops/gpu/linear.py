@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.formats import GGML
 from torch_pi2.ops.gpu.listed import block_of_part, kernel_rows, rounded
 from torch_pi2.ops.quantize import dequantize
 
@@ -24,13 +25,14 @@ def rows_at_once(columns: int) -> int:
 def launch(
     x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, weights: str, int8_activations: bool = False
 ) -> torch.Tensor:
-    """See :func:`torch_pi2.ops.linear.linear`; of few tokens each has the same bits in any company."""
+    """See :func:`torch_pi2.ops.linear.linear`; of few tokens each has the same bits in any company, except over ggml's
+    blocks, which are dequantised for any number of tokens."""
     from torch_pi2.ops.gpu import kernels
 
     x_TK = rounded(x.reshape(-1, x.shape[-1])) if int8_activations else x.reshape(-1, x.shape[-1]).contiguous()
     tokens, columns = x_TK.shape
     shape = (*x.shape[:-1], len(rows))
-    if tokens > MOST_TOKENS:
+    if tokens > MOST_TOKENS or weights in GGML:
         x_TK = x_TK.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             slices = rows.split(rows_at_once(columns))

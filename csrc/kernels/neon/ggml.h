@@ -1,0 +1,211 @@
+// ggml's blocks on NEON (kernels/ggml.h): 16 numbers of a group to a vector.
+#pragma once
+
+#include "kernels/ggml.h"
+#include "kernels/neon/a8.h"
+
+namespace pi2::neon {
+namespace {
+
+inline uint8x16_t load_bytes(const char* p) { return vld1q_u8(reinterpret_cast<const std::uint8_t*>(p)); }
+
+// kVectors: of a step's scales, four to each.
+template <int kVectors>
+struct GgmlSimd : Simd {
+  struct Scales {
+    Float scale[kVectors], offset[kVectors];
+  };
+  struct Numbers {
+    uint8x16_t first[4], second[4];
+  };
+
+  static Float bytes(const char* p) {
+    std::uint32_t four;
+    std::memcpy(&four, p, sizeof(four));
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))))));
+  }
+  static uint8x16_t low(uint8x16_t nibbles) { return vandq_u8(nibbles, vdupq_n_u8(15)); }
+  static uint8x16_t high(uint8x16_t nibbles) { return vshrq_n_u8(nibbles, 4); }
+  // `v` with those bits of `more`, which are so many places to the left there.
+  static uint8x16_t with_bits(uint8x16_t v, uint8x16_t more, int left, std::uint8_t bits) {
+    return vorrq_u8(v, vandq_u8(vshlq_u8(more, vdupq_n_s8(static_cast<std::int8_t>(-left))), vdupq_n_u8(bits)));
+  }
+
+  static void store(const Scales& scales, float* scale, float* offset) {
+    for (int v = 0; v < kVectors; ++v) {
+      vst1q_f32(scale + 4 * v, scales.scale[v]);
+      vst1q_f32(offset + 4 * v, scales.offset[v]);
+    }
+  }
+  static void store(const Numbers& numbers, char* out) {
+    for (int i = 0; i < 4; ++i) {
+      vst1q_u8(reinterpret_cast<std::uint8_t*>(out) + 16 * i, numbers.first[i]);
+      vst1q_u8(reinterpret_cast<std::uint8_t*>(out) + 64 + 16 * i, numbers.second[i]);
+    }
+  }
+};
+
+// A group to a block.
+template <DType kType>
+struct GgmlSmall : GgmlSimd<1> {
+  static constexpr DType kDType = kType;
+  static constexpr bool kHalves = false, kMin = kType != DType::kQ5_0, kFifth = kType != DType::kQ4_1;
+  static constexpr std::int64_t kBlock = ggml_block(kType).bytes, kBits = kMin ? 4 : 2,
+                                kNibbles = kBits + (kFifth ? 4 : 0);
+
+  // The binary16 at p of four blocks.
+  static Float halves_of(const char* p) {
+    std::uint16_t bits[4];
+    for (int i = 0; i < 4; ++i) std::memcpy(bits + i, p + i * kBlock, sizeof(bits[i]));
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(bits)));
+  }
+
+  static Scales scales(const char* p) {
+    const Float scale = halves_of(p);
+    return {{scale}, {kMin ? halves_of(p + 2) : vmulq_n_f32(scale, -16)}};
+  }
+
+  static Numbers numbers(const char* p, std::int64_t) {
+    Numbers out;
+    for (int i = 0; i < 4; ++i, p += kBlock) {
+      const uint8x16_t nibbles = load_bytes(p + kNibbles);
+      out.first[i] = low(nibbles);
+      out.second[i] = high(nibbles);
+      if constexpr (kFifth) {
+        // Byte k gets the byte that has bit k, of which that bit counts.
+        std::uint32_t word;
+        std::memcpy(&word, p + kBits, sizeof(word));
+        const uint8x16_t all = vreinterpretq_u8_u32(vdupq_n_u32(word)), five = vdupq_n_u8(16);
+        const uint8x16_t which = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201u));
+        const uint8x16_t byte = vcombine_u8(vdup_n_u8(0), vdup_n_u8(1));
+        const uint8x16_t set = vtstq_u8(vqtbl1q_u8(all, byte), which);
+        const uint8x16_t set_later = vtstq_u8(vqtbl1q_u8(all, vaddq_u8(byte, vdupq_n_u8(2))), which);
+        out.first[i] = vorrq_u8(out.first[i], vandq_u8(set, five));
+        out.second[i] = vorrq_u8(out.second[i], vandq_u8(set_later, five));
+      }
+    }
+    return out;
+  }
+};
+
+template <DType kType>
+struct GgmlK : GgmlSimd<2> {
+  static constexpr DType kDType = kType;
+  static constexpr bool kHalves = false, kFifth = kType == DType::kQ5K;
+
+  static void floats_of(std::uint64_t bytes, float by, Float (&out)[2]) {
+    const uint16x8_t eight = vmovl_u8(vcreate_u8(bytes));
+    out[0] = vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(eight))), by);
+    out[1] = vmulq_n_f32(vcvtq_f32_u32(vmovl_high_u16(eight)), by);
+  }
+  static Scales scales(const char* p) {
+    const KScales k(p + 4);
+    Scales out;
+    floats_of(k.scale, half(p), out.scale);
+    floats_of(k.min, -half(p + 2), out.offset);
+    return out;
+  }
+
+  static Numbers numbers(const char* p, std::int64_t part) {
+    const char* nibbles = p + (kFifth ? 48 : 16) + 64 * part;
+    Numbers out;
+    for (int j = 0; j < 2; ++j) {
+      const uint8x16_t first = load_bytes(nibbles + 32 * j), second = load_bytes(nibbles + 32 * j + 16);
+      out.first[2 * j] = low(first);
+      out.first[2 * j + 1] = high(first);
+      out.second[2 * j] = low(second);
+      out.second[2 * j + 1] = high(second);
+    }
+    for (int i = 0; kFifth && i < 4; ++i) {
+      const int left = static_cast<int>(4 * part) + i - 4;
+      out.first[i] = with_bits(out.first[i], load_bytes(p + 16), left, 16);
+      out.second[i] = with_bits(out.second[i], load_bytes(p + 32), left, 16);
+    }
+    return out;
+  }
+};
+
+struct GgmlQ6K : GgmlSimd<4> {
+  static constexpr DType kDType = DType::kQ6K;
+  static constexpr bool kHalves = true;
+
+  static Scales scales(const char* p) {
+    const float d = half(p + 208);
+    const int8x16_t bytes = vreinterpretq_s8_u8(load_bytes(p + 192));
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    Scales out{{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+                vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))},
+               {}};
+    for (int v = 0; v < 4; ++v) {
+      out.scale[v] = vmulq_n_f32(out.scale[v], d);
+      out.offset[v] = vmulq_n_f32(out.scale[v], -32);
+    }
+    return out;
+  }
+
+  static Numbers numbers(const char* p, std::int64_t part) {
+    const char *nibbles = p + 64 * part, *more = p + 128 + 32 * part;
+    Numbers out;
+    for (int j = 0; j < 2; ++j) {  // groups 0 and 1 are low halves, 2 and 3 high ones
+      const uint8x16_t first = load_bytes(nibbles + 32 * j), second = load_bytes(nibbles + 32 * j + 16);
+      out.first[j] = low(first);
+      out.first[2 + j] = high(first);
+      out.second[j] = low(second);
+      out.second[2 + j] = high(second);
+    }
+    for (int i = 0; i < 4; ++i) {
+      out.first[i] = with_bits(out.first[i], load_bytes(more), 2 * i - 4, 48);
+      out.second[i] = with_bits(out.second[i], load_bytes(more + 16), 2 * i - 4, 48);
+    }
+    return out;
+  }
+};
+
+// With int8 activations. `Products` is how bytes are multiplied: see a8.h.
+template <class Format, class Products>
+struct Ggml : Format {
+  using Sums = float32x4_t;  // a lane for each group of a part
+  using typename Format::Numbers;
+  using typename Format::Scales;
+  using Input = GgmlInput<Format::kHalves>;
+  static constexpr int kVectors = sizeof(Scales::scale) / sizeof(float32x4_t);
+
+  static Sums zero_sums() { return vdupq_n_f32(0); }
+  static float total(Sums sums) { return vaddvq_f32(sums); }
+
+  static void add_offsets(Sums* sums, const Scales& scales, const Input& x) {
+    for (int v = 0; v < kVectors; ++v) *sums = vfmaq_f32(*sums, scales.offset[v], vld1q_f32(x.sum + 4 * v));
+  }
+
+  static int32x4_t of_four(const int32x4_t (&s)[4]) {
+    return vpaddq_s32(vpaddq_s32(s[0], s[1]), vpaddq_s32(s[2], s[3]));
+  }
+
+  static void add_products(Sums* sums, const Scales& scales, std::int64_t part, const Numbers& numbers,
+                           const Input& x) {
+    int32x4_t first[4], second[4];
+    for (int i = 0; i < 4; ++i) {
+      const std::int8_t* values = x.values + part * kGgmlPart + 16 * i;
+      const Group w{vreinterpretq_s8_u8(numbers.first[i]), vreinterpretq_s8_u8(numbers.second[i])};
+      const Group v{vld1q_s8(values), vld1q_s8(values + kGgmlPart / 2)};
+      if constexpr (Format::kHalves) {
+        first[i] = Products::sum(w.first, v.first);
+        second[i] = Products::sum(w.second, v.second);
+      } else {
+        first[i] = Products::sum(w, v);
+      }
+    }
+    if constexpr (Format::kHalves) {
+      const float* x_scale = x.scale + 8 * part;
+      const float32x4_t a = vmulq_f32(scales.scale[2 * part], vld1q_f32(x_scale));
+      const float32x4_t b = vmulq_f32(scales.scale[2 * part + 1], vld1q_f32(x_scale + 4));
+      *sums = vfmaq_f32(*sums, vuzp1q_f32(a, b), vcvtq_f32_s32(of_four(first)));
+      *sums = vfmaq_f32(*sums, vuzp2q_f32(a, b), vcvtq_f32_s32(of_four(second)));
+    } else {
+      *sums = add_groups(*sums, of_four(first), scales.scale[part], vld1q_f32(x.scale + 4 * part));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace pi2::neon

@@ -1,0 +1,92 @@
+"""``QuantLinear`` over rows in ggml's blocks: what it computes and shows, and who refuses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ggml_rows import gguf_values, random_rows
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import torch_pi2
+from torch_pi2.errors import ConfigError, GradientError, ShapeError, UnsupportedModelError
+from torch_pi2.export.linears import linears_of
+from torch_pi2.formats import FORMATS, GGML, row_bytes
+from torch_pi2.layers.linear import QuantLinear
+
+
+def made(kind: str, int8_activations: bool = False, rows: int = 48) -> QuantLinear:
+    columns = 2 * FORMATS[kind].block
+    bias = torch.randn(rows, generator=torch.Generator().manual_seed(1))
+    stored = random_rows(kind, rows, columns, columns**-0.5)
+    return QuantLinear(stored, bias, columns, kind, int8_activations, "layers.0.up_proj").eval()
+
+
+@pytest.mark.parametrize("kind", GGML)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_float_layer_of_what_its_rows_stand_for(kind: str, dtype: torch.dtype) -> None:
+    layer = made(kind)
+    x = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(2)).to(dtype)
+    weight = gguf_values(layer.rows, kind)
+    assert torch.equal(layer.dequantized(), weight)
+    assert torch.equal(layer.state_dict()["weight"], weight)
+    assert layer.relative_error(weight) == 0
+    with torch.no_grad():
+        found = layer(x)
+    wanted = x.float() @ weight.T + layer.bias
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=2e-5 if dtype is torch.float32 else 5e-2)
+    assert f"{kind}, bias=True" in repr(layer)
+    with pytest.raises(GradientError, match="gradients through a quantised linear layer"):
+        layer(x.requires_grad_())
+
+
+@pytest.mark.parametrize("kind", GGML)
+def test_rows_stay_as_the_file_has_them(kind: str) -> None:
+    layer = made(kind, int8_activations=True)
+    before = layer.rows.clone()
+    x = torch.randn(1, layer.in_features)
+    with torch.no_grad():
+        y = layer(x)
+        layer.use_blocks()
+        assert not layer.blocks
+        assert torch.equal(layer(x), y)
+    assert torch.equal(layer.in_row_order(), before)
+
+
+def test_it_is_made_on_meta_and_filled() -> None:
+    empty = QuantLinear.empty(5, 512, "q6_k", True)
+    assert empty.rows.shape == (5, row_bytes("q6_k", 512))
+    empty.rows = random_rows("q6_k", 5, 512)
+    assert torch.equal(empty.dequantized(), gguf_values(empty.rows, "q6_k"))
+
+
+def test_what_is_no_such_row_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"rows of a linear layer: expected uint8 \[N, 288\] \(512 columns of q4_k\)"):
+        QuantLinear(random_rows("q4_k", 3, 256), None, 512, "q4_k")
+    with pytest.raises(ShapeError, match=r"columns of q4_k: expected a multiple of 256 \(its blocks\), found 100"):
+        QuantLinear(random_rows("q4_k", 3, 256), None, 100, "q4_k")
+    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8 or q4_1 or .* or q6_k, found 'q3_k'"):
+        QuantLinear(random_rows("q4_k", 3, 256), None, 256, "q3_k")
+    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8, found 'q4_k'\. Blocks of GGUF files"):
+        QuantLinear.from_linear(nn.Linear(256, 3), "q4_k")
+    with pytest.raises(ConfigError, match=r"expected int4 or int8, found 'q5_0'"):
+        torch_pi2.quantize_(nn.Sequential(nn.Linear(64, 64)), "q5_0")
+    with pytest.raises(ConfigError, match=r"Config.weights: expected float, int4, int8, found 'q4_k'"):
+        torch_pi2.Config(weights="q4_k")
+
+
+def test_no_file_of_ours_has_them(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=72, num_hidden_layers=1, hidden_act="relu", **sizes)).eval()
+    model = torch_pi2.optimize(dense, config=torch_pi2.Config(method="exact", weights="int4"))
+    model.lm_head = QuantLinear(random_rows("q5_0", 72, 64), None, 64, "q5_0").eval()
+    for call, doing in (
+        (lambda: torch_pi2.save(model, tmp_path / "out"), "saving a quantised"),
+        (lambda: linears_of(model, "float32"), "exporting"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=rf"{doing} LlamaForCausalLM: .*found q5_0 in lm_head\. Keep"):
+            call()
+    assert not (tmp_path / "out").exists()

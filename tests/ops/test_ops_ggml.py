@@ -1,0 +1,162 @@
+"""Rows in ggml's blocks, as GGUF files have them: another reader's numbers bit for bit, linear layers, refusals."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+from ggml_rows import gguf_values, random_rows
+from gguf import quants
+from operators import opcheck
+
+from torch_pi2.errors import ConfigError, GradientError, ShapeError
+from torch_pi2.formats import FORMATS, GGML, QUANTIZED, row_bytes
+from torch_pi2.ops import load, reference
+from torch_pi2.ops.quantized import quantize
+from torch_pi2.ops.rows import values
+
+load()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BLOCKS = [1, 2, 3, 5, 13]
+
+
+@pytest.mark.parametrize("kind", GGML)
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_numbers_are_those_of_the_package_gguf_bit_for_bit(kind: str, blocks: int) -> None:
+    columns = blocks * FORMATS[kind].block
+    for rows in (1, 3, 33):
+        stored = random_rows(kind, rows, columns)
+        assert stored.shape == (rows, row_bytes(kind, columns))
+        wanted = gguf_values(stored, kind)
+        assert rows < 33 or wanted.count_nonzero() > 0.5 * wanted.numel()
+        assert torch.equal(torch.ops.pi2.dequantize(stored, kind, columns, torch.float32), wanted)
+        assert torch.equal(reference.dequantize(stored, kind, columns, torch.float32), wanted)
+        for dtype in (torch.bfloat16, torch.float16):
+            found = torch.ops.pi2.dequantize(stored, kind, columns, dtype)
+            assert found.dtype is dtype
+            assert torch.equal(found, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "q5_0", "q5_1"])
+def test_what_the_package_gguf_quantises_is_near_its_weights(kind: str) -> None:
+    w = torch.randn(7, 160, generator=torch.Generator().manual_seed(1))
+    rows = torch.from_numpy(quants.quantize(w.numpy(), gguf.GGMLQuantizationType[kind.upper()]))
+    off = torch.ops.pi2.dequantize(rows, kind, 160, torch.float32) - w
+    assert float(off.norm() / w.norm()) < (0.09 if kind == "q4_1" else 0.05)
+
+
+def test_bytes_of_the_formats_are_ggmls_own() -> None:
+    for kind in GGML:
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
+        assert (FORMATS[kind].block, FORMATS[kind].block_bytes) == (block, size)
+        assert FORMATS[kind].bits_per_weight == 8 * size / block
+        assert row_bytes(kind, 3 * block) == 3 * size
+    assert QUANTIZED == ("int4", "int8")
+
+
+def test_dequantize_reads_strided_rows() -> None:
+    two = torch.stack([random_rows("q5_k", 5, 512, scale) for scale in (1.0, 2.0)], 1)
+    for r in range(2):
+        found = torch.ops.pi2.dequantize(two[:, r], "q5_k", 512, torch.float32)
+        assert torch.equal(found, gguf_values(two[:, r].contiguous(), "q5_k"))
+
+
+@pytest.mark.parametrize("kind", GGML)
+@pytest.mark.parametrize("int8_activations", [False, True])
+def test_linear_equals_the_reference(isa: str, kind: str, int8_activations: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for rows, blocks in ((1, 1), (7, 2), (33, 3), (70, 5)):
+        columns = blocks * FORMATS[kind].block
+        stored, bias = random_rows(kind, rows, columns, columns**-0.5), torch.randn(rows, generator=generator)
+        for tokens in (1, 3, 70):
+            for dtype in DTYPES:
+                x = torch.randn(tokens, columns, generator=generator).to(dtype)
+                for b in (None, bias):
+                    args = (x, stored, b, kind, int8_activations)
+                    found, wanted = torch.ops.pi2.linear(*args), reference.linear(*args)
+                    assert found.dtype is dtype
+                    rounding = 2e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
+                    torch.testing.assert_close(
+                        found.float(), wanted.float(), rtol=0, atol=rounding * (1 + float(wanted.abs().max()))
+                    )
+
+
+@pytest.mark.parametrize("kind", GGML)
+@pytest.mark.parametrize("int8_activations", [False, True])
+def test_threads_and_company_change_no_bit(isa: str, kind: str, int8_activations: bool) -> None:
+    columns, threads = 3 * FORMATS[kind].block, torch.get_num_threads()
+    stored = random_rows(kind, 131, columns)
+    x_TK = torch.randn(71, columns, generator=torch.Generator().manual_seed(3))
+    alone = torch.cat([torch.ops.pi2.linear(x[None], stored, None, kind, int8_activations) for x in x_TK])
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        for tokens in (1, 2, 3, 5, 11):
+            found = torch.ops.pi2.linear(x_TK[:tokens], stored, None, kind, int8_activations)
+            assert torch.equal(found, alone[:tokens])
+    many = torch.ops.pi2.linear(x_TK, stored, None, kind, int8_activations)
+    torch.set_num_threads(1)
+    for tokens in (12, 13, 31, 71):  # from 12 on with int8 activations in another order, the same for all
+        assert torch.equal(torch.ops.pi2.linear(x_TK[:tokens], stored, None, kind, int8_activations), many[:tokens])
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("int8_activations", [False, True])
+@pytest.mark.parametrize("kind", GGML)
+def test_linear_shows_nan_in_its_own_token_only(isa: str, kind: str, int8_activations: bool) -> None:
+    columns = 2 * FORMATS[kind].block
+    for tokens in (3, 13):
+        x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(4))
+        x[1, 5] = float("nan")
+        y = torch.ops.pi2.linear(x, random_rows(kind, 8, columns), None, kind, int8_activations)
+        assert y.isnan().all(1).tolist() == [token == 1 for token in range(tokens)]
+        assert not y[torch.arange(tokens) != 1].isnan().any()
+
+
+@pytest.mark.parametrize("kind", GGML)
+def test_opcheck(kind: str) -> None:
+    columns = FORMATS[kind].block
+    x, rows = torch.randn(3, columns), random_rows(kind, 5, columns)
+    opcheck(torch.ops.pi2.dequantize.default, (rows, kind, columns, torch.bfloat16))
+    opcheck(torch.ops.pi2.linear.default, (x, rows, torch.ones(5), kind, False))
+    opcheck(torch.ops.pi2.linear.default, (x[None], rows, None, kind, True))
+    out = torch.ops.pi2.linear.out(x, rows, None, kind, True, out=torch.empty(3, 5))
+    assert torch.equal(out, torch.ops.pi2.linear(x, rows, None, kind, True))
+
+
+def test_linear_refuses_what_is_no_whole_block() -> None:
+    rows = random_rows("q4_k", 5, 512)
+    fault = r"columns of q4_k: expected a multiple of 256 \(its blocks\), found 300\. Pass the columns that the rows"
+    with pytest.raises(RuntimeError, match=f"pi2: {fault}"):
+        torch.ops.pi2.linear(torch.ones(2, 300), rows, None, "q4_k", False)
+    with pytest.raises(RuntimeError, match=f"pi2: {fault}"):
+        torch.ops.pi2.dequantize(rows, "q4_k", 300, torch.float32)
+    with pytest.raises(ShapeError, match=fault):
+        row_bytes("q4_k", 300)
+    with torch.device("meta"), pytest.raises(ShapeError, match=fault):
+        torch.ops.pi2.linear(torch.ones(2, 300), rows.to("meta"), None, "q4_k", False)
+    with pytest.raises(RuntimeError, match=r"pi2: rows: expected contiguous uint8 5 x 144 .*rows of 256 q4_k numbers"):
+        torch.ops.pi2.linear(torch.ones(2, 256), rows, None, "q4_k", False)
+    with pytest.raises(RuntimeError, match=r"uint8 \[rows, 144\] for 256 columns of q4_k"):
+        torch.ops.pi2.dequantize(rows, "q4_k", 256, torch.float32)
+    with pytest.raises(GradientError, match=r"torch.ops.pi2.linear: expected no gradients"):
+        torch.ops.pi2.linear(torch.ones(2, 512, requires_grad=True), rows, None, "q4_k", False)
+
+
+@pytest.mark.parametrize("kind", GGML)
+def test_neurons_and_quantize_refuse_them_by_name(kind: str) -> None:
+    columns = FORMATS[kind].block
+    x, rows = torch.ones(2, columns), random_rows(kind, 16, columns)
+    only = rf"found '{kind}'\. Blocks of GGUF files are for torch\.ops\.pi2\.linear and dequantize alone"
+    with pytest.raises(RuntimeError, match=rf"weights: expected int4 or int8, {only}"):
+        torch.ops.pi2.quantize(torch.ones(4, columns), kind, None)
+    with pytest.raises(RuntimeError, match=rf"weights: expected int4 or int8, {only}"):
+        torch.ops.pi2.linear_blocks(x, rows, None, kind)
+    with pytest.raises(RuntimeError, match=rf"weights: expected float, int4 or int8, {only}"):
+        torch.ops.pi2.sparse_ffn(x, rows.view(8, 2, -1), None, None, None, None, "relu", False, 0, 0.0, kind, False)
+    with pytest.raises(ConfigError, match=rf"weights: expected int4 or int8, found '{kind}'\. .*nothing is quantised"):
+        quantize("w", torch.ones(4, columns), kind)
+
+
+def test_values_of_rows_in_any_shape() -> None:
+    rows = random_rows("q6_k", 6, 512)
+    assert torch.equal(values(rows.view(2, 3, -1), "q6_k", 512), gguf_values(rows, "q6_k").view(2, 3, -1))
