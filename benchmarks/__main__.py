@@ -1,6 +1,6 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
-`ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `bundle`,
+`ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `imported`, `bundle`,
 `bundle-offload`, `offload`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and `prefix` are
 servers of one; `phone` is simulated.
 """
@@ -28,6 +28,7 @@ BENCHMARKS = {
     "gpu-model": "a whole model on a GPU: ours beside dense; or divided, beside offloading and the CPU",
     "attention": "new tokens over a static cache: our operator, torch's SDPA and the memory roofline",
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",
+    "imported": "GGUF files of several types, imported, beside llama.cpp on the same files",
     "bundle": "bundles in the C++ runner by the format of keys and values, beside PyTorch's Decoder",
     "bundle-offload": "a bundle larger than memory in the C++ runner, by budget",
     "generate": "model.generate over our steps, beside transformers' own and torch_pi2.generate",

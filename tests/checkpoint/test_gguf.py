@@ -55,8 +55,20 @@ def test_there_and_back(made: Any, tmp_path: Path, name: str) -> None:
     assert bool(report.rounded) == bool(report.neurons)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", "Q4_K"),
+        ("llama", "Q6_K"),
+        ("llama", "Q8_0"),
+        ("llama3", "Q4_0"),
+        ("qwen2", "Q5_K"),
+        ("qwen2", "Q4_1"),
+        ("gemma2", "Q5_0"),
+        ("phi3", "Q4_K"),
+        ("phi3", "Q5_1"),
+    ],
+)
 def test_rows_are_kept(made: Any, tmp_path: Path, name: str, kind: str) -> None:
     model, _, file = made(name)
     typed = tmp_path / "typed.gguf"
@@ -99,6 +111,40 @@ def test_experts_keep_gate_and_up(made: Any, tmp_path: Path) -> None:
     state = again.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
     stacks = [torch.from_numpy(values[f"blk.1.ffn_{part}_exps.weight"]) for part in ("gate", "up")]
     assert torch.equal(state, torch.cat(stacks, 1))
+
+
+def test_powerinfer(made: Any, tmp_path: Path) -> None:
+    """ReLU instead of SiLU, down neuron by neuron, predictors: nothing is rounded of Q4_0, and zeros are skipped."""
+    model, _, file = made("llama")
+    typed, turned = tmp_path / "typed.gguf", tmp_path / "powerinfer.gguf"
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(turned, "llama")
+    for key, found in reader.fields.items():
+        if key.startswith("llama."):
+            writer.add_key_value(key, found.contents(), found.types[0])
+    writer.add_key_value("powerinfer.sparse_threshold", 0.0, gguf.GGUFValueType.FLOAT32)
+    for tensor in reader.tensors:
+        down = tensor.name.endswith("ffn_down.weight")
+        data = tensor.data.T.copy() if down else tensor.data
+        writer.add_tensor(tensor.name.replace("ffn_down.", "ffn_down_t.") if down else tensor.name, data)
+        if down:
+            for name, shape in (("fc1", (32, 256)), ("fc2", (512, 32))):
+                writer.add_tensor(tensor.name.replace("ffn_down", name), torch.randn(shape).numpy())
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file"):
+        getattr(writer, step)()
+    writer.close()
+    values = ggufs.retyped(turned, typed, "Q4_0")
+    values |= {
+        name.replace("_t.", "."): value.T.copy() for name, value in values.items() if name.endswith("ffn_down_t.weight")
+    }
+    report = torch_pi2.import_gguf(typed, tmp_path / "out")
+    assert (report.rounded, report.neurons, report.predictors, report.weights) == ({}, 2, 4, "int4")
+    again = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    relu = copy.deepcopy(model)
+    for layer in relu.model.layers:
+        layer.mlp.act_fn = torch.nn.ReLU()
+    wanted = logits(ggufs.with_values(relu, file, values))
+    torch.testing.assert_close(logits(again), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("budget", [None, "40MB"])

@@ -48,6 +48,8 @@ def render(result: dict[str, Any]) -> str:
     if result["neurons"]:
         worst = max(result["errors"].values(), default=0.0)
         lines.append(f"{result['neurons']} layers are neurons now, {common.percent(worst, 2)} off at most")
+    if result["predictors"]:
+        lines.append(f"{result['predictors']} tensors of PowerInfer's predictors left out: they see another input")
     if result["tokenizer"]:
         lines.append(f"no tokenizer: {result['tokenizer']}")
     sizes = f"{common.size(result['bytes_in'])} -> {common.size(result['bytes_out'])}"

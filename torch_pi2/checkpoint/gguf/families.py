@@ -56,8 +56,8 @@ class Family:
     Attributes:
         arch: in files. model_type: transformers'.
         keys: key -> attribute, beside the common ones. fixed: attribute -> value that llama.cpp computes with.
-        permuted: rows of q and k are in pairs of rotary halves in the file. norm_offset: what the file's norms have
-            more than the model's.
+        permuted: rows of q and k are in pairs of rotary halves in the file. by_neuron: down has a row per neuron.
+        norm_offset: what the file's norms have more than the model's.
     """
 
     arch: str
@@ -65,6 +65,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False
+    by_neuron: bool = False
     norm_offset: float = 0.0
 
     @property
@@ -83,6 +84,8 @@ FAMILIES = (
         {"hidden_act": "silu", "sliding_window": None},
         permuted=True,
     ),
+    # PowerInfer's files: llama with ReLU (ProSparse, ReluLLaMA), whose down matrices lie neuron by neuron
+    Family("llama", "llama", fixed={"hidden_act": "relu"}, permuted=True, by_neuron=True),
     Family("qwen2", "qwen2", fixed={"hidden_act": "silu", "use_sliding_window": False}),
     Family("qwen3", "qwen3", fixed={"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}),
     Family(
@@ -109,8 +112,10 @@ def family_of(file: GgufFile) -> Family:
     """Raises UnsupportedModelError, ArtifactError."""
     arch = file.metadata.get("general.architecture")
     experts = bool(file.metadata.get(f"{arch}.expert_count", 0))
+    by_neuron = "blk.0.ffn_down_t.weight" in file.tensors
     for family in FAMILIES:
-        if family.arch == arch and (arch != "llama" or experts == (family.model_type == "mixtral")):
+        fits = arch != "llama" or experts == (family.model_type == "mixtral")
+        if family.arch == arch and fits and family.by_neuron == by_neuron:
             return family
     raise UnsupportedModelError(
         f"architecture of {file.path}",

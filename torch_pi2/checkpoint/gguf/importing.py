@@ -47,6 +47,7 @@ class ImportReport(QuantizeReport):
     Attributes:
         types: GGUF type -> matrices of it that are kept bit for bit. rounded: name -> "from to", of the others.
         neurons: layers (experts one by one) that became neurons. tokenizer: why there is none; empty: there is.
+        predictors: tensors of PowerInfer's predictors that were left out: they see what comes before the norm.
         errors: of what was rounded again, and 0 for the rest.
     """
 
@@ -54,6 +55,7 @@ class ImportReport(QuantizeReport):
     rounded: dict[str, str] = field(default_factory=dict)
     neurons: int = 0
     tokenizer: str = ""
+    predictors: int = 0
 
 
 @checked
@@ -71,7 +73,8 @@ def import_gguf(
     Q4_K, Q5_K or Q6_K; other types are rounded again, to int4 if they have fewer than four bits a weight, else to int8,
     and the report says so. Feed-forward layers are such linear layers, too, unless they become neurons, which have a
     row of gate and up and a column of down together: gate and up are then taken over where the formats are the same,
-    down is always rounded again. Rows are read some at a time.
+    down is always rounded again, but of PowerInfer's files, where it lies neuron by neuron (their predictors are left
+    out: the exact gate needs none, :func:`torch_pi2.fit` makes others). Rows are read some at a time.
 
     Args:
         neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU), in int4 if the file has fewer than
@@ -101,6 +104,7 @@ def import_gguf(
         made.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
         report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, tokenizer=tokenizer)
         report.bytes_in, report.neurons = checkpoint.nbytes, len(plan.layers)
+        report.predictors = len(checkpoint.predictors())
     report.seconds = time.perf_counter() - start
     return report
 
@@ -259,7 +263,7 @@ class _Importer(Quantizer):
         if ref.expert is not None:
             stored = ExpertMatrix(self._checkpoint, site, ref, role).name
         of, first = self._gguf.type_of(stored), int(neurons[0])
-        same = role != "down" and own_format(of) == self._kind
+        same = (role != "down" or self._gguf.family.by_neuron) and own_format(of) == self._kind
         if first == 0:
             self._count(stored, of, self._kind, same)
         if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file

@@ -94,6 +94,8 @@ class GgufCheckpoint:
             return tensor, first, first + tensor.shape[1]
         base, dot, suffix = name.rpartition(".")
         known = self._names.get_name(base) if suffix in ("weight", "bias") else None
+        if known and self.family.by_neuron and known.endswith("ffn_down"):
+            known += "_t"
         tensor = self.file.tensors.get(f"{known}{dot}{suffix}") if known else None
         return None if tensor is None else (tensor, 0, tensor.rows)
 
@@ -120,10 +122,14 @@ class GgufCheckpoint:
         """Shape and dtype of the numbers; quantised ones are float32."""
         tensor, start, stop = self._tensor(name)
         shape = (stop - start, tensor.columns) if len(tensor.shape) > 1 else tensor.shape
+        shape = shape[::-1] if _is_by_neuron(tensor) else shape
         return Spec(shape, _FLOATS.get(tensor.type.name, torch.float32))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows ``[start, stop)`` of matrix ``name``, in the model's order, as the file has them: uint8."""
+        """Rows ``[start, stop)`` of matrix ``name``, in the model's order, as the file has them: uint8.
+
+        Of a down matrix that lies neuron by neuron these are its columns.
+        """
         tensor, first, _ = self._tensor(name)
         order = self._order(tensor)
         if order is None:
@@ -167,12 +173,15 @@ class GgufCheckpoint:
             values = values if order is None else values[order]
             offset = self.family.norm_offset if tensor.name.endswith("norm.weight") else 0.0
             return (values - offset)[slice(*(rows or (0, None)))]
+        if _is_by_neuron(tensor):
+            return _values(self.rows(name, 0, last), tensor).T[slice(*(rows or (0, None)))]
         start, stop = rows or (0, last - first)
         return _values(self.rows(name, start, stop), tensor)
 
     def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """Fill ``tensor`` with rows of ``name`` from ``row`` on, some at a time."""
-        step = max(1, (8 << 20) // max(1, 4 * tensor[0].numel()))
+        whole = _is_by_neuron(self._tensor(name)[0])  # each of its rows is in all of the file's
+        step = len(tensor) if whole else max(1, (8 << 20) // max(1, 4 * tensor[0].numel()))
         for start in range(0, len(tensor), step):
             stop = min(len(tensor), start + step)
             tensor[start:stop] = self.read(name, (row + start, row + stop))
@@ -192,7 +201,16 @@ class GgufCheckpoint:
 
     def left(self) -> list[str]:
         """Tensors that nobody has asked for."""
-        return sorted(set(self.file.tensors) - self.used)
+        return sorted(set(self.file.tensors) - self.used - set(self.predictors()))
+
+    def predictors(self) -> list[str]:
+        """Tensors of PowerInfer's predictors, which see another input than ours (before the norm)."""
+        found = [name for name in self.file.tensors if re.fullmatch(r"blk\.\d+\.fc[12]\.weight", name)]
+        return sorted(found) if self.family.by_neuron else []
+
+
+def _is_by_neuron(tensor: GgufTensor) -> bool:
+    return tensor.name.endswith(".ffn_down_t.weight")
 
 
 def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
