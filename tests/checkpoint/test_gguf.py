@@ -15,8 +15,12 @@ import torch
 from transformers import AutoTokenizer
 
 import torch_pi2
-from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
+from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
+from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, UnsupportedModelError
+from torch_pi2.store.storefile import StoreReader
 
+GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
 
 
@@ -167,6 +171,20 @@ def test_load_of_a_file(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert float((first - wanted).abs().max() / wanted.abs().max()) < (0.02 if budget else 1e-6)
 
 
+def test_saved_again_and_as_floats(tmp_path: Path) -> None:
+    """The same bits, and the same as the dense model of the rows' numbers."""
+    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
+    model = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    torch_pi2.save(model, tmp_path / "again")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "again", dtype=torch.float32)), logits(model))
+    dense = load_dense(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(dense), logits(model), rtol=1e-4, atol=1e-4)
+    state = model.state_dict()
+    assert torch.equal(state["model.embed_tokens.weight"], dense.state_dict()["model.embed_tokens.weight"])
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert head.rows.data_ptr() == embedding.rows.data_ptr()
+
+
 def test_tokenizer_and_template(made: Any, tmp_path: Path) -> None:
     _, folder, file = made("llama")
     torch_pi2.import_gguf(file, tmp_path / "out")
@@ -274,3 +292,70 @@ def test_what_a_file_cannot_say(made: Any, tmp_path: Path, change: dict[str, Any
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.export_gguf(other, tmp_path / "a.gguf")
     assert not (tmp_path / "a.gguf").exists()
+
+
+def test_beside_llama_cpp(tmp_path: Path) -> None:
+    """A file of its quantiser, and what it makes of it. It rounds inputs to 8 bits, and so do we if asked to."""
+    said = json.loads((GOLDEN / "tiny-llama.json").read_text())
+    report = torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
+    assert (report.rounded, set(report.types)) == ({}, {"Q4_K", "Q6_K"})
+    theirs, ids = torch.tensor(said["logits"]), torch.tensor([said["tokens"]])
+    floats = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    rounded = torch_pi2.load(tmp_path / "out", dtype=torch.float32, activations="int8")
+    with torch.no_grad():
+        exact, ours = floats(ids).logits[0], rounded(ids).logits[0]
+    their_rounding = float((theirs - exact).norm() / exact.norm())
+    assert 1e-3 < their_rounding < 0.03
+    assert float((ours - exact).norm() / exact.norm()) < 1.5 * their_rounding
+    assert float((ours - theirs).norm() / exact.norm()) < 2 * their_rounding
+    assert torch.equal(exact.argmax(-1), theirs.argmax(-1))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text, tokens in said["texts"].items():
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == tokens
+
+
+@pytest.mark.parametrize("neurons", ["all", "int8"])
+def test_packed(made: Any, tmp_path: Path, neurons: str) -> None:
+    """A store of a file's neurons, beside its linear layers in their own formats: the same tokens under a budget."""
+    _, _, file = made("qwen2")
+    typed = tmp_path / "typed.gguf"
+    ggufs.retyped(file, typed, "Q6_K" if neurons == "all" else "Q4_K")
+    report = torch_pi2.import_gguf(typed, tmp_path / "out", neurons=neurons)
+    assert (report.weights, report.neurons) == ("int8", 2)
+    torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
+    with StoreReader(tmp_path / "packed" / "pi2" / "model.pi2") as store:
+        assert store.metadata["pi2_version"] == "3"
+    wanted = logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32))
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32)), wanted)
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32, budget="40MB")), wanted)
+
+
+def test_nothing_to_pack(tmp_path: Path) -> None:
+    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
+    with pytest.raises(Pi2Error, match=r"expected layers of neurons, found none.*neurons='all'"):
+        torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"formats": '{"model.embed_tokens": "q7_k"}'}, "q7_k"),
+        ({"formats": '{"model.embed_tokens": "q4_k"}'}, r"v_proj.weight as uint8 \[64, 144\], found uint8 \[64, 210\]"),
+        ({"embeddings": '{"model.norm": 256}'}, r"model.norm.weight as uint8 \[320, 210\], found float32 \[256\]"),
+        ({"embeddings": '{"model.embed_tokens": 256, "model.norm": 256}'}, "model, model.norm of 256 numbers a token"),
+        ({"embeddings": '{"model.embed_tokens": 512}'}, "model.embed_tokens of 512 numbers a token"),
+        ({"embeddings": "[]"}, "embeddings"),
+        ({"pi2_version": "3"}, "version 1 or 2"),
+    ],
+)
+def test_damaged_metadata(tmp_path: Path, change: dict[str, str], message: str) -> None:
+    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
+    path = tmp_path / "out" / "pi2" / "weights.safetensors"
+    with TensorReader(path) as reader:
+        tensors = {name: reader.read(name) for name in reader.specs}
+        about = reader.metadata | change
+    with TensorWriter(path, {name: Spec.of(tensor) for name, tensor in tensors.items()}, about) as out:
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
+    with pytest.raises(ArtifactError, match=message):
+        torch_pi2.load(tmp_path / "out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import struct
 from pathlib import Path
@@ -10,9 +12,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.store.gguf import TYPES, GgufArray, GgufFile
+
+GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
 
 
 def text(value: str) -> bytes:
@@ -160,3 +166,22 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
         path.open("r+b").truncate(300)
         with pytest.raises(ArtifactError, match="became shorter"):
             file.read_rows("w", 0, 8)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_changed_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever is in a file, it is read or refused."""
+    path = tmp_path_factory.getbasetemp() / "changed.gguf"
+    whole = bytearray(GOLDEN.read_bytes()[:8192])
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(whole) - 9))
+        whole[at : at + 8] = (
+            data.draw(st.sampled_from([b"\xff" * 8, bytes(8), b"\0\0\0\x80" * 2]))
+            if data.draw(st.booleans())
+            else bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 : at + 8]
+        )
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    os.truncate(path, GOLDEN.stat().st_size)
+    with contextlib.suppress(ArtifactError), GgufFile(path) as file:
+        assert all(tensor.start + tensor.nbytes <= file.size for tensor in file.tensors.values())

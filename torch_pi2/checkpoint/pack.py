@@ -240,6 +240,13 @@ def _provenance(source: Path, reader: QuantizedWeights) -> str:
 def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int | None, cluster: int | None) -> Layout:
     """Of the store of a folder: what ``reader`` and the files ``beside`` it have. Raises ArtifactError: not all."""
     keys = [layer.site.key for layer in plan.layers]
+    if not keys:
+        raise ConfigError(
+            f"packing {reader.path.parent.parent}",
+            expected="layers of neurons",
+            found="none",
+            fix="Of a GGUF file: import it with neurons='all' (--neurons all).",
+        )
     for layer in plan.layers:
         reader.read_neurons(layer.site, (0, 0))  # refuses what is not there
     ours = {f"{key}.{what}" for key in keys for what in ("bundles", "checks")} | {SUPERBLOCK}

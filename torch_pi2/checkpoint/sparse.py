@@ -15,11 +15,12 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
 from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.formats import GGML, QUANTIZED
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.embedding import QuantEmbedding
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.linear import QuantLinear, refuse_ggml
+from torch_pi2.layers.linear import QuantLinear, wants_blocks
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.dtypes import DTYPES
@@ -40,7 +41,7 @@ MakeExperts = Callable[[Iterable[SparseFFN], Sequence[LayerPlan]], SparseExperts
 
 
 def weights_of(model: nn.Module) -> str:
-    """How the weights of an optimised model are stored: ``float``, ``int4`` or ``int8``."""
+    """How the weights of an optimised model are stored: ``float``, ``int4``, ``int8``, or as a GGUF file has them."""
     kinds = {getattr(layer, "weights", "float") for layer in sparse_layers(model)} | {
         module.weights for module in model.modules() if isinstance(module, QuantLinear)
     }
@@ -54,7 +55,6 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
         UnsupportedModelError: not a Hugging Face model, rewritten in a way that needs weights to be found, or with
             linear layers in blocks of GGUF's.
     """
-    refuse_ggml(model, "saving a quantised")
     if not hasattr(model, "save_pretrained"):
         raise UnsupportedModelError(
             f"saving a quantised {type(model).__name__}",
@@ -62,7 +62,8 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
             found="another module",
             fix="Save the float model, and quantise it again after loading.",
         )
-    kind, layers = weights_of(model), sparse_layers(model)
+    layers = sparse_layers(model)
+    kind = found if (found := weights_of(model)) in QUANTIZED else QUANTIZED[0]  # nothing is in it then
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     tensors: dict[str, torch.Tensor] = {}
     embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
@@ -138,12 +139,13 @@ def load_sparse(
         groups = places(model)
         refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
         ours = {name for ref in refs for name in (ref.weight, ref.bias) if name}
-        for name, columns in _shown(weights.linears.items(), "linear layers", progress):
-            ours |= {f"{name}.weight", f"{name}.bias"}
-            _put_linear(model, weights, name, columns, int8_activations)
+        embeddings: dict[str, torch.Tensor] = {}
         for name, width in weights.embeddings.items():
             ours.add(f"{name}.weight")
-            _put_embedding(model, weights, name, width)
+            embeddings[f"{name}.weight"] = _put_embedding(model, weights, name, width)
+        for name, columns in _shown(weights.linears.items(), "linear layers", progress):
+            ours |= {f"{name}.weight", f"{name}.bias"}
+            _put_linear(model, weights, name, columns, int8_activations, embeddings.get(weights.rows_name(name)))
         trim()  # what putting rows in blocks has left
 
         def empty(layer: LayerPlan) -> SparseFFN:
@@ -180,10 +182,20 @@ def _shown(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:
     return shown
 
 
-def _put_linear(model: nn.Module, weights: QuantizedWeights, name: str, columns: int, int8_activations: bool) -> None:
+def _put_linear(
+    model: nn.Module,
+    weights: QuantizedWeights,
+    name: str,
+    columns: int,
+    int8_activations: bool,
+    tied: torch.Tensor | None = None,
+) -> None:
+    """``tied``: the rows, which are an embedding's; in memory once, unless they are to lie in blocks."""
     parent, _, local = name.rpartition(".")
     linear: Any = model.get_submodule(name)
-    rows = weights.read(weights.rows_name(name))
+    kept = weights.format_of(name) in GGML
+    in_blocks = tied is not None and not kept and wants_blocks(len(tied), columns, int8_activations)
+    rows = weights.read(weights.rows_name(name)) if tied is None or in_blocks else tied
     bias = None
     if linear.bias is not None:
         weights.spec(f"{name}.bias")  # raises if there is none
@@ -194,12 +206,13 @@ def _put_linear(model: nn.Module, weights: QuantizedWeights, name: str, columns:
     setattr(model.get_submodule(parent), local, made.eval())
 
 
-def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width: int) -> None:
+def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width: int) -> torch.Tensor:
     parent, _, local = name.rpartition(".")
     embedding: Any = model.get_submodule(name)
     made = QuantEmbedding(weights.read(f"{name}.weight"), width, weights.format_of(name), embedding.padding_idx)
     made.dtype = embedding.weight.dtype
     setattr(model.get_submodule(parent), local, made.eval())
+    return made.rows
 
 
 def _empty_layer(

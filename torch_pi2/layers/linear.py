@@ -31,14 +31,14 @@ def wants_blocks(rows: int, columns: int, int8_activations: bool) -> bool:
 
 
 def refuse_ggml(model: nn.Module, doing: str) -> None:
-    """Raise UnsupportedModelError if a linear layer of ``model`` is in blocks of GGUF's, which no file of ours has."""
+    """Raise UnsupportedModelError if a linear layer of ``model`` is in ggml's blocks."""
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and module.weights in GGML:
             raise UnsupportedModelError(
                 f"{doing} {type(model).__name__}",
                 expected=f"linear layers of floats, {' or '.join(QUANTIZED)}",
                 found=f"{module.weights} in {name}",
-                fix="Keep the GGUF file, and load that.",
+                fix="Export a float checkpoint, or one of torch_pi2.quantize.",
             )
 
 

@@ -12,7 +12,7 @@ from torch_pi2.formats import row_bytes
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.slots import cluster_size, layer_entry
-from torch_pi2.store.storefile import STORE_FORMAT, STORE_VERSION, SUPERBLOCK, metadata_check
+from torch_pi2.store.storefile import MIXED_STORE_VERSION, STORE_FORMAT, STORE_VERSION, SUPERBLOCK, metadata_check
 from torch_pi2.store.superblock import PAGE, Superblock, hash_bytes, slot_bytes, superblock_bytes
 
 #: Stands in the header until all is written.
@@ -80,7 +80,7 @@ class Layout:
         """Of the store, from that of a file of ``weights``; the checksums of ``others`` come when they are written."""
         found = dict(weights) | {
             "pi2_format": STORE_FORMAT,
-            "pi2_version": STORE_VERSION,
+            "pi2_version": MIXED_STORE_VERSION if "formats" in weights else STORE_VERSION,
             "layers": json.dumps([site.key for site, _ in self._layers]),
             "orders_hash": self._plan.orders_hash,
             "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),

@@ -31,8 +31,10 @@ from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
 STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"
 #: 1: plan, predictors and statistics are files beside it; 2: they are inside, see ``PARTS``.
-STORE_VERSIONS = ("1", "2")
-STORE_VERSION = STORE_VERSIONS[-1]
+STORE_VERSIONS = ("1", "2", "3")
+STORE_VERSION = "2"
+#: With linear layers in several formats, or a quantised embedding.
+MIXED_STORE_VERSION = "3"
 SUPERBLOCK = "pi2.superblock"
 PADDING = re.compile(r"pi2\.padding\.\d+")
 #: What belongs to the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is always there.

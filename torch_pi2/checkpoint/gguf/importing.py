@@ -27,7 +27,7 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.rewrite.linears import find_linears
-from torch_pi2.rewrite.skeleton import skeleton
+from torch_pi2.rewrite.skeleton import places, skeleton
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef
@@ -137,11 +137,16 @@ def _what_becomes(
         model = skeleton(folder)
     sites = _sites(model, neurons)
     found, _ = find_linears(model, sites, on_meta=True)
-    linears = {name: module.in_features for name, module in found.items() if _is_packed(checkpoint, name)}
+    tied = {name: group for group in places(model) for name in group}
+    linears = {
+        name: module.in_features
+        for name, module in found.items()
+        if any(_is_packed(checkpoint, other) for other in tied.get(f"{name}.weight", ()))
+    }
     embeddings = {
         name: module.embedding_dim
         for name, module in model.named_modules()
-        if type(module) is nn.Embedding and _is_packed(checkpoint, name)
+        if type(module) is nn.Embedding and _is_packed(checkpoint, f"{name}.weight")
     }
     kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, sites)
     layers = []
@@ -153,8 +158,7 @@ def _what_becomes(
     return Plan(layers, NO_HASH, {"planner": "none"}), linears, embeddings, kind
 
 
-def _is_packed(checkpoint: GgufCheckpoint, name: str) -> bool:
-    parameter = f"{name}.weight"
+def _is_packed(checkpoint: GgufCheckpoint, parameter: str) -> bool:
     return parameter in checkpoint and checkpoint.type_of(parameter) not in _FLOATS
 
 
@@ -217,11 +221,12 @@ class _Importer(Quantizer):
         self.kept: Counter[str] = Counter()
         self.rounded: dict[str, str] = {}
         formats: dict[str, str] = {}
+        super().__init__(model, checkpoint, plan, linears, kind, formats=formats, embeddings=embeddings)
         for name in (*linears, *embeddings):
-            of = checkpoint.type_of(f"{name}.weight")
-            formats[name] = own_format(of) or _rounded_to(_TYPES[of])
-        others = {name: made for name, made in formats.items() if made != kind}
-        super().__init__(model, checkpoint, plan, linears, kind, formats=others, embeddings=embeddings)
+            of = checkpoint.type_of(self._stored(f"{name}.weight"))
+            made = own_format(of) or _rounded_to(_TYPES[of])
+            if made != kind:
+                formats[name] = made
         for name in (*self._floats, *self._biases, *(f"{name}.weight" for name in self._in_rows)):
             self._check_shape(name, model)
 

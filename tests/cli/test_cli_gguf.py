@@ -1,0 +1,55 @@
+"""``torch-pi2 import`` and ``export --format gguf``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ggufs
+import pytest
+
+from torch_pi2 import cli
+
+GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf") / "qwen"
+    ggufs.tiny("qwen2").save_pretrained(folder)
+    ggufs.tokenizer(folder)
+    return folder
+
+
+def test_import_then_generate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "model"
+    assert cli.main(["import", str(GOLDEN), "--out", str(out)]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("kept bit for bit: 5 Q4_K, 3 Q6_K\n")
+    assert "tokenizer" not in said
+    assert cli.main(["generate", str(out), "--prompt", "the cat", "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["new_tokens"] == 4
+    assert cli.main(["import", str(GOLDEN), "--out", str(out), "--neurons", "all", "--json"]) == 0  # in its place
+    found = json.loads(capfd.readouterr().out)
+    assert (found["neurons"], found["weights"]) == (1, "int4")
+    assert set(found["rounded"].values()) == {"Q4_K to int4", "Q6_K to int4"}
+    assert cli.main(["import", str(GOLDEN), "--out", str(out), "--neurons", "int8"]) == 0
+    assert "1 layers are neurons now" in capfd.readouterr().out
+
+
+def test_export(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.gguf"
+    assert cli.main(["export", str(checkpoint), "--format", "gguf", "--out", str(file), "--type", "q8_0"]) == 0
+    assert "tensors 16 q8_0, 11 f32" in capfd.readouterr().out
+    assert cli.main(["import", str(file), "--out", str(tmp_path / "back"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["types"] == {"Q8_0": 16}
+
+
+def test_mistakes(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gguf = ["export", str(checkpoint), "--format", "gguf", "--out", str(tmp_path / "a.gguf")]
+    assert cli.main([*gguf, "--max-tokens", "64"]) == 2
+    assert "--max-tokens: expected a bundle, found --format gguf" in capfd.readouterr().err
+    assert cli.main(["import", str(checkpoint / "config.json"), "--out", str(tmp_path / "b")]) == 2
+    assert "expected a GGUF file, found one that begins with" in capfd.readouterr().err
+    assert cli.main(["import", str(tmp_path / "none.gguf"), "--out", str(tmp_path / "b")]) == 2
+    assert "expected a GGUF file, found nothing" in capfd.readouterr().err
