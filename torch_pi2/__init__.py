@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch_pi2.api import fit, optimize, plan, profile, quantize_, restore
     from torch_pi2.checkpoint.gguf.exporting import export_gguf
     from torch_pi2.checkpoint.gguf.importing import import_gguf
+    from torch_pi2.checkpoint.import_quantized import import_quantized
     from torch_pi2.checkpoint.pack import pack
     from torch_pi2.checkpoint.quantize import quantize
     from torch_pi2.checkpoint.save_load import load, save
@@ -43,6 +44,7 @@ _FROM = {
     "api": ("fit", "optimize", "plan", "profile", "quantize_", "restore"),
     "checkpoint.gguf.exporting": ("export_gguf",),
     "checkpoint.gguf.importing": ("import_gguf",),
+    "checkpoint.import_quantized": ("import_quantized",),
     "checkpoint.pack": ("pack",),
     "checkpoint.quantize": ("quantize",),
     "checkpoint.save_load": ("load", "save"),
@@ -83,6 +85,7 @@ __all__ = [
     "follow",
     "generate",
     "import_gguf",
+    "import_quantized",
     "load",
     "optimize",
     "pack",

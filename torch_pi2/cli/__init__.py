@@ -35,7 +35,7 @@ VERBS = {
     "fit": "fit low-rank activation predictors",
     "plan": "choose hot and cold neurons per layer",
     "optimize": "profile, fit, plan and write a sparse model folder",
-    "import": "write a GGUF file (llama.cpp's) as a folder of ours, at its own precision",
+    "import": "write a GGUF file, or a quantised checkpoint, as a folder of ours, at its own precision",
     "quantize": "write a float checkpoint with 4-bit or 8-bit weights",
     "pack": "write a model as a neuron store, to be read from storage",
     "synthetic": "write a model of real sizes with random weights, to measure speed",

@@ -1,8 +1,9 @@
-"""Import a GGUF file (llama.cpp's): a folder that every other command takes.
+"""Import a quantised model, a GGUF file or a folder of GPTQ, AWQ or compressed-tensors, for every other command.
 
-Matrices keep the file's own precision, bit for bit, where the type is Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K;
-others are rounded again, and listed. The tokenizer and its chat template come along. Layers that can be sparse (ReLU)
-and experts become neurons; --neurons all makes all layers so, for `torch-pi2 pack` and models larger than memory.
+Matrices keep their own precision, bit for bit, where a format of ours has it (of GGUF Q4_0, Q8_0, Q4_1, Q5_0, Q5_1,
+Q4_K, Q5_K, Q6_K); others are rounded again, and listed. The tokenizer and its chat template come along. Layers that can
+be sparse (ReLU) and experts become neurons; --neurons all makes all layers so, for `torch-pi2 pack` and models larger
+than memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ EXAMPLE = "torch-pi2 import model-q4_k_m.gguf --out my-model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="a .gguf file")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a .gguf file, or a folder")
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write")
     parser.add_argument(
         "--neurons",
@@ -29,10 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from torch_pi2 import import_gguf
+    from torch_pi2 import import_gguf, import_quantized
 
     common.check_out(args.out)
-    report = import_gguf(args.file, args.out, neurons=args.neurons, progress=not args.quiet)
+    of = import_quantized if args.source.is_dir() else import_gguf
+    report = of(args.source, args.out, neurons=args.neurons, progress=not args.quiet)
     return {"out": str(args.out), **report.to_json()}
 
 

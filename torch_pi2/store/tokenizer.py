@@ -13,6 +13,11 @@ from torch_pi2.store.trust import trusted
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is one in ``folder``, as far as names of files tell."""
+    return any((folder / file).is_file() for file in _FILES)
+
+
 def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = ConfigError) -> Any:
     """``tokenizer``, or if that is None the one beside the weights of ``model``. Nothing is downloaded.
 
@@ -34,7 +39,7 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
         return tokenizer
     name = getattr(model, "name_or_path", None)
     folder = Path(name) if isinstance(name, str) and name else None
-    if folder is None or not any((folder / file).is_file() for file in _FILES):
+    if folder is None or not has_tokenizer(folder):
         raise _unknown(error, what, f"none, and none in {folder}" if folder else "none, and a model of no folder")
     try:
         from transformers import AutoTokenizer, PreTrainedConfig

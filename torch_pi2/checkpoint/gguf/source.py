@@ -114,9 +114,30 @@ class GgufCheckpoint:
         self.used.add(found[0].name)
         return found
 
+    @property
+    def about(self) -> str:
+        return self.family.model_type
+
+    @property
+    def by_neuron(self) -> bool:
+        return self.family.by_neuron
+
     def type_of(self, name: str) -> str:
-        """The GGUF type of parameter ``name``."""
-        return self._tensor(name)[0].type.name
+        """The GGUF type of parameter ``name``; empty: floats."""
+        found = self._tensor(name)[0].type.name
+        return "" if found in (*_FLOATS, "F64") else found
+
+    def own_format(self, name: str) -> str | None:
+        """The format of ours in which its rows are kept; None: there is none."""
+        return own_format(self._tensor(name)[0].type.name)
+
+    def rounded_format(self, name: str) -> str:
+        of = self._tensor(name)[0].type
+        return "int4" if 8 * of.block_bytes < 4 * of.block else "int8"
+
+    def ffn_bits(self) -> float:
+        tensors = [t for t in self.file.tensors.values() if ".ffn_" in t.name and len(t.shape) > 1]
+        return 8 * sum(t.nbytes for t in tensors) / max(1, sum(t.rows * t.columns for t in tensors))
 
     def spec(self, name: str) -> Spec:
         """Shape and dtype of the numbers; quantised ones are float32."""

@@ -1,0 +1,56 @@
+"""``torch_pi2.import_quantized``: a folder of GPTQ, AWQ or compressed-tensors becomes one of ours."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.files import atomic_write, replacing_folder
+from torch_pi2.checkpoint.card import keep_card
+from torch_pi2.checkpoint.importing import ImportReport, write_imported
+from torch_pi2.checkpoint.quantize import copy_small_files
+from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
+from torch_pi2.errors import check_choice
+from torch_pi2.formats import GGUF_NEURONS
+from torch_pi2.ops import load as load_library
+from torch_pi2.store.folder import check_replaceable, check_separate
+from torch_pi2.store.tokenizer import has_tokenizer
+
+
+@checked
+@fresh_settings()
+def import_quantized(
+    folder_in: str | Path, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
+) -> ImportReport:
+    """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, for :func:`torch_pi2.load` and the rest.
+
+    Taken are GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``) and compressed-tensors
+    (``pack-quantized`` and ``int-quantized``, 4 or 8 bits). A matrix whose integers, less their zero points, are from
+    -8 to 7 becomes ``int4``, from -127 to 127 ``int8``, with the same scales: nothing is rounded, if float16 has these
+    exactly and a group is a multiple of 32 columns. Any other is rounded to ``int8``, and the report says so.
+
+    Args:
+        neurons: as of :func:`torch_pi2.import_gguf`.
+
+    Raises:
+        UnsupportedModelError: another method, setting or tensor. ArtifactError: damage, or ``folder_out`` cannot be
+            written. ConfigError: another ``neurons``, or folders in one another.
+    """
+    check_choice("import_quantized(neurons=...)", neurons, GGUF_NEURONS, "Choose one of these.")
+    load_library()
+    source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
+    check_separate("import_quantized", source, folder)
+    check_replaceable(folder)
+    start = time.perf_counter()
+    with QuantizedCheckpoint(source) as checkpoint, replacing_folder(folder) as staging:
+        keep_card(folder, staging)
+        copy_small_files(source, staging)
+        config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
+        atomic_write(staging / "config.json", json.dumps(config, indent=2))
+        report = write_imported(checkpoint, staging, neurons, progress)
+        report.tokenizer = "" if has_tokenizer(source) else "the folder has none"
+    report.seconds = time.perf_counter() - start
+    return report

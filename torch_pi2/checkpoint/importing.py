@@ -1,0 +1,236 @@
+"""What a quantised checkpoint of somebody else's becomes: rows as they are wherever a format of ours has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from torch_pi2.base.tensorfile import TensorWriter
+from torch_pi2.checkpoint.quantize import NO_HASH, Quantizer, QuantizeReport, RelativeError, row_chunks, update_hash
+from torch_pi2.errors import ArtifactError, NoFFNFoundError, UnsupportedModelError
+from torch_pi2.formats import QUANTIZED
+from torch_pi2.graph.find import find_sites
+from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.quantized import quantize as quantize_rows
+from torch_pi2.rewrite.linears import find_linears
+from torch_pi2.rewrite.skeleton import places, skeleton
+from torch_pi2.spec.method import Method
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.names import ExpertMatrix
+from torch_pi2.store.source import Source
+from torch_pi2.store.weights import WEIGHTS_FILE
+
+
+class PackedSource(Source, Protocol):
+    """A checkpoint with matrices in few bits.
+
+    Attributes:
+        about: of what model it is, for messages. by_neuron: columns of down lie together, as rows.
+    """
+
+    about: str
+    by_neuron: bool
+
+    def type_of(self, name: str) -> str:
+        """What the checkpoint calls the way in which matrix ``name`` is stored; empty: as floats."""
+
+    def own_format(self, name: str) -> str | None:
+        """The format of ours that has its numbers exactly; None: it is to be rounded."""
+
+    def rounded_format(self, name: str) -> str:
+        """To which of ours it is rounded then."""
+
+    def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``[start, stop)`` in :meth:`own_format`, uint8."""
+
+    def ffn_bits(self) -> float:
+        """Bits of a weight in feed-forward layers."""
+
+    def left(self) -> list[str]:
+        """Tensors that nobody has asked for."""
+
+
+@dataclass
+class ImportReport(QuantizeReport):
+    """What an import did.
+
+    Attributes:
+        types: type in the checkpoint -> matrices of it that are kept bit for bit. rounded: name -> "from to", of the
+            others.
+        neurons: layers (experts one by one) that became neurons. tokenizer: why there is none; empty: there is.
+        predictors: tensors of PowerInfer's predictors that were left out: they see what comes before the norm.
+        errors: of what was rounded again, and 0 for the rest.
+    """
+
+    types: dict[str, int] = field(default_factory=dict)
+    rounded: dict[str, str] = field(default_factory=dict)
+    neurons: int = 0
+    tokenizer: str = ""
+    predictors: int = 0
+
+
+def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progress: bool) -> ImportReport:
+    """Write ``pi2/`` into ``folder``, where the configuration is. Raises as :func:`torch_pi2.import_gguf`."""
+    (folder / PI2_FOLDER).mkdir()
+    plan, linears, embeddings, kind = _what_becomes(checkpoint, folder, neurons)
+    writer = _Importer(skeleton(folder), checkpoint, plan, linears, kind, embeddings)
+    made, found_hash = writer.write(folder / PI2_FOLDER, progress)
+    _check_used(checkpoint)
+    replace(plan, model_hash=found_hash).save(folder / PI2_FOLDER)
+    report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, neurons=len(plan.layers))
+    report.bytes_in = checkpoint.nbytes
+    report.bytes_out = (folder / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
+    return report
+
+
+def _what_becomes(
+    checkpoint: PackedSource, folder: Path, neurons: str
+) -> tuple[Plan, dict[str, int], dict[str, int], str]:
+    """The plan of the layers that become neurons; columns of linears and of embeddings; the main format."""
+    with torch.device("meta"):
+        model = skeleton(folder)
+    sites = _sites(model, neurons)
+    found, _ = find_linears(model, sites, on_meta=True)
+    tied = {name: group for group in places(model) for name in group}
+    linears = {
+        name: module.in_features
+        for name, module in found.items()
+        if any(_is_packed(checkpoint, other) for other in tied.get(f"{name}.weight", ()))
+    }
+    embeddings = {
+        name: module.embedding_dim
+        for name, module in model.named_modules()
+        if type(module) is nn.Embedding and _is_packed(checkpoint, f"{name}.weight")
+    }
+    kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, sites)
+    layers = []
+    for site in sites:
+        exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None
+        order = torch.arange(site.intermediate, dtype=torch.int32)
+        method = Method.EXACT if exact else Method.DENSE
+        layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
+    return Plan(layers, NO_HASH, {"planner": "none"}), linears, embeddings, kind
+
+
+def _is_packed(checkpoint: PackedSource, parameter: str) -> bool:
+    return parameter in checkpoint and bool(checkpoint.type_of(parameter))
+
+
+def _sites(model: nn.Module, neurons: str) -> list[FFNSite]:
+    try:
+        sites = find_sites(model, strict=False, on_meta=True)
+    except NoFFNFoundError:
+        sites = []
+    if neurons in ("all", *QUANTIZED):
+        return sites
+    wanted = [site for site in sites if site.experts is not None]
+    if wanted and neurons == "none":
+        raise UnsupportedModelError(
+            "import_gguf(neurons='none')",
+            expected="a model without experts",
+            found=f"{len(wanted)} of them",
+            fix="Leave it out: experts are always neurons.",
+        )
+    sparse = [site for site in sites if site.experts is None and site.activation in SPARSE_ACTIVATIONS]
+    return [*wanted, *sparse] if neurons == "auto" else []
+
+
+def _kind_of_neurons(checkpoint: PackedSource, sites: list[FFNSite]) -> str:
+    """The nearest format that is not much smaller than what the checkpoint has."""
+    return "int4" if not sites or checkpoint.ffn_bits() < 6 else "int8"
+
+
+def _check_used(checkpoint: PackedSource) -> None:
+    """Raises UnsupportedModelError: a tensor that the model as it was built has no place for."""
+    if left := checkpoint.left():
+        raise UnsupportedModelError(
+            str(checkpoint.folder),
+            expected=f"the tensors of a {checkpoint.about} model",
+            found=left[0] + (f" and {len(left) - 1} others as well" if len(left) > 1 else " as well"),
+            fix="Load the model's original checkpoint with transformers, and optimise that.",
+        )
+
+
+class _Importer(Quantizer):
+    """Writes the weights of somebody else's checkpoint."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: PackedSource,
+        plan: Plan,
+        linears: dict[str, int],
+        kind: str,
+        embeddings: dict[str, int],
+    ) -> None:
+        self._packed = checkpoint
+        self.kept: Counter[str] = Counter()
+        self.rounded: dict[str, str] = {}
+        formats: dict[str, str] = {}
+        super().__init__(model, checkpoint, plan, linears, kind, formats=formats, embeddings=embeddings)
+        for name in (*linears, *embeddings):
+            stored = self._stored(f"{name}.weight")
+            made = checkpoint.own_format(stored) or checkpoint.rounded_format(stored)
+            if made != kind:
+                formats[name] = made
+        for name in (*self._floats, *self._biases, *(f"{name}.weight" for name in self._in_rows)):
+            self._check_shape(name, model)
+
+    def _check_shape(self, name: str, model: nn.Module) -> None:
+        """Raises ArtifactError: the file's tensor is not the model's."""
+        owner, _, local = name.rpartition(".")
+        wanted = getattr(model.get_submodule(owner), local).shape
+        found = self._checkpoint.spec(self._stored(name)).shape
+        if tuple(wanted) != found:
+            raise ArtifactError(
+                f"{name} in {self._checkpoint.folder}",
+                expected=str(list(wanted)),
+                found=str(list(found)),
+                fix="The file's metadata is of another model; get it again.",
+            )
+
+    def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
+        stored = self._stored(f"{name}.weight")
+        spec, own, error = self._checkpoint.spec(stored), self._packed.own_format(stored), RelativeError()
+        kind = own or self._packed.rounded_format(stored)
+        for start, stop in row_chunks(spec):
+            if own is not None:
+                rows = self._packed.own_rows(stored, start, stop)
+            else:
+                rows = self._rounded(self._checkpoint.read(stored, (start, stop)), stored, kind, error)
+            update_hash(digest, rows)
+            out.write(f"{name}.weight", rows, row=start)
+        self._count(name, self._packed.type_of(stored), kind, own is not None)
+        return error.relative
+
+    def _rounded(self, values: torch.Tensor, name: str, kind: str, error: RelativeError) -> torch.Tensor:
+        rows = quantize_rows(name, values, kind)
+        error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
+        return rows
+
+    def _as_stored(self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor) -> torch.Tensor | None:
+        stored = self._stored(ref.weight)
+        if ref.expert is not None:
+            stored = ExpertMatrix(self._checkpoint, site, ref, role).name
+        of, first = self._packed.type_of(stored), int(neurons[0])
+        if not of:
+            return None  # floats: rounded once
+        same = (role != "down" or self._packed.by_neuron) and self._packed.own_format(stored) == self._kind
+        if first == 0:
+            self._count(stored, of, self._kind, same)
+        if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file
+            first += ref.rows[0]
+        return self._packed.own_rows(stored, first, first + len(neurons)) if same else None
+
+    def _count(self, name: str, of: str, to: str, kept: bool) -> None:
+        if kept:
+            self.kept[of] += 1
+        else:
+            self.rounded[name] = f"{of} to {to}"
