@@ -35,8 +35,11 @@ class PackedSource(Source, Protocol):
         about: of what model it is, for messages. by_neuron: columns of down lie together, as rows.
     """
 
-    about: str
-    by_neuron: bool
+    @property
+    def about(self) -> str: ...
+
+    @property
+    def by_neuron(self) -> bool: ...
 
     def type_of(self, name: str) -> str:
         """What the checkpoint calls the way in which matrix ``name`` is stored; empty: as floats."""

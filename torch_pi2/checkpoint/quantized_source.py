@@ -227,7 +227,8 @@ def _gptq(files: Checkpoint, base: str, bits: int, offset: int) -> _Integers:
 
 def _awq(files: Checkpoint, base: str) -> _Integers:
     def ordered(packed: torch.Tensor) -> torch.Tensor:
-        return _unpacked(packed, 4, 1).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)
+        numbers: torch.Tensor = _unpacked(packed, 4, 1).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)
+        return numbers
 
     q_KN, z_GN = ordered(files.read(f"{base}.qweight")), ordered(files.read(f"{base}.qzeros"))
     scale_GN = files.read(f"{base}.scales")
