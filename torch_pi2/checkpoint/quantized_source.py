@@ -160,8 +160,10 @@ class QuantizedCheckpoint:
 
 
 #: Parts of a matrix, and those that a matrix is known by.
-_ALL = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
-_ALL = (*_ALL, "weight")
+_ALL = (
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight"),
+)
 _MAIN = ("qweight", "weight_packed", "weight_scale")
 
 
@@ -194,8 +196,8 @@ def _ways(folder: Path, method: str, said: dict[str, Any]) -> Callable[[Checkpoi
             raise _refuse(
                 folder, "pack-quantized or int-quantized of 4 or 8 bits", f"{kind} of {sorted(map(str, widths))}"
             )
-        width = widths.pop()
-        return lambda files, base: _compressed(files, base, int(width))
+        width = 4 if widths == {4} else 8
+        return lambda files, base: _compressed(files, base, width)
     raise _refuse(folder, "quant_method gptq, awq or compressed-tensors", repr(method) if method else "none")
 
 
