@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.manifest import MANIFEST_FILE
+from torch_pi2.store.gguf import SUFFIX as GGUF
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.weights import WEIGHTS_FILE
 
@@ -16,7 +17,7 @@ _KINDS = {
     "bundle": ("a bundle, written by export", "torch-pi2 generate {folder} --prompt '...'"),
     "store": ("a neuron store, written by pack", "torch-pi2 generate {folder} --prompt '...'"),
     "quantised": (
-        "a model of quantize or synthetic, whose neurons are in rows already",
+        "a model of quantize, import or synthetic, whose weights are in rows already",
         "torch-pi2 generate {folder} --prompt '...'",
     ),
     "optimised": ("an optimised model", "torch-pi2 generate {folder} --prompt '...'"),
@@ -30,6 +31,8 @@ _KINDS = {
 }
 #: (verb, kind) -> what comes nearest to what the verb would have done.
 _NEAREST = {("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'"}
+#: Verbs that take a GGUF file as well.
+_TAKE_GGUF = ("generate", "chat", "serve")
 _FLOAT = ("checkpoint", "optimised")
 _OPTIMISED = ("optimised", "quantised", "store")
 _TALKING = ("checkpoint", *_OPTIMISED, "bundle")
@@ -76,6 +79,8 @@ def check(args: argparse.Namespace) -> None:
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
         return
+    if verb in _TAKE_GGUF:
+        _import(args, _TAKES[verb][0])
     name, taken, kinds = _TAKES[verb]
     given = getattr(args, name)
     for path in given if isinstance(given, list) else [given]:
@@ -94,6 +99,21 @@ def check(args: argparse.Namespace) -> None:
             found=of + found,
             fix=f"Use: {command.format(folder=folder)}",
         )
+
+
+def _import(args: argparse.Namespace, name: str) -> None:
+    """A GGUF file in the place of a folder: its import, made now or earlier."""
+
+    def folder_of(given: str) -> str:
+        if not given.endswith(GGUF) or not os.path.isfile(given):
+            return given
+        from torch_pi2.checkpoint.gguf.kept import kept_import
+
+        packed = getattr(args, "budget", None) is not None
+        return str(kept_import(Path(given), packed=packed, progress=not args.quiet))
+
+    given = getattr(args, name)
+    setattr(args, name, [folder_of(one) for one in given] if isinstance(given, list) else folder_of(given))
 
 
 def _holder(path: Path) -> tuple[Path, str | None]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.lazy import LazyDown, LazySource
+from torch_pi2.layers.linear import refuse_ggml
 from torch_pi2.layers.of_model import SparseLayer, is_optimized
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.rewrite.handle import Handle
@@ -79,6 +80,7 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
     Raises:
         ConfigError: a dense model. UnsupportedModelError: layers whose activation is code of a bigger block.
     """
+    refuse_ggml(model, "exporting")
     if not is_optimized(model):
         raise ConfigError(
             f"export of {type(model).__name__}",
