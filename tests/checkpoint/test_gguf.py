@@ -69,6 +69,7 @@ def test_there_and_back(made: Any, tmp_path: Path, name: str) -> None:
         ("qwen2", "Q5_K"),
         ("qwen2", "Q4_1"),
         ("gemma2", "Q5_0"),
+        ("gemma3", "Q6_K"),
         ("phi3", "Q4_K"),
         ("phi3", "Q5_1"),
     ],

@@ -15,6 +15,7 @@ from torch_pi2.checkpoint.quantize import NO_HASH, Quantizer, QuantizeReport, Re
 from torch_pi2.errors import ArtifactError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.graph.find import find_sites
+from torch_pi2.layers.embedding import can_stand_for
 from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.rewrite.linears import find_linears
@@ -110,7 +111,7 @@ def _what_becomes(
     embeddings = {
         name: module.embedding_dim
         for name, module in model.named_modules()
-        if type(module) is nn.Embedding and _is_packed(checkpoint, f"{name}.weight")
+        if isinstance(module, nn.Embedding) and can_stand_for(module) and _is_packed(checkpoint, f"{name}.weight")
     }
     kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, sites)
     layers = []

@@ -14,10 +14,10 @@ from torch_pi2.base.heap import trim
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.formats import GGML, QUANTIZED
 from torch_pi2.graph.experts import check_known_experts
-from torch_pi2.layers.embedding import QuantEmbedding
+from torch_pi2.layers.embedding import QuantEmbedding, can_stand_for
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear, wants_blocks
@@ -209,7 +209,15 @@ def _put_linear(
 def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width: int) -> torch.Tensor:
     parent, _, local = name.rpartition(".")
     embedding: Any = model.get_submodule(name)
-    made = QuantEmbedding(weights.read(f"{name}.weight"), width, weights.format_of(name), embedding.padding_idx)
+    if not can_stand_for(embedding):
+        raise ArtifactError(
+            f"{name} in {weights.path}",
+            expected="an nn.Embedding, or one with a scale",
+            found=f"a {type(embedding).__name__} in the model",
+            fix="The file is of another model; make the folder again.",
+        )
+    scale = getattr(embedding, "embed_scale", None)
+    made = QuantEmbedding(weights.read(f"{name}.weight"), width, weights.format_of(name), embedding.padding_idx, scale)
     made.dtype = embedding.weight.dtype
     setattr(model.get_submodule(parent), local, made.eval())
     return made.rows

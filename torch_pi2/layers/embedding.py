@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
 from torch_pi2.ops import load
+
+
+def can_stand_for(module: nn.Module) -> bool:
+    """Whether ``module`` is an embedding that :class:`QuantEmbedding` computes: a plain one, or one with a scale."""
+    scaled = isinstance(module, nn.Embedding) and type(module).__name__.endswith("TextScaledWordEmbedding")
+    return type(module) is nn.Embedding or (scaled and isinstance(getattr(module, "embed_scale", None), torch.Tensor))
 
 
 class QuantEmbedding(Holder):
@@ -15,25 +22,36 @@ class QuantEmbedding(Holder):
 
     Attributes:
         num_embeddings, embedding_dim: rows and K. weights: the format. padding_idx: as of ``nn.Embedding``.
-        dtype: of the float embedding it stands for.
+        dtype: of the float embedding it stands for. embed_scale: what its result is multiplied by, or None.
 
     Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[num_embeddings, row bytes of K]``.
     """
 
     rows: torch.Tensor
+    embed_scale: torch.Tensor | None
     weight: AbsentParameter
 
-    def __init__(self, rows: torch.Tensor, columns: int, weights: str, padding_idx: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        columns: int,
+        weights: str,
+        padding_idx: int | None = None,
+        embed_scale: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
         load()
         self.num_embeddings, self.embedding_dim = len(rows), columns
         self.weights, self.padding_idx = weights, padding_idx
         self.dtype = torch.float32
         self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("embed_scale", embed_scale, persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = self.rows[input.reshape(-1)]
         made: torch.Tensor = torch.ops.pi2.dequantize(rows, self.weights, self.embedding_dim, self.dtype)
+        if self.embed_scale is not None:
+            made = made * self.embed_scale.to(made.dtype)
         return made.reshape(*input.shape, self.embedding_dim)
 
     @property
