@@ -11,42 +11,33 @@ template <class Format>
 struct Ggml : Format {
   using Sums = __m512;
   using typename Format::Numbers;
-  using typename Format::Scales;
+  using typename Format::Pairs;
+  static constexpr int kParts = GgmlRows<Format>::kParts;
 
   static Sums zero_sums() { return _mm512_setzero_ps(); }
   static float total(Sums sums) { return _mm512_reduce_add_ps(sums); }
 
-  // As many floats as a step has groups, or halves of them; zeros in what lanes are left.
-  static __m512 load_step(const float* p) {
-    if constexpr (Format::kHalves) return _mm512_loadu_ps(p);
-    if constexpr (GgmlRows<Format>::kParts == 2) return _mm512_zextps256_ps512(_mm256_loadu_ps(p));
-    return _mm512_zextps128_ps512(_mm_loadu_ps(p));
-  }
-  // The numbers at, at + each, ... over four lanes each.
-  static __m512 spread(__m512 v, int at, int each) {
-    return _mm512_permutexvar_ps(Format::quarters(at, at + each, at + 2 * each, at + 3 * each), v);
+  // The numbers at, at + 2, ... over four lanes each.
+  static __m512 spread(__m512 v, int at) {
+    return _mm512_permutexvar_ps(Format::quarters(at, at + 2, at + 4, at + 6), v);
   }
 
-  static void add_offsets(Sums* sums, const Scales& scales, const GgmlInput<Format::kHalves>& x) {
-    *sums = _mm512_fmadd_ps(scales.offset, load_step(x.sum), *sums);
-  }
-
-  static void add_products(Sums* sums, const Scales& scales, std::int64_t part, const Numbers& numbers,
-                           const GgmlInput<Format::kHalves>& x) {
-    const __m512 scale = _mm512_mul_ps(scales.scale, load_step(x.scale));
-    const std::int8_t* values = x.values + part * kGgmlPart;
-    const __m512i zero = _mm512_setzero_si512();
-    const __m512i first = _mm512_dpbusd_epi32(zero, numbers.first, _mm512_loadu_si512(values));
-    const __m512i x_second = _mm512_loadu_si512(values + kGgmlPart / 2);
-    if constexpr (Format::kHalves) {
-      const __m512i second = _mm512_dpbusd_epi32(zero, numbers.second, x_second);
-      const int at = static_cast<int>(8 * part);
-      *sums = _mm512_fmadd_ps(spread(scale, at, 2), _mm512_cvtepi32_ps(first), *sums);
-      *sums = _mm512_fmadd_ps(spread(scale, at + 1, 2), _mm512_cvtepi32_ps(second), *sums);
-    } else {
-      const __m512i both = _mm512_dpbusd_epi32(first, numbers.second, x_second);
-      *sums = _mm512_fmadd_ps(spread(scale, static_cast<int>(4 * part), 1), _mm512_cvtepi32_ps(both), *sums);
+  static void add_step(Sums* sums, Pairs pairs, const Numbers (&numbers)[kParts], const GgmlInput& x) {
+    constexpr bool kHalves = has_halves(Format::kDType);
+    const __m512 by = kParts == 2 ? _mm512_loadu_ps(x.pairs) : _mm512_zextps256_ps512(_mm256_loadu_ps(x.pairs));
+    const __m512 pair = _mm512_mul_ps(pairs, by);
+    Sums sum = *sums;
+    sum = kHalves ? _mm512_fmadd_ps(pairs, _mm512_loadu_ps(x.sums), sum) : _mm512_mask_add_ps(sum, 0xaaaa, sum, pair);
+    for (int part = 0; part < kParts; ++part) {
+      const std::int8_t* values = x.values + part * kGgmlPart;
+      const __m512i zero = _mm512_setzero_si512();
+      const __m512i x_second = _mm512_loadu_si512(values + kGgmlPart / 2);
+      const __m512i first = _mm512_dpbusd_epi32(zero, numbers[part].first, _mm512_loadu_si512(values));
+      const __m512i second = _mm512_dpbusd_epi32(kHalves ? zero : first, numbers[part].second, x_second);
+      if constexpr (kHalves) sum = _mm512_fmadd_ps(spread(pair, 8 * part), _mm512_cvtepi32_ps(first), sum);
+      sum = _mm512_fmadd_ps(spread(pair, 8 * part + kHalves), _mm512_cvtepi32_ps(second), sum);
     }
+    *sums = sum;
   }
 };
 
