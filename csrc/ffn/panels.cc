@@ -131,7 +131,7 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
             std::min(kPanelRows, count - p * kPanelRows), args.columns, bench.panels[p]);
       }
       const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
-      table.gemm(unpacked, panels, shop.x_T(), tokens, args.columns, bench.out, kPair);
+      table.gemm[w](unpacked, panels, shop.x_T(), tokens, args.columns, bench.out, kPair);
       for (std::int64_t t = 0; t < tokens; ++t) {
         float* out = bench.out + t * kPair;
         if (args.bias != nullptr)
@@ -191,7 +191,7 @@ struct PromptPass {
           table.panel[w], [&](std::int64_t r) { return rows_of(first + p * kPanelRows + r) + row * w_bytes; },
           std::min(kPanelRows, count - p * kPanelRows), args.hidden, bench.panels[p]);
     const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
-    table.gemm(unpacked, panels, some_T, n, args.hidden, bench.out, kPair);
+    table.gemm[w](unpacked, panels, some_T, n, args.hidden, bench.out, kPair);
     return bench.out;
   }
 

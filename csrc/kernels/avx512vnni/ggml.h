@@ -1,7 +1,8 @@
-// ggml's blocks and int8 activations with VPDPBUSD: lanes of 32 bits are four of each group in a row.
+// ggml's blocks and int8 activations with VPDPBUSD: lanes of 32 bits are four of each group in a row. And prompts.
 #pragma once
 
 #include "kernels/avx512/ggml.h"
+#include "kernels/avx512vnni/gemm.h"
 
 // Unnamed: functions that are compiled with other flags elsewhere must stay apart (the linker would keep one of them).
 namespace pi2::avx512vnni {
@@ -38,6 +39,69 @@ struct Ggml : Format {
       sum = _mm512_fmadd_ps(spread(pair, 8 * part + kHalves), _mm512_cvtepi32_ps(second), sum);
     }
     *sums = sum;
+  }
+};
+
+template <class Format>
+struct GgmlPanels {
+  using Rows = GgmlRows<Format>;
+  static constexpr bool kHalves = has_halves(Format::kDType);
+
+  static void prepare(PI2_PREPARE_ARGS) {
+    auto* values = static_cast<std::int8_t*>(out);
+    auto* scale = reinterpret_cast<float*>(values + padded(n));
+    auto* start = scale + padded(n) / kGroup;  // floats, or integers of halves
+    std::memset(values, 0, static_cast<std::size_t>(padded(n)));
+    for (std::int64_t g = 0; g < groups(n); ++g) {
+      std::int8_t* to = values + g * kGroup;
+      scale[g] = quantize_group(x + g * kGroup, kGroup, to);
+      std::int32_t sum[2] = {};
+      for (std::int64_t k = 0; k < kGroup; ++k) sum[k / (kGroup / 2)] += to[k];
+      const auto offset = static_cast<std::int32_t>(ggml_offset(Format::kDType));
+      const std::int32_t both[2] = {offset * sum[0], offset * sum[1]};
+      if constexpr (kHalves)
+        std::memcpy(start + 2 * g, both, sizeof(both));
+      else
+        start[g] = scale[g] * static_cast<float>(both[0] + both[1]);
+    }
+  }
+
+  static void panel(PI2_PANEL_ARGS) {
+    auto* out = static_cast<char*>(panel);
+    auto* floats = reinterpret_cast<float*>(out + kPanelRows * padded(n));
+    typename Rows::Row row[kPanelRows];
+    for (std::int64_t r = 0; r < kPanelRows; ++r) row[r].at = static_cast<const char*>(rows[r]);
+    for (std::int64_t k = 0; k < n; k += Rows::kStep) {
+      const char* p[kPanelRows];
+      __m512i pairs[kPanelRows];
+      for (std::int64_t r = 0; r < kPanelRows; ++r) {
+        p[r] = row[r].step(n - k);
+        pairs[r] = _mm512_castps_si512(Format::pairs(p[r]));
+      }
+      transpose(pairs);
+      for (std::int64_t i = 0; i < 8 * Rows::kParts; ++i)
+        _mm512_storeu_si512(floats + kPanelRows * (2 * (k / kGroup) + i), pairs[i]);
+      for (std::int64_t part = 0; part < Rows::kParts; ++part) {
+        __m512i first[kPanelRows], second[kPanelRows];
+        for (std::int64_t r = 0; r < kPanelRows; ++r) {
+          const typename Format::Numbers numbers = Format::numbers(p[r], part);
+          first[r] = numbers.first;
+          second[r] = numbers.second;
+        }
+        transpose(first);  // vector 4 i + d: columns 4 d..4 d + 3 of group i
+        transpose(second);
+        for (std::int64_t i = 0; i < 16; ++i) {
+          char* to = out + ((k / kGroup + 4 * part + i / 4) * kStepsOfGroup + i % 4) * 64;
+          _mm512_storeu_si512(to, first[i]);
+          _mm512_storeu_si512(to + 4 * 64, second[i]);
+        }
+      }
+    }
+  }
+
+  static void gemm(PI2_GEMM_ARGS) {
+    constexpr PanelOf kOf = kHalves ? PanelOf::kHalves : PanelOf::kMinima;
+    return avx512vnni::gemm<kOf>(panels, panel_count, x_T, tokens, n, out, ldo);
   }
 };
 
