@@ -128,21 +128,25 @@ struct GgmlRows {
     for (std::int64_t k = 0; k < n; k += kStep) {
       ahead.step();
       const char* p[kRows];
-      alignas(64) float pairs[kRows][16];
+      alignas(64) float pairs[kRows][16], offsets[kRows][16];
       for (int r = 0; r < kRows; ++r) {
         p[r] = row[r].step(n - k);
         Format::store(Format::pairs(p[r]), pairs[r]);
+        for (std::int64_t v = 0; v < 8 * kParts; v += kLanes)
+          Format::store_floats(offsets[r] + v,
+                               Format::mul(Format::set1(ggml_offset(kDType)), Format::load_floats(pairs[r] + v)));
       }
       for (std::int64_t part = 0; part < kParts; ++part) {
         alignas(64) char numbers[kRows][kGgmlPart];
         for (int r = 0; r < kRows; ++r) Format::store(Format::numbers(p[r], part), numbers[r]);
+        // Through memory: numbers are widened and scales spread as they are loaded, not with shuffles.
+        __asm__("" : "+m"(pairs), "+m"(offsets), "+m"(numbers));
         for (std::int64_t i = 0; i < 8; ++i) {  // half i % 2 of group i / 2
           Float scale[kRows], offset[kRows];
           for (int r = 0; r < kRows; ++r) {
-            const float* pair = pairs[r] + 8 * part + i / 2 * 2;
-            const float by = has_halves(kDType) ? pair[i % 2] : pair[0];
-            scale[r] = Format::set1(by);
-            offset[r] = Format::set1(ggml_offset(kDType) * (has_halves(kDType) ? by : pair[1]));
+            const std::int64_t pair = 8 * part + i / 2 * 2, at = has_halves(kDType) ? i % 2 : 0;
+            scale[r] = Format::set1(pairs[r][pair + at]);
+            offset[r] = Format::set1(offsets[r][pair + (has_halves(kDType) ? at : 1)]);
           }
           for (std::int64_t v = 0; v < kHalf; v += kLanes) {
             Float w[kRows];
