@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "pi2/attention.h"
 #include "pi2/kernels.h"
 #include "pi2/linear.h"
 #include "pi2/memory.h"
