@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "pi2/attention.h"
 #include "pi2/kernels.h"
 #include "pi2/linear.h"
 #include "pi2/memory.h"
@@ -161,9 +162,8 @@ void run_dot_blocks(benchmark::State& state, const KernelTable& table, int dtype
 }
 
 // 64 tokens through two panels; the counter is of multiply-adds.
-void run_gemm(benchmark::State& state, const KernelTable& table, int, std::int64_t n, std::int64_t) {
+void run_gemm(benchmark::State& state, const KernelTable& table, int dtype, std::int64_t n, std::int64_t) {
   constexpr std::int64_t kTokens = 64, kRows = kGemmPanels * kPanelRows;
-  const int dtype = static_cast<int>(DType::kQ4);
   float* x = vector_of((kTokens + 1) * padded(n));
   float* out = vector_of_results(kTokens * kRows);
   const void *x_T[kTokens], *panels[kGemmPanels], *rows[kPanelRows];
@@ -171,14 +171,14 @@ void run_gemm(benchmark::State& state, const KernelTable& table, int, std::int64
     table.prepare_gemm[dtype](x + kTokens * padded(n), n, x + t * padded(n));
     x_T[t] = x + t * padded(n);
   }
-  for (std::int64_t i = 0; i < kPanelRows; ++i) rows[i] = weights(0) + i * row_bytes(DType::kQ4, n);
+  for (std::int64_t i = 0; i < kPanelRows; ++i) rows[i] = weights(0) + i * row_bytes(static_cast<DType>(dtype), n);
   for (std::int64_t p = 0; p < kGemmPanels; ++p) {
     char* panel = weights(0) + (p + 1) * (1 << 20);
     table.panel[dtype](rows, n, panel);
     panels[p] = panel;
   }
   for (auto _ : state) {
-    table.gemm(panels, kGemmPanels, x_T, kTokens, n, out, kRows);
+    table.gemm[dtype](panels, kGemmPanels, x_T, kTokens, n, out, kRows);
     benchmark::ClobberMemory();
   }
   state.SetItemsProcessed(static_cast<std::int64_t>(state.iterations()) * kTokens * kRows * n);
@@ -269,7 +269,7 @@ void add_kernels(const KernelTable& table) {
 #define PI2_PREPARE_GEMM(isa_, dtype) PI2_ADD(isa_, prepare_gemm, dtype, false)
 #define PI2_PANEL(isa_, dtype) PI2_ADD(isa_, panel, dtype, true)
 #define PI2_DOT_BLOCKS(isa_, dtype) PI2_ADD(isa_, dot_blocks, dtype, true)
-#define PI2_GEMM(isa_) PI2_ADD(isa_, gemm, q4, false)
+#define PI2_GEMM(isa_, dtype) PI2_ADD(isa_, gemm, dtype, false)
 #define PI2_ADDMM(isa_) PI2_ADD(isa_, addmm, f32, false)
 #define PI2_READ(isa_) PI2_ADD(isa_, read, i8, true)
 #define PI2_SIGNS(isa_) PI2_ADD(isa_, count_signs, i8, true)

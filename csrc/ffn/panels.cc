@@ -131,7 +131,7 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
             std::min(kPanelRows, count - p * kPanelRows), args.columns, bench.panels[p]);
       }
       const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
-      table.gemm(unpacked, panels, shop.x_T(), tokens, args.columns, bench.out, kPair);
+      table.gemm[w](unpacked, panels, shop.x_T(), tokens, args.columns, bench.out, kPair);
       for (std::int64_t t = 0; t < tokens; ++t) {
         float* out = bench.out + t * kPair;
         if (args.bias != nullptr)
@@ -172,7 +172,7 @@ struct PromptPass {
 
   const char* rows_of(std::int64_t neuron) const {
     if (where != nullptr) return where[neuron];
-    return static_cast<const char*>(args.neuron_rows) + neuron * args.rows * row_bytes(args.w_dtype, args.hidden);
+    return static_cast<const char*>(args.neuron_rows) + neuron * args.neuron_bytes();
   }
 
   float bias(const void* values, std::int64_t neuron) const {
@@ -185,13 +185,13 @@ struct PromptPass {
                        const void* const* some_T, std::int64_t n) const {
     Bench& bench = shop.bench(worker);
     const int w = static_cast<int>(args.w_dtype);
-    const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden), panels = (count + kPanelRows - 1) / kPanelRows;
+    const std::int64_t w_bytes = args.row_bytes(), panels = (count + kPanelRows - 1) / kPanelRows;
     for (std::int64_t p = 0; p < panels; ++p)
       unpack(
           table.panel[w], [&](std::int64_t r) { return rows_of(first + p * kPanelRows + r) + row * w_bytes; },
           std::min(kPanelRows, count - p * kPanelRows), args.hidden, bench.panels[p]);
     const void* unpacked[kGemmPanels] = {bench.panels[0], bench.panels[1]};
-    table.gemm(unpacked, panels, some_T, n, args.hidden, bench.out, kPair);
+    table.gemm[w](unpacked, panels, some_T, n, args.hidden, bench.out, kPair);
     return bench.out;
   }
 
@@ -273,7 +273,7 @@ struct PromptPass {
   void ups_of_few(std::int64_t begin, std::int64_t end, std::int64_t block, std::int64_t word, const Split& split,
                   Counters* done) const {
     const std::int64_t first = begin + block * kPair, last = std::min(end, first + kPair);
-    const std::int64_t w_bytes = row_bytes(args.w_dtype, args.hidden);
+    const std::int64_t w_bytes = args.row_bytes();
     for (std::int64_t neuron = first; neuron < last; ++neuron) {
       std::int64_t who_T[64], n = 0;
       const void* x_of[64];
@@ -300,9 +300,8 @@ struct PromptPass {
     }
   }
 
-  const char* down(std::int64_t neuron) const {
-    return rows_of(neuron) + (args.rows - 1) * row_bytes(args.w_dtype, args.hidden);
-  }
+  const char* down(std::int64_t neuron) const { return rows_of(neuron) + args.down_offset(); }
+  AxpyFn axpy() const { return table.axpy[static_cast<int>(args.dtype_of_down())]; }
 
   float* h(std::int64_t t) const { return h_TC + t * kChunkNeurons; }
   float* y(std::int64_t t) const { return y_TW + t * width; }
@@ -312,15 +311,14 @@ struct PromptPass {
 
   // Few fire: only their rows, added to one token.
   void add_down(std::int64_t t, std::int64_t begin, std::int64_t count) const {
-    const AxpyFn axpy = table.axpy[static_cast<int>(args.w_dtype)];
     DownQueue queue;
     Counters done;
     for (std::int64_t i = 0; i < count; ++i) {
       if (h(t)[i] == 0.0f) continue;
-      queue.add(axpy, args.hidden, down(begin + i), h(t)[i], y(t));
+      queue.add(axpy(), args.hidden, down(begin + i), h(t)[i], y(t));
       ++done.down_rows;
     }
-    queue.flush(axpy, args.hidden, y(t));
+    queue.flush(axpy(), args.hidden, y(t));
     pi2::count(done);
   }
 
@@ -330,7 +328,7 @@ struct PromptPass {
     for (std::int64_t i = block * kPanelRows; i < std::min(count, (block + 1) * kPanelRows); ++i) {
       const void *row = down(begin + i), *next = down(begin + std::min(i + 1, count - 1));
       std::memset(w_CW + i * width, 0, static_cast<std::size_t>(width) * sizeof(float));
-      table.axpy[static_cast<int>(args.w_dtype)](w_CW + i * width, &row, &one, 1, args.hidden, &next);
+      axpy()(w_CW + i * width, &row, &one, 1, args.hidden, &next);
     }
   }
 
@@ -386,7 +384,7 @@ struct PromptPass {
 
   void finish(std::int64_t worker, std::int64_t t, char* out) const {
     float* plain = shop.plain(worker);
-    table.restore[static_cast<int>(args.w_dtype)](y(t), args.hidden, plain);
+    table.restore[static_cast<int>(args.dtype_of_down())](y(t), args.hidden, plain);
     if (args.bias_down != nullptr)
       for (std::int64_t k = 0; k < args.hidden; ++k) plain[k] += static_cast<const float*>(args.bias_down)[k];
     narrow(plain, out + t * row_bytes(args.x_dtype, args.hidden), args.x_dtype, args.hidden);

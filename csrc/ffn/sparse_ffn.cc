@@ -69,8 +69,6 @@ struct Pass {
   const FiringCounters* firing = nullptr;  // null: nobody watches
   std::uint64_t* fired = nullptr;  // [chunk_size], instead of adding to `firing`, which others do for other tokens
 
-  std::int64_t row_bytes() const { return pi2::row_bytes(args.w_dtype, args.hidden); }
-
   // Neurons between those that are computed, `together`, and those whose `bytes` each are asked for.
   static std::int64_t ahead(std::int64_t bytes, std::int64_t together) {
     return std::max(together, kAheadBytes / bytes / together * together);
@@ -78,7 +76,7 @@ struct Pass {
 
   const char* rows_of(std::int64_t neuron) const {
     if (where != nullptr) return where[neuron];
-    return static_cast<const char*>(args.neuron_rows) + neuron * args.rows * row_bytes();
+    return static_cast<const char*>(args.neuron_rows) + neuron * args.neuron_bytes();
   }
 
   // The tokens that want neuron ids[i].
@@ -100,8 +98,8 @@ struct Pass {
     for (std::int64_t k = 0; k < some; ++k) {
       if (firing != nullptr && first == 0) firing->expect(ids_N[k]);
       for (std::int64_t r = 0; r < count; ++r) {
-        rows[k * count + r] = rows_of(ids_N[k]) + (first + r) * row_bytes();
-        next[k * count + r] = next_N == nullptr ? nullptr : rows_of(next_N[k]) + (first + r) * row_bytes();
+        rows[k * count + r] = rows_of(ids_N[k]) + (first + r) * args.row_bytes();
+        next[k * count + r] = next_N == nullptr ? nullptr : rows_of(next_N[k]) + (first + r) * args.row_bytes();
       }
     }
     const DotFn* dots = args.int8_activations ? table.dot_a8 : table.dot;
@@ -109,7 +107,7 @@ struct Pass {
                                          next_N == nullptr ? nullptr : next);
   }
 
-  AxpyFn axpy() const { return table.axpy[static_cast<int>(args.w_dtype)]; }
+  AxpyFn axpy() const { return table.axpy[static_cast<int>(args.dtype_of_down())]; }
 
   // A bit for a token of the pass for which a neuron's score, see pi2/firing.h, is `score`.
   std::uint64_t bit(std::int64_t token, float score) const {
@@ -249,7 +247,7 @@ void contribute(const Pass& pass, std::int64_t neuron, std::int64_t row, const T
 // Adds the contributions to y_TW, neurons in ascending order for every token.
 void add_down(const Pass& pass, const std::int64_t* ids, const Contributions& some, float* y_TW, DownQueue* queue_T) {
   const FfnArgs& args = pass.args;
-  const std::int64_t down = (args.rows - 1) * pass.row_bytes();
+  const std::int64_t down = args.down_offset();
   for (std::int64_t t = 0; t < pass.tokens; ++t)
     for (std::int32_t i = 0; i < some.count_T[t]; ++i)
       queue_T[t].add(pass.axpy(), args.hidden, pass.rows_of(ids[some.row_TN[t][i]]) + down, some.h_TN[t][i],
@@ -263,7 +261,7 @@ void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::in
   const std::int64_t first_rows = pass.args.rows - 1, out_width = first_rows * pass.tokens;
   // What wants several neurons can have them in one call: the only token does.
   const std::int64_t together = pass.tokens == 1 ? kDotRows / first_rows : 1;
-  const std::int64_t ahead = pass.ahead(first_rows * pass.row_bytes(), together);
+  const std::int64_t ahead = pass.ahead(pass.args.down_offset(), together);
   float out_NRT[kBlock * 2 * kPassTokens];
   Tokens who_N[kBlock];
   for (std::int64_t j = 0; j < n; j += together) {
@@ -284,7 +282,7 @@ void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::in
 void gate_first(const Pass& pass, std::int64_t first, std::int64_t n, std::int64_t following, std::int64_t row,
                 Contributions* out, Counters* done) {
   const std::int64_t* ids = pass.ids + first;
-  const std::int64_t ahead = pass.ahead(pass.row_bytes(), kDotRows);
+  const std::int64_t ahead = pass.ahead(pass.args.row_bytes(), kDotRows);
   float gate_NT[kBlock * kPassTokens], up_T[kPassTokens];
   Tokens everyone, fired_N[kBlock];
   pass.asking(first, &everyone);
@@ -424,7 +422,7 @@ struct Tokenwise {
       : args(args_), table(table_), width(ffn_width(args_)), plain_H(plain) {}
 
   static std::int64_t ffn_width(const FfnArgs& args) {
-    return is_quantized(args.w_dtype) ? padded(args.hidden) : args.hidden;
+    return is_quantized(args.dtype_of_down()) ? padded(args.hidden) : args.hidden;
   }
 
   const char* row(const void* matrix, std::int64_t token) const {
@@ -439,7 +437,7 @@ struct Tokenwise {
   }
 
   void out(std::int64_t token, float* y) const {
-    const RestoreFn restore = table.restore[static_cast<int>(args.w_dtype)];
+    const RestoreFn restore = table.restore[static_cast<int>(args.dtype_of_down())];
     if (restore != nullptr) {
       restore(y, args.hidden, plain_H);
       y = plain_H;

@@ -1,20 +1,18 @@
-// Rows in ggml's blocks (types.h), once for all vector instruction sets. kernels/scalar/ggml.h says what blocks mean:
-// a weight is scale * q + offset, q an unsigned integer of 4 to 6 bits, with a scale and an offset for each group of
-// 32, or (q6_k) for each of its halves.
+// Rows in ggml's blocks (types.h), once for all vector instruction sets. kernels/scalar/ggml.h says what blocks mean.
+// Here a number is unsigned, of 4 to 6 bits, and every group of 32 has a pair of floats: a scale and what ggml_offset()
+// times is added, or (with halves) a scale for each half, ggml_offset() times which is added.
 //
 // A step is what is taken of a row at a time: a superblock of eight groups, or four blocks of a group each. It has
 // parts of four groups: 16 numbers of each, their first halves, then as many, their second halves. `Format` is a
 // dtype on an instruction set:
-//   kDType, kHalves           whether halves of groups have scales of their own
-//   Scales, scales(p)         of the step at p: scale and offset of each group or half, in order
-//   store(Scales, s, o)       the same as floats, 16 of each at most
+//   kDType
+//   Pairs, pairs(p)           of the groups of the step at p
+//   store(Pairs, floats)      16 at most
 //   Numbers, numbers(p, part) unsigned bytes
-//   store(Numbers, bytes)     the same as 128 bytes
+//   store(Numbers, bytes)     128
 // For float activations it has by inheritance what plain.h wants and bytes(p) (kLanes unsigned bytes as floats); for
-// int8 ones Sums (of a row and a token), zero_sums(), total(Sums) and
-//   add_offsets(sums, scales, x)     offsets times the sums of x
-//   add_products(sums, scales, part, numbers, x)   scales times the products with the values of x, every group's an
-//   exact integer
+// int8 ones Sums (of a row and a token), zero_sums(), total(Sums) and add_step(sums, pairs, numbers, x):
+// every group's products as an exact integer.
 #pragma once
 
 #include <algorithm>
@@ -30,39 +28,36 @@ namespace {
 
 constexpr std::int64_t kGgmlPart = 4 * kGroup;
 
-// An input rounded to int8, the same for every instruction set: for every four groups 64 bytes of first halves and 64
-// of second ones, padded(n) in all; then a scale for each group, and that times the sum of its values. With halves both
-// are there for each half.
-template <bool kHalves>
-struct GgmlInput {
-  static constexpr std::int64_t kScales = kHalves ? 2 : 1;  // of a group
-  const std::int8_t* values;
-  const float* scale;
-  const float* sum;
+constexpr bool has_halves(DType dtype) { return dtype == DType::kQ6K; }
+constexpr float ggml_offset(DType dtype) {
+  return dtype == DType::kQ5_0                          ? -16
+         : dtype == DType::kQ6K                         ? -32
+         : dtype == DType::kQ4K || dtype == DType::kQ5K ? -1
+                                                        : 1;
+}
 
-  GgmlInput(const void* x, std::int64_t n)
-      : values(static_cast<const std::int8_t*>(x)),
-        scale(reinterpret_cast<const float*>(values + padded(n))),
-        sum(scale + kScales * (padded(n) / kGroup)) {}
+// An input rounded to int8, the same for every instruction set: for every four groups 64 bytes of first halves and 64
+// of second ones, padded(n) in all; then two floats for each group: its scale, and that times the sum of its values
+// times ggml_offset(). With halves twice the scale, and behind all of these such sums of both halves.
+struct GgmlInput {
+  const std::int8_t* values;
+  const float* pairs;
+  const float* sums;  // with halves
 
   // From group g on.
-  GgmlInput from(std::int64_t g) const {
-    GgmlInput later = *this;
-    later.values += g * kGroup;
-    later.scale += kScales * g;
-    later.sum += kScales * g;
-    return later;
-  }
+  GgmlInput(const void* x, std::int64_t n, std::int64_t g)
+      : values(static_cast<const std::int8_t*>(x) + g * kGroup),
+        pairs(reinterpret_cast<const float*>(static_cast<const std::int8_t*>(x) + padded(n)) + 2 * g),
+        sums(pairs + 2 * (padded(n) / kGroup)) {}
 };
 
 // quantize_group(x, count, out) rounds `count` numbers as scalar::quantize_group does.
-template <auto quantize_group, bool kHalves>
+template <auto quantize_group, DType kDType>
 void ggml_prepare_a8(PI2_PREPARE_ARGS) {
   auto* values = static_cast<std::int8_t*>(out);
+  auto* pairs = reinterpret_cast<float*>(values + padded(n));
   const std::int64_t all = padded(n) / kGroup;
-  auto* scales = reinterpret_cast<float*>(values + padded(n));
-  float* sums = scales + GgmlInput<kHalves>::kScales * all;
-  for (std::int64_t g = 0; g < all; ++g) {
+  for (std::int64_t g = 0; g < all; ++g, pairs += 2) {
     std::int8_t group[kGroup] = {};
     const float scale = g * kGroup < n ? quantize_group(x + g * kGroup, kGroup, group) : 0.0f;
     std::int8_t* to = values + g / 4 * kGgmlPart + g % 4 * (kGroup / 2);
@@ -70,15 +65,10 @@ void ggml_prepare_a8(PI2_PREPARE_ARGS) {
     std::memcpy(to + kGgmlPart / 2, group + kGroup / 2, kGroup / 2);
     std::int32_t sum[2] = {};
     for (std::int64_t k = 0; k < kGroup; ++k) sum[k / (kGroup / 2)] += group[k];
-    if constexpr (kHalves) {
-      for (int h = 0; h < 2; ++h) {
-        *scales++ = scale;
-        *sums++ = scale * static_cast<float>(sum[h]);
-      }
-    } else {
-      *scales++ = scale;
-      *sums++ = scale * static_cast<float>(sum[0] + sum[1]);
-    }
+    const float by = ggml_offset(kDType) * scale;
+    pairs[0] = scale;
+    pairs[1] = has_halves(kDType) ? scale : by * static_cast<float>(sum[0] + sum[1]);
+    for (int h = 0; has_halves(kDType) && h < 2; ++h) pairs[2 * all + h] = by * static_cast<float>(sum[h]);
   }
 }
 
@@ -98,7 +88,8 @@ struct KScales {
 
 template <class Format>
 struct GgmlRows {
-  static constexpr GgmlBlock kBlock = ggml_block(Format::kDType);
+  static constexpr DType kDType = Format::kDType;
+  static constexpr GgmlBlock kBlock = ggml_block(kDType);
   static constexpr std::int64_t kStep = kBlock.numbers == kGroup ? kGgmlPart : kBlock.numbers;
   static constexpr std::int64_t kStepBytes = kStep / kBlock.numbers * kBlock.bytes;
   static constexpr std::int64_t kParts = kStep / kGgmlPart;
@@ -116,7 +107,7 @@ struct GgmlRows {
       at += kStepBytes;
       if (kParts > 1 || left >= kStep) return now;
       std::memset(last, 0, sizeof(last));
-      std::memcpy(last, now, static_cast<std::size_t>(row_bytes(Format::kDType, left)));
+      std::memcpy(last, now, static_cast<std::size_t>(row_bytes(kDType, left)));
       return last;
     }
   };
@@ -137,21 +128,31 @@ struct GgmlRows {
     for (std::int64_t k = 0; k < n; k += kStep) {
       ahead.step();
       const char* p[kRows];
-      alignas(64) float scale[kRows][16], offset[kRows][16];
+      alignas(64) float pairs[kRows][16], offsets[kRows][16];
       for (int r = 0; r < kRows; ++r) {
         p[r] = row[r].step(n - k);
-        Format::store(Format::scales(p[r]), scale[r], offset[r]);
+        Format::store(Format::pairs(p[r]), pairs[r]);
+        for (std::int64_t v = 0; v < 8 * kParts; v += kLanes)
+          Format::store_floats(offsets[r] + v,
+                               Format::mul(Format::set1(ggml_offset(kDType)), Format::load_floats(pairs[r] + v)));
       }
       for (std::int64_t part = 0; part < kParts; ++part) {
         alignas(64) char numbers[kRows][kGgmlPart];
         for (int r = 0; r < kRows; ++r) Format::store(Format::numbers(p[r], part), numbers[r]);
+        // Through memory: numbers are widened and scales spread as they are loaded, not with shuffles.
+        __asm__("" : "+m"(pairs), "+m"(offsets), "+m"(numbers));
         for (std::int64_t i = 0; i < 8; ++i) {  // half i % 2 of group i / 2
-          const std::int64_t g = 4 * part + i / 2, s = Format::kHalves ? 2 * g + i % 2 : g;
+          Float scale[kRows], offset[kRows];
+          for (int r = 0; r < kRows; ++r) {
+            const std::int64_t pair = 8 * part + i / 2 * 2, at = has_halves(kDType) ? i % 2 : 0;
+            scale[r] = Format::set1(pairs[r][pair + at]);
+            offset[r] = Format::set1(offsets[r][pair + (has_halves(kDType) ? at : 1)]);
+          }
           for (std::int64_t v = 0; v < kHalf; v += kLanes) {
             Float w[kRows];
             for (int r = 0; r < kRows; ++r)
-              w[r] = Format::fma(Format::bytes(numbers[r] + i % 2 * (kGgmlPart / 2) + i / 2 * kHalf + v),
-                                 Format::set1(scale[r][s]), Format::set1(offset[r][s]));
+              w[r] = Format::fma(Format::bytes(numbers[r] + i % 2 * (kGgmlPart / 2) + i / 2 * kHalf + v), scale[r],
+                                 offset[r]);
             for (int t = 0; t < kTokens; ++t) {
               const Float x =
                   Format::load_floats(static_cast<const float*>(x_T[t]) + k + part * kGgmlPart + i * kHalf + v);
@@ -167,13 +168,12 @@ struct GgmlRows {
 
   static void dot(PI2_DOT_ARGS) {
     return over_rows<over_tokens<4, dot_tile<1, 4>, dot_tile<1, 1>>, over_tokens<2, dot_tile<2, 2>, dot_tile<2, 1>>>(
-        rows, count, x_T, tokens, n, out_RT, next, row_bytes(Format::kDType, n), steps(n));
+        rows, count, x_T, tokens, n, out_RT, next, row_bytes(kDType, n), steps(n));
   }
 
   template <int kRows, int kTokens>
   static void dot_a8_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
                           const void* const* next, std::int64_t pace) {
-    using Input = GgmlInput<Format::kHalves>;
     NextRows<Format, kRows> ahead{next, pace};
     Row row[kRows];
     typename Format::Sums sums[kRows][kTokens];
@@ -183,23 +183,13 @@ struct GgmlRows {
     }
     for (std::int64_t k = 0; k < n; k += kStep) {
       ahead.step();
-      const char* p[kRows];
-      typename Format::Scales scales[kRows];
       for (int r = 0; r < kRows; ++r) {
-        p[r] = row[r].step(n - k);
-        scales[r] = Format::scales(p[r]);
-      }
-      for (int t = 0; t < kTokens; ++t) {
-        const Input x = Input(x_T[t], n).from(k / kGroup);
-        for (int r = 0; r < kRows; ++r) Format::add_offsets(&sums[r][t], scales[r], x);
-      }
-      for (std::int64_t part = 0; part < kParts; ++part) {
-        typename Format::Numbers numbers[kRows];
-        for (int r = 0; r < kRows; ++r) numbers[r] = Format::numbers(p[r], part);
-        for (int t = 0; t < kTokens; ++t) {
-          const Input x = Input(x_T[t], n).from(k / kGroup);
-          for (int r = 0; r < kRows; ++r) Format::add_products(&sums[r][t], scales[r], part, numbers[r], x);
-        }
+        const char* p = row[r].step(n - k);
+        const typename Format::Pairs pairs = Format::pairs(p);
+        typename Format::Numbers numbers[kParts];
+        for (std::int64_t part = 0; part < kParts; ++part) numbers[part] = Format::numbers(p, part);
+        for (int t = 0; t < kTokens; ++t)
+          Format::add_step(&sums[r][t], pairs, numbers, GgmlInput(x_T[t], n, k / kGroup));
       }
     }
     for (int r = 0; r < kRows; ++r)
@@ -208,8 +198,9 @@ struct GgmlRows {
 
   static void dot_a8(PI2_DOT_ARGS) {
     return over_rows<over_tokens<4, dot_a8_tile<1, 4>, dot_a8_tile<1, 1>>,
-                     over_tokens<2, dot_a8_tile<2, 2>, dot_a8_tile<2, 1>>>(rows, count, x_T, tokens, n, out_RT, next,
-                                                                           row_bytes(Format::kDType, n), steps(n));
+                     over_tokens<2, dot_a8_tile<2, 2>, dot_a8_tile<2, 1>>,
+                     over_tokens<2, dot_a8_tile<4, 2>, dot_a8_tile<4, 1>>>(rows, count, x_T, tokens, n, out_RT, next,
+                                                                           row_bytes(kDType, n), steps(n));
   }
 };
 

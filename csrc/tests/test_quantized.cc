@@ -80,11 +80,11 @@ std::vector<float> inputs(std::mt19937& rng, std::int64_t n, std::int64_t kind) 
 // What a kernel adds up in place of each weight is at most so large. With int8 activations the offsets of a group of
 // ggml's (numbers to 63 times a scale, less a min) are summed apart from the rest, which is some times the largest
 // weight.
-std::vector<double> magnitudes_of(const std::vector<double>& weights, const Kernels& kernels) {
+std::vector<double> magnitudes_of(const std::vector<double>& weights, DType dtype, bool a8) {
   std::vector<double> out(weights.size());
   for (std::size_t k = 0; k < weights.size(); ++k) {
     double largest = std::fabs(weights[k]);
-    for (std::size_t i = k / 32 * 32; is_ggml(kernels.dtype) && kernels.a8 && i < k / 32 * 32 + 32; ++i)
+    for (std::size_t i = k / 32 * 32; is_ggml(dtype) && a8 && i < k / 32 * 32 + 32; ++i)
       largest = std::fmax(largest, 4 * std::fabs(weights[i]));
     out[k] = largest;
   }
@@ -111,7 +111,7 @@ long check_dot(const Kernels& kernels, std::int64_t n, std::mt19937& rng) {
   }
   float alone[kDotRows][kTokens];
   for (int r = 0; r < kDotRows; ++r) {
-    const std::vector<double> magnitudes = magnitudes_of(weights[r], kernels);
+    const std::vector<double> magnitudes = magnitudes_of(weights[r], kernels.dtype, kernels.a8);
     for (std::int64_t t = 0; t < kTokens; ++t) {
       kernels.dot(&rows[r], 1, &inputs_T[t], 1, n, &alone[r][t], nullptr);
       double sum = 0, magnitude = 0;
@@ -194,7 +194,8 @@ struct Product {
     for (std::int64_t r = 0; r < kRows; ++r) {
       std::vector<char> row = quantized_row(rng, dtype, n);
       // The largest sums there are, which must be exact.
-      if (r == 0) std::fill(row.begin(), row.end() - 2 * groups(n), static_cast<char>(dtype == DType::kQ4 ? 255 : 128));
+      if (r == 0 && is_quantized(dtype))
+        std::fill(row.begin(), row.end() - 2 * groups(n), static_cast<char>(dtype == DType::kQ4 ? 255 : 128));
       weights.push_back(weights_of(row, dtype, n));
       rows_R.emplace_back(row.data(), static_cast<std::int64_t>(row.size()));
       rows[r] = rows_R.back().data();
@@ -217,10 +218,11 @@ struct Product {
   void check_alone() const {
     for (std::int64_t t = 0; t < kMost; ++t) {
       for (std::int64_t r = 0; r < kRows; ++r) {
+        const std::vector<double> magnitudes = magnitudes_of(weights[r], dtype, true);
         double sum = 0, magnitude = 0;
         for (std::int64_t k = 0; k < n; ++k) {
           sum += weights[r][k] * x[t][k];
-          magnitude += std::fabs(weights[r][k] * x[t][k]);
+          magnitude += std::fabs(magnitudes[k] * x[t][k]);
         }
         const float found = alone[t * kRows + r];
         PI2_CHECK(t == kBroken ? std::isnan(found)
@@ -277,13 +279,14 @@ void check_gemm(Product* product) {
   }
   for (std::int64_t t = 0; t < Product::kMost; ++t)
     for (std::int64_t p = 0; p < kGemmPanels; ++p)
-      table.gemm(panels + p, 1, product->inputs_T + t, 1, n, &product->alone[t * Product::kRows + p * kPanelRows], 0);
+      table.gemm[d](panels + p, 1, product->inputs_T + t, 1, n, &product->alone[t * Product::kRows + p * kPanelRows],
+                    0);
   for (const std::int64_t tokens : {1, 2, 3, 6, 7, 8, 9, 17}) {
     for (std::int64_t count = 1; count <= kGemmPanels; ++count) {
       const std::int64_t width = count * kPanelRows, ldo = width + 3;
       const Guarded out(((tokens - 1) * ldo + width) * 4);
       std::memset(out.data(), 0, static_cast<std::size_t>(out.size()));
-      table.gemm(panels, count, product->inputs_T, tokens, n, out.as<float>(), ldo);
+      table.gemm[d](panels, count, product->inputs_T, tokens, n, out.as<float>(), ldo);
       for (std::int64_t t = 0; t < tokens; ++t) {
         const float* row = out.as<float>() + t * ldo;
         PI2_CHECK(std::memcmp(row, &product->alone[t * Product::kRows], static_cast<std::size_t>(width) * 4) == 0,
@@ -299,13 +302,14 @@ void check_gemm(Product* product) {
 // Where an instruction set has panels, blocks give what they give.
 long check_products(const KernelTable& table, DType dtype, std::int64_t n, std::mt19937& rng) {
   const int d = static_cast<int>(dtype);
-  const bool gemm = table.gemm != nullptr, blocks = table.dot_blocks[d] != nullptr;
-  PI2_CHECK((table.panel[d] != nullptr) == gemm && (table.prepare_gemm[d] != nullptr) == blocks && (blocks || !gemm),
+  const bool gemm = table.gemm[d] != nullptr, blocks = table.dot_blocks[d] != nullptr;
+  PI2_CHECK((table.panel[d] != nullptr) == gemm && (table.prepare_gemm[d] != nullptr) == (gemm || blocks) &&
+                (blocks || !gemm || is_ggml(dtype)),
             "%s has a part of gemm or of dot_blocks for dtype %d", table.isa, d);
-  if (!blocks) return 0;
+  if (!gemm && !blocks) return 0;
   Product product(table, dtype, n, rng);
   if (gemm) check_gemm(&product);
-  if (in_blocks(kPanelRows, n)) {
+  if (blocks && in_blocks(kPanelRows, n)) {
     const std::vector<char> made = blocks_of(product);
     for (std::int64_t t = 0; !gemm && t < Product::kMost; ++t)
       table.dot_blocks[d](made.data(), kGemmPanels, product.inputs_T + t, 1, n, &product.alone[t * Product::kRows], 0);
@@ -430,6 +434,7 @@ int main() {
           const std::int64_t n = blocks * ggml_block(dtype).numbers;
           cases += check_dot(kernels, n, rng) + check_broken(kernels, n, rng);
         }
+        cases += check_products(*tables[i], dtype, blocks * ggml_block(dtype).numbers, rng);
       }
     }
     std::printf("tested %s\n", tables[i]->isa);

@@ -146,15 +146,83 @@ def test_linear_refuses_what_is_no_whole_block() -> None:
 def test_neurons_and_quantize_refuse_them_by_name(kind: str) -> None:
     columns = FORMATS[kind].block
     x, rows = torch.ones(2, columns), random_rows(kind, 16, columns)
-    only = rf"found '{kind}'\. Blocks of GGUF files are for torch\.ops\.pi2\.linear and dequantize alone"
+    only = rf"found '{kind}'\. Blocks of GGUF files are for torch\.ops\.pi2\.linear and dequantize, and for gate and up"
     with pytest.raises(RuntimeError, match=rf"weights: expected int4 or int8, {only}"):
         torch.ops.pi2.quantize(torch.ones(4, columns), kind, None)
     with pytest.raises(RuntimeError, match=rf"weights: expected int4 or int8, {only}"):
         torch.ops.pi2.linear_blocks(x, rows, None, kind)
     with pytest.raises(RuntimeError, match=rf"weights: expected float, int4 or int8, {only}"):
         torch.ops.pi2.sparse_ffn(x, rows.view(8, 2, -1), None, None, None, None, "relu", False, 0, 0.0, kind, False)
+    with pytest.raises(RuntimeError, match=rf"weights: expected float, int4 or int8, {only}"):
+        torch.ops.pi2.experts_ffn(
+            x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), rows.view(2, 4, 2, -1), [], "none", [], "", False,
+            "relu", False, [], kind, False,
+        )  # fmt: skip
     with pytest.raises(ConfigError, match=rf"weights: expected int4 or int8, found '{kind}'\. .*nothing is quantised"):
         quantize("w", torch.ones(4, columns), kind)
+
+
+def neurons(first: str, down: str, count: int, rows: int, hidden: int) -> torch.Tensor:
+    """uint8 ``[count, bytes]``: gate (if ``rows`` is 3) and up rows in ``first``, down rows in ``down``."""
+
+    def stored(kind: str, seed: int) -> torch.Tensor:
+        if kind in GGML:
+            return random_rows(kind, count + seed, hidden, hidden**-0.5)[seed:]
+        w = torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed)) * hidden**-0.5
+        return torch.ops.pi2.quantize(w, kind, None)
+
+    return torch.cat([*(stored(first, r) for r in range(rows - 1)), stored(down, 9)], 1)
+
+
+@pytest.mark.parametrize("first", [*GGML, "int4", "int8"])
+@pytest.mark.parametrize("down", QUANTIZED)
+def test_sparse_ffn_with_down_rows_in_another_format(isa: str, first: str, down: str) -> None:
+    generator, threads = torch.Generator().manual_seed(5), torch.get_num_threads()
+    hidden, weights = 256, f"{first}+{down}"
+    for rows, count in ((3, 85), (2, 40)):
+        neuron_rows = neurons(first, down, count, rows, hidden)
+        bias = [torch.randn(n, generator=generator) for n in (count, count, hidden)]
+        biases = (bias[0] if rows == 3 else None, *bias[1:])
+        for tokens in (1, 5, 14, 70):
+            x = torch.randn(tokens, hidden, generator=generator)
+            for int8_activations in (False, True):
+                args = (x, neuron_rows, *biases, None, "relu", False, 7, 0.0, weights, int8_activations)
+                found, wanted = torch.ops.pi2.sparse_ffn(*args), reference.sparse_ffn(*args)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5 * (1 + float(wanted.abs().max())))
+                torch.set_num_threads(1)
+                assert torch.equal(torch.ops.pi2.sparse_ffn(*args), found)
+                torch.set_num_threads(threads)
+
+
+def test_opcheck_of_neurons_in_two_formats() -> None:
+    neuron_rows = neurons("q4_k", "int8", 8, 3, 256)
+    settings = (None, "relu", False, 2, 0.0, "q4_k+int8", True)
+    opcheck(torch.ops.pi2.sparse_ffn.default, (torch.randn(3, 256), neuron_rows, None, None, None, *settings))
+
+
+def test_neurons_in_two_formats_are_refused_by_name() -> None:
+    x, neuron_rows = torch.ones(2, 256), neurons("q4_k", "int8", 8, 3, 256)
+
+    def call(weights: str, rows: torch.Tensor = neuron_rows, bias_down: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.pi2.sparse_ffn(
+            x.to(rows.device), rows, None, None, bias_down, None, "relu", False, 0, 0.0, weights, False
+        )
+        return found
+
+    sizes = r"neuron_rows: expected .*\[neurons, 560 \(gate, up, down\) or 416 \(up, down\)\].* q4_k\+int8"
+    with pytest.raises(RuntimeError, match=rf"pi2: {sizes}\), found \[8, 559\]\. Put the bytes"):
+        call("q4_k+int8", neuron_rows[:, 1:].contiguous())
+    with pytest.raises(RuntimeError, match=rf"pi2: {sizes}\), found another layout or dtype, \[8, 1, 560\]"):
+        call("q4_k+int8", neuron_rows[:, None])
+    with pytest.raises(ShapeError, match=rf"{sizes}, found \(8, 559\)\. Put the bytes"):
+        call("q4_k+int8", neuron_rows[:, 1:].to("meta"))
+    for weights, found in (("q4_k+q6_k", "q6_k"), ("q4_k+float", "float"), ("float+int8", "float"), ("+int8", "")):
+        with pytest.raises(RuntimeError, match=rf"weights: expected int4(,| or) int8.*, found '{found}'"):
+            call(weights)
+        with pytest.raises(ConfigError, match=rf"weights: expected int4 or int8.*, found '{found}'\. Name the format"):
+            call(weights, neuron_rows.to("meta"))
+    with pytest.raises(RuntimeError, match=r"dtype of bias_down: expected float32 \(the weights are quantised\)"):
+        call("q4_k+int8", bias_down=torch.ones(256, dtype=torch.bfloat16))
 
 
 def test_values_of_rows_in_any_shape() -> None:

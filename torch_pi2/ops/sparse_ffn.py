@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import ShapeError
-from torch_pi2.formats import QUANTIZED, row_bytes
+from torch_pi2.errors import ShapeError, check_choice
+from torch_pi2.formats import FLOAT, GGML, QUANTIZED, row_bytes
 from torch_pi2.ops import rows as quantized
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.ops.call import arguments_of, check_hidden
@@ -37,25 +37,26 @@ def sparse_ffn(
     Args:
         x: ``[..., H]`` float32, bfloat16 or float16.
         neuron_rows: ``[I, R, H]``, R = 3 (gate row, up row, down column) or 2 (up row, down column); quantised uint8
-            ``[I, R, row_bytes(H)]`` (:mod:`torch_pi2.ops.rows`).
+            ``[I, R, row_bytes(H)]`` (:mod:`torch_pi2.ops.rows`), or ``[I, bytes]`` where down rows have another format.
         bias_gate, bias_up: ``[I]`` or None; bias_down: ``[H]`` or None; float32, or the dtype of float rows.
         active: ``[..., I - n_hot]`` bool, or None.
         activation: a name in ``ACTIVATIONS``; activation_on_up: also on up (dReLU).
         n_hot: number of hot neurons, 0..I.
         threshold: cut on the gate's magnitude (CATS, arXiv 2404.08763); 0 is lossless.
-        weights: how neurons are stored: ``float``, ``int4`` or ``int8``.
+        weights: how neurons are stored: ``float``, ``int4`` or ``int8``; or ``FIRST+DOWN``: gate and up rows in FIRST,
+            ``int4``, ``int8`` or one of ``GGML``, down rows in DOWN, ``int4`` or ``int8``.
         int8_activations: with quantised weights, gate and up see ``x`` rounded to int8 per group of 32 (lossy).
 
     Returns:
         ``[..., H]`` in ``x``'s dtype; sums are taken in float32.
     """
     act = ACTIVATIONS[activation]
-    intermediate, rows, _ = neuron_rows.shape
     hidden = x.shape[-1]
     x_TH = x.reshape(-1, hidden).float()
     if int8_activations:
         x_TH = quantized.rounded_activations(x_TH)
-    w_IRH = neuron_rows.float() if weights == "float" else quantized.values(neuron_rows, weights, hidden)
+    w_IRH = numbers(neuron_rows, weights, hidden)
+    intermediate, rows, _ = w_IRH.shape
 
     def project(row: int, bias: torch.Tensor | None) -> torch.Tensor:
         out_TI = x_TH @ w_IRH[:, row].T
@@ -78,6 +79,18 @@ def sparse_ffn(
     return y_TH.to(x.dtype).reshape(x.shape)
 
 
+def numbers(neuron_rows: torch.Tensor, weights: str, hidden: int) -> torch.Tensor:
+    """float32 ``[I, R, H]``."""
+    if weights == FLOAT:
+        return neuron_rows.float()
+    first, plus, down = weights.partition("+")
+    if not plus:
+        return quantized.values(neuron_rows, weights, hidden)
+    first_IB, down_IB = neuron_rows.split([neuron_rows.shape[1] - row_bytes(down, hidden), row_bytes(down, hidden)], 1)
+    first_IRH = quantized.values(first_IB.unflatten(1, (-1, row_bytes(first, hidden))), first, hidden)
+    return torch.cat((first_IRH, quantized.values(down_IB, down, hidden)[:, None]), 1)
+
+
 def fake(*args: Any) -> torch.Tensor:
     call = arguments_of(sparse_ffn, args)
     return ffn_output(call.x, call.neuron_rows, call.weights)
@@ -85,6 +98,19 @@ def fake(*args: Any) -> torch.Tensor:
 
 def ffn_output(x: torch.Tensor, neuron_rows: torch.Tensor, weights: str) -> torch.Tensor:
     """What a feed-forward operator returns for ``x``, after the checks that need no data."""
+    first, plus, down = weights.partition("+")
+    if plus:
+        check_choice("weights", first, (*QUANTIZED, *GGML), "Name the format of gate and up rows before the +.")
+        check_choice("weights", down, QUANTIZED, "Name the format of down rows behind the +.")
+        sizes = [r * row_bytes(first, x.shape[-1]) + row_bytes(down, x.shape[-1]) for r in (2, 1)]
+        if neuron_rows.dim() != 2 or neuron_rows.shape[1] not in sizes:
+            raise ShapeError(
+                "neuron_rows",
+                expected=f"[neurons, {sizes[0]} (gate, up, down) or {sizes[1]} (up, down)] in {weights}",
+                found=str(tuple(neuron_rows.shape)),
+                fix="Put the bytes of a neuron's rows one behind the other.",
+            )
+        return x.new_empty(x.shape)
     if neuron_rows.dim() != 3 or neuron_rows.shape[1] not in (2, 3):
         raise ShapeError(
             "neuron_rows",

@@ -66,8 +66,10 @@ inline DType ggml_dtype(const std::string& weights) {
 
 // Refuses ggml's blocks where neurons are meant, or what quantize makes.
 inline void check_not_ggml(const std::string& weights, const char* wanted) {
-  STD_TORCH_CHECK(ggml_dtype(weights) == DType::kF32, "pi2: weights: expected ", wanted, ", found '", weights,
-                  "'. Blocks of GGUF files are for torch.ops.pi2.linear and dequantize alone.");
+  STD_TORCH_CHECK(
+      ggml_dtype(weights) == DType::kF32, "pi2: weights: expected ", wanted, ", found '", weights,
+      "'. Blocks of GGUF files are for torch.ops.pi2.linear and dequantize, and for gate and up rows of sparse_ffn "
+      "(q4_k+int8).");
 }
 
 // "int4" and "int8" alone.
@@ -83,7 +85,9 @@ inline DType quantized_dtype(const std::string& weights) {
 // Those and ggml's blocks, of which `columns` has to be a whole number.
 inline DType rows_dtype(const std::string& weights, int64_t columns) {
   const DType dtype = ggml_dtype(weights);
-  if (!is_ggml(dtype)) return quantized_dtype(weights);
+  if (weights == "int4" || weights == "int8") return quantized_dtype(weights);
+  STD_TORCH_CHECK(is_ggml(dtype), "pi2: weights: expected int4, int8, q4_1, q5_0, q5_1, q4_k, q5_k or q6_k, found '",
+                  weights, "'. See torch_pi2.formats.");
   const int64_t numbers = ggml_block(dtype).numbers;
   STD_TORCH_CHECK(columns % numbers == 0, "pi2: columns of ", weights, ": expected a multiple of ", numbers,
                   " (its blocks), found ", columns, ". Pass the columns that the rows have in their file.");

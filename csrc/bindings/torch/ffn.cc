@@ -17,30 +17,46 @@ Activation activation_of(const std::string& name) {
   return Activation::kRelu;
 }
 
-}  // namespace
+// Of down rows behind the + in "q4_k+int8"; npos: all rows have one format.
+std::string::size_type plus_in(const std::string& weights) { return weights.find('+'); }
 
-FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
-                 const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
-                 double threshold, const std::string& weights, bool int8_activations) {
-  check_plain(x, "x");
-  check_plain(neuron_rows, "neuron_rows");
+// Neurons whose down rows have another format than their other rows: uint8 [neurons, bytes].
+FfnArgs mixed_neurons(const Tensor& x, const Tensor& neuron_rows, const std::string& weights) {
+  FfnArgs args;
+  args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
+  args.w_dtype = rows_dtype(weights.substr(0, plus_in(weights)), args.hidden);
+  args.down_dtype = quantized_dtype(weights.substr(plus_in(weights) + 1));
+  args.other_down = true;
+  const bool bytes = neuron_rows.dim() == 2 && neuron_rows.scalar_type() == ScalarType::Byte &&
+                     neuron_rows.is_contiguous() && neuron_rows.numel() > 0 && args.hidden > 0;
+  for (args.rows = 3; args.rows > 1; --args.rows)
+    if (bytes && neuron_rows.size(1) == args.neuron_bytes()) break;
+  const int64_t first = args.row_bytes(), down = args.neuron_bytes() - args.down_offset();
+  STD_TORCH_CHECK(args.rows > 1, "pi2: neuron_rows: expected contiguous uint8 [neurons, ", 2 * first + down,
+                  " (gate, up, down) or ", first + down, " (up, down)] (hidden size ", args.hidden, " of x in ",
+                  weights, "), found ", bytes ? "" : "another layout or dtype, ", shape_of(neuron_rows),
+                  ". Put the bytes of a neuron's rows one behind the other.");
+  args.neurons = neuron_rows.size(0);
+  return args;
+}
+
+// Neurons of [neurons, 3 or 2] rows of one format.
+FfnArgs even_neurons(const Tensor& x, const Tensor& neuron_rows, const std::string& weights, bool int8_activations) {
   STD_TORCH_CHECK(
       neuron_rows.dim() == 3 && (neuron_rows.size(1) == 2 || neuron_rows.size(1) == 3) && neuron_rows.is_contiguous(),
       "pi2: neuron_rows: expected contiguous [neurons, 3 (gate, up, down) or 2 (up, down), hidden], found ",
       neuron_rows.dim(), " dimensions. Build them with torch_pi2.layers.ffn.");
   FfnArgs args;
   args.w_dtype = weights_dtype(weights, neuron_rows, "neuron_rows");
-  const bool quantized = is_quantized(args.w_dtype);
   args.neurons = neuron_rows.size(0);
   args.rows = neuron_rows.size(1);
   STD_TORCH_CHECK(neuron_rows.numel() > 0,
                   "pi2: neuron_rows: expected neurons, found an empty tensor. Check the layer.");
-  if (quantized) {
+  if (is_quantized(args.w_dtype)) {
     args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
-    STD_TORCH_CHECK(args.hidden > 0 && neuron_rows.size(2) == row_bytes(args.w_dtype, args.hidden),
-                    "pi2: neuron_rows: expected rows of ", row_bytes(args.w_dtype, args.hidden), " bytes (hidden size ",
-                    args.hidden, " of x in ", weights, "), found ", neuron_rows.size(2),
-                    ". Pass hidden states of this model and the weights it was quantised to.");
+    STD_TORCH_CHECK(args.hidden > 0 && neuron_rows.size(2) == args.row_bytes(), "pi2: neuron_rows: expected rows of ",
+                    args.row_bytes(), " bytes (hidden size ", args.hidden, " of x in ", weights, "), found ",
+                    neuron_rows.size(2), ". Pass hidden states of this model and the weights it was quantised to.");
   } else {
     args.hidden = neuron_rows.size(2);
     check_hidden(x, args.hidden);
@@ -48,11 +64,23 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
                     "pi2: int8_activations: expected false with float weights, found true. Quantise the weights to "
                     "int4 or int8 first.");
   }
+  return args;
+}
+
+}  // namespace
+
+FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
+                 const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
+                 double threshold, const std::string& weights, bool int8_activations) {
+  check_plain(x, "x");
+  check_plain(neuron_rows, "neuron_rows");
+  FfnArgs args = plus_in(weights) == std::string::npos ? even_neurons(x, neuron_rows, weights, int8_activations)
+                                                       : mixed_neurons(x, neuron_rows, weights);
   STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
                   ". Check the plan.");
   args.neuron_rows = neuron_rows.const_data_ptr();
   args.n_hot = n_hot;
-  const ScalarType like = quantized ? ScalarType::Float : neuron_rows.scalar_type();
+  const ScalarType like = is_quantized(args.dtype_of_down()) ? ScalarType::Float : neuron_rows.scalar_type();
   return with_settings(args, x, like, bias_gate, bias_up, bias_down, activation, activation_on_up, threshold,
                        int8_activations);
 }
@@ -62,7 +90,8 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
                       bool activation_on_up, double threshold, bool int8_activations) {
   STD_TORCH_CHECK(threshold >= 0, "pi2: threshold: expected 0 or more, found ", threshold, ". Check the plan.");
   args.x_dtype = float_dtype(x, "x");
-  const char* wanted = is_quantized(args.w_dtype) ? "float32 (the weights are quantised)" : "that of neuron_rows";
+  const char* wanted =
+      is_quantized(args.dtype_of_down()) ? "float32 (the weights are quantised)" : "that of neuron_rows";
   args.bias_gate = bias_data(bias_gate, "bias_gate", args.neurons, like, wanted);
   args.bias_up = bias_data(bias_up, "bias_up", args.neurons, like, wanted);
   args.bias_down = bias_data(bias_down, "bias_down", args.hidden, like, wanted);

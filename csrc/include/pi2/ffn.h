@@ -65,14 +65,16 @@ struct FfnArgs {
   DType x_dtype = DType::kF32;
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;
-  // [neurons, rows] rows of hidden numbers (row_bytes), w_dtype; rows: 3 = gate, up, down; 2 = up, down
+  // [neurons, rows] rows of hidden numbers; rows: 3 = gate, up, down; 2 = up, down
   const void* neuron_rows = nullptr;
   NeuronSource* source = nullptr;  // instead of neurons; if it fails, y means nothing
   std::int64_t layer = -1;         // its number in a store
   const void* owner = nullptr;     // that store (pi2/firing.h); null: the neurons say which layer it is
   bool more = false;               // the same layer is going to be called for further tokens of the same prompt
   bool piece = false;              // there are other calls for tokens of the same prompt
-  DType w_dtype = DType::kF32;
+  DType w_dtype = DType::kF32;     // of gate and up rows, and of down rows, unless these have
+  DType down_dtype = DType::kF32;  // with other_down: quantised
+  bool other_down = false;
   std::int64_t neurons = 0;
   std::int64_t rows = 3;
   // Quantised weights: dots take x as int8 with a scale per 32 instead of float (lossy, faster); down rows do not.
@@ -87,7 +89,11 @@ struct FfnArgs {
   bool activation_on_up = false;
   float threshold = 0;
 
-  DType bias_dtype() const { return is_quantized(w_dtype) ? DType::kF32 : w_dtype; }
+  DType dtype_of_down() const { return other_down ? down_dtype : w_dtype; }
+  DType bias_dtype() const { return is_quantized(dtype_of_down()) ? DType::kF32 : w_dtype; }
+  std::int64_t row_bytes() const { return pi2::row_bytes(w_dtype, hidden); }  // of gate and up
+  std::int64_t down_offset() const { return (rows - 1) * row_bytes(); }       // in a neuron
+  std::int64_t neuron_bytes() const { return down_offset() + pi2::row_bytes(dtype_of_down(), hidden); }
 };
 
 void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel);

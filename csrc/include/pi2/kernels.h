@@ -91,14 +91,15 @@ constexpr std::int64_t kDotRows = 4;  // at most in a call
 constexpr std::int64_t kAxpyRows = 4;
 constexpr std::int64_t kPanelRows = 16;
 constexpr std::int64_t kGemmPanels = 2;
-// Unpacked bytes (padded to whole steps of 128 columns), then a float scale per row and group.
+// Unpacked bytes (padded to whole steps of 128 columns), then a float scale per row and group, or two floats: of ggml's
+// blocks a group has a minimum as well, or a scale for each half.
 constexpr std::int64_t panel_bytes(std::int64_t n) {
-  return kPanelRows * padded(n) + kPanelRows * 4 * (padded(n) / kGroup);
+  return kPanelRows * padded(n) + kPanelRows * 8 * (padded(n) / kGroup);
 }
 
-// Bytes of an input that prepare_gemm wrote: values, and eight bytes per group.
+// Bytes of an input that prepare_gemm wrote: values, and at most twelve bytes per group.
 constexpr std::int64_t gemm_input_bytes(std::int64_t n) {
-  return (padded(n) + 8 * (padded(n) / kGroup) + 63) / 64 * 64;
+  return (padded(n) + 12 * (padded(n) / kGroup) + 63) / 64 * 64;
 }
 constexpr bool in_blocks(std::int64_t rows, std::int64_t n) { return rows % kPanelRows == 0 && n % (2 * kGroup) == 0; }
 
@@ -123,7 +124,7 @@ using AttendFn = void (*)(PI2_ATTEND_ARGS);
 #define PI2_PREPARE_GEMM(isa, dtype) void prepare_gemm_##dtype##__##isa(PI2_PREPARE_ARGS);
 #define PI2_PANEL(isa, dtype) void panel_##dtype##__##isa(PI2_PANEL_ARGS);
 #define PI2_DOT_BLOCKS(isa, dtype) void dot_blocks_##dtype##__##isa(PI2_DOT_BLOCKS_ARGS);
-#define PI2_GEMM(isa) void gemm__##isa(PI2_GEMM_ARGS);
+#define PI2_GEMM(isa, dtype) void gemm_##dtype##__##isa(PI2_GEMM_ARGS);
 #define PI2_ADDMM(isa) void addmm__##isa(PI2_ADDMM_ARGS);
 #define PI2_READ(isa) std::uint64_t read__##isa(PI2_READ_ARGS);
 #define PI2_SIGNS(isa) void count_signs__##isa(PI2_SIGNS_ARGS);
@@ -148,10 +149,10 @@ struct KernelTable {
   PrepareFn prepare[kDTypes];
   PrepareFn prepare_a8[kDTypes];
   RestoreFn restore[kDTypes];
-  PrepareFn prepare_gemm[kDTypes];  // q4, q8 or null, with dot_blocks; gemm takes it too
+  PrepareFn prepare_gemm[kDTypes];  // with dot_blocks (q4, q8) and gemm (with panel)
   PanelFn panel[kDTypes];
   DotBlocksFn dot_blocks[kDTypes];
-  GemmFn gemm;
+  GemmFn gemm[kDTypes];
   AddmmFn addmm;
   ReadFn read;
   SignsFn count_signs;

@@ -8,7 +8,7 @@
     GgmlRows<avx2::Format>::dot_a8(rows, count, x_T, tokens, n, out_RT, next); \
   }                                                                            \
   void pi2::prepare_a8_##dtype##__avx2(PI2_PREPARE_ARGS) {                     \
-    ggml_prepare_a8<avx2::quantize_group, avx2::Format::kHalves>(x, n, out);   \
+    ggml_prepare_a8<avx2::quantize_group, avx2::Format::kDType>(x, n, out);    \
   }
 
 PI2_FORMAT(q4_1, GgmlSmall<DType::kQ4_1>)

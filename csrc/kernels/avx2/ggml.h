@@ -8,12 +8,11 @@
 namespace pi2::avx2 {
 namespace {
 
-// kGroups: of a step.
-template <std::int64_t kGroups>
+template <int kParts, bool kHalves = false>
 struct GgmlSimd : Simd {
-  // Of eight groups in scale[0] and offset[0]; of halves: the first four groups', then the others'.
-  struct Scales {
-    Float scale[2], offset[2];
+  // Of each part.
+  struct Pairs {
+    Float of[kParts];
   };
   // The groups 2 j and 2 j + 1 of a part.
   struct Numbers {
@@ -47,11 +46,8 @@ struct GgmlSimd : Simd {
                                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);
   }
 
-  static void store(const Scales& scales, float* scale, float* offset) {
-    for (int j = 0; j < 2; ++j) {
-      _mm256_store_ps(scale + 8 * j, scales.scale[j]);
-      _mm256_store_ps(offset + 8 * j, scales.offset[j]);
-    }
+  static void store(const Pairs& pairs, float* out) {
+    for (int part = 0; part < kParts; ++part) _mm256_store_ps(out + 8 * part, pairs.of[part]);
   }
   static void store(const Numbers& numbers, char* out) {
     for (int j = 0; j < 2; ++j) {
@@ -63,60 +59,45 @@ struct GgmlSimd : Simd {
   static Sums zero_sums() { return {{zero(), zero()}}; }
   static float total(const Sums& sums) { return reduce(add(sums.groups[0], sums.groups[1])); }
 
-  static Float products(Int a, const std::int8_t* x, Int b, const std::int8_t* y) {
-    return _mm256_cvtepi32_ps(
-        pairs(_mm256_add_epi16(_mm256_maddubs_epi16(a, load_bytes(x)), _mm256_maddubs_epi16(b, load_bytes(y)))));
+  // Number i and number i + 2 of v, over four lanes each.
+  static Float spread(Float v, int i) {
+    return _mm256_permutevar8x32_ps(v, _mm256_set_epi32(i + 2, i + 2, i + 2, i + 2, i, i, i, i));
   }
   static Float products(Int a, const std::int8_t* x) {
-    return _mm256_cvtepi32_ps(pairs(_mm256_maddubs_epi16(a, load_bytes(x))));
+    return _mm256_cvtepi32_ps(pairs_of(_mm256_maddubs_epi16(a, load_bytes(x))));
   }
-  // Number i and number j of v, over four lanes each.
-  static Float spread(Float v, int i, int j) {
-    return _mm256_permutevar8x32_ps(v, _mm256_set_epi32(j, j, j, j, i, i, i, i));
+  static Float products(Int a, const std::int8_t* x, Int b, const std::int8_t* y) {
+    return _mm256_cvtepi32_ps(
+        pairs_of(_mm256_add_epi16(_mm256_maddubs_epi16(a, load_bytes(x)), _mm256_maddubs_epi16(b, load_bytes(y)))));
   }
+  static Int pairs_of(Int v) { return avx2::pairs(v); }
 
-  // One for each group of a step, and zeros.
-  static Float load_step(const float* p) {
-    if constexpr (kGroups == 8) return load_floats(p);
-    return _mm256_zextps128_ps256(_mm_loadu_ps(p));
-  }
-
-  static void add_offsets(Sums* sums, const Scales& scales, const GgmlInput<false>& x) {
-    sums->groups[0] = fma(scales.offset[0], load_step(x.sum), sums->groups[0]);
-  }
-  static void add_products(Sums* sums, const Scales& scales, std::int64_t part, const Numbers& numbers,
-                           const GgmlInput<false>& x) {
-    const Float scale = mul(scales.scale[0], load_step(x.scale));
-    const std::int8_t* values = x.values + part * kGgmlPart;
-    for (int j = 0; j < 2; ++j) {
-      const int g = static_cast<int>(4 * part) + 2 * j;
-      sums->groups[j] =
-          fma(spread(scale, g, g + 1),
-              products(numbers.first[j], values + 32 * j, numbers.second[j], values + 64 + 32 * j), sums->groups[j]);
-    }
-  }
-
-  static void add_offsets(Sums* sums, const Scales& scales, const GgmlInput<true>& x) {
-    for (int j = 0; j < 2; ++j) sums->groups[j] = fma(scales.offset[j], load_floats(x.sum + 8 * j), sums->groups[j]);
-  }
-  static void add_products(Sums* sums, const Scales& scales, std::int64_t part, const Numbers& numbers,
-                           const GgmlInput<true>& x) {
-    const Float scale = mul(scales.scale[part], load_floats(x.scale + 8 * part));
-    const std::int8_t* values = x.values + part * kGgmlPart;
-    for (int j = 0; j < 2; ++j) {
-      sums->groups[j] =
-          fma(spread(scale, 4 * j, 4 * j + 2), products(numbers.first[j], values + 32 * j), sums->groups[j]);
-      sums->groups[j] =
-          fma(spread(scale, 4 * j + 1, 4 * j + 3), products(numbers.second[j], values + 64 + 32 * j), sums->groups[j]);
+  static void add_step(Sums* sums, const Pairs& pairs, const Numbers (&numbers)[kParts], const GgmlInput& x) {
+    for (int part = 0; part < kParts; ++part) {
+      const std::int8_t *first = x.values + part * kGgmlPart, *second = first + kGgmlPart / 2;
+      const Float pair = mul(pairs.of[part], load_floats(x.pairs + 8 * part));
+      Float& sum = sums->groups[part];
+      sum = kHalves ? fma(pairs.of[part], load_floats(x.sums + 8 * part), sum)
+                    : add(sum, _mm256_blend_ps(zero(), pair, 0xaa));
+      for (int j = 0; j < 2; ++j, first += 32, second += 32) {
+        const Int a = numbers[part].first[j], b = numbers[part].second[j];
+        Float& to = sums->groups[j];
+        if constexpr (kHalves) {
+          to = fma(spread(pair, 4 * j), products(a, first), to);
+          to = fma(spread(pair, 4 * j + 1), products(b, second), to);
+        } else {
+          to = fma(spread(pair, 4 * j), products(a, first, b, second), to);
+        }
+      }
     }
   }
 };
 
 // A group to a block.
 template <DType kType>
-struct GgmlSmall : GgmlSimd<4> {
+struct GgmlSmall : GgmlSimd<1> {
   static constexpr DType kDType = kType;
-  static constexpr bool kHalves = false, kMin = kType != DType::kQ5_0, kFifth = kType != DType::kQ4_1;
+  static constexpr bool kMin = kType != DType::kQ5_0, kFifth = kType != DType::kQ4_1;
   static constexpr std::int64_t kBytes = ggml_block(kType).bytes, kBits = kMin ? 4 : 2,
                                 kNibbles = kBits + (kFifth ? 4 : 0);
 
@@ -127,12 +108,9 @@ struct GgmlSmall : GgmlSimd<4> {
     return _mm_set_epi32(w[3], w[2], w[1], w[0]);
   }
 
-  static Scales scales(const char* p) {
-    const __m128i evens_and_odds = _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0);
-    const Float both = _mm256_cvtph_ps(_mm_shuffle_epi8(words(p), evens_and_odds));
-    const __m128 scale = _mm256_castps256_ps128(both);
-    const __m128 offset = kMin ? _mm256_extractf128_ps(both, 1) : _mm_mul_ps(scale, _mm_set1_ps(-16));
-    return {{_mm256_zextps128_ps256(scale), zero()}, {_mm256_zextps128_ps256(offset), zero()}};
+  static Pairs pairs(const char* p) {
+    const __m128i twice = _mm_set_epi8(13, 12, 13, 12, 9, 8, 9, 8, 5, 4, 5, 4, 1, 0, 1, 0);
+    return {{_mm256_cvtph_ps(kMin ? words(p) : _mm_shuffle_epi8(words(p), twice))}};
   }
 
   static Numbers numbers(const char* p, std::int64_t) {
@@ -163,19 +141,20 @@ struct GgmlSmall : GgmlSimd<4> {
   }
 };
 
-// Eight floats of eight bytes.
-inline __m256 floats_of(std::uint64_t bytes) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(bytes))));
-}
-
 template <DType kType>
-struct GgmlK : GgmlSimd<8> {
+struct GgmlK : GgmlSimd<2> {
   static constexpr DType kDType = kType;
-  static constexpr bool kHalves = false, kFifth = kType == DType::kQ5K;
+  static constexpr bool kFifth = kType == DType::kQ5K;
 
-  static Scales scales(const char* p) {
+  static Pairs pairs(const char* p) {
     const KScales k(p + 4);
-    return {{mul(set1(half(p)), floats_of(k.scale)), zero()}, {mul(set1(-half(p + 2)), floats_of(k.min)), zero()}};
+    const __m128i bytes = _mm_unpacklo_epi8(_mm_cvtsi64_si128(static_cast<long long>(k.scale)),
+                                            _mm_cvtsi64_si128(static_cast<long long>(k.min)));
+    std::int32_t both;
+    std::memcpy(&both, p, sizeof(both));
+    const Float by = _mm256_cvtph_ps(_mm_set1_epi32(both));
+    return {{mul(by, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes))),
+             mul(by, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))))}};
   }
 
   static Numbers numbers(const char* p, std::int64_t part) {
@@ -194,17 +173,15 @@ struct GgmlK : GgmlSimd<8> {
   }
 };
 
-struct GgmlQ6K : GgmlSimd<8> {
+struct GgmlQ6K : GgmlSimd<2, true> {
   static constexpr DType kDType = DType::kQ6K;
-  static constexpr bool kHalves = true;
 
-  static Scales scales(const char* p) {
-    const Float d = set1(half(p + 208)), centre = set1(-32);
-    Scales out;
-    for (int j = 0; j < 2; ++j) {
-      const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 192 + 8 * j));
-      out.scale[j] = mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)));
-      out.offset[j] = mul(centre, out.scale[j]);
+  static Pairs pairs(const char* p) {
+    const Float d = set1(half(p + 208));
+    Pairs out;
+    for (int part = 0; part < 2; ++part) {
+      const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 192 + 8 * part));
+      out.of[part] = mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)));
     }
     return out;
   }

@@ -13,9 +13,7 @@ namespace pi2::avx512 {
 namespace {
 
 struct GgmlSimd : Simd {
-  struct Scales {
-    Float scale, offset;  // zero in what lanes are left
-  };
+  using Pairs = Float;  // zero in what lanes are left
   struct Numbers {
     __m512i first, second;
   };
@@ -42,10 +40,7 @@ struct GgmlSimd : Simd {
     return _mm512_ternarylogic_epi32(v, all, _mm512_set1_epi8(bits), 0xf8);  // v | (all & bits)
   }
 
-  static void store(const Scales& scales, float* scale, float* offset) {
-    _mm512_store_ps(scale, scales.scale);
-    _mm512_store_ps(offset, scales.offset);
-  }
+  static void store(Pairs pairs, float* out) { _mm512_store_ps(out, pairs); }
   static void store(const Numbers& numbers, char* out) {
     _mm512_store_si512(out, numbers.first);
     _mm512_store_si512(out + 64, numbers.second);
@@ -56,7 +51,7 @@ struct GgmlSimd : Simd {
 template <DType kType>
 struct GgmlSmall : GgmlSimd {
   static constexpr DType kDType = kType;
-  static constexpr bool kHalves = false, kMin = kType != DType::kQ5_0, kFifth = kType != DType::kQ4_1;
+  static constexpr bool kMin = kType != DType::kQ5_0, kFifth = kType != DType::kQ4_1;
   static constexpr std::int64_t kBlock = ggml_block(kType).bytes, kBits = kMin ? 4 : 2,
                                 kNibbles = kBits + (kFifth ? 4 : 0);
 
@@ -66,16 +61,10 @@ struct GgmlSmall : GgmlSimd {
     for (int i = 0; i < 4; ++i) std::memcpy(w + i, p + i * kBlock, 4);
     return _mm_set_epi32(w[3], w[2], w[1], w[0]);
   }
-  // The low halves of words, then the high ones.
-  static __m128i halves_of(__m128i words) {
-    return _mm_shuffle_epi8(words, _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
-  }
 
-  static Scales scales(const char* p) {
-    const __m256 both = _mm256_cvtph_ps(halves_of(words(p)));
-    const __m128 scale = _mm256_castps256_ps128(both);
-    const __m128 offset = kMin ? _mm256_extractf128_ps(both, 1) : _mm_mul_ps(scale, _mm_set1_ps(-16));
-    return {_mm512_zextps128_ps512(scale), _mm512_zextps128_ps512(offset)};
+  static Pairs pairs(const char* p) {
+    const __m128i twice = _mm_set_epi8(13, 12, 13, 12, 9, 8, 9, 8, 5, 4, 5, 4, 1, 0, 1, 0);
+    return _mm512_zextps256_ps512(_mm256_cvtph_ps(kMin ? words(p) : _mm_shuffle_epi8(words(p), twice)));
   }
 
   static Numbers numbers(const char* p, std::int64_t) {
@@ -86,7 +75,8 @@ struct GgmlSmall : GgmlSimd {
     nibbles = _mm512_inserti32x4(nibbles, load16(q + 3 * kBlock), 3);
     Numbers out{low_bits(nibbles, 4), low_bits(_mm512_srli_epi16(nibbles, 4), 4)};
     if constexpr (kFifth) {
-      const __m128i bits = halves_of(words(p + kBits));
+      const __m128i low_and_high = _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0);
+      const __m128i bits = _mm_shuffle_epi8(words(p + kBits), low_and_high);
       const __m512i five = _mm512_set1_epi8(16);
       out.first = _mm512_mask_add_epi8(out.first, static_cast<__mmask64>(_mm_cvtsi128_si64(bits)), out.first, five);
       out.second =
@@ -99,15 +89,15 @@ struct GgmlSmall : GgmlSimd {
 template <DType kType>
 struct GgmlK : GgmlSimd {
   static constexpr DType kDType = kType;
-  static constexpr bool kHalves = false, kFifth = kType == DType::kQ5K;
+  static constexpr bool kFifth = kType == DType::kQ5K;
 
-  static Float floats_of(std::uint64_t bytes, float by) {
-    const __m256i eight = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(bytes)));
-    return _mm512_zextps256_ps512(_mm256_mul_ps(_mm256_cvtepi32_ps(eight), _mm256_set1_ps(by)));
-  }
-  static Scales scales(const char* p) {
+  static Pairs pairs(const char* p) {
     const KScales k(p + 4);
-    return {floats_of(k.scale, half(p)), floats_of(k.min, -half(p + 2))};
+    const __m128i bytes = _mm_unpacklo_epi8(_mm_cvtsi64_si128(static_cast<long long>(k.scale)),
+                                            _mm_cvtsi64_si128(static_cast<long long>(k.min)));
+    std::int32_t both;
+    std::memcpy(&both, p, sizeof(both));
+    return mul(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), _mm512_cvtph_ps(_mm256_set1_epi32(both)));
   }
 
   static Numbers numbers(const char* p, std::int64_t part) {
@@ -127,11 +117,9 @@ struct GgmlK : GgmlSimd {
 
 struct GgmlQ6K : GgmlSimd {
   static constexpr DType kDType = DType::kQ6K;
-  static constexpr bool kHalves = true;
 
-  static Scales scales(const char* p) {
-    const Float scale = mul(set1(half(p + 208)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(p + 192))));
-    return {scale, mul(scale, set1(-32))};
+  static Pairs pairs(const char* p) {
+    return mul(set1(half(p + 208)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(p + 192))));
   }
 
   static Numbers numbers(const char* p, std::int64_t part) {

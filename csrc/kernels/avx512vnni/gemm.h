@@ -2,7 +2,8 @@
 //
 // A panel is, for every group of 32 columns, 8 vectors (columns 4 s..4 s + 3 of 16 rows, unsigned) and, behind all of
 // them, 16 scales per group. A prepared x is its int8 values in plain order, then a scale and a start (minus the
-// weights' offset times the sum of the group's values) per group.
+// weights' offset times the sum of the group's values) per group. Of ggml's blocks there are 16 scales and 16 minima,
+// and for the start what these are multiplied by, or 16 scales for each half of a group, and a start for each.
 #pragma once
 
 #include "kernels/avx512vnni/impl.h"
@@ -12,6 +13,9 @@ namespace pi2::avx512vnni {
 namespace {
 
 constexpr std::int64_t kStepsOfGroup = kGroup / 4;
+
+// What a panel has for each row and group.
+enum class PanelOf { kScales, kMinima, kHalves };
 
 // Lane j of vector i becomes lane i of vector j.
 inline void transpose(__m512i v[16]) {
@@ -92,7 +96,7 @@ inline void panel_q8(PI2_PANEL_ARGS) {
 struct GemmInput {
   const std::int8_t* values;  // [padded(n)]
   const float* scale;         // [padded(n) / 32]
-  const std::int32_t* start;  // [padded(n) / 32]
+  const std::int32_t* start;  // [padded(n) / 32], or two for each group
 
   GemmInput(const void* x, std::int64_t n)
       : values(static_cast<const std::int8_t*>(x)),
@@ -125,9 +129,11 @@ inline std::int32_t four_values(const std::int8_t* p) {
 constexpr std::int64_t kChunkColumns = 512;
 
 // The groups [begin, end) of all rows; sums go on from what is in `out` unless begin is 0.
-template <int kPanels, int kTokens>
+template <PanelOf kOf, int kPanels, int kTokens>
 inline void gemm_tile(const void* const* panels, const void* const* x_T, std::int64_t n, std::int64_t begin,
                       std::int64_t end, float* out, std::int64_t ldo) {
+  constexpr std::int64_t kParts = kOf == PanelOf::kHalves ? 2 : 1;    // of a group, with a scale each
+  constexpr std::int64_t kVectors = kOf == PanelOf::kScales ? 1 : 2;  // of floats
   const char* w[kPanels];
   const float* w_scale[kPanels];
   const std::int8_t* x[kTokens];
@@ -146,23 +152,34 @@ inline void gemm_tile(const void* const* panels, const void* const* x_T, std::in
     x_scale[t] = input.scale;
     start[t] = input.start;
   }
-  for (std::int64_t g = begin; g < end; ++g) {
+  for (std::int64_t part = begin * kParts; part < end * kParts; ++part) {
+    const std::int64_t g = part / kParts;
     __m512i acc[kPanels][kTokens];
     for (int t = 0; t < kTokens; ++t)
-      for (int p = 0; p < kPanels; ++p) acc[p][t] = _mm512_set1_epi32(start[t][g]);
-    for (std::int64_t s = 0; s < kStepsOfGroup; ++s) {
+      for (int p = 0; p < kPanels; ++p)
+        acc[p][t] = kOf == PanelOf::kMinima ? _mm512_setzero_si512() : _mm512_set1_epi32(start[t][part]);
+    for (std::int64_t s = 0; s < kStepsOfGroup / kParts; ++s) {
+      const std::int64_t step = part * (kStepsOfGroup / kParts) + s;
       __m512i v[kPanels];
-      for (int p = 0; p < kPanels; ++p) v[p] = _mm512_loadu_si512(w[p] + (g * kStepsOfGroup + s) * 64);
+      for (int p = 0; p < kPanels; ++p) v[p] = _mm512_loadu_si512(w[p] + step * 64);
       for (int t = 0; t < kTokens; ++t) {
-        const __m512i four = _mm512_set1_epi32(four_values(x[t] + g * kGroup + 4 * s));
+        const __m512i four = _mm512_set1_epi32(four_values(x[t] + 4 * step));
         for (int p = 0; p < kPanels; ++p) acc[p][t] = _mm512_dpbusd_epi32(acc[p][t], v[p], four);
       }
     }
     for (int p = 0; p < kPanels; ++p) {
-      const __m512 scale = _mm512_loadu_ps(w_scale[p] + 16 * g);
+      const float* floats = w_scale[p] + kPanelRows * (kVectors / kParts) * part;
+      const __m512 scale = _mm512_loadu_ps(floats);
       for (int t = 0; t < kTokens; ++t)
         sum[p][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[p][t]), _mm512_mul_ps(scale, _mm512_set1_ps(x_scale[t][g])),
                                     sum[p][t]);
+      if constexpr (kOf == PanelOf::kMinima) {
+        const __m512 least = _mm512_loadu_ps(floats + kPanelRows);
+        for (int t = 0; t < kTokens; ++t) {
+          const __m512 by = _mm512_castsi512_ps(_mm512_set1_epi32(start[t][g]));
+          sum[p][t] = _mm512_fmadd_ps(least, by, sum[p][t]);
+        }
+      }
     }
   }
   for (int p = 0; p < kPanels; ++p)
@@ -170,26 +187,27 @@ inline void gemm_tile(const void* const* panels, const void* const* x_T, std::in
 }
 
 // All tokens in tiles of kTokens, those that are left in a smaller one.
-template <int kPanels, int kTokens>
+template <PanelOf kOf, int kPanels, int kTokens>
 inline void gemm_chunk(const void* const* panels, const void* const* x_T, std::int64_t tokens, std::int64_t n,
                        std::int64_t begin, std::int64_t end, float* out, std::int64_t ldo) {
   for (; tokens >= kTokens; tokens -= kTokens, x_T += kTokens, out += kTokens * ldo)
-    gemm_tile<kPanels, kTokens>(panels, x_T, n, begin, end, out, ldo);
+    gemm_tile<kOf, kPanels, kTokens>(panels, x_T, n, begin, end, out, ldo);
   if constexpr (kTokens > 1)
-    if (tokens > 0) gemm_chunk<kPanels, kTokens - 1>(panels, x_T, tokens, n, begin, end, out, ldo);
+    if (tokens > 0) gemm_chunk<kOf, kPanels, kTokens - 1>(panels, x_T, tokens, n, begin, end, out, ldo);
 }
 
-template <int kPanels, int kTokens>
+template <PanelOf kOf, int kPanels, int kTokens>
 inline void gemm_panels(PI2_GEMM_ARGS) {
   (void)panel_count;
   constexpr std::int64_t kGroups = kChunkColumns / kGroup;
   for (std::int64_t g = 0; g < groups(n); g += kGroups)
-    gemm_chunk<kPanels, kTokens>(panels, x_T, tokens, n, g, std::min(groups(n), g + kGroups), out, ldo);
+    gemm_chunk<kOf, kPanels, kTokens>(panels, x_T, tokens, n, g, std::min(groups(n), g + kGroups), out, ldo);
 }
 
+template <PanelOf kOf>
 inline void gemm(PI2_GEMM_ARGS) {
-  if (panel_count == 1) return gemm_panels<1, 8>(panels, panel_count, x_T, tokens, n, out, ldo);
-  return gemm_panels<2, 6>(panels, panel_count, x_T, tokens, n, out, ldo);
+  if (panel_count == 1) return gemm_panels<kOf, 1, 8>(panels, panel_count, x_T, tokens, n, out, ldo);
+  return gemm_panels<kOf, 2, 6>(panels, panel_count, x_T, tokens, n, out, ldo);
 }
 
 }  // namespace

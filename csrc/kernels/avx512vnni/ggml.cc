@@ -3,6 +3,15 @@
 #define PI2_FORMAT(dtype, Format)                                                                  \
   void pi2::dot_a8_##dtype##__avx512vnni(PI2_DOT_ARGS) {                                           \
     GgmlRows<avx512vnni::Ggml<avx512::Format>>::dot_a8(rows, count, x_T, tokens, n, out_RT, next); \
+  }                                                                                                \
+  void pi2::prepare_gemm_##dtype##__avx512vnni(PI2_PREPARE_ARGS) {                                 \
+    avx512vnni::GgmlPanels<avx512::Format>::prepare(x, n, out);                                    \
+  }                                                                                                \
+  void pi2::panel_##dtype##__avx512vnni(PI2_PANEL_ARGS) {                                          \
+    avx512vnni::GgmlPanels<avx512::Format>::panel(rows, n, panel);                                 \
+  }                                                                                                \
+  void pi2::gemm_##dtype##__avx512vnni(PI2_GEMM_ARGS) {                                            \
+    avx512vnni::GgmlPanels<avx512::Format>::gemm(panels, panel_count, x_T, tokens, n, out, ldo);   \
   }
 
 PI2_FORMAT(q4_1, GgmlSmall<DType::kQ4_1>)

@@ -1,7 +1,8 @@
-// ggml's blocks and int8 activations with VPDPBUSD: lanes of 32 bits are four of each group in a row.
+// ggml's blocks and int8 activations with VPDPBUSD: lanes of 32 bits are four of each group in a row. And prompts.
 #pragma once
 
 #include "kernels/avx512/ggml.h"
+#include "kernels/avx512vnni/gemm.h"
 
 // Unnamed: functions that are compiled with other flags elsewhere must stay apart (the linker would keep one of them).
 namespace pi2::avx512vnni {
@@ -11,42 +12,96 @@ template <class Format>
 struct Ggml : Format {
   using Sums = __m512;
   using typename Format::Numbers;
-  using typename Format::Scales;
+  using typename Format::Pairs;
+  static constexpr int kParts = GgmlRows<Format>::kParts;
 
   static Sums zero_sums() { return _mm512_setzero_ps(); }
   static float total(Sums sums) { return _mm512_reduce_add_ps(sums); }
 
-  // As many floats as a step has groups, or halves of them; zeros in what lanes are left.
-  static __m512 load_step(const float* p) {
-    if constexpr (Format::kHalves) return _mm512_loadu_ps(p);
-    if constexpr (GgmlRows<Format>::kParts == 2) return _mm512_zextps256_ps512(_mm256_loadu_ps(p));
-    return _mm512_zextps128_ps512(_mm_loadu_ps(p));
-  }
-  // The numbers at, at + each, ... over four lanes each.
-  static __m512 spread(__m512 v, int at, int each) {
-    return _mm512_permutexvar_ps(Format::quarters(at, at + each, at + 2 * each, at + 3 * each), v);
+  // The numbers at, at + 2, ... over four lanes each.
+  static __m512 spread(__m512 v, int at) {
+    return _mm512_permutexvar_ps(Format::quarters(at, at + 2, at + 4, at + 6), v);
   }
 
-  static void add_offsets(Sums* sums, const Scales& scales, const GgmlInput<Format::kHalves>& x) {
-    *sums = _mm512_fmadd_ps(scales.offset, load_step(x.sum), *sums);
-  }
-
-  static void add_products(Sums* sums, const Scales& scales, std::int64_t part, const Numbers& numbers,
-                           const GgmlInput<Format::kHalves>& x) {
-    const __m512 scale = _mm512_mul_ps(scales.scale, load_step(x.scale));
-    const std::int8_t* values = x.values + part * kGgmlPart;
-    const __m512i zero = _mm512_setzero_si512();
-    const __m512i first = _mm512_dpbusd_epi32(zero, numbers.first, _mm512_loadu_si512(values));
-    const __m512i x_second = _mm512_loadu_si512(values + kGgmlPart / 2);
-    if constexpr (Format::kHalves) {
-      const __m512i second = _mm512_dpbusd_epi32(zero, numbers.second, x_second);
-      const int at = static_cast<int>(8 * part);
-      *sums = _mm512_fmadd_ps(spread(scale, at, 2), _mm512_cvtepi32_ps(first), *sums);
-      *sums = _mm512_fmadd_ps(spread(scale, at + 1, 2), _mm512_cvtepi32_ps(second), *sums);
-    } else {
-      const __m512i both = _mm512_dpbusd_epi32(first, numbers.second, x_second);
-      *sums = _mm512_fmadd_ps(spread(scale, static_cast<int>(4 * part), 1), _mm512_cvtepi32_ps(both), *sums);
+  static void add_step(Sums* sums, Pairs pairs, const Numbers (&numbers)[kParts], const GgmlInput& x) {
+    constexpr bool kHalves = has_halves(Format::kDType);
+    const __m512 by = kParts == 2 ? _mm512_loadu_ps(x.pairs) : _mm512_zextps256_ps512(_mm256_loadu_ps(x.pairs));
+    const __m512 pair = _mm512_mul_ps(pairs, by);
+    Sums sum = *sums;
+    sum = kHalves ? _mm512_fmadd_ps(pairs, _mm512_loadu_ps(x.sums), sum) : _mm512_mask_add_ps(sum, 0xaaaa, sum, pair);
+    for (int part = 0; part < kParts; ++part) {
+      const std::int8_t* values = x.values + part * kGgmlPart;
+      const __m512i zero = _mm512_setzero_si512();
+      const __m512i x_second = _mm512_loadu_si512(values + kGgmlPart / 2);
+      const __m512i first = _mm512_dpbusd_epi32(zero, numbers[part].first, _mm512_loadu_si512(values));
+      const __m512i second = _mm512_dpbusd_epi32(kHalves ? zero : first, numbers[part].second, x_second);
+      if constexpr (kHalves) sum = _mm512_fmadd_ps(spread(pair, 8 * part), _mm512_cvtepi32_ps(first), sum);
+      sum = _mm512_fmadd_ps(spread(pair, 8 * part + kHalves), _mm512_cvtepi32_ps(second), sum);
     }
+    *sums = sum;
+  }
+};
+
+template <class Format>
+struct GgmlPanels {
+  using Rows = GgmlRows<Format>;
+  static constexpr bool kHalves = has_halves(Format::kDType);
+
+  static void prepare(PI2_PREPARE_ARGS) {
+    auto* values = static_cast<std::int8_t*>(out);
+    auto* scale = reinterpret_cast<float*>(values + padded(n));
+    auto* start = scale + padded(n) / kGroup;  // floats, or integers of halves
+    std::memset(values, 0, static_cast<std::size_t>(padded(n)));
+    for (std::int64_t g = 0; g < groups(n); ++g) {
+      std::int8_t* to = values + g * kGroup;
+      scale[g] = quantize_group(x + g * kGroup, kGroup, to);
+      std::int32_t sum[2] = {};
+      for (std::int64_t k = 0; k < kGroup; ++k) sum[k / (kGroup / 2)] += to[k];
+      const auto offset = static_cast<std::int32_t>(ggml_offset(Format::kDType));
+      const std::int32_t both[2] = {offset * sum[0], offset * sum[1]};
+      if constexpr (kHalves)
+        std::memcpy(start + 2 * g, both, sizeof(both));
+      else
+        start[g] = scale[g] * static_cast<float>(both[0] + both[1]);
+    }
+  }
+
+  static void panel(PI2_PANEL_ARGS) {
+    auto* out = static_cast<char*>(panel);
+    auto* floats = reinterpret_cast<float*>(out + kPanelRows * padded(n));
+    typename Rows::Row row[kPanelRows];
+    for (std::int64_t r = 0; r < kPanelRows; ++r) row[r].at = static_cast<const char*>(rows[r]);
+    for (std::int64_t k = 0; k < n; k += Rows::kStep) {
+      const char* p[kPanelRows];
+      __m512i pairs[kPanelRows];
+      for (std::int64_t r = 0; r < kPanelRows; ++r) {
+        p[r] = row[r].step(n - k);
+        pairs[r] = _mm512_castps_si512(Format::pairs(p[r]));
+      }
+      transpose(pairs);
+      for (std::int64_t i = 0; i < 8 * Rows::kParts; ++i)
+        _mm512_storeu_si512(floats + kPanelRows * (2 * (k / kGroup) + i), pairs[i]);
+      for (std::int64_t part = 0; part < Rows::kParts; ++part) {
+        __m512i first[kPanelRows], second[kPanelRows];
+        for (std::int64_t r = 0; r < kPanelRows; ++r) {
+          const typename Format::Numbers numbers = Format::numbers(p[r], part);
+          first[r] = numbers.first;
+          second[r] = numbers.second;
+        }
+        transpose(first);  // vector 4 i + d: columns 4 d..4 d + 3 of group i
+        transpose(second);
+        for (std::int64_t i = 0; i < 16; ++i) {
+          char* to = out + ((k / kGroup + 4 * part + i / 4) * kStepsOfGroup + i % 4) * 64;
+          _mm512_storeu_si512(to, first[i]);
+          _mm512_storeu_si512(to + 4 * 64, second[i]);
+        }
+      }
+    }
+  }
+
+  static void gemm(PI2_GEMM_ARGS) {
+    constexpr PanelOf kOf = kHalves ? PanelOf::kHalves : PanelOf::kMinima;
+    return avx512vnni::gemm<kOf>(panels, panel_count, x_T, tokens, n, out, ldo);
   }
 };
 

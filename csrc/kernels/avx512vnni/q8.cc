@@ -9,6 +9,10 @@ void pi2::prepare_gemm_q8__avx512vnni(PI2_PREPARE_ARGS) { avx512vnni::prepare_ge
 
 void pi2::panel_q8__avx512vnni(PI2_PANEL_ARGS) { avx512vnni::panel_q8(rows, n, panel); }
 
+void pi2::gemm_q8__avx512vnni(PI2_GEMM_ARGS) {
+  avx512vnni::gemm<avx512vnni::PanelOf::kScales>(panels, panel_count, x_T, tokens, n, out, ldo);
+}
+
 void pi2::dot_blocks_q8__avx512vnni(PI2_DOT_BLOCKS_ARGS) {
   avx512vnni::dot_blocks<avx512vnni::BlockQ8>(blocks, count, x_T, tokens, n, out, ldo);
 }

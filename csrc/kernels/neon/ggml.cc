@@ -9,7 +9,7 @@
     Rows::dot_a8(rows, count, x_T, tokens, n, out_RT, next);                 \
   }                                                                          \
   void pi2::prepare_a8_##dtype##__neon(PI2_PREPARE_ARGS) {                   \
-    ggml_prepare_a8<neon::quantize_group, neon::Format::kHalves>(x, n, out); \
+    ggml_prepare_a8<neon::quantize_group, neon::Format::kDType>(x, n, out);  \
   }
 
 PI2_FORMAT(q4_1, GgmlSmall<DType::kQ4_1>)

@@ -9,11 +9,11 @@ namespace {
 
 inline uint8x16_t load_bytes(const char* p) { return vld1q_u8(reinterpret_cast<const std::uint8_t*>(p)); }
 
-// kVectors: of a step's scales, four to each.
-template <int kVectors>
+template <int kParts>
 struct GgmlSimd : Simd {
-  struct Scales {
-    Float scale[kVectors], offset[kVectors];
+  // Two groups' to a vector.
+  struct Pairs {
+    Float of[2 * kParts];
   };
   struct Numbers {
     uint8x16_t first[4], second[4];
@@ -31,11 +31,8 @@ struct GgmlSimd : Simd {
     return vorrq_u8(v, vandq_u8(vshlq_u8(more, vdupq_n_s8(static_cast<std::int8_t>(-left))), vdupq_n_u8(bits)));
   }
 
-  static void store(const Scales& scales, float* scale, float* offset) {
-    for (int v = 0; v < kVectors; ++v) {
-      vst1q_f32(scale + 4 * v, scales.scale[v]);
-      vst1q_f32(offset + 4 * v, scales.offset[v]);
-    }
+  static void store(const Pairs& pairs, float* out) {
+    for (int v = 0; v < 2 * kParts; ++v) vst1q_f32(out + 4 * v, pairs.of[v]);
   }
   static void store(const Numbers& numbers, char* out) {
     for (int i = 0; i < 4; ++i) {
@@ -49,20 +46,15 @@ struct GgmlSimd : Simd {
 template <DType kType>
 struct GgmlSmall : GgmlSimd<1> {
   static constexpr DType kDType = kType;
-  static constexpr bool kHalves = false, kMin = kType != DType::kQ5_0, kFifth = kType != DType::kQ4_1;
+  static constexpr bool kMin = kType != DType::kQ5_0, kFifth = kType != DType::kQ4_1;
   static constexpr std::int64_t kBlock = ggml_block(kType).bytes, kBits = kMin ? 4 : 2,
                                 kNibbles = kBits + (kFifth ? 4 : 0);
 
-  // The binary16 at p of four blocks.
-  static Float halves_of(const char* p) {
-    std::uint16_t bits[4];
-    for (int i = 0; i < 4; ++i) std::memcpy(bits + i, p + i * kBlock, sizeof(bits[i]));
-    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(bits)));
-  }
-
-  static Scales scales(const char* p) {
-    const Float scale = halves_of(p);
-    return {{scale}, {kMin ? halves_of(p + 2) : vmulq_n_f32(scale, -16)}};
+  static Pairs pairs(const char* p) {
+    std::uint16_t bits[8];
+    for (int i = 0; i < 8; ++i) std::memcpy(bits + i, p + i / 2 * kBlock + (kMin ? i % 2 * 2 : 0), sizeof(bits[i]));
+    const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(bits));
+    return {{vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)}};
   }
 
   static Numbers numbers(const char* p, std::int64_t) {
@@ -91,18 +83,19 @@ struct GgmlSmall : GgmlSimd<1> {
 template <DType kType>
 struct GgmlK : GgmlSimd<2> {
   static constexpr DType kDType = kType;
-  static constexpr bool kHalves = false, kFifth = kType == DType::kQ5K;
+  static constexpr bool kFifth = kType == DType::kQ5K;
 
-  static void floats_of(std::uint64_t bytes, float by, Float (&out)[2]) {
-    const uint16x8_t eight = vmovl_u8(vcreate_u8(bytes));
-    out[0] = vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(eight))), by);
-    out[1] = vmulq_n_f32(vcvtq_f32_u32(vmovl_high_u16(eight)), by);
-  }
-  static Scales scales(const char* p) {
+  static Pairs pairs(const char* p) {
     const KScales k(p + 4);
-    Scales out;
-    floats_of(k.scale, half(p), out.scale);
-    floats_of(k.min, -half(p + 2), out.offset);
+    const float32x2_t both = vset_lane_f32(half(p + 2), vdup_n_f32(half(p)), 1);
+    const float32x4_t by = vcombine_f32(both, both);
+    Pairs out;
+    for (int part = 0; part < 2; ++part) {
+      const uint8x8_t scale = vcreate_u8(k.scale >> 32 * part), min = vcreate_u8(k.min >> 32 * part);
+      const uint16x8_t eight = vmovl_u8(vzip1_u8(scale, min));
+      out.of[2 * part] = vmulq_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(eight))), by);
+      out.of[2 * part + 1] = vmulq_f32(vcvtq_f32_u32(vmovl_high_u16(eight)), by);
+    }
     return out;
   }
 
@@ -125,21 +118,15 @@ struct GgmlK : GgmlSimd<2> {
   }
 };
 
-struct GgmlQ6K : GgmlSimd<4> {
+struct GgmlQ6K : GgmlSimd<2> {
   static constexpr DType kDType = DType::kQ6K;
-  static constexpr bool kHalves = true;
 
-  static Scales scales(const char* p) {
-    const float d = half(p + 208);
+  static Pairs pairs(const char* p) {
     const int8x16_t bytes = vreinterpretq_s8_u8(load_bytes(p + 192));
     const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
-    Scales out{{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
-                vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))},
-               {}};
-    for (int v = 0; v < 4; ++v) {
-      out.scale[v] = vmulq_n_f32(out.scale[v], d);
-      out.offset[v] = vmulq_n_f32(out.scale[v], -32);
-    }
+    Pairs out{{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+               vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
+    for (Float& four : out.of) four = vmulq_n_f32(four, half(p + 208));
     return out;
   }
 
@@ -166,43 +153,40 @@ template <class Format, class Products>
 struct Ggml : Format {
   using Sums = float32x4_t;  // a lane for each group of a part
   using typename Format::Numbers;
-  using typename Format::Scales;
-  using Input = GgmlInput<Format::kHalves>;
-  static constexpr int kVectors = sizeof(Scales::scale) / sizeof(float32x4_t);
+  using typename Format::Pairs;
+  static constexpr int kParts = GgmlRows<Format>::kParts;
+  static constexpr bool kHalves = has_halves(Format::kDType);
 
   static Sums zero_sums() { return vdupq_n_f32(0); }
   static float total(Sums sums) { return vaddvq_f32(sums); }
-
-  static void add_offsets(Sums* sums, const Scales& scales, const Input& x) {
-    for (int v = 0; v < kVectors; ++v) *sums = vfmaq_f32(*sums, scales.offset[v], vld1q_f32(x.sum + 4 * v));
+  static float32x4_t of_four(const int32x4_t (&s)[4]) {
+    return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(s[0], s[1]), vpaddq_s32(s[2], s[3])));
   }
 
-  static int32x4_t of_four(const int32x4_t (&s)[4]) {
-    return vpaddq_s32(vpaddq_s32(s[0], s[1]), vpaddq_s32(s[2], s[3]));
-  }
-
-  static void add_products(Sums* sums, const Scales& scales, std::int64_t part, const Numbers& numbers,
-                           const Input& x) {
-    int32x4_t first[4], second[4];
-    for (int i = 0; i < 4; ++i) {
-      const std::int8_t* values = x.values + part * kGgmlPart + 16 * i;
-      const Group w{vreinterpretq_s8_u8(numbers.first[i]), vreinterpretq_s8_u8(numbers.second[i])};
-      const Group v{vld1q_s8(values), vld1q_s8(values + kGgmlPart / 2)};
-      if constexpr (Format::kHalves) {
-        first[i] = Products::sum(w.first, v.first);
-        second[i] = Products::sum(w.second, v.second);
-      } else {
-        first[i] = Products::sum(w, v);
+  static void add_step(Sums* sums, const Pairs& pairs, const Numbers (&numbers)[kParts], const GgmlInput& x) {
+    for (int part = 0; part < kParts; ++part) {
+      const float32x4_t a = vmulq_f32(pairs.of[2 * part], vld1q_f32(x.pairs + 8 * part));
+      const float32x4_t b = vmulq_f32(pairs.of[2 * part + 1], vld1q_f32(x.pairs + 8 * part + 4));
+      int32x4_t first[4], second[4];
+      for (int i = 0; i < 4; ++i) {
+        const std::int8_t* values = x.values + part * kGgmlPart + 16 * i;
+        const Group w{vreinterpretq_s8_u8(numbers[part].first[i]), vreinterpretq_s8_u8(numbers[part].second[i])};
+        const Group v{vld1q_s8(values), vld1q_s8(values + kGgmlPart / 2)};
+        if constexpr (kHalves) {
+          first[i] = Products::sum(w.first, v.first);
+          second[i] = Products::sum(w.second, v.second);
+        } else {
+          first[i] = Products::sum(w, v);
+        }
       }
-    }
-    if constexpr (Format::kHalves) {
-      const float* x_scale = x.scale + 8 * part;
-      const float32x4_t a = vmulq_f32(scales.scale[2 * part], vld1q_f32(x_scale));
-      const float32x4_t b = vmulq_f32(scales.scale[2 * part + 1], vld1q_f32(x_scale + 4));
-      *sums = vfmaq_f32(*sums, vuzp1q_f32(a, b), vcvtq_f32_s32(of_four(first)));
-      *sums = vfmaq_f32(*sums, vuzp2q_f32(a, b), vcvtq_f32_s32(of_four(second)));
-    } else {
-      *sums = add_groups(*sums, of_four(first), scales.scale[part], vld1q_f32(x.scale + 4 * part));
+      Sums sum = vfmaq_f32(*sums, vuzp1q_f32(a, b), of_four(first));
+      if constexpr (kHalves) {
+        sum = vfmaq_f32(sum, vuzp2q_f32(a, b), of_four(second));
+        sum = vfmaq_f32(sum, pairs.of[2 * part], vld1q_f32(x.sums + 8 * part));
+        *sums = vfmaq_f32(sum, pairs.of[2 * part + 1], vld1q_f32(x.sums + 8 * part + 4));
+      } else {
+        *sums = vaddq_f32(sum, vuzp2q_f32(a, b));
+      }
     }
   }
 };

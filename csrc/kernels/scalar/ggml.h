@@ -80,8 +80,6 @@ inline GgmlGroup ggml_group(const void* row, std::int64_t g) {
 
 template <DType kDType>
 struct Ggml {
-  static constexpr bool kHalves = kDType == DType::kQ6K;
-
   static void dot(PI2_DOT_ARGS) {
     (void)next;
     for (std::int64_t r = 0; r < count; ++r) {
@@ -103,8 +101,7 @@ struct Ggml {
     (void)next;
     for (std::int64_t r = 0; r < count; ++r) {
       for (std::int64_t t = 0; t < tokens; ++t) {
-        using Input = GgmlInput<kHalves>;
-        const Input x(x_T[t], n);
+        const GgmlInput x(x_T[t], n, 0);
         float total[4] = {0, 0, 0, 0};
         for (std::int64_t g = 0; g < groups(n); ++g) {
           const GgmlGroup group = ggml_group<kDType>(rows[r], g);
@@ -115,7 +112,7 @@ struct Ggml {
               sum += group.q[h * (kGroup / 2) + k] * values[k];
               x_sum += values[k];
             }
-            const float scale = x.scale[Input::kScales * g];
+            const float scale = x.pairs[2 * g];
             total[g % 4] += group.scale[h] * scale * static_cast<float>(sum) +
                             group.offset[h] * (scale * static_cast<float>(x_sum));
           }
@@ -126,7 +123,7 @@ struct Ggml {
   }
 
   static void prepare(PI2_PREPARE_ARGS) { scalar::prepare(x, n, out); }
-  static void prepare_a8(PI2_PREPARE_ARGS) { ggml_prepare_a8<quantize_group, kHalves>(x, n, out); }
+  static void prepare_a8(PI2_PREPARE_ARGS) { ggml_prepare_a8<quantize_group, kDType>(x, n, out); }
 };
 
 }  // namespace
