@@ -411,9 +411,7 @@ def _what_to_do(folder: Path, error: Exception) -> str:
     return how_to_trust(folder)
 
 
-def _from_pretrained(
-    folder: Path, trust_remote_code: bool, dtype: torch.dtype | None, config: Any = None
-) -> nn.Module:
+def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None, config: Any = None) -> nn.Module:
     read_config(folder)  # transformers says less of a damaged one
     try:
         from transformers import AutoModelForCausalLM

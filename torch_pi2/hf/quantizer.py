@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
+from transformers.quantizers.base import HfQuantizer
 
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.checkpoint.save_load import read_model, set_going
@@ -21,9 +23,8 @@ from torch_pi2.errors import ArtifactError, ConfigError, DeviceError
 from torch_pi2.hf.settings import Pi2QuantizationConfig
 from torch_pi2.rewrite.gpu import checked_memory
 from torch_pi2.store.folder import HF_FILE, PI2_FOLDER
-from torch_pi2.store.storefile import weights_path
+from torch_pi2.store.storefile import STORE_FILE, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE
-from transformers.quantizers.base import HfQuantizer
 
 #: Of the emptied model, and to be kept: what transformers has set meanwhile.
 _THEIRS = ("generation_config", "generate", "is_quantized", "quantization_method", "hf_quantizer")
@@ -62,7 +63,7 @@ class Pi2Quantizer(HfQuantizer):
                 fix="Leave distributed_config, tp_plan and tp_size out.",
             )
         if own.weights is not None:  # of a folder that says that its weights are ours
-            config.transformers_weights = f"{PI2_FOLDER}/{HF_FILE}"
+            config.transformers_weights = HF_FILE
             if config.dtype is None and own.dtype is not None:
                 config.dtype = getattr(torch, own.dtype)
         return config
@@ -79,10 +80,13 @@ class Pi2Quantizer(HfQuantizer):
                 fix="Leave it out.",
             )
         file = Path(kwargs["checkpoint_files"][0])
-        self._folder = file.parent.parent if file.name == HF_FILE else file.parent
+        self._folder = file.parent
         vars(model.config).pop("transformers_weights", None)
         _check_class(model, self._folder)
-        _check_there(file)
+        if not Path(model.name_or_path).is_dir():
+            _fetch(model.name_or_path, self._folder)
+        if self.quantization_config.weights is not None:
+            _check_there(file)
         _empty(model)
         return model
 
@@ -106,7 +110,7 @@ class Pi2Quantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """Of ``save_pretrained``, where :mod:`torch_pi2.hf.saving` does not write by itself: nothing but configuration."""
+        """Nothing: :mod:`torch_pi2.hf.saving` writes what is not configuration."""
         return {}, {}
 
     @property
@@ -140,13 +144,25 @@ def _other_class(wanted: str, model: Any, folder: Path) -> ConfigError:
 
 
 def _check_there(file: Path) -> None:
-    if not file.is_file():
-        raise ArtifactError(
-            str(file),
-            expected=f"what {WEIGHTS_FILE} or a store is beside, as config.json says",
-            found="nothing",
-            fix="Copy the folder again, whole, or make it again.",
-        )
+    """Raises ArtifactError: the folder has not what its config.json says."""
+    for missing in (file, file.parent / PI2_FOLDER):
+        if not missing.exists() or (missing != file and weights_path(missing) is None):
+            raise ArtifactError(
+                str(missing),
+                expected="a file of no tensors" if missing == file else f"{STORE_FILE} or {WEIGHTS_FILE}",
+                found="nothing" if not missing.exists() else "neither",
+                fix="Copy the folder again, whole, or make it again.",
+            )
+
+
+def _fetch(name: str, folder: Path) -> None:
+    """What is in ``pi2/`` on the Hub, of whose model ``name`` transformers has put other files into ``folder``."""
+    if weights_path(folder / PI2_FOLDER) is not None:
+        return
+    how: dict[str, Any] = {"revision": folder.name, "cache_dir": folder.parents[2]}
+    weights = [f"{PI2_FOLDER}/{file}" for file in (WEIGHTS_FILE, STORE_FILE)]
+    snapshot_download(name, allow_patterns=[f"{PI2_FOLDER}/*"], ignore_patterns=weights, **how)
+    snapshot_download(name, allow_patterns=weights, **how)  # last: where they are, all is
 
 
 def _empty(model: nn.Module) -> None:

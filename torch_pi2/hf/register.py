@@ -6,21 +6,29 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
+    register_quantization_config,
+    register_quantizer,
+)
+
 from torch_pi2.errors import ConfigError
 from torch_pi2.hf.quantizer import Pi2Quantizer
 from torch_pi2.hf.saving import saving
 from torch_pi2.hf.settings import Pi2QuantizationConfig
 from torch_pi2.store.folder import HF_METHOD
-from transformers import PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 
 
 def register() -> None:
     """Once in a process: the method and its settings, and two functions that only know methods of their own.
 
-    They are ``merge_quantization_configs``, which heeds what is passed beside a folder's own settings for listed classes
-    alone, and ``save_pretrained``, which can write nothing but one state dict.
+    They are ``merge_quantization_configs``, which heeds what is passed beside a folder's own settings for classes in a
+    list alone, and ``save_pretrained``, which can write nothing but a state dict.
     """
+    if HF_METHOD in AUTO_QUANTIZER_MAPPING:
+        return
     register_quantization_config(HF_METHOD)(Pi2QuantizationConfig)
     register_quantizer(HF_METHOD)(Pi2Quantizer)
     merge: Any = staticmethod(_merging(AutoHfQuantizer.merge_quantization_configs))

@@ -14,7 +14,7 @@ from torch_pi2.checkpoint.sparse import save_weights
 from torch_pi2.errors import ConfigError
 from torch_pi2.hf.quantizer import Pi2Quantizer
 from torch_pi2.rewrite.handle import parts_of, store_of
-from torch_pi2.store.folder import HF_FILE, PI2_FOLDER, check_separate, declare
+from torch_pi2.store.folder import PI2_FOLDER, check_separate, declare
 from torch_pi2.store.trust import remember
 
 #: Of ``save_pretrained``: what would have another file written, or other values.
@@ -60,7 +60,7 @@ def _write(model: Any, folder: Path) -> None:
             save_parts(parts, staging)
         else:
             for path in store.path.parent.iterdir():
-                if path.name != HF_FILE and path.is_file():
+                if path.is_file():
                     shutil.copyfile(path, staging / path.name)
     save_outside(model, folder)
     declare(folder)

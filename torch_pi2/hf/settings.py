@@ -6,25 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
 from torch_pi2.base.arguments import checked
-from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.folder import HF_METHOD
-
-try:
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-except ImportError as error:
-    raise missing_package("transformers", "hf", error) from error
 
 
 class Pi2QuantizationConfig(QuantizationConfigMixin):
     """What to pass as ``quantization_config``: settings of :func:`torch_pi2.load` by the same names.
 
     A dict of them does as well, and so do they in ``quantization_config`` of a folder's config.json, for programs that
-    pass nothing (``transformers serve``); what is passed goes before. A folder of float weights opens as the dense model
-    that it is, unless one of these is passed.
+    pass nothing (``transformers serve``); what is passed goes before. A folder of float weights opens as the dense
+    model that it is, unless one of these is passed.
 
     Args:
         activations, budget, offload, context, strict_budget, plan, gpu_memory, progress: of :func:`torch_pi2.load`;

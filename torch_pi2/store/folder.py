@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save
+
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import check_not_current
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.predict.file import PREDICTORS_FILE
@@ -22,19 +23,10 @@ from torch_pi2.store.weights import WEIGHTS_FILE
 PI2_FOLDER = "pi2"
 #: ``quant_method`` in config.json of folders whose weights are in ``pi2/``; transformers finds by it who reads them.
 HF_METHOD = "torch_pi2"
-#: What transformers reads of such a folder itself: a file of no tensors. It asks for one, and a store is not to its mind.
-HF_FILE = "transformers.safetensors"
+#: What transformers reads of such a folder itself, as it must read some file: one of no tensors.
+HF_FILE = "torch_pi2.safetensors"
 #: What is written to ``pi2/``.
-_PARTS = (
-    "plan.json",
-    "plan.safetensors",
-    PREDICTORS_FILE,
-    STATS_FILE,
-    WEIGHTS_FILE,
-    STORE_FILE,
-    VERDICT_FILE,
-    HF_FILE,
-)
+_PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE, VERDICT_FILE)
 #: The model card. Whoever replaces a folder keeps it: there may be a user's words in it.
 CARD_FILE = "README.md"
 #: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
@@ -101,7 +93,7 @@ def check_separate(verb: str, source: str | Path, folder: Path) -> None:
 def declare(folder: Path) -> None:
     """Say in config.json that the weights are in ``pi2/``, and how (docs/FORMATS.md), for :mod:`torch_pi2.hf`.
 
-    Outside of ``pi2/`` there are none under a name that transformers looks for, so that without us it opens nothing.
+    Nothing there has a name that transformers looks for, so that without us it opens nothing.
 
     Raises:
         ArtifactError: config.json or the weights are missing or damaged.
@@ -112,8 +104,7 @@ def declare(folder: Path) -> None:
         if weights.float_dtype is not None:
             said["dtype"] = dtype_name(weights.float_dtype)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
-    with TensorWriter(folder / PI2_FOLDER / HF_FILE, {}, {"format": "pt", "pi2_format": "torch_pi2.transformers"}):
-        pass
+    (folder / HF_FILE).write_bytes(save({}, metadata={"format": "pt", "pi2_format": "torch_pi2.transformers"}))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
