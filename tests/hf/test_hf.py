@@ -125,7 +125,7 @@ def test_a_folder_of_float_weights_is_what_is_asked_for(root: Path) -> None:
     with torch.no_grad():
         assert torch.equal(sparse(IDS).logits, torch_pi2.load(root / "saved")(IDS).logits)
     assert "quantization_config" not in json.loads((root / "saved" / "config.json").read_text())
-    with pytest.raises(ArtifactError, match="plan.json: expected a file, found nothing"):
+    with pytest.raises(ArtifactError, match=r"plan.json: expected a file, found nothing"):
         opened(root / "float", Settings())
 
 
@@ -178,9 +178,9 @@ def test_settings(root: Path, tmp_path: Path) -> None:
         opened(folder, {"budgit": "1GiB"})
     with pytest.raises(ConfigError, match=r"Pi2QuantizationConfig\(context\): expected a whole number"):
         Settings(context="many")
-    with pytest.raises(ConfigError, match="quant_method=.*: expected torch_pi2, found gptq"):
+    with pytest.raises(ConfigError, match=r"quant_method=.*: expected torch_pi2, found gptq"):
         Settings(quant_method="gptq")
-    with pytest.raises(ConfigError, match="expected a Pi2QuantizationConfig.* found a BitsAndBytesConfig"):
+    with pytest.raises(ConfigError, match=r"expected a Pi2QuantizationConfig.* found a BitsAndBytesConfig"):
         opened(folder, BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(ConfigError, match=r"budget for .*: expected at least \d+ MiB"):
         opened(folder, Settings(budget=1000))
@@ -216,16 +216,16 @@ def test_arguments_of_from_pretrained(root: Path) -> None:
     for place in ("auto", {"": "cpu"}, {"": torch.device("cpu")}, None):
         assert quantizer.update_device_map(place) is None
     for place in ({"": torch.device("cuda:0")}, {"": 0}, {"": "disk"}):
-        with pytest.raises(DeviceError, match="expected cpu or auto, found .*gpu_memory"):
+        with pytest.raises(DeviceError, match=r"expected cpu or auto, found .*gpu_memory"):
             quantizer.update_device_map(place)
     config = AutoConfig.from_pretrained(folder)
     config.distributed_config = object()
-    with pytest.raises(ConfigError, match="distributed_config=.*expected one process"):
+    with pytest.raises(ConfigError, match=r"distributed_config=.*expected one process"):
         quantizer.update_attn_implementation(config)
     with pytest.raises(ConfigError, match=r"use_kernels=True"):
         opened(folder, use_kernels=True)
     for kind in (AutoModel, MistralForCausalLM):
-        with pytest.raises(ConfigError, match="expected a LlamaForCausalLM.*found a (LlamaModel|MistralForCausalLM)"):
+        with pytest.raises(ConfigError, match=r"expected a LlamaForCausalLM.*found a (LlamaModel|MistralForCausalLM)"):
             kind.from_pretrained(folder)
 
 
@@ -247,7 +247,7 @@ def test_a_damaged_folder(root: Path, tmp_path: Path) -> None:
     data = bytearray(store.read_bytes())
     data[len(data) // 2] ^= 255
     store.write_bytes(data)
-    with pytest.raises(ArtifactError, match="model.pi2: expected a whole safetensors file, found damage"):
+    with pytest.raises(ArtifactError, match=r"model.pi2: expected a whole safetensors file, found damage"):
         opened(tmp_path / "store")
     config = json.loads((root / "store" / "config.json").read_text())
     config["quantization_config"]["bits"] = 4

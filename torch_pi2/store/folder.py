@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
-
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import check_not_current
 from torch_pi2.base.reading import parse, read_bytes
@@ -104,7 +102,9 @@ def declare(folder: Path) -> None:
         if weights.float_dtype is not None:
             said["dtype"] = dtype_name(weights.float_dtype)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
-    (folder / HF_FILE).write_bytes(save({}, metadata={"format": "pt", "pi2_format": "torch_pi2.transformers"}))
+    # not by safetensors, which puts metadata in another order each time
+    header = json.dumps({"__metadata__": {"format": "pt", "pi2_format": "torch_pi2.transformers"}}).encode()
+    (folder / HF_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
