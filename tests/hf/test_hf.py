@@ -42,7 +42,7 @@ from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError
 from torch_pi2.hf.register import register
 from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.store.folder import HF_FILE
+from torch_pi2.store.folder import HF_CONTENT, HF_FILE
 
 Settings = torch_pi2.Pi2QuantizationConfig
 IDS = torch.arange(3, 11)[None]
@@ -241,6 +241,14 @@ def test_a_folder_with_something_missing(root: Path, tmp_path: Path, missing: st
         opened(folder)
 
 
+@pytest.mark.parametrize("content", [b"", HF_CONTENT[:-1], HF_CONTENT + b"x", b"\xff" * 78])
+def test_a_damaged_file_of_no_tensors(root: Path, tmp_path: Path, content: bytes) -> None:
+    shutil.copytree(root / "int4", tmp_path / "int4")
+    (tmp_path / "int4" / HF_FILE).write_bytes(content)
+    with pytest.raises(ArtifactError, match=f"{HF_FILE}: expected a file of no tensors, found another"):
+        opened(tmp_path / "int4")
+
+
 def test_a_damaged_folder(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "store", tmp_path / "store")
     store = tmp_path / "store" / "pi2" / "model.pi2"
@@ -250,10 +258,15 @@ def test_a_damaged_folder(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"model.pi2: expected a whole safetensors file, found damage"):
         opened(tmp_path / "store")
     config = json.loads((root / "store" / "config.json").read_text())
-    config["quantization_config"]["bits"] = 4
-    (tmp_path / "store" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"Pi2QuantizationConfig\(bits=...\): expected one of activations"):
-        opened(tmp_path / "store")
+    for name, value, said in (
+        ("bits", 4, "expected one of activations"),
+        ("dtype", "load", "expected float32 or bfloat16 or float16, found 'load'"),
+        ("weights", "int3", "expected float32 or .* or int8, found 'int3'"),
+    ):
+        more = {"quantization_config": config["quantization_config"] | {name: value}}
+        (tmp_path / "store" / "config.json").write_text(json.dumps(config | more))
+        with pytest.raises(ConfigError, match=rf"Pi2QuantizationConfig\({name}=...\): {said}"):
+            opened(tmp_path / "store")
 
 
 def test_save_pretrained_keeps_what_it_does_not_write(root: Path, tmp_path: Path) -> None:

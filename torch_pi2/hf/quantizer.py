@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
 from transformers.quantizers.base import HfQuantizer
 
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.checkpoint.save_load import read_model, set_going
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError
 from torch_pi2.hf.settings import Pi2QuantizationConfig
+from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.rewrite.gpu import checked_memory
-from torch_pi2.store.folder import HF_FILE, PI2_FOLDER
+from torch_pi2.store.folder import HF_CONTENT, HF_FILE, PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE
 
@@ -65,10 +65,10 @@ class Pi2Quantizer(HfQuantizer):
         if own.weights is not None:  # of a folder that says that its weights are ours
             config.transformers_weights = HF_FILE
             if config.dtype is None and own.dtype is not None:
-                config.dtype = getattr(torch, own.dtype)
+                config.dtype = DTYPES[own.dtype]
         return config
 
-    #: Before transformers 5.20 it was this one.
+    #: Its name in transformers before there was that hook.
     update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -145,14 +145,16 @@ def _other_class(wanted: str, model: Any, folder: Path) -> ConfigError:
 
 def _check_there(file: Path) -> None:
     """Raises ArtifactError: the folder has not what its config.json says."""
-    for missing in (file, file.parent / PI2_FOLDER):
-        if not missing.exists() or (missing != file and weights_path(missing) is None):
-            raise ArtifactError(
-                str(missing),
-                expected="a file of no tensors" if missing == file else f"{STORE_FILE} or {WEIGHTS_FILE}",
-                found="nothing" if not missing.exists() else "neither",
-                fix="Copy the folder again, whole, or make it again.",
-            )
+    pi2 = file.parent / PI2_FOLDER
+    if not file.is_file() or file.read_bytes() != HF_CONTENT:
+        path, expected, found = file, "a file of no tensors", "another" if file.exists() else "nothing"
+    elif weights_path(pi2) is None:
+        path, expected, found = pi2, f"{STORE_FILE} or {WEIGHTS_FILE}", "neither" if pi2.exists() else "nothing"
+    else:
+        return
+    raise ArtifactError(
+        str(path), expected=expected, found=found, fix="Copy the folder again, whole, or make it again."
+    )
 
 
 def _fetch(name: str, folder: Path) -> None:
@@ -165,7 +167,9 @@ def _fetch(name: str, folder: Path) -> None:
     snapshot_download(name, allow_patterns=weights, **how)  # last: where they are, all is
 
 
-def _empty(model: nn.Module) -> None:
+def _empty(model: Any) -> None:
     """Leave ``model`` no tensor, nor anything of transformers that knows of one."""
+    ignored = model._keys_to_ignore_on_load_unexpected  # a set, or in older ones a list or nothing
     vars(model).update(_modules={}, _parameters={}, _buffers={}, all_tied_weights_keys={}, _tp_plan={})
-    vars(model).update(_keys_to_ignore_on_load_unexpected={".*"}, _is_hf_initialized=True)
+    vars(model).update(_keys_to_ignore_on_load_unexpected={".*"} if isinstance(ignored, set) else [".*"])
+    vars(model).update(_is_hf_initialized=True)

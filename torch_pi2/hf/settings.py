@@ -9,7 +9,8 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_pi2.base.arguments import checked
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, check_choice
+from torch_pi2.formats import FLOATS, FORMATS
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.folder import HF_METHOD
@@ -51,6 +52,10 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
             raise ConfigError(
                 "Pi2QuantizationConfig(quant_method=...)", expected=HF_METHOD, found=quant_method, fix="Leave it out."
             )
+        if weights is not None:
+            check_choice("Pi2QuantizationConfig(weights=...)", weights, FORMATS, "Make the folder again.")
+        if dtype is not None:
+            check_choice("Pi2QuantizationConfig(dtype=...)", dtype, FLOATS, "Make the folder again.")
         self.quant_method: Any = HF_METHOD
         self.weights, self.dtype = weights, dtype
         self.activations, self.budget, self.context, self.strict_budget = activations, budget, context, strict_budget

@@ -23,6 +23,9 @@ PI2_FOLDER = "pi2"
 HF_METHOD = "torch_pi2"
 #: What transformers reads of such a folder itself, as it must read some file: one of no tensors.
 HF_FILE = "torch_pi2.safetensors"
+_HEADER = b'{"__metadata__":{"format":"pt","pi2_format":"torch_pi2.transformers"}}'
+#: All of it; not made by safetensors, which puts metadata in another order each time.
+HF_CONTENT = len(_HEADER).to_bytes(8, "little") + _HEADER
 #: What is written to ``pi2/``.
 _PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE, VERDICT_FILE)
 #: The model card. Whoever replaces a folder keeps it: there may be a user's words in it.
@@ -102,9 +105,7 @@ def declare(folder: Path) -> None:
         if weights.float_dtype is not None:
             said["dtype"] = dtype_name(weights.float_dtype)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
-    # not by safetensors, which puts metadata in another order each time
-    header = json.dumps({"__metadata__": {"format": "pt", "pi2_format": "torch_pi2.transformers"}}).encode()
-    (folder / HF_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+    (folder / HF_FILE).write_bytes(HF_CONTENT)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
