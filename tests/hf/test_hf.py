@@ -42,7 +42,7 @@ from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError
 from torch_pi2.hf.register import register
 from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.store.folder import HF_CONTENT, HF_FILE
+from torch_pi2.store.folder import HF_FILE
 
 Settings = torch_pi2.Pi2QuantizationConfig
 IDS = torch.arange(3, 11)[None]
@@ -236,16 +236,21 @@ def test_a_folder_with_something_missing(root: Path, tmp_path: Path, missing: st
     assert tokens(opened(folder)) == tokens(torch_pi2.load(root / "store"))
     path = folder / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    about = {HF_FILE: "expected a file of no tensors, found nothing", "pi2": "found nothing"}
+    about = {HF_FILE: f"{HF_FILE}: expected a safetensors file, found nothing", "pi2": "found nothing"}
     with pytest.raises(ArtifactError, match=about.get(missing, "expected model.pi2 or weights.safetensors, found nei")):
         opened(folder)
 
 
-@pytest.mark.parametrize("content", [b"", HF_CONTENT[:-1], HF_CONTENT + b"x", b"\xff" * 78])
-def test_a_damaged_file_of_no_tensors(root: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_of_no_tensors(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "int4", tmp_path / "int4")
-    (tmp_path / "int4" / HF_FILE).write_bytes(content)
-    with pytest.raises(ArtifactError, match=f"{HF_FILE}: expected a file of no tensors, found another"):
+    file = tmp_path / "int4" / HF_FILE
+    whole = file.read_bytes()
+    for content in (b"", whole[:-1], whole + b"x", b"\xff" * len(whole)):
+        file.write_bytes(content)
+        with pytest.raises(ArtifactError, match=f"{HF_FILE}: expected "):
+            opened(tmp_path / "int4")
+    shutil.copyfile(root / "int4" / "pi2" / "weights.safetensors", file)
+    with pytest.raises(ArtifactError, match=rf"{HF_FILE}: expected a file of no tensors, found \d+"):
         opened(tmp_path / "int4")
 
 
@@ -284,6 +289,16 @@ def test_save_pretrained_keeps_what_it_does_not_write(root: Path, tmp_path: Path
     assert not (tmp_path / "refused").exists()
     with pytest.raises(ConfigError, match="save_pretrained's folders: expected two separate ones"):
         opened(root / "store", Settings(**BUDGET)).save_pretrained(root / "store")
+
+
+def test_a_restored_model_is_an_ordinary_one(root: Path, tmp_path: Path) -> None:
+    model = torch_pi2.restore(opened(root / "saved", Settings()))
+    model.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    with torch.no_grad():
+        assert torch.equal(opened(tmp_path / "dense")(IDS).logits, opened(root / "float")(IDS).logits)
+    saved = torch_pi2.save(opened(root / "float-store"), tmp_path / "saved")
+    assert tokens(torch_pi2.load(saved)) == tokens(torch_pi2.load(root / "float-store"))
 
 
 def test_the_model_is_one_of_transformers(root: Path) -> None:

@@ -17,12 +17,13 @@ from huggingface_hub import snapshot_download
 from transformers.quantizers.base import HfQuantizer
 
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.save_load import read_model, set_going
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError
 from torch_pi2.hf.settings import Pi2QuantizationConfig
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.rewrite.gpu import checked_memory
-from torch_pi2.store.folder import HF_CONTENT, HF_FILE, PI2_FOLDER
+from torch_pi2.store.folder import HF_FILE, PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE
 
@@ -145,9 +146,11 @@ def _other_class(wanted: str, model: Any, folder: Path) -> ConfigError:
 
 def _check_there(file: Path) -> None:
     """Raises ArtifactError: the folder has not what its config.json says."""
+    with TensorReader(file) as reader:
+        tensors = len(reader.specs)
     pi2 = file.parent / PI2_FOLDER
-    if not file.is_file() or file.read_bytes() != HF_CONTENT:
-        path, expected, found = file, "a file of no tensors", "another" if file.exists() else "nothing"
+    if tensors:
+        path, expected, found = file, "a file of no tensors", f"{tensors}"
     elif weights_path(pi2) is None:
         path, expected, found = pi2, f"{STORE_FILE} or {WEIGHTS_FILE}", "neither" if pi2.exists() else "nothing"
     else:

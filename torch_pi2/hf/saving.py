@@ -13,7 +13,7 @@ from torch_pi2.checkpoint.save_load import save_outside, save_parts
 from torch_pi2.checkpoint.sparse import save_weights
 from torch_pi2.errors import ConfigError
 from torch_pi2.hf.quantizer import Pi2Quantizer
-from torch_pi2.rewrite.handle import parts_of, store_of
+from torch_pi2.rewrite.handle import Handle, parts_of, store_of
 from torch_pi2.store.folder import PI2_FOLDER, check_separate, declare
 from torch_pi2.store.trust import remember
 
@@ -27,6 +27,9 @@ def saving(usual: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(usual)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         ours = isinstance(getattr(self, "hf_quantizer", None), Pi2Quantizer)
+        if ours and Handle.of(self) is None:  # restored: an ordinary model again
+            self.hf_quantizer.remove_quantization_config(self)
+            ours = False
         if not ours or kwargs.get("state_dict") == {}:  # {}: what we ask for ourselves
             return usual(self, save_directory, *args, **kwargs)
         for name in _NOT_OURS:

@@ -25,7 +25,7 @@ HF_METHOD = "torch_pi2"
 HF_FILE = "torch_pi2.safetensors"
 _HEADER = b'{"__metadata__":{"format":"pt","pi2_format":"torch_pi2.transformers"}}'
 #: All of it; not made by safetensors, which puts metadata in another order each time.
-HF_CONTENT = len(_HEADER).to_bytes(8, "little") + _HEADER
+_CONTENT = len(_HEADER).to_bytes(8, "little") + _HEADER
 #: What is written to ``pi2/``.
 _PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE, VERDICT_FILE)
 #: The model card. Whoever replaces a folder keeps it: there may be a user's words in it.
@@ -105,7 +105,7 @@ def declare(folder: Path) -> None:
         if weights.float_dtype is not None:
             said["dtype"] = dtype_name(weights.float_dtype)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
-    (folder / HF_FILE).write_bytes(HF_CONTENT)
+    (folder / HF_FILE).write_bytes(_CONTENT)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
