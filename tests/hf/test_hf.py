@@ -286,6 +286,8 @@ def test_save_pretrained_keeps_what_it_does_not_write(root: Path, tmp_path: Path
     for name, value in (("state_dict", {"a": torch.ones(1)}), ("variant", "fp16"), ("push_to_hub", True)):
         with pytest.raises(ConfigError, match=rf"save_pretrained\({name}="):
             model.save_pretrained(tmp_path / "refused", **{name: value})
+    with pytest.raises(ConfigError, match=r"save_pretrained\(state_dict="):
+        model.save_pretrained(tmp_path / "refused", True, {"a": torch.ones(1)})
     assert not (tmp_path / "refused").exists()
     with pytest.raises(ConfigError, match="save_pretrained's folders: expected two separate ones"):
         opened(root / "store", Settings(**BUDGET)).save_pretrained(root / "store")

@@ -70,7 +70,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             found=f"{len(stored)} layers whose weights are in a file already",
             fix="Copy the store's folder, or load it without a budget.",
         )
-    parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
+    parts, folder = parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
     source = getattr(model, "name_or_path", "")
     if Path(source).resolve() != folder:  # an earlier result may be replaced by what was made of it
@@ -132,7 +132,7 @@ class _Values:
         return self._values[name]
 
 
-def _parts_of_these_weights(model: nn.Module) -> Optimized:
+def parts_of_these_weights(model: nn.Module) -> Optimized:
     """The parts of ``model``, whose weights may have been converted or loaded anew since they were made.
 
     A plan without predictors or thresholds is right for any weights and is bound to the new ones; statistics are left
