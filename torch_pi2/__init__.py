@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch_pi2.export.run import Bundle
     from torch_pi2.graph.dispatch import NeuronClusterMode
     from torch_pi2.graph.find import find_sites
+    from torch_pi2.hf.settings import Pi2QuantizationConfig
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.observe.accesses import record_accesses
     from torch_pi2.observe.trace import trace
@@ -58,6 +59,7 @@ _FROM = {
     "export.run": ("Bundle",),
     "graph.dispatch": ("NeuronClusterMode",),
     "graph.find": ("find_sites",),
+    "hf.settings": ("Pi2QuantizationConfig",),
     "machine.find": ("find_hardware",),
     "observe.accesses": ("record_accesses",),
     "observe.trace": ("trace",),
@@ -75,6 +77,7 @@ __all__ = [
     "NeuronClusterMode",
     "OffloadConfig",
     "Pi2Error",
+    "Pi2QuantizationConfig",
     "__version__",
     "export",
     "export_gguf",

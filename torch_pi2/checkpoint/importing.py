@@ -23,7 +23,7 @@ from torch_pi2.rewrite.skeleton import places, skeleton
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef
-from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.folder import PI2_FOLDER, declare
 from torch_pi2.store.names import ExpertMatrix
 from torch_pi2.store.source import Source
 from torch_pi2.store.weights import WEIGHTS_FILE
@@ -88,6 +88,7 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
     _check_used(checkpoint)
     replace(plan, model_hash=found_hash).save(folder / PI2_FOLDER)
+    declare(folder)
     report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, neurons=len(plan.layers))
     report.bytes_in = checkpoint.nbytes
     report.bytes_out = (folder / PI2_FOLDER / WEIGHTS_FILE).stat().st_size

@@ -33,7 +33,7 @@ def load_offloaded(
     plan: Plan,
     predictors: dict[str, Any],
     total: int,
-    config: OffloadConfig,
+    offload: OffloadConfig,
     context: int,
     strict: bool = False,
     *,
@@ -41,6 +41,7 @@ def load_offloaded(
     trust_remote_code: bool,
     int8_activations: bool,
     progress: bool,
+    config: Any = None,
 ) -> nn.Module:
     """The model of ``folder`` with ``total`` bytes of memory, and an empty cache; see :func:`torch_pi2.load`.
 
@@ -58,15 +59,16 @@ def load_offloaded(
         "trust_remote_code": trust_remote_code,
         "int8_activations": int8_activations,
         "progress": progress,
+        "config": config,
     }
     with StoreReader(pi2 / STORE_FILE) as reader:
         reader.check_activations(int8_activations)
         reader.check_plan(plan)
-        hf = model_config(folder, trust_remote_code=trust_remote_code)
+        hf = config or model_config(folder, trust_remote_code=trust_remote_code)
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
-        budget = divide(total, reader, plan, predictors, hf, config=config, context=context, dtype=kind, strict=strict)
+        budget = divide(total, reader, plan, predictors, hf, config=offload, context=context, dtype=kind, strict=strict)
         index_of, entries = {key: i for i, key in enumerate(reader.keys)}, reader.entries
-    store = Store(pi2 / STORE_FILE, budget.cache, config, token_bytes=budget.token)
+    store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
     store.most_tokens = budget.piece_tokens
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
@@ -94,7 +96,7 @@ def load_offloaded(
     give_back_freed_memory()
     model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
     give_back_freed_memory()  # what only loading needed, before the cache is filled
-    if config.lookahead and len({entry.hidden for entry in entries}) == 1:
+    if offload.lookahead and len({entry.hidden for entry in entries}) == 1:
         for module in model.modules():
             if isinstance(module, OffloadedFFN):
                 module.announce()

@@ -26,7 +26,7 @@ from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_file
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
 from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate
+from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare
 from torch_pi2.store.layout import Layout
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
 from torch_pi2.store.slots import write_slots
@@ -201,6 +201,7 @@ def _pack(
         report = _write(layout, about, reader, beside, plan, staging, progress)
         with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
             report.file_bytes, report.regions = made.file_bytes, made.regions()
+        declare(staging)
     return report
 
 

@@ -35,7 +35,7 @@ from torch_pi2.rewrite.skeleton import places, put, skeleton
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
-from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, read_config
+from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, declare, read_config
 from torch_pi2.store.names import ExpertMatrix, stored_name
 from torch_pi2.store.source import Checkpoint, Source
 from torch_pi2.store.trust import remember
@@ -137,6 +137,7 @@ def convert(
             if (source / PI2_FOLDER / name).exists():
                 shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
         report.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
+        declare(staging)
     if trust_remote_code:
         remember(folder)
     report.seconds = time.perf_counter() - start

@@ -41,7 +41,7 @@ from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
-from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, read_config
+from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
 from torch_pi2.store.gguf import SUFFIX as GGUF
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
@@ -72,7 +72,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             found=f"{len(stored)} layers whose weights are in a file already",
             fix="Copy the store's folder, or load it without a budget.",
         )
-    parts, folder = _parts_of_these_weights(model), Path(folder).resolve()
+    parts, folder = parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
     source = getattr(model, "name_or_path", "")
     if Path(source).resolve() != folder:  # an earlier result may be replaced by what was made of it
@@ -91,10 +91,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         keep_card(folder, staging)
         if quantised:
             save_weights(model, parts.plan, staging / PI2_FOLDER)
-            # configuration and modelling code, with a file of no weights
-            model.save_pretrained(staging, state_dict={})  # type: ignore[operator]
-            for path in staging.glob("model*.safetensors*"):
-                path.unlink()
+            save_outside(model, staging)
         elif hasattr(model, "save_pretrained"):
             model.save_pretrained(staging)  # type: ignore[operator]
         else:
@@ -103,12 +100,26 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             save_model(model, str(staging / _WEIGHTS))
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        parts.plan.save(staging / PI2_FOLDER)
-        save_predictors(staging / PI2_FOLDER, parts.predictors, parts.plan.model_hash)
-        if parts.stats is not None:
-            parts.stats.save(staging / PI2_FOLDER)
+        save_parts(parts, staging / PI2_FOLDER)
+        if quantised:
+            declare(staging)
     remember(folder)  # copies of what runs in this process
     return folder
+
+
+def save_parts(parts: Optimized, pi2: Path) -> None:
+    """Plan, predictors and statistics, as files in ``pi2``."""
+    parts.plan.save(pi2)
+    save_predictors(pi2, parts.predictors, parts.plan.model_hash)
+    if parts.stats is not None:
+        parts.stats.save(pi2)
+
+
+def save_outside(model: Any, folder: Path) -> None:
+    """Configuration and modelling code of ``model``, without weights; earlier dense ones there are removed."""
+    model.save_pretrained(folder, state_dict={})  # writes a file of no weights
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
 
 
 class _Values:
@@ -123,7 +134,7 @@ class _Values:
         return self._values[name]
 
 
-def _parts_of_these_weights(model: nn.Module) -> Optimized:
+def parts_of_these_weights(model: nn.Module) -> Optimized:
     """The parts of ``model``, whose weights may have been converted or loaded anew since they were made.
 
     A plan without predictors or thresholds is right for any weights and is bound to the new ones; statistics are left
@@ -206,12 +217,48 @@ def load(
         UnsupportedModelError: experts of an unknown form. ConfigError: a setting that this folder cannot have.
         DeviceError: no GPU that has kernels. OutOfMemoryError: ``gpu_memory`` is too little.
     """
+    gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
     folder = Path(folder)
     if folder.suffix == GGUF and not folder.is_dir():
         folder = kept_import(folder, packed=budget is not None, progress=progress)
+    made = read_model(
+        folder,
+        model=model,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        activations=activations,
+        budget=budget,
+        offload=offload,
+        context=context,
+        strict_budget=strict_budget,
+        plan=plan,
+        progress=progress,
+    )
+    return set_going(made, gpu_bytes)
+
+
+def read_model(
+    folder: Path,
+    *,
+    model: nn.Module | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype | None = None,
+    activations: str = "float",
+    budget: float | str | None = None,
+    offload: OffloadConfig | None = None,
+    context: int = 1024,
+    strict_budget: bool = False,
+    plan: Plan | str | Path | None = None,
+    progress: bool = False,
+    config: Any = None,
+) -> nn.Module:
+    """What :func:`load` does before :func:`set_going`.
+
+    Args:
+        config: of transformers, to build the model with in place of the folder's.
+    """
     pi2 = folder / PI2_FOLDER
     argument(context, "load(context=...)").whole(1, 1 << 31)
-    gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
     if (offload is not None or strict_budget) and budget is None:
         raise ConfigError(
             f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
@@ -230,25 +277,25 @@ def load(
             "trust_remote_code": trust_remote_code,
             "int8_activations": activations == "int8",
             "progress": progress,
+            "config": config,
         }
         if budget is not None:
-            room, config = parse_bytes(budget), offload or _offload_of(made)
-            stored = load_offloaded(folder, pi2, made, predictors, room, config, context, strict_budget, **how)
-            return _following(stored, gpu_bytes)
+            room, reads = parse_bytes(budget), offload or _offload_of(made)
+            return load_offloaded(folder, pi2, made, predictors, room, reads, context, strict_budget, **how)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
-        return _following(quantized, gpu_bytes)
+        return quantized
     _check_float(folder, activations, budget)
     if model is None:
-        model = _from_pretrained(folder, trust_remote_code, dtype)
+        model = _from_pretrained(folder, trust_remote_code, dtype, config)
     else:
         _load_weights(model, folder / _WEIGHTS)
         if dtype is not None:
             model = model.to(dtype)
-    return _following(apply(model.eval(), Optimized(made, predictors, stats), progress), gpu_bytes)
+    return apply(model.eval(), Optimized(made, predictors, stats), progress)
 
 
-def _following(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
+def set_going(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
     """``model``, which generates with our steps, and follows its plan if that has a part for hardware."""
     attach(model)
     if gpu_bytes is not None:
@@ -370,8 +417,7 @@ def _what_to_do(folder: Path, error: Exception) -> str:
     return how_to_trust(folder)
 
 
-def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None) -> nn.Module:
-
+def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None, config: Any = None) -> nn.Module:
     read_config(folder)  # transformers says less of a damaged one
     try:
         from transformers import AutoModelForCausalLM
@@ -382,11 +428,13 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             found="neither",
             fix=f"{how_to_install('hf')}, or pass model=...",
         ) from error
-    named = named_class(model_config(folder, trust_remote_code=trust_remote_code))
+    config = config or model_config(folder, trust_remote_code=trust_remote_code)
+    named = named_class(config)
     try:
         model: nn.Module
         model, loading = (named or AutoModelForCausalLM).from_pretrained(
             folder,
+            config=config,
             trust_remote_code=trusted(folder, trust_remote_code),
             dtype=dtype or "auto",
             local_files_only=True,

@@ -23,7 +23,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear, wants_blocks
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.dtypes import DTYPES
+from torch_pi2.ops.dtypes import DTYPES, format_name
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.rewrite.place import place, place_experts, way_taken
 from torch_pi2.rewrite.rewrite import check_names, predictor_tensors
@@ -42,14 +42,22 @@ MakeExperts = Callable[[Iterable[SparseFFN], Sequence[LayerPlan]], SparseExperts
 
 def weights_of(model: nn.Module) -> str:
     """How the weights of an optimised model are stored: ``float``, ``int4``, ``int8``, or as a GGUF file has them."""
-    kinds = {getattr(layer, "weights", "float") for layer in sparse_layers(model)} | {
-        module.weights for module in model.modules() if isinstance(module, QuantLinear)
-    }
-    return next(iter(kinds - {"float"}), "float")
+    neurons = (getattr(layer, "weights", "float") for layer in sparse_layers(model))
+    linears = (module.weights for module in model.modules() if isinstance(module, QuantLinear))
+    return next((kind for kind in (*neurons, *linears) if kind != "float"), "float")
+
+
+def _kind_of_file(model: nn.Module) -> str:
+    """What ``weights`` says in a file of ``model``: the format of its neurons, if there are any."""
+    layers = sparse_layers(model)
+    if layers:
+        return format_name(getattr(layers[0], "weights", "float"), layers[0].neuron_rows.dtype)
+    found = weights_of(model)
+    return found if found in QUANTIZED else QUANTIZED[0]
 
 
 def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
-    """Write ``weights.safetensors`` of a quantised ``model`` into ``folder``.
+    """Write ``weights.safetensors`` of a ``model`` into ``folder``, with neurons of floats if it is not quantised.
 
     Raises:
         UnsupportedModelError: not a Hugging Face model, rewritten in a way that needs weights to be found, or with
@@ -63,7 +71,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
             fix="Save the float model, and quantise it again after loading.",
         )
     layers = sparse_layers(model)
-    kind = found if (found := weights_of(model)) in QUANTIZED else QUANTIZED[0]  # nothing is in it then
+    kind = _kind_of_file(model)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     tensors: dict[str, torch.Tensor] = {}
     embeddings = {name: m for name, m in model.named_modules() if isinstance(m, QuantEmbedding)}
@@ -74,7 +82,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
         if linear.bias is not None:
             tensors[f"{name}.bias"] = linear.bias
     for layer in layers:
-        tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows
+        tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)
         biases = {name: getattr(layer, name) for name in _BIASES}
         tensors |= {f"{layer.site.key}.{name}": bias for name, bias in biases.items() if bias is not None}
     tensors |= _floats(model)
@@ -118,12 +126,14 @@ def load_sparse(
     trust_remote_code: bool,
     int8_activations: bool,
     progress: bool,
+    config: Any = None,
     make_layer: MakeLayer | None = None,
     make_experts: MakeExperts | None = None,
 ) -> nn.Module:
     """The model of ``folder``, quantised or in a store, with all of its weights in place; see :func:`torch_pi2.load`.
 
     Args:
+        config: of transformers, in place of the folder's.
         make_layer, make_experts: for layers whose neurons stay in the file (default: they are read); experts are given
             without their neurons.
     """
@@ -131,7 +141,8 @@ def load_sparse(
     with open_weights(pi2) as weights:
         weights.check_activations(int8_activations)
         weights.check_plan(plan)
-        model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
+        kinds: dict[str, Any] = {"dtype": dtype, "stored": weights.float_dtype}
+        model = skeleton(folder, trust_remote_code=trust_remote_code, config=config, **kinds)
         check_known_experts(str(folder), model)
         check_names(model, plan)
         weights.check_linears(model)

@@ -34,7 +34,7 @@ from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
-from torch_pi2.store.folder import PI2_FOLDER, check_replaceable
+from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, declare
 from torch_pi2.store.shapes import CLASSES, build_config
 from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 
@@ -115,6 +115,7 @@ def synthetic(
         keep_card(folder, staging)
         config.save_pretrained(staging)
         _Writer(config, label, progress).write(staging / PI2_FOLDER)
+        declare(staging)
     return label
 
 

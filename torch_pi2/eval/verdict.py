@@ -114,7 +114,7 @@ def weight_bytes(folder: Path) -> int:
     """Of the files of a model folder that hold weights or predictors."""
     names = ("weights.safetensors", "predictors.safetensors", "model.pi2")
     inner = [folder / PI2_FOLDER / name for name in names]
-    return sum(path.stat().st_size for path in (*folder.glob("*.safetensors"), *inner) if path.is_file())
+    return sum(path.stat().st_size for path in (*folder.glob("model*.safetensors"), *inner) if path.is_file())
 
 
 def _machine(machine: Mapping[str, Any]) -> dict[str, str]:

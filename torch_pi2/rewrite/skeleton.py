@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ArtifactError
+from torch_pi2.store.folder import HF_METHOD
 from torch_pi2.store.trust import how_to_trust, trusted
 
 #: Tensors of at least as many numbers are weights, to be read later; smaller ones (rotary frequencies) are computed.
@@ -37,18 +38,22 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The configuration in ``folder``. Raises as :func:`skeleton` does."""
+    """The configuration in ``folder``, of the model that is built of it. Raises as :func:`skeleton` does."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
     try:
         trust = trusted(folder, trust_remote_code)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
     except MemoryError:
         raise
     except Exception as error:  # transformers raises what its classes do
         raise _not_built(folder, error) from error
+    said = getattr(found, "quantization_config", None)
+    if isinstance(said, dict) and said.get("quant_method") == HF_METHOD:
+        del found.quantization_config  # of the folder: the model may be made dense, and saved so
+    return found
 
 
 def named_class(config: Any) -> Any:
@@ -74,17 +79,20 @@ def skeleton(
     dtype: torch.dtype | None = None,
     stored: torch.dtype | None = None,
     trust_remote_code: bool = False,
+    config: Any = None,
 ) -> nn.Module:
     """The model of the configuration in ``folder`` (:func:`named_class`), in evaluation mode.
 
     Args:
+        config: another in its place.
         dtype: of the parameters; None: that of the configuration, or ``stored`` where it says nothing (as transformers
             does), or float32.
 
     Raises:
         ArtifactError: there is none, or transformers cannot build it. LibraryMissingError: no transformers.
     """
-    config, trust = model_config(folder, trust_remote_code=trust_remote_code), trusted(folder, trust_remote_code)
+    config = config or model_config(folder, trust_remote_code=trust_remote_code)
+    trust = trusted(folder, trust_remote_code)
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,21 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.files import check_not_current
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.spec.stats import STATS_FILE
 from torch_pi2.spec.verdict import VERDICT_FILE
-from torch_pi2.store.storefile import STORE_FILE
+from torch_pi2.store.storefile import STORE_FILE, open_weights
 from torch_pi2.store.weights import WEIGHTS_FILE
 
 PI2_FOLDER = "pi2"
+#: ``quant_method`` in config.json of folders whose weights are in ``pi2/``; transformers finds by it who reads them.
+HF_METHOD = "torch_pi2"
+#: What transformers reads of such a folder itself, as it must read some file: one of no tensors.
+HF_FILE = "torch_pi2.safetensors"
+_HEADER = b'{"__metadata__":{"format":"pt","pi2_format":"torch_pi2.transformers"}}'
+#: All of it; not made by safetensors, which puts metadata in another order each time.
+_CONTENT = len(_HEADER).to_bytes(8, "little") + _HEADER
 #: What is written to ``pi2/``.
 _PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE, VERDICT_FILE)
 #: The model card. Whoever replaces a folder keeps it: there may be a user's words in it.
@@ -80,6 +89,23 @@ def check_separate(verb: str, source: str | Path, folder: Path) -> None:
             found=f"{source} and {folder}",
             fix="The result replaces its folder; write it elsewhere.",
         )
+
+
+def declare(folder: Path) -> None:
+    """Say in config.json that the weights are in ``pi2/``, and how (docs/FORMATS.md), for :mod:`torch_pi2.hf`.
+
+    Nothing there has a name that transformers looks for, so that without us it opens nothing.
+
+    Raises:
+        ArtifactError: config.json or the weights are missing or damaged.
+    """
+    config = read_config(folder)
+    with open_weights(folder / PI2_FOLDER) as weights:
+        said = {"quant_method": HF_METHOD, "weights": weights.kind}
+        if weights.float_dtype is not None:
+            said["dtype"] = dtype_name(weights.float_dtype)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
+    (folder / HF_FILE).write_bytes(_CONTENT)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

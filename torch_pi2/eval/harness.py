@@ -1,0 +1,121 @@
+"""Tasks of lm-eval, EleutherAI's evaluation harness, on a model that is there already; nothing is downloaded."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.extras import missing_package
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.layers.prompt import sparse_only
+
+
+@checked
+def harness(
+    model: nn.Module, tokenizer: Any, tasks: Sequence[str], *, limit: int | None = None, batch_size: int = 8
+) -> dict[str, dict[str, float]]:
+    """Figures of ``model`` by task and metric (``acc``, ``acc_stderr``, ...), as lm-eval computes them.
+
+    Prompts go the way of single tokens, so that what a predictor drops shows in them, too.
+
+    Args:
+        model: of transformers, optimised or not.
+        tasks: names that lm-eval knows, YAML files of tasks, or folders of such. A task's data are files, or in the
+            cache of ``datasets`` already.
+        limit: so many examples of each task, the first ones (None: all). batch_size: examples at once.
+
+    Raises:
+        LibraryMissingError: no lm-eval. ConfigError: no such task, one that is not sound, or one whose data are not
+            here. UnsupportedModelError: no model of transformers.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise missing_package("lm_eval", "eval", error) from error
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            "lm-eval", expected="a model of transformers", found=f"a {type(model).__name__}", fix="Use bits_per_byte."
+        )
+    with _offline(), evaluating(model), sparse_only():
+        found = simple_evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+            tasks=_loaded(tasks),
+            limit=limit,
+            random_seed=None,  # the caller's are left alone
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
+    return {task: _metrics(figures) for task, figures in found["results"].items()}
+
+
+def _loaded(tasks: Sequence[str]) -> list[Any]:
+    """Tasks with their data. Raises ConfigError."""
+    from lm_eval.tasks import TaskManager
+
+    known: Any = None
+    loaded: list[Any] = []
+    for task in tasks:
+        try:
+            if Path(task).is_dir():
+                manager = TaskManager(include_path=task, include_defaults=False)
+                wanted = manager.all_subtasks
+            elif Path(task).is_file():
+                manager, wanted = TaskManager(include_defaults=False), [task]
+            else:
+                manager = known = known or TaskManager()
+                wanted = [task] if task in manager.all_tasks else []
+            found = manager.load(wanted)
+        except Exception as error:  # lm-eval, datasets and the Hub raise what they like
+            raise ConfigError(
+                f"lm-eval's task {task}",
+                expected="a task whose data are in files, or in the cache of datasets",
+                found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                fix="Nothing is downloaded here: run it once with lm-eval's own command, or correct its file.",
+            ) from error
+        if not found["tasks"]:
+            near = difflib.get_close_matches(task, [] if known is None else known.all_tasks, 1)
+            raise ConfigError(
+                f"lm-eval's task {task}",
+                expected="a name that it knows, the YAML file of a task, or a folder of such",
+                found="none",
+                fix=f"Did you mean {near[0]}?" if near else "lm-eval ls tasks lists its own.",
+            )
+        loaded += found["tasks"].values()
+    return loaded
+
+
+def _metrics(figures: dict[str, Any]) -> dict[str, float]:
+    """``{"acc,none": 0.5, ...}`` by name of the metric, with that of a filter where there is one."""
+    found = {}
+    for key, value in figures.items():
+        name, comma, filtered = key.partition(",")
+        if comma and isinstance(value, int | float):
+            found[name if filtered == "none" else f"{name} ({filtered})"] = float(value)
+    return found
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """The Hub and ``datasets`` get nothing from the network meanwhile."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    places: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [place.HF_HUB_OFFLINE for place in places]
+    try:
+        for place in places:
+            place.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value

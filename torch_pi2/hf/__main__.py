@@ -1,0 +1,6 @@
+"""``python -m torch_pi2.hf ARGUMENTS``: ``transformers ARGUMENTS``, which opens folders of ours, too."""
+
+from transformers.cli.transformers import app
+
+if __name__ == "__main__":  # torch_pi2.hf is imported by now
+    app()
