@@ -502,3 +502,16 @@ def test_the_type_of_modules_is_ours(root: Path) -> None:
     model: nn.Module = opened(root / "store", Settings(**BUDGET))
     assert sum(type(module).__name__ == "OffloadedFFN" for module in model.modules()) >= 2
     assert model.get_parameter("model.layers.0.mlp.up_proj.weight").nbytes == 0
+
+
+def test_an_imported_gguf_file(tmp_path: Path) -> None:
+    """Formats of its own, a quantised embedding, no neurons: the tokens of torch_pi2.load, and saved again."""
+    golden = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
+    torch_pi2.import_gguf(golden, tmp_path / "in")
+    ids = torch.tensor([[5, 77, 130]])
+    how = {"max_new_tokens": 6, "do_sample": False}
+    wanted = torch_pi2.load(tmp_path / "in").generate(ids, **how)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    assert torch.equal(model.generate(ids, **how), wanted)
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(ids, **how), wanted)
