@@ -156,8 +156,7 @@ def test_neurons_and_quantize_refuse_them_by_name(kind: str) -> None:
     with pytest.raises(RuntimeError, match=rf"weights: expected float, int4 or int8, {only}"):
         torch.ops.pi2.experts_ffn(
             x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), rows.view(2, 4, 2, -1), [], "none", [], "",
-            False,
-            "relu", False, [], kind, False,
+            False, "relu", False, [], kind, False,
         )  # fmt: skip
     with pytest.raises(ConfigError, match=rf"weights: expected int4 or int8, found '{kind}'\. .*nothing is quantised"):
         quantize("w", torch.ones(4, columns), kind)

@@ -224,9 +224,7 @@ class _Importer(Quantizer):
         stored = self._stored(ref.weight)
         if ref.expert is not None:
             stored = ExpertMatrix(self._checkpoint, site, ref, role).name
-        of, first = self._packed.type_of(stored), int(neurons[0])
-        if not of:
-            return None  # floats: rounded once
+        of, first = self._packed.type_of(stored) or "floats", int(neurons[0])
         same = (role != "down" or self._packed.by_neuron) and self._packed.own_format(stored) == self._kind
         if first == 0:
             self._count(stored, of, self._kind, same)
