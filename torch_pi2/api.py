@@ -34,7 +34,7 @@ from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.planner.for_machine import plan_for
 from torch_pi2.planner.gpu import accelerator_room
@@ -163,7 +163,7 @@ def _profile(
         "seed": config.seed,
         "progress": progress,
     }
-    dense = [site for site in sites if site.activation not in SPARSE_ACTIVATIONS]
+    dense = [site for site in sites if not exact_zeros(site.activation)]
     thresholds: dict[str, float] = {}
     if dense and config.sparsity > 0 and config.method not in ("dense", "exact"):
         first = profile_sites(model, data, dense, **settings)
@@ -465,7 +465,7 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
     found = _search(model, data)
     sites = found.sites
-    smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
+    smooth = sorted({site.activation for site in sites if not exact_zeros(site.activation)})
     if config.method in LOSSY or (smooth and config.method == "auto"):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         raise CalibrationError(

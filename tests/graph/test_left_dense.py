@@ -146,7 +146,7 @@ class SharedBias(nn.Module):
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "tied": (Tied, "1.up", "its matmuls share weights"),
-    "weight_norm": (weight_normed, "1", "weights that are no parameter [out, in] as it is"),
+    "weight_norm": (weight_normed, "1", "weights that are computed from parameters"),
     "shared up": (SharedUp, "1", "1.up.weight is shared by 2 layers of one module"),
     "shared inside": (SharedInside, "1", "1.gate.weight stands in two places of it"),
     "shared bias": (SharedBias, "1", "1.up.bias stands in two places of it"),

@@ -29,7 +29,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, layers_of
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, check_plain
 from torch_pi2.ops.dtypes import format_name
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.layout import Layout
@@ -135,6 +135,7 @@ def blob_of(
 ) -> Blob:
     """The blob of one call of ``homes[call]``; see :class:`Blob`."""
     ffn = homes[call]
+    check_plain(ffn.site.activation, "bundles")
     a = ffn._buffers["predictor_a"]
     return Blob(
         role=role,

@@ -26,7 +26,7 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
-from torch_pi2.graph.experts import probe_experts
+from torch_pi2.graph.experts import parameter_shapes, probe_experts
 from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -35,7 +35,7 @@ from torch_pi2.layers.standin import Absorbed
 from torch_pi2.rewrite.install import Swap
 from torch_pi2.spec.formula import Formula, apply_formula, dense_reference
 from torch_pi2.spec.plan import LayerPlan
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.spec.site import ExpertsForm, FFNSite, FFNWeights
 
 _log = logging.getLogger("torch_pi2")
 
@@ -75,10 +75,8 @@ def experts_way(
     first = group[0].site
     module = model.get_submodule(str(first.experts))
     shapes = [tuple(model.get_parameter(ref.weight).shape) for ref in (first.up, first.down)]
-    wanted = [
-        (len(group), 2 * first.intermediate, first.hidden),
-        (len(group), first.hidden, first.intermediate),
-    ]
+    form = ExpertsForm(len(group), first.intermediate, first.hidden, "", False, first.gated, False, first.up.transposed)
+    wanted = [*parameter_shapes(form).values()]
     if shapes != wanted:
         raise StaleArtifactError(
             f"plan of {first.experts}",
@@ -91,7 +89,7 @@ def experts_way(
     if tried != 0 and not reason:
         arguments, result = probe_experts(model, [layer.site for layer in group[:tried]])
         with evaluating(module):
-            problem = _runs_to(lambda x: module.forward(x, *arguments[1:]), [(arguments[0], result)])
+            problem = _runs_to(lambda x: module.forward(x, *arguments[1:])[: len(result)], [(arguments[0], result)])
         reason = f"owner: {first.experts} {problem}" if problem else ""
     if not reason and (hooks := hooks_inside(str(first.experts), module)):
         reason = f"owner: {hooks}, {_SILENT}"
@@ -176,10 +174,13 @@ def chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
 def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
     sources: dict[str, list[str]] = {}
     refs = [("gate", site.gate), ("up", site.up)]
+    by_module = {_module_name(ref.weight): ref for ref in (site.gate, site.up, site.down) if ref is not None}
     for role, ref in sorted(refs, key=lambda item: item[1].rows or (0, 0) if item[1] else (0, 0)):
         if ref is not None:
             sources.setdefault(_module_name(ref.weight), []).append(role)
     down_name = _module_name(site.down.weight)
+    if down_name in sources:
+        return f"lazy: up and down are both of {down_name or 'the model'}"
     modules = {name: model.get_submodule(name) for name in (*sources, down_name)}
     if patched := own_forward(modules):
         return f"lazy: {patched}"
@@ -187,9 +188,10 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
         parameters = {local: p.detach() for local, p in module.named_parameters()}
         if not parameters.keys() <= {"weight", "bias"} or any(True for _ in module.buffers()):
             return f"lazy: {name or 'the model'} holds more than one matmul"
-        probe = torch.randn((1, 11, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
-        probe = (probe * token_magnitudes(parameters["weight"].dtype, (1, 11))).to(parameters["weight"].dtype)
-        wanted = nn.functional.linear(probe, parameters["weight"], parameters.get("bias"))
+        w_OI = by_module[name].matrix(parameters["weight"])
+        probe = torch.randn((1, 11, w_OI.shape[1]), generator=torch.Generator().manual_seed(1))
+        probe = (probe * token_magnitudes(w_OI.dtype, (1, 11))).to(w_OI.dtype)
+        wanted = nn.functional.linear(probe, w_OI, parameters.get("bias"))
         with evaluating(module), _as_it_was(module) as changed:
             problem = _runs_to(module.forward, [(probe, wanted)])
         if changed and not problem:

@@ -9,6 +9,7 @@ import torch
 
 from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.ops import rows as quantized
+from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.predict_signbit import most_differing
 
 #: What no predictor is called.
@@ -85,6 +86,7 @@ def compute(
     """
     from torch_pi2.ops.gpu import kernels
 
+    check_plain(activation)
     tokens, hidden = x_TH.shape
     intermediate, rows = neuron_rows.shape[-3:-1]
     slots = 1
