@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_pi2
-from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, Pi2Error, UnsupportedModelError
+from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.experts import all_experts
 from torch_pi2.graph.find import search
 from torch_pi2.profiling.data import batches
@@ -38,14 +38,14 @@ SIZES = {
 
 
 class Tied(nn.Module):
-    """Down is up transposed."""
+    """Down is up transposed, scaled."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(HIDDEN, INTERMEDIATE)
 
     def forward(self, x):
-        return F.linear(F.relu(self.up(x)), self.up.weight.t())
+        return F.linear(F.relu(self.up(x)), 2 * self.up.weight.t())
 
 
 class SharedUp(nn.Module):
@@ -290,18 +290,20 @@ def test_gates_with_a_matrix_per_head_are_no_experts() -> None:
 # --- experts with clamps ---
 
 MOE = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+#: Family -> its settings, and the activation that its clamps make.
 CLAMPED = {
-    "DeepseekV4": ({"n_routed_experts": 4, "moe_intermediate_size": 24}, "compares with 10"),
-    "GptOss": ({}, "parameters down_proj, down_proj_bias"),
+    "DeepseekV4": ({"n_routed_experts": 4, "moe_intermediate_size": 24}, "silu[limit=10]"),
+    "GptOss": ({}, "silu[in=1.702,out=0.587544066,limit=7,plus=1]"),
 }
 
 
 @pytest.mark.parametrize("name", CLAMPED)
-def test_experts_with_clamps_are_refused_by_name(name: str) -> None:
-    more, reason = CLAMPED[name]
+def test_clamps_are_numbers_of_the_activation(name: str) -> None:
+    more, activation = CLAMPED[name]
     config = getattr(transformers, f"{name}Config")(**MOE | more)
-    with pytest.raises(Pi2Error, match=rf"mlp\.experts \({name}Experts: experts of an unknown form; .*{reason}"):
-        torch_pi2.optimize(transformers.AutoModelForCausalLM.from_config(config).eval())
+    forms = all_experts(transformers.AutoModelForCausalLM.from_config(config).eval())
+    assert {form.activation for form in forms.values() if not isinstance(form, str)} == {activation}
+    assert not [form for form in forms.values() if isinstance(form, str)]
 
 
 @pytest.mark.parametrize("clamp", [0.5, 7.0, 1000.0, 1e9])

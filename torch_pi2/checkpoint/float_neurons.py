@@ -85,7 +85,7 @@ class _FloatQuantizer(Quantizer):
     def _strips(self, site: FFNSite, ref: LinearRef, role: str, digest: Any) -> Iterator[tuple[int, torch.Tensor]]:
         """First row, and rows from there on, of one matrix after the other; ``digest`` is told unless it is None."""
         if ref.transposed or len(ref.rows or ()) == 3:  # its rows lie in pieces: it is read whole
-            matrix = self._matrix(site, ref, role).contiguous()
+            matrix = self._whole(site, ref, role)
             if digest is not None:
                 update_digest(digest, matrix)
             yield 0, matrix
@@ -102,6 +102,14 @@ class _FloatQuantizer(Quantizer):
             if digest is not None:
                 digest.update(data.numpy().data)
             yield start, data.view(dtype).view(stop - start, shape[1])
+
+    def _whole(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
+        """A matrix in memory of its own, not of the neurons that are being made."""
+        if ref.expert is None:
+            return ref.take(self._checkpoint.read(self._stored(ref.weight))).contiguous()
+        found = ExpertMatrix(self._checkpoint, site, ref, role)
+        found.read_into(matrix := torch.empty(found.shape, dtype=self._checkpoint.spec(found.name).dtype))
+        return matrix
 
     def _place(self, site: FFNSite, ref: LinearRef, role: str) -> tuple[str, int, tuple[int, int]]:
         """Name of the tensor that has a matrix, its first row there, and its shape."""

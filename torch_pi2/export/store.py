@@ -21,6 +21,7 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.blob import NUMBERS, PREDICTORS, TENSORS, Blob
 from torch_pi2.formats import FORMATS
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
@@ -136,6 +137,13 @@ def blob_of(
     """The blob of one call of ``homes[call]``; see :class:`Blob`."""
     ffn = homes[call]
     check_plain(ffn.site.activation, "bundles")
+    if isinstance(ffn, SparseExperts) and any(bias is not None for bias in ffn.biases()):
+        raise UnsupportedModelError(
+            f"export of {ffn.site.key}",
+            expected="experts without biases: a blob has no room for those of all of them",
+            found="biases",
+            fix="Run it with PyTorch.",
+        )
     a = ffn._buffers["predictor_a"]
     return Blob(
         role=role,

@@ -28,6 +28,8 @@ Region = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 _TOLERANCE = 2e-5
 #: At least so many values of all magnitudes are probed, and so many around the numbers that a region compares with.
 _MANY = 2048
+#: Numbers of an activation are between these, so that none overflows in float32.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 #: Where to probe around such a number, relative to it.
 _AROUND = (-2.0, -1.001, -1.0, -0.999, -0.5, 0.5, 0.999, 1.0, 1.0005, 1.001, 2.0)
 
@@ -80,6 +82,7 @@ def _with_numbers(
 ) -> Iterator[Formula]:
     """Formulas whose activations have numbers that fit at a few points; that they fit everywhere remains to be seen."""
     fused = probes[0].shape[-1] == 2 * intermediate
+    constants = [c for c in constants if _SMALLEST < c < _LARGEST]
     small = min([1.0, *(c / 2 for c in constants)])
 
     def at(*values: float) -> float:
@@ -115,6 +118,8 @@ def _with_numbers(
             for limit in (math.inf, *constants) if scale is not None else ():
                 assert scale is not None
                 out = ahead / _value(base, scale * small)
+                if not _SMALLEST < abs(out) < _LARGEST or abs(plus) > _LARGEST:
+                    continue
                 shaped = Shaped(base, float(f"{scale:.9g}"), float(f"{out:.9g}"), limit, plus + 0.0)
                 yield Formula(shaped.text, False, gate_index, up_index)
 

@@ -9,7 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch_pi2.graph.elementwise import op_name
 from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, unknown_experts, without_experts
 from torch_pi2.graph.left import left_dense, not_reached
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, scaled
 from torch_pi2.spec.site import ExpertsForm, FFNSite
 
 _log = logging.getLogger("torch_pi2")
@@ -200,8 +200,6 @@ def _without_sites(left: Mapping[str, str], sites: Sequence[FFNSite]) -> dict[st
 
 def _with_experts(model: nn.Module, sites: list[FFNSite], forms: Mapping[str, ExpertsForm]) -> list[FFNSite]:
     """``sites`` and those of experts, in the order in which their parameters are registered."""
-    from dataclasses import replace
-
     if not forms:
         return sites
     experts = [s for name, form in forms.items() for s in expert_sites(name, form, _class_name(model, name))]
@@ -233,7 +231,7 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
     def named(node: fx.Node) -> str:
         return name_of[id(graph.tensors[node])]
 
-    return match.site(
+    site = match.site(
         named,
         key=owner,
         layer=layer,
@@ -243,6 +241,15 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
         owner_runs=runs,
         drops=_drops(model, match, graph.gm.graph, owner),
     )
+    if runs and match.scaled is not None and _ends(model, match.scaled[0], graph.gm.graph, owner):
+        return replace(site, activation=scaled(site.activation, match.scaled[1]))
+    return site
+
+
+def _ends(model: nn.Module, node: fx.Node, graph: fx.Graph, owner: str) -> bool:
+    """Whether ``node`` is the last thing that the owner computes in a call of its forward."""
+    within = _within(model, owner)
+    return within(node) and not within(node.next)
 
 
 def _common_owner(names: Sequence[str]) -> str:
@@ -345,8 +352,6 @@ def _plain_path(path: Any) -> str:
 
 
 def _with_unique_keys(sites: Sequence[FFNSite]) -> list[FFNSite]:
-    from dataclasses import replace
-
     count = Counter(site.owner for site in sites)
     given: Counter[str] = Counter()
     result = []

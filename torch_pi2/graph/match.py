@@ -62,7 +62,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Match:
-    """One FFN in a graph; ``inside`` lists projections and region in graph order, without ``down``'s nodes."""
+    """One FFN in a graph; ``inside`` lists projections and region in graph order, without ``down``'s nodes.
+
+    ``scaled``: the only thing that is done with its result, if that is a product with a number; and the number.
+    """
 
     x: fx.Node
     gate: Stream | None
@@ -74,6 +77,7 @@ class Match:
     intermediate: int
     inside: tuple[fx.Node, ...]
     region: tuple[fx.Node, ...]
+    scaled: tuple[fx.Node, float] | None = None
 
     def site(self, name_of: Callable[[fx.Node], str], **where: Any) -> FFNSite:
         """The site of this FFN, whose parameters are called so; ``where``: what of it a graph does not say."""
@@ -283,7 +287,19 @@ def _match_down(
         intermediate,
         tuple(inside),
         tuple(region),
+        None if found.on_up or down.bias is not None else _scaled(down.node),
     )
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """See :attr:`Match.scaled`."""
+    user = next(iter(node.users), None)
+    if user is None or len(node.users) != 1 or op_name(user.target) not in ("mul", "multiply") or user.kwargs:
+        return None
+    if user.op not in ("call_function", "call_method") or is_in_place(user.target, user.args, user.kwargs):
+        return None
+    numbers = [arg for arg in user.args if isinstance(arg, int | float) and not isinstance(arg, bool)]
+    return (user, float(numbers[0])) if len(numbers) == 1 and len(user.args) == 2 and numbers[0] != 0 else None
 
 
 def _walk_back(

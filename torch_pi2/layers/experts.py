@@ -184,6 +184,12 @@ class SparseExperts(StandIn):
         """What the operators of the CPU take at the end."""
         return [self._buffers[name] for name in _BIASES]
 
+    def check_gpu_has_kernels(self) -> None:
+        """Raises DeviceError or UnsupportedModelError: its experts have biases, or numbers in their activation."""
+        check_plain(self.site.activation)
+        if any(bias is not None for bias in self.biases()):
+            raise stays(f"{self.site.key}, whose experts have biases")
+
     def _asked(self, cuts: Any, thresholds: Any) -> tuple[Any, ...]:
         """What all operators take from the predictor to the thresholds."""
         site, rows = self.site, self.predictor_weights
@@ -208,7 +214,12 @@ class SparseExperts(StandIn):
     def part(
         self, experts: Sequence[int], device: torch.device, neuron_rows: torch.Tensor | None = None
     ) -> SparseExperts:
-        """A module of these experts, one after another, over copies on ``device``; ``neuron_rows``: theirs."""
+        """A module of these experts, one after another, over copies on ``device``; ``neuron_rows``: theirs.
+
+        Raises:
+            DeviceError, UnsupportedModelError: see :meth:`check_gpu_has_kernels`.
+        """
+        self.check_gpu_has_kernels()
         part = copy.copy(self)
         part.__class__ = SparseExperts
         part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)
@@ -275,9 +286,7 @@ class SparseExperts(StandIn):
                 return self
             self.end_split()
         if goes_to_gpu(fn, self.order):
-            check_plain(self.site.activation)
-            if any(bias is not None for bias in self.biases()):
-                raise stays(f"{self.site.key}, whose experts have biases")
+            self.check_gpu_has_kernels()
             if not self.in_memory:
                 raise stays(f"{self.site.key}, whose neurons are in a store")
         if self.weights != "float":

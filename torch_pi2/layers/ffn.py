@@ -361,7 +361,11 @@ class SparseFFN(DenseForm):
         """The first ``n_gpu`` neurons are computed at the end of ``link``, where inputs and results are from now on.
 
         ``neuron_rows``: theirs, if this layer has them not in memory.
+
+        Raises:
+            UnsupportedModelError: kernels on a GPU have not its activation.
         """
+        check_plain(self.site.activation)
         self.split = Split(self, n_gpu, link, neuron_rows)
 
     def end_split(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import inf, isfinite
 
@@ -86,6 +86,12 @@ def on_up(activation: str, activated: bool) -> Activation:
     if activation in _PLAIN:
         return _PLAIN["identity"]
     return partial(_up, _known(activation))
+
+
+def scaled(activation: str, factor: float) -> str:
+    """The activation whose values are ``factor`` times as large."""
+    of = _known(activation)
+    return replace(of, scale_out=float(f"{of.scale_out * factor:.9g}")).text
 
 
 def exact_zeros(activation: str) -> bool:

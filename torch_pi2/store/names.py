@@ -1,7 +1,7 @@
 """Where a checkpoint has the parameters of a model, if not under their names.
 
 transformers stacks the experts of a block when it loads a checkpoint, which has them one by one, and Mixtral's blocks
-have another name there.
+and Nemotron-H's models have another name there.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.source import Checkpoint
 
-#: Part of a parameter's name -> what checkpoints may have in its place.
-_BLOCKS = (".mlp.", ".block_sparse_moe.")
+#: Parts of a parameter's name -> what checkpoints may have in their place.
+_OTHERS = ((".mlp.", ".block_sparse_moe."), ("model.", "backbone."))
 #: Names of an expert's matrices in checkpoints.
 _MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
 
 def stored_name(checkpoint: Checkpoint, name: str) -> str:
     """The checkpoint's name of parameter ``name``; that name itself if it has none."""
-    return next((n for n in (name, name.replace(*_BLOCKS)) if n in checkpoint), name)
+    return next((n for n in (name, *(name.replace(*pair, 1) for pair in _OTHERS)) if n in checkpoint), name)
 
 
 class ExpertMatrix:
