@@ -47,6 +47,7 @@ from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
+from torch_pi2.rewrite.ways import replaceable
 from torch_pi2.spec.config import Config, ConfigFields, configured
 from torch_pi2.spec.method import LOSSY, PREDICTED, Method
 from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
@@ -393,7 +394,7 @@ def _optimize(
         _optimize_without_data(model, config, progress)
         return
     data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
-    found = _search(model, data)
+    found = replaceable(model, _search(model, data))
     if stats is None:
         assert data is not None
         stats = _profile(model, data, found.sites, config, progress)
@@ -463,7 +464,7 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 
 
 def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
-    found = _search(model, data)
+    found = replaceable(model, _search(model, data))
     sites = found.sites
     smooth = sorted({site.activation for site in sites if not exact_zeros(site.activation)})
     if config.method in LOSSY or (smooth and config.method == "auto"):

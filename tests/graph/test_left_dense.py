@@ -38,14 +38,14 @@ SIZES = {
 
 
 class Tied(nn.Module):
-    """Down is up transposed, scaled."""
+    """Down is up transposed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(HIDDEN, INTERMEDIATE)
 
     def forward(self, x):
-        return F.linear(F.relu(self.up(x)), 2 * self.up.weight.t())
+        return F.linear(F.relu(self.up(x)), self.up.weight.t())
 
 
 class SharedUp(nn.Module):
@@ -145,7 +145,7 @@ class SharedBias(nn.Module):
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "tied": (Tied, "1.up", "its matmuls share weights"),
+    "tied": (Tied, "1.up", "1.up.weight stands in two places of it"),
     "weight_norm": (weight_normed, "1", "weights that are computed from parameters"),
     "shared up": (SharedUp, "1", "1.up.weight is shared by 2 layers of one module"),
     "shared inside": (SharedInside, "1", "1.gate.weight stands in two places of it"),

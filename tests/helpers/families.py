@@ -68,7 +68,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"num_key_value_heads": 2},
     "esm": {"vocab_size": VOCAB, "pad_token_id": 1, "mask_token_id": 2},
     "esmc": {"num_key_value_heads": 4},
-    "falcon_h1": {"mamba_d_ssm": 64},
+    "falcon_h1": {"mamba_d_ssm": 64, "mlp_multipliers": [0.7, 0.3]},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2, "laurel_rank": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "deepseek_v2": {"topk_method": "greedy"},

@@ -125,6 +125,18 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     )
 
 
+def check_exportable(home: SparseLayer) -> None:
+    """Raises UnsupportedModelError: a blob has no room for numbers of an activation, nor for biases of experts."""
+    check_plain(home.site.activation, "bundles")
+    if isinstance(home, SparseExperts) and any(bias is not None for bias in home.biases()):
+        raise UnsupportedModelError(
+            f"export of {home.site.key}",
+            expected="experts without biases: a blob has no room for those of all of them",
+            found="biases",
+            fix="Run it with PyTorch.",
+        )
+
+
 def blob_of(
     facts: StoreFacts,
     homes: Sequence[SparseLayer],
@@ -136,14 +148,7 @@ def blob_of(
 ) -> Blob:
     """The blob of one call of ``homes[call]``; see :class:`Blob`."""
     ffn = homes[call]
-    check_plain(ffn.site.activation, "bundles")
-    if isinstance(ffn, SparseExperts) and any(bias is not None for bias in ffn.biases()):
-        raise UnsupportedModelError(
-            f"export of {ffn.site.key}",
-            expected="experts without biases: a blob has no room for those of all of them",
-            found="biases",
-            fix="Run it with PyTorch.",
-        )
+    check_exportable(ffn)
     a = ffn._buffers["predictor_a"]
     return Blob(
         role=role,

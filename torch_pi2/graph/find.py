@@ -166,18 +166,16 @@ def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
     found: dict[str, str] = {}
     users: dict[tuple[str, str], list[FFNSite]] = {}
     for site in sites:
-        mine: set[tuple[str | None, Any, bool]] = set()
+        mine: set[tuple[str | None, tuple[int, ...] | None]] = set()
         for ref in (site.gate, site.up, site.down):
             kind = type(model.get_parameter(ref.weight).detach()) if ref is not None else torch.Tensor
             if kind is not torch.Tensor:
                 found[site.owner] = f"weights of class {kind.__name__}, quantised or spread by another library"
             if ref is not None and ref.expert is None:
                 for name in (ref.weight, ref.bias):
-                    # up and, transposed, down may be one: the rows of its neurons
-                    place = (name, ref.rows, ref.transposed and name == ref.weight)
-                    if name and place in mine:
+                    if name and (name, ref.rows) in mine:
                         found[site.owner] = f"{name} stands in two places of it"
-                    mine.add(place)
+                    mine.add((name, ref.rows))
                 users.setdefault((site.owner, ref.weight), []).append(site)
     for (owner, weight), shared in users.items():
         if len({id(site) for site in shared}) > 1:
@@ -223,10 +221,6 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
     name_of = {id(parameter): name for parameter, name in zip(parameters, chosen)}
     owner = _common_owner(chosen)
     runs = _owner_runs(model, match, owner)
-    if not runs and owner and not list(model.get_submodule(owner).children()):
-        # one module holds all weights (down is up transposed), and what computes with them holds that
-        owner = owner.rpartition(".")[0]
-        runs = _owner_runs(model, match, owner)
 
     def named(node: fx.Node) -> str:
         return name_of[id(graph.tensors[node])]

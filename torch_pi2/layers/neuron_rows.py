@@ -44,7 +44,7 @@ def make_quantized_rows(
     for r, (role, w_IH, ref) in enumerate(rows):
         for start in range(0, len(order), step):
             part = w_IH.detach()[order[start : start + step]].contiguous()
-            weight = None if role == "down" or site.down.weight == ref.weight else importance
+            weight = None if role == "down" else importance
             quantised = quantize(f"{ref.weight} of {site.key}", part, kind, weight)
             neuron_rows[start : start + step, r] = quantised
             off = torch.ops.pi2.dequantize(quantised, kind, hidden, torch.float32).sub_(part)

@@ -27,6 +27,7 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.experts import parameter_shapes, probe_experts
+from torch_pi2.graph.find import Found, named
 from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -57,6 +58,39 @@ def find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
             return swaps
         reasons.append(swaps)
     raise no_way(site, reasons)
+
+
+def replaceable(model: nn.Module, found: Found) -> Found:
+    """``found`` without layers that :func:`find_way` would refuse whatever their weights are: these stay dense.
+
+    Raises:
+        UnsupportedModelError: there is no other layer.
+    """
+    refused = {site: reason for site in found.sites if (reason := _bare(model, site))}
+    if not refused:
+        return found
+    site, reason = next(iter(refused.items()))
+    if len(refused) == len(found.sites):
+        raise no_way(site, [reason])
+    left = {site.key: reason for site, reason in refused.items()}
+    _log.warning("left dense: %s", named(left))
+    return Found([site for site in found.sites if site not in refused], found.left | left)
+
+
+def _bare(model: nn.Module, site: FFNSite) -> str:
+    """Why nothing can be swapped for ``site``, whose weights are parameters of a module that computes more; else empty.
+
+    Without linear modules only an owner that computes it alone can be.
+    """
+    if site.experts is not None:
+        return ""
+    holders = [_module_name(ref.weight) for ref in (site.gate, site.up, site.down) if ref is not None]
+    inside = [local for name in holders for local, _ in model.get_submodule(name).named_parameters()]
+    if {*inside} <= {"weight", "bias"} and holders[-1] not in holders[:-1]:
+        return ""
+    with torch.no_grad():
+        way = owner_way(model, site, None, probes_of(site, site.weights(model)))
+    return f"{way}, and its weights are no linear layers'" if isinstance(way, str) else ""
 
 
 def experts_way(
@@ -114,7 +148,7 @@ def probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
 # --- the three ways: each returns its swaps, or why it cannot be taken ---
 
 
-def owner_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
+def owner_way(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]) -> list[Swap] | str:
     if not site.owner:
         return "owner: it is the whole model"
     owner = model.get_submodule(site.owner)
@@ -179,8 +213,6 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
         if ref is not None:
             sources.setdefault(_module_name(ref.weight), []).append(role)
     down_name = _module_name(site.down.weight)
-    if down_name in sources:
-        return f"lazy: up and down are both of {down_name or 'the model'}"
     modules = {name: model.get_submodule(name) for name in (*sources, down_name)}
     if patched := own_forward(modules):
         return f"lazy: {patched}"

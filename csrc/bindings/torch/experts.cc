@@ -176,8 +176,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
       "Tensor[] predictor, str kind, float[] cuts, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, float[] thresholds, ";
   const std::string biases = ", Tensor? bias_gate=None, Tensor? bias_up=None, Tensor? bias_down=None";
-  m.def(("experts_ffn(" + tokens + "Tensor neuron_rows, " + predictor +
-         "str weights, bool int8_activations=False" + biases + ") -> Tensor")
+  m.def(("experts_ffn(" + tokens + "Tensor neuron_rows, " + predictor + "str weights, bool int8_activations=False" +
+         biases + ") -> Tensor")
             .c_str());
   m.def(("stored_experts(" + tokens + "int store, int first_layer, int experts, " + predictor +
          "bool int8_activations=False" + biases + ") -> Tensor")
