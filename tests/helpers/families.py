@@ -266,7 +266,7 @@ def _plain(error: Any) -> str:
 
 
 def _shortened(text: str, most: int = 160) -> str:
-    text = text.replace("|", "/").replace("<", "").replace(">", "").replace("`", "'")
+    text = " ".join(text.split()).replace("|", "/").replace("<", "").replace(">", "").replace("`", "'")
     return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
 
 

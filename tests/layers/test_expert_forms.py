@@ -99,7 +99,7 @@ def test_they_compute_what_transformers_does_and_come_back(models: dict[str, nn.
     assert {s.activation for s in sites if s.experts} == {ACTIVATION.get(name, "silu")}
     assert all(FFNSite.from_json(s.to_json()) == s for s in sites)
     assert len(experts_of(sparse)) == len({s.experts for s in sites if s.experts})
-    assert not sparse.torch_pi2.left
+    assert not [key for key in sparse.torch_pi2.left if not key.endswith("self_attn")]
     for ids in (IDS, IDS[:1, :1], IDS[:, :7]):
         assert off(logits(sparse, ids), logits(model, ids)) < 2e-5
     after = sparse.state_dict()

@@ -94,8 +94,8 @@ def test_dense_layers_and_shared_experts_are_found_beside_them() -> None:
 def test_unknown_forms_are_refused_by_name(tmp_path: Path) -> None:
     model = build("GptOss", num_local_experts=4, head_dim=16)
     for layer in model.model.layers:
-        del layer.mlp.experts.down_proj_bias
-    text = "GptOssExperts: experts of an unknown form; parameters down_proj, gate_up_proj, gate_up_proj_bias"
+        layer.mlp.experts.scale = nn.Parameter(torch.ones(4))
+    text = "GptOssExperts: experts of an unknown form; parameters down_proj, down_proj_bias, gate_up_proj"
     named = r"model\.layers\.0\.mlp\.experts, model\.layers\.1\.mlp\.experts"
     with pytest.raises(NoFFNFoundError, match=rf"not supported yet: {named} \({text}"):
         find_sites(model)
