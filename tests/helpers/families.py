@@ -237,7 +237,7 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
     assert torch.equal(again, wanted), f"{family}: the dense model is not reproducible"
     off = float((made - wanted).abs().max() / wanted.abs().max())
     sites, left = len(found.sites), len(found.left)
-    formulas = ", ".join(dict.fromkeys(_formula(site) for site in found.sites))
+    formulas = ", ".join(dict.fromkeys(f"`{site.form}`" for site in found.sites))
     some = f"{sites} of {sites + left}" if left else str(sites)
     return Row(family, task, some, formulas, _equal(off), _reasons(found.left))
 
@@ -250,12 +250,6 @@ def _equal(off: float) -> str:
     return "yes" if off < 2e-4 else f"NO ({off:.1e})"
 
 
-def _formula(site: Any) -> str:
-    if not site.gated:
-        return f"{site.activation}(up)"
-    return f"{site.activation}(gate)*{f'{site.activation}(up)' if site.activation_on_up else 'up'}"
-
-
 def _one_line(error: Exception) -> str:
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return _shortened(re.sub(r"(/[\w.+-]+)+/", "", words))
@@ -266,7 +260,14 @@ def _plain(error: Any) -> str:
 
 
 def _shortened(text: str, most: int = 160) -> str:
-    text = " ".join(text.split()).replace("|", "/").replace("<", "").replace(">", "").replace("`", "'")
+    text = (
+        " ".join(text.split())
+        .replace("|", "/")
+        .replace("<", "")
+        .replace(">", "")
+        .replace("`", "'")
+        .replace("](", "] (")
+    )
     return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
 
 
