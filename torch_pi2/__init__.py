@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch_pi2.observe.trace import trace
     from torch_pi2.observe.watch import watch
     from torch_pi2.planner.for_machine import plan_for
+    from torch_pi2.planner.supported import supported
     from torch_pi2.spec.config import Config
     from torch_pi2.spec.offload import OffloadConfig
 
@@ -65,6 +66,7 @@ _FROM = {
     "observe.trace": ("trace",),
     "observe.watch": ("watch",),
     "planner.for_machine": ("plan_for",),
+    "planner.supported": ("supported",),
     "spec.config": ("Config",),
     "spec.offload": ("OffloadConfig",),
 }
@@ -102,6 +104,7 @@ __all__ = [
     "save",
     "set_budget",
     "stats",
+    "supported",
     "synthetic",
     "trace",
     "watch",

@@ -34,7 +34,7 @@ from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.planner.for_machine import plan_for
 from torch_pi2.planner.gpu import accelerator_room
@@ -47,6 +47,7 @@ from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import restore as restore_modules
+from torch_pi2.rewrite.ways import replaceable
 from torch_pi2.spec.config import Config, ConfigFields, configured
 from torch_pi2.spec.method import LOSSY, PREDICTED, Method
 from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
@@ -163,7 +164,7 @@ def _profile(
         "seed": config.seed,
         "progress": progress,
     }
-    dense = [site for site in sites if site.activation not in SPARSE_ACTIVATIONS]
+    dense = [site for site in sites if not exact_zeros(site.activation)]
     thresholds: dict[str, float] = {}
     if dense and config.sparsity > 0 and config.method not in ("dense", "exact"):
         first = profile_sites(model, data, dense, **settings)
@@ -393,7 +394,7 @@ def _optimize(
         _optimize_without_data(model, config, progress)
         return
     data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
-    found = _search(model, data)
+    found = replaceable(model, _search(model, data))
     if stats is None:
         assert data is not None
         stats = _profile(model, data, found.sites, config, progress)
@@ -463,9 +464,9 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 
 
 def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
-    found = _search(model, data)
+    found = replaceable(model, _search(model, data))
     sites = found.sites
-    smooth = sorted({site.activation for site in sites} - SPARSE_ACTIVATIONS)
+    smooth = sorted({site.activation for site in sites if not exact_zeros(site.activation)})
     if config.method in LOSSY or (smooth and config.method == "auto"):
         wanted = f"method '{config.method}'" if not smooth else f"activation {', '.join(smooth)} (no exact zeros)"
         raise CalibrationError(

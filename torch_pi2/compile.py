@@ -30,7 +30,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.offloaded import open_stores, unreadable
 from torch_pi2.ops import load
-from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.rewrite.merge import merge_linears
 from torch_pi2.rewrite.rewrite import predictor_tensors
@@ -273,7 +273,7 @@ def _make_sparse(
     sparse = []
     replaced: dict[fx.Node, fx.Node] = {}  # an FFN may be the input of the next one
     for match, layer in chosen:
-        if layer is None and match.activation not in SPARSE_ACTIVATIONS:
+        if layer is None and not exact_zeros(match.activation):
             warn_once(f"layers with {match.activation} stay dense without a plan: no output of theirs is exactly zero")
             continue
         if not _keeps_shape(match):

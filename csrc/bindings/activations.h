@@ -1,7 +1,11 @@
 // Names that operators take, in the order of the enums that they stand for.
 #pragma once
 
+#include <cmath>
 #include <iterator>
+#include <locale>
+#include <sstream>
+#include <string>
 
 #include "pi2/types.h"
 
@@ -10,5 +14,42 @@ namespace pi2::binding {
 // torch_pi2.ops.ACTIVATIONS.
 constexpr const char* kActivations[] = {"relu", "relu2", "silu", "gelu", "gelu_tanh", "identity"};
 static_assert(std::size(kActivations) == kActivationCount);
+
+// An activation by its text: a name, or name[in=1.702,out=0.5,limit=7,plus=1] with some of these. False: it is none.
+inline bool read_activation(const std::string& text, Activation* activation, Shaping* shaping) {
+  const std::size_t open = text.find('[');
+  const std::string name = text.substr(0, open);
+  std::size_t at = 0;
+  while (at < std::size(kActivations) && name != kActivations[at]) ++at;
+  if (at == std::size(kActivations)) return false;
+  *activation = static_cast<Activation>(at);
+  *shaping = Shaping();
+  if (open == std::string::npos) return true;
+  if (text.back() != ']') return false;
+  std::size_t start = open + 1;
+  while (start < text.size()) {
+    const std::size_t stop = text.find_first_of(",]", start);
+    const std::size_t equal = text.find('=', start);
+    if (stop == std::string::npos || equal == std::string::npos || equal >= stop) return false;
+    const std::string key = text.substr(start, equal - start), number = text.substr(equal + 1, stop - equal - 1);
+    std::istringstream in(number);
+    in.imbue(std::locale::classic());  // a point, whatever the user's language has
+    float value = 0;
+    if (!(in >> value) || in.peek() != std::istringstream::traits_type::eof() || !std::isfinite(value)) return false;
+    if (key == "in")
+      shaping->in = value;
+    else if (key == "out")
+      shaping->out = value;
+    else if (key == "limit" && value > 0)
+      shaping->limit = value;
+    else if (key == "plus")
+      shaping->plus = value;
+    else
+      return false;
+    start = stop + 1;
+  }
+  shaping->plain = false;
+  return true;
+}
 
 }  // namespace pi2::binding

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "pi2/types.h"
+#include "pi2/ffn.h"
 
 namespace pi2 {
 
@@ -18,6 +18,21 @@ inline float activate(Activation activation, float v) {
     case Activation::kIdentity: return v;
   }
   return v;
+}
+
+// The activation of a layer, of its gate or of a plain one's up.
+inline float activate(const FfnArgs& args, float v) {
+  if (args.shaping.plain) return activate(args.activation, v);
+  const Shaping& s = args.shaping;
+  return s.out * activate(args.activation, s.in * (v > s.limit ? s.limit : v));  // NaN stays
+}
+
+// What the activated gate is multiplied by.
+inline float factor(const FfnArgs& args, float up) {
+  if (args.activation_on_up) return activate(args, up);
+  if (args.shaping.plain) return up;
+  const float limit = args.shaping.limit;
+  return (up > limit ? limit : up < -limit ? -limit : up) + args.shaping.plus;
 }
 
 }  // namespace pi2

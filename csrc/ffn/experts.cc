@@ -168,6 +168,13 @@ std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const Par
 FfnArgs layer_of(const ExpertStack& stack, const ExpertWork& work) {
   FfnArgs layer = of_expert(stack.layer, work);
   if (stack.thresholds != nullptr) layer.threshold = static_cast<float>(stack.thresholds[work.expert]);
+  const auto skip = [&](const void** bias, std::int64_t numbers) {
+    if (*bias != nullptr)
+      *bias = static_cast<const char*>(*bias) + work.expert * row_bytes(layer.bias_dtype(), numbers);
+  };
+  skip(&layer.bias_gate, layer.neurons);
+  skip(&layer.bias_up, layer.neurons);
+  skip(&layer.bias_down, layer.hidden);
   return layer;
 }
 

@@ -210,10 +210,10 @@ struct PromptPass {
     }
     for (std::int64_t t = 0; t < tokens; ++t, out += kPair) {
       float* h_N = h(t) + first - begin;
-      if (args.activation == Activation::kRelu)  // the loop that matters, for vectors of the compiler
+      if (args.activation == Activation::kRelu && args.shaping.plain)  // the loop that matters, for the compiler
         for (std::int64_t r = 0; r < count; ++r) h_N[r] = activate(Activation::kRelu, out[r] + bias_N[r]);
       else
-        for (std::int64_t r = 0; r < count; ++r) h_N[r] = activate(args.activation, out[r] + bias_N[r]);
+        for (std::int64_t r = 0; r < count; ++r) h_N[r] = activate(args, out[r] + bias_N[r]);
       // Written so that NaN fires.
       for (std::int64_t r = 0; r < count; ++r) h_N[r] = std::fabs(h_N[r]) <= threshold_N[r] ? 0.0f : h_N[r];
       std::uint32_t fires = 0;
@@ -236,8 +236,7 @@ struct PromptPass {
 
   // *h_T of token t, act(gate) so far, times the neuron's `up`.
   void multiply(std::int64_t t, std::int64_t neuron, float up, float* h_T, TileBits* scored) const {
-    up += bias(args.bias_up, neuron);
-    *h_T *= args.activation_on_up ? activate(args.activation, up) : up;
+    *h_T *= factor(args, up + bias(args.bias_up, neuron));
     if (firing != nullptr && !(std::fabs(*h_T) <= firing->cut)) scored->set(t);
   }
 

@@ -212,7 +212,7 @@ void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate,
   std::uint64_t bits = 0;
   if (fired != nullptr) fired->n = 0;
   for (std::int64_t i = 0; i < who.n; ++i) {
-    const float value = activate(args.activation, gate[i] + bias);
+    const float value = activate(args, gate[i] + bias);
     gate[i] = std::fabs(value) <= threshold ? 0.0f : value;  // written so that NaN fires
     if (gate[i] == 0.0f) continue;
     if (fired != nullptr) fired->add(who.id[i], pass.x_TW, pass.width);
@@ -234,7 +234,7 @@ void contribute(const Pass& pass, std::int64_t neuron, std::int64_t row, const T
     if (h == 0.0f) continue;
     if (up != nullptr) {
       ++done->up_rows;
-      h *= args.activation_on_up ? activate(args.activation, up[i] + bias) : up[i] + bias;
+      h *= factor(args, up[i] + bias);
       if (counted) bits |= pass.bit(who.id[i], h);
       if (h == 0.0f) continue;
     }

@@ -491,3 +491,15 @@ def test_table_and_sizes() -> None:
     assert common.table(("a", "bb"), [("xyz", 1), ("", 22)]) == "a    bb\n---  --\nxyz   1\n     22"
     assert [common.size(n) for n in (12, 4200, 1.3e6, 2e9)] == ["12 B", "4.2 KB", "1.3 MB", "2.0 GB"]
     assert (common.percent(0.1234), common.percent(None)) == ("12.3 %", "-")
+
+
+def test_inspect_of_a_checkpoint(command, model_dir) -> None:
+    found = command("inspect", model_dir, "--trust-remote-code", "--json").json
+    assert found["contains"] == ["checkpoint"]
+    assert [(layer["form"], layer["method"], layer["lossless"]) for layer in found["layers"]] == [
+        ("relu(gate)*relu(up)", "exact", True)
+    ] * 2
+    shown = command("inspect", model_dir, "--trust-remote-code").out
+    assert "not optimised: no weights were read" in shown
+    assert "zeros: lossless" in shown
+    assert "--verify: expected a neuron store" in command("inspect", model_dir, "--verify", ok=False).err

@@ -367,7 +367,7 @@ PAIRS = [
     *((verb, "store", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize", "pack")),
     *((verb, "quantised", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
     ("run", "optimised", "torch-pi2 generate "),
-    *((verb, "checkpoint", "torch-pi2 optimize ") for verb in ("run", "inspect", "report")),
+    *((verb, "checkpoint", "torch-pi2 optimize ") for verb in ("run", "report")),
     *((verb, "statistics", "torch-pi2 optimize MODEL --stats ") for verb in ("run", "generate", "pack", "report")),
     *((verb, "predictors", "--stats STATS --predictors ") for verb in ("run", "generate", "eval")),
     *((verb, "plan", "torch-pi2 inspect ") for verb in ("run", "generate", "export")),

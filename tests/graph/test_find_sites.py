@@ -163,14 +163,65 @@ def test_what_is_no_ffn_is_listed(model, text):
         find_sites(model, args)
 
 
-def test_gpt2_is_refused_by_name():
-    import transformers
+class Bare(nn.Module):
+    """An FFN on parameters that no module holds, in any of their layouts and spellings."""
 
-    gpt2 = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2)
-    )
-    with pytest.raises(NoFFNFoundError, match="not supported yet: Conv1D"):
-        find_sites(gpt2)
+    def __init__(self, product, *, turned=(True, True), bias: bool = True) -> None:
+        super().__init__()
+        self.product = product
+        shapes = [(INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
+        first, second = (shape[::-1] if turn else shape for shape, turn in zip(shapes, turned))
+        self.w_in, self.w_out = nn.Parameter(torch.randn(first)), nn.Parameter(torch.randn(second))
+        self.b_in = nn.Parameter(torch.randn(INTERMEDIATE)) if bias else None
+        self.b_out = nn.Parameter(torch.randn(HIDDEN)) if bias else None
+
+    def forward(self, x):
+        h = F.relu(self.product(x, self.w_in, self.b_in))
+        return self.product(h, self.w_out, self.b_out)
+
+
+def addmm(x, w, b):
+    return torch.addmm(b, x.view(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[-1])
+
+
+PRODUCTS = {
+    "matmul": (lambda x, w, b: x @ w + b, (True, True)),
+    "addmm": (addmm, (True, True)),
+    "linear of a transpose": (lambda x, w, b: F.linear(x, w.t(), b), (True, True)),
+    "matmul of a transpose": (lambda x, w, b: x @ w.mT + b, (False, False)),
+    "einsum": (lambda x, w, b: torch.einsum("bth,hi->bti", x, w) + b, (True, True)),
+    "einsum with an ellipsis": (lambda x, w, b: torch.einsum("...h, ih -> ...i", x, w) + b, (False, False)),
+}
+
+
+@pytest.mark.parametrize("spelling", PRODUCTS)
+def test_weights_in_any_layout(spelling):
+    product, turned = PRODUCTS[spelling]
+    model = nn.Sequential(Bare(product, turned=turned)).eval()
+    site = only_site(model)
+    assert (site.up.transposed, site.down.transposed) == turned
+    assert (site.hidden, site.intermediate, site.up.bias, site.down.bias) == (HIDDEN, INTERMEDIATE, "0.b_in", "0.b_out")
+    weights = site.weights(model)
+    assert (weights.up.shape, weights.down.shape) == ((INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    assert FFNSite.from_json(site.to_json()) == site
+    assert ("transposed" in site.to_json()["up"]) == turned[0]
+
+
+@pytest.mark.parametrize("equation", ["bth,hi->bit", "bth,th->bt", "bhh,hi->bhi"])
+def test_other_sums_are_no_product(equation):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+            self.down = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x):
+            size = HIDDEN if "bhh" in equation or "th->" in equation else 5
+            y = torch.einsum(equation, x[:, :1].expand(-1, size, -1), self.w)
+            return self.down(F.relu(y if y.shape[-1] == HIDDEN else y.mT.contiguous()))
+
+    with pytest.raises(NoFFNFoundError):
+        find_sites(Other(), (X_BTH,))
 
 
 def test_order_keys_and_names_of_a_strange_model():
@@ -306,10 +357,52 @@ def test_identify_tells_the_gelus_apart_and_sees_linearity():
     shapes = [(1, 4, 16)]
     assert identify(lambda p: F.gelu(p[0]), shapes, 16) == Formula("gelu", False, None, 0)
     assert identify(lambda p: F.gelu(p[0], approximate="tanh"), shapes, 16) == Formula("gelu_tanh", False, None, 0)
-    assert identify(lambda p: p[0] * torch.sigmoid(1.702 * p[0]), shapes, 16) == "unknown"
+    assert identify(lambda p: p[0] * torch.tanh(p[0]), shapes, 16) == "unknown"
     assert identify(lambda p: 3 * p[0] - 1, shapes, 16) == "linear"
     assert identify(lambda p: p[0] * p[1] * 2, shapes * 2, 16) == "linear"
     assert identify(lambda p: 1 / 0, shapes, 16) == "unknown"
+
+
+def clamped(gate, up):
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+NUMBERS = {
+    "CLIP": (lambda p: p[0] * torch.sigmoid(1.702 * p[0]), 1, "silu[in=1.702,out=0.587544066]"),
+    "scaled gate": (lambda p: F.silu(p[0] * 0.25) * p[1], 2, "silu[in=0.25]"),
+    "scaled product": (lambda p: 0.1 * F.gelu(p[0]) * p[1], 2, "gelu[out=0.1]"),
+    "scaled relu": (lambda p: F.relu(3 * p[0]) * p[1], 2, "relu[out=3]"),
+    "square": (lambda p: F.relu(0.5 * p[0]).square(), 1, "relu2[out=0.25]"),
+    "gpt-oss": (lambda p: clamped(*p), 2, "silu[in=1.702,out=0.587544066,limit=7,plus=1]"),
+    "clamped": (lambda p: F.silu(p[0].clamp(max=10)) * p[1].clamp(-10, 10), 2, "silu[limit=10]"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_in_activations_are_found(name):
+    region, streams, activation = NUMBERS[name]
+    found = identify(region, [(1, 4, 16)] * streams, 16)
+    assert isinstance(found, Formula)
+    assert (found.activation, found.on_up) == (activation, False)
+    assert found.gate == (0 if streams == 2 else None)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        lambda p: F.silu(p[0].clamp(max=10)) * p[1],
+        lambda p: F.silu(p[0]) * p[1].clamp(-10, 10),
+        lambda p: F.silu(p[0].clamp(max=10)) * p[1].clamp(-5, 5),
+        lambda p: F.silu(p[0].clamp(min=-10)) * p[1],
+        lambda p: F.silu(p[0] + 0.1) * p[1],
+        lambda p: F.mish(p[0]) * p[1],
+        lambda p: torch.sigmoid(p[0]) * p[1],
+        lambda p: F.silu(p[0]) * p[1] + 1e-3 * p[1],
+    ],
+)
+def test_numbers_do_not_make_another_formula_a_known_one(region):
+    assert identify(region, [(1, 4, 16)] * 2, 16) == "unknown"
 
 
 @pytest.mark.parametrize(

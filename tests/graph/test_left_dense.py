@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_pi2
-from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, Pi2Error, UnsupportedModelError
+from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.experts import all_experts
 from torch_pi2.graph.find import search
 from torch_pi2.profiling.data import batches
@@ -145,8 +145,8 @@ class SharedBias(nn.Module):
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "tied": (Tied, "1.up", "its matmuls share weights"),
-    "weight_norm": (weight_normed, "1", "weights that are no parameter [out, in] as it is"),
+    "tied": (Tied, "1.up", "1.up.weight stands in two places of it"),
+    "weight_norm": (weight_normed, "1", "weights that are computed from parameters"),
     "shared up": (SharedUp, "1", "1.up.weight is shared by 2 layers of one module"),
     "shared inside": (SharedInside, "1", "1.gate.weight stands in two places of it"),
     "shared bias": (SharedBias, "1", "1.up.bias stands in two places of it"),
@@ -290,23 +290,25 @@ def test_gates_with_a_matrix_per_head_are_no_experts() -> None:
 # --- experts with clamps ---
 
 MOE = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+#: Family -> its settings, and the activation that its clamps make.
 CLAMPED = {
-    "DeepseekV4": ({"n_routed_experts": 4, "moe_intermediate_size": 24}, "compares with 10"),
-    "GptOss": ({}, "parameters down_proj, down_proj_bias"),
+    "DeepseekV4": ({"n_routed_experts": 4, "moe_intermediate_size": 24}, "silu[limit=10]"),
+    "GptOss": ({}, "silu[in=1.702,out=0.587544066,limit=7,plus=1]"),
 }
 
 
 @pytest.mark.parametrize("name", CLAMPED)
-def test_experts_with_clamps_are_refused_by_name(name: str) -> None:
-    more, reason = CLAMPED[name]
+def test_clamps_are_numbers_of_the_activation(name: str) -> None:
+    more, activation = CLAMPED[name]
     config = getattr(transformers, f"{name}Config")(**MOE | more)
-    with pytest.raises(Pi2Error, match=rf"mlp\.experts \({name}Experts: experts of an unknown form; .*{reason}"):
-        torch_pi2.optimize(transformers.AutoModelForCausalLM.from_config(config).eval())
+    forms = all_experts(transformers.AutoModelForCausalLM.from_config(config).eval())
+    assert {form.activation for form in forms.values() if not isinstance(form, str)} == {activation}
+    assert not [form for form in forms.values() if isinstance(form, str)]
 
 
 @pytest.mark.parametrize("clamp", [0.5, 7.0, 1000.0, 1e9])
 def test_experts_are_tried_at_all_magnitudes(clamp: float) -> None:
-    """Qwen's experts with the gate of GLM-5's."""
+    """Mixtral's experts with a clamp of the gate alone."""
     config = transformers.MixtralConfig(**MOE)
     model = transformers.MixtralForCausalLM(config).eval()
     experts: Any = model.model.layers[0].mlp.experts
@@ -316,7 +318,7 @@ def test_experts_are_tried_at_all_magnitudes(clamp: float) -> None:
 
         def _apply_gate(self, gate_up):
             gate, up = gate_up.chunk(2, dim=-1)
-            return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+            return self.act_fn(gate.clamp(max=self.limit)) * up
 
     assert not isinstance(all_experts(model)["model.layers.0.mlp.experts"], str)
     experts.__class__ = Clamped

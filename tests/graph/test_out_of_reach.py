@@ -151,9 +151,17 @@ def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted)[wanted.isfinite()].abs().max() / scale)
 
 
-#: Sparse all the same: code around the layer does the rest.
+#: Sparse all the same: code around the layer does the rest, or a clamp is a number of its activation.
 FOUND = {"before: clamp", "before: if", "before: item", "before: nan_to_num"} | {
     n for n in ODD if n.startswith("after")
+}
+CLAMPED = {
+    "inside: clamp": "relu[limit=50]",
+    "inside: clamp before": "relu[limit=300]",
+    "inside: clamp of 1e6": "relu[limit=1000000]",
+    "inside: hardtanh": "relu[limit=70]",
+    "block": "relu[limit=50]",
+    "gated: both": "relu[limit=7]",
 }
 
 
@@ -167,8 +175,9 @@ def test_eager(name: str, caplog: pytest.LogCaptureFixture) -> None:
         assert off(model(x), y) < 1e-5
     keys = [site.key for site in sites_of(model)]
     left = model.torch_pi2.left
-    if name in FOUND:
+    if name in {*FOUND, *CLAMPED}:
         assert (keys, left) == (["plain", "odd"], {})
+        assert sites_of(model)[1].activation == CLAMPED.get(name, "relu")
     else:
         assert keys == ["plain"]
         assert [key.split(",")[0] for key in left] == ["odd"]
@@ -185,12 +194,12 @@ def test_compiled() -> None:
     for x in inputs():
         for found, wanted in zip(fast(x), model.forward(x)):
             assert off(found, wanted) < 1e-5
-    assert count_op_calls(lambda: fast(X_BTH)) == 1
+    assert count_op_calls(lambda: fast(X_BTH)) == 4  # the plain one, and three clamps that are numbers
 
 
 @torch.no_grad()
 def test_nothing_but_odd_layers() -> None:
     with pytest.raises(
-        UnsupportedModelError, match=r"found 0 \(another formula, of relu, clamp\).*use the model as it is"
+        UnsupportedModelError, match=r"found 0 \(another formula, of gt, .*relu, where\).*use the model as it is"
     ):
-        torch_pi2.optimize(nn.Sequential(ODD["inside: clamp"]()), [(X_BTH.repeat(8, 2, 1),)])
+        torch_pi2.optimize(nn.Sequential(ODD["inside: where"]()), [(X_BTH.repeat(8, 2, 1),)])

@@ -59,12 +59,18 @@ def _hf(name: str, **config: Any) -> nn.Module:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     import transformers
 
-    config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    config_class = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
     return model_class(config_class(**(_LLAMA | config)))
 
 
 def _opt(**config: Any) -> nn.Module:
     return _hf("OPT", ffn_dim=INTERMEDIATE, word_embed_proj_dim=HIDDEN, **config)
+
+
+def _gpt2(activation: str) -> nn.Module:
+    sizes = {"n_embd": HIDDEN, "n_inner": INTERMEDIATE, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
+    return _hf("GPT2", **sizes, activation_function=activation, scale_attn_by_inverse_layer_idx=True)
 
 
 def _drelu() -> nn.Module:
@@ -88,6 +94,9 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "falcon": lambda: _hf("Falcon", ffn_hidden_size=INTERMEDIATE),
     "falcon-bias": lambda: _hf("Falcon", ffn_hidden_size=INTERMEDIATE, bias=True, alibi=True),
     "nemotron": lambda: _hf("Nemotron"),
+    "gpt2": lambda: _gpt2("gelu_new"),
+    "gpt2-relu": lambda: _gpt2("relu"),
+    "llama-quick-gelu": lambda: _hf("Llama", hidden_act="quick_gelu"),
 }
 
 _MLP = "model.layers.0.mlp"
@@ -107,6 +116,9 @@ EXPECTED: dict[str, Expected] = {
     "falcon": Expected("gelu", False, False, "transformer.h.0.mlp", "owner"),
     "falcon-bias": Expected("gelu", False, False, "transformer.h.0.mlp", "owner"),
     "nemotron": Expected("relu2", False, False, _MLP, "owner"),
+    "gpt2": Expected("gelu_tanh", False, False, "transformer.h.0.mlp", "owner"),
+    "gpt2-relu": Expected("relu", False, False, "transformer.h.0.mlp", "owner"),
+    "llama-quick-gelu": Expected("silu[in=1.702,out=0.587544066]", True, False, _MLP, "owner"),
 }
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from operators import opcheck
 
-from torch_pi2.errors import GradientError, LibraryMissingError, ShapeError
+from torch_pi2.errors import GradientError, LibraryMissingError, ShapeError, UnsupportedModelError
 from torch_pi2.observe import counters
 from torch_pi2.ops import ACTIVATIONS, library, load, reference
+from torch_pi2.ops.activations import Shaped, check_plain, exact_zeros, scaled, shaped
 
 load()
 SIZES = [(1, 3, 1, 1), (7, 2, 17, 3), (300, 3, 111, 5), (989, 3, 128, 19), (513, 2, 64, 70)]  # I, R, H, T
@@ -41,6 +42,83 @@ def test_every_kernel_equals_the_reference(isa: str, dtype: torch.dtype, size: t
                 wanted = reference.sparse_ffn(*tensors, *settings)
                 found = torch.ops.pi2.sparse_ffn(*tensors, *settings)
                 torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()) + 1e-7)
+
+
+NUMBERED = [
+    "silu[in=1.702,out=0.587544066,limit=7,plus=1]",
+    "silu[limit=0.5]",
+    "gelu[in=0.25,plus=-0.5]",
+    "gelu_tanh[in=2]",
+    "relu[out=0.5]",
+    "relu2[in=2,limit=1]",
+]
+
+
+@pytest.mark.parametrize("on_up", [False, True])
+@pytest.mark.parametrize("activation", NUMBERED)
+def test_numbers_of_activations(isa: str, activation: str, on_up: bool) -> None:
+    for size in SIZES:
+        intermediate, rows, hidden, tokens = size
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = make(intermediate, rows, hidden, tokens, dtype)
+            for threshold in (0.0, 0.2):
+                settings = (None, activation, on_up, intermediate // 3, threshold)
+                wanted = reference.sparse_ffn(*tensors, *settings)
+                found = torch.ops.pi2.sparse_ffn(*tensors, *settings)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("activation", NUMBERED)
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+def test_numbers_of_activations_with_quantised_weights(isa: str, activation: str, tokens: int) -> None:
+    x, rows, bias_gate, bias_up, bias_down = make(300, 3, 96, tokens, torch.float32)
+    stored = torch.ops.pi2.quantize(rows.reshape(-1, 96), "int4").view(300, 3, -1)
+    for int8_activations in (False, True):
+        settings = (None, activation, False, 0, 0.0, "int4", int8_activations)
+        wanted = reference.sparse_ffn(x, stored, bias_gate, bias_up, bias_down, *settings)
+        found = torch.ops.pi2.sparse_ffn(x, stored, bias_gate, bias_up, bias_down, *settings)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "silu[",
+        "silu[]",
+        "silu[in=]",
+        "silu[in=x]",
+        "silu[foo=1]",
+        "silu[limit=-1]",
+        "silu[in=1.5",
+        "tanh[in=2]",
+        "silu]",
+        "silu[in=nan]",
+        "silu[in=1,5]",
+    ],
+)
+def test_what_is_no_activation_is_refused(text: str) -> None:
+    assert text not in ACTIVATIONS
+    with pytest.raises(KeyError):
+        ACTIVATIONS[text]
+    with pytest.raises(RuntimeError, match=r"activation: expected relu, .* or identity, found"):
+        torch.ops.pi2.sparse_ffn(*make(8, 3, 16, 2, torch.float32), None, text, False, 0, 0.0)
+
+
+def test_texts_of_activations() -> None:
+    assert shaped("silu") == Shaped("silu")
+    assert shaped("silu[in=2]") == Shaped("silu", scale_in=2.0)
+    assert shaped("silu[plus=1,in=2]") is None  # another order: one activation has one text
+    assert shaped("silu[in=1]") is None
+    assert Shaped("gelu", 0.1, 1 / 3, 7.0, -1.0).text == "gelu[in=0.1,out=0.333333333,limit=7,plus=-1]"
+    assert shaped("gelu[in=0.1,out=0.333333333,limit=7,plus=-1]") == Shaped("gelu", 0.1, 0.333333333, 7.0, -1.0)
+    assert scaled("silu[in=2,out=0.5]", 2.0) == "silu[in=2]"
+    assert exact_zeros("relu[out=0.5]")
+    assert not exact_zeros("silu[limit=7]")
+    assert list(ACTIVATIONS) == ["relu", "relu2", "silu", "gelu", "gelu_tanh", "identity"]
+    with pytest.raises(
+        UnsupportedModelError, match=r"activation silu\[in=2\]: expected one of relu, .*bundles have no"
+    ):
+        check_plain("silu[in=2]", "bundles")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,10 @@ class _Reader:
         if name in self._parts:
             parts = self._parts[name]
             if parts[0][1].expert is None:
-                return self._joined(name, parts)
+                return self._joined(name, parts, like)
             stack = new_tensor(like.shape, self._dtype)
             for expert in range(len(stack)):
-                stack[expert] = self._joined(name, [part for part in parts if part[1].expert == expert])
+                stack[expert] = self._joined(name, [part for part in parts if part[1].expert == expert], like)
             return stack
         module, _, local = name.rpartition(".")
         columns = {**self._weights.embeddings, **self._weights.linears}.get(module)
@@ -81,11 +82,18 @@ class _Reader:
             return value
         return self._weights.read_like(name, like, self._dtype)
 
-    def _joined(self, name: str, parts: Sequence[tuple[LayerPlan, LinearRef, str]]) -> torch.Tensor:
-        """The matrix or bias ``name``, whose rows are those of ``parts``."""
-        pieces = sorted(parts, key=lambda part: part[1].rows or (0, 0))
-        values = [self._projection(layer, role, name == ref.bias) for layer, ref, role in pieces]
-        return values[0] if len(values) == 1 else torch.cat(values)
+    def _joined(self, name: str, parts: Sequence[tuple[LayerPlan, LinearRef, str]], like: torch.Tensor) -> torch.Tensor:
+        """The matrix or bias ``name``, whose rows are those of ``parts``; its last dimensions are those of ``like``."""
+        whole: torch.Tensor | None = None
+        for layer, ref, role in parts:
+            value, own = self._projection(layer, role, name == ref.bias), replace(ref, expert=None)
+            if ref.rows is None and not ref.transposed:
+                return value
+            if whole is None:
+                whole = torch.empty(like.shape[like.dim() - (1 if name == ref.bias else 2) :], dtype=self._dtype)
+            (own.take_bias(whole) if name == ref.bias else own.take(whole)).copy_(value)
+        assert whole is not None
+        return whole
 
     def _projection(self, layer: LayerPlan, role: str, bias: bool) -> torch.Tensor:
         """A matrix or bias in the model's own shape and neuron order."""

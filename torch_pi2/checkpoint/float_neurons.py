@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, convert, converted, refs_of
+from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, convert, converted, refs_of, update_digest
 from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.rewrite.skeleton import model_config
@@ -84,6 +84,12 @@ class _FloatQuantizer(Quantizer):
 
     def _strips(self, site: FFNSite, ref: LinearRef, role: str, digest: Any) -> Iterator[tuple[int, torch.Tensor]]:
         """First row, and rows from there on, of one matrix after the other; ``digest`` is told unless it is None."""
+        if ref.transposed or len(ref.rows or ()) == 3:  # its rows lie in pieces: it is read whole
+            matrix = self._whole(site, ref, role)
+            if digest is not None:
+                update_digest(digest, matrix)
+            yield 0, matrix
+            return
         name, first, shape = self._place(site, ref, role)
         dtype = self._checkpoint.spec(name).dtype
         per_row = shape[1] * dtype.itemsize
@@ -97,6 +103,14 @@ class _FloatQuantizer(Quantizer):
                 digest.update(data.numpy().data)
             yield start, data.view(dtype).view(stop - start, shape[1])
 
+    def _whole(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
+        """A matrix in memory of its own, not of the neurons that are being made."""
+        if ref.expert is None:
+            return ref.take(self._checkpoint.read(self._stored(ref.weight))).contiguous()
+        found = ExpertMatrix(self._checkpoint, site, ref, role)
+        found.read_into(matrix := torch.empty(found.shape, dtype=self._checkpoint.spec(found.name).dtype))
+        return matrix
+
     def _place(self, site: FFNSite, ref: LinearRef, role: str) -> tuple[str, int, tuple[int, int]]:
         """Name of the tensor that has a matrix, its first row there, and its shape."""
         if ref.expert is not None:
@@ -104,5 +118,5 @@ class _FloatQuantizer(Quantizer):
             return found.name, found.first, found.shape
         name = self._stored(ref.weight)
         rows, columns = self._checkpoint.spec(name).shape
-        first, last = ref.rows or (0, rows)
+        first, last = ref.rows[:2] if ref.rows else (0, rows)
         return name, first, (last - first, columns)

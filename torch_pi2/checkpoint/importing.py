@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.checkpoint.quantize import NO_HASH, Quantizer, QuantizeReport, RelativeError, row_chunks, update_hash
+from torch_pi2.checkpoint.quantize import NO_HASH, Quantizer, QuantizeReport, RelativeError, row_chunks, update_digest
 from torch_pi2.errors import ArtifactError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.embedding import can_stand_for
-from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.skeleton import places, skeleton
@@ -117,7 +117,7 @@ def _what_becomes(
     kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, sites)
     layers = []
     for site in sites:
-        exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None
+        exact = exact_zeros(site.activation) or site.experts is not None
         order = torch.arange(site.intermediate, dtype=torch.int32)
         method = Method.EXACT if exact else Method.DENSE
         layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
@@ -143,7 +143,7 @@ def _sites(model: nn.Module, neurons: str) -> list[FFNSite]:
             found=f"{len(wanted)} of them",
             fix="Leave it out: experts are always neurons.",
         )
-    sparse = [site for site in sites if site.experts is None and site.activation in SPARSE_ACTIVATIONS]
+    sparse = [site for site in sites if site.experts is None and exact_zeros(site.activation)]
     return [*wanted, *sparse] if neurons == "auto" else []
 
 
@@ -210,7 +210,7 @@ class _Importer(Quantizer):
                 rows = self._packed.own_rows(stored, start, stop)
             else:
                 rows = self._rounded(self._checkpoint.read(stored, (start, stop)), stored, kind, error)
-            update_hash(digest, rows)
+            update_digest(digest, rows)
             out.write(f"{name}.weight", rows, row=start)
         self._count(name, self._packed.type_of(stored), kind, own is not None)
         return error.relative

@@ -25,7 +25,7 @@ from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.experts import expert_groups
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.rewrite.linears import find_linears
@@ -186,7 +186,7 @@ def _new_plan(model: nn.Module) -> Plan:
     layers = []
     for site in find_sites(model, strict=False, on_meta=True):
         order = torch.arange(site.intermediate, dtype=torch.int32)
-        exact = site.activation in SPARSE_ACTIVATIONS or site.experts is not None  # nothing of an expert is hot
+        exact = exact_zeros(site.activation) or site.experts is not None  # nothing of an expert is hot
         method = Method.EXACT if exact else Method.DENSE
         layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
     return Plan(layers, NO_HASH, {"planner": "none"})
@@ -241,12 +241,14 @@ class Quantizer:
                 stored = self._stored(name)
                 self._checkpoint.check_float(stored)
                 shape = self._checkpoint.spec(stored).shape
-                fits = ref.rows is None and shape[:1] == (rows,)
-                fits |= ref.rows is not None and ref.rows[1] - ref.rows[0] == rows and shape[:1] >= (ref.rows[1],)
-                if not fits or shape[1:] != ((columns,) if name == ref.weight else ()):
+                own = shape[::-1] if ref.transposed else shape
+                fits = ref.rows is None and own[:1] == (rows,)
+                fits |= ref.rows is not None and ref.rows[1] - ref.rows[0] == rows and own[:1] >= (ref.rows[1],)
+                if not fits or own[1:] != ((columns,) if name == ref.weight else ()):
                     raise ArtifactError(
                         f"{stored} in {self._checkpoint.folder}",
-                        expected=f"{rows} rows" + (f" of {columns}" if name == ref.weight else ""),
+                        expected=f"{rows} {'columns' if ref.transposed and name == ref.weight else 'rows'}"
+                        + (f" of {columns}" if name == ref.weight else ""),
                         found=str(list(shape)),
                         fix="The plan, or config.json, is of another model.",
                     )
@@ -301,7 +303,8 @@ class Quantizer:
     def _try_experts(self, model: nn.Module, group: list[LayerPlan]) -> str:
         """Tried with some of the experts: all of a layer may be more than there is memory for."""
         first = group[0].site
-        empty = {ref.weight: model.get_parameter(ref.weight) for ref in (first.up, first.down)}
+        names = [name for ref in (first.up, first.down) for name in (ref.weight, ref.bias) if name]
+        empty = {name: model.get_parameter(name) for name in names}
         dtype = self._checkpoint.spec(ExpertMatrix(self._checkpoint, first, first.up, "up").name).dtype
         try:
             for name, parameter in empty.items():
@@ -311,6 +314,8 @@ class Quantizer:
                     found = ExpertMatrix(self._checkpoint, layer.site, ref, role)
                     found.read_into(matrix := torch.empty(found.shape, dtype=dtype))
                     ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)
+                    if ref.bias is not None:
+                        model.get_parameter(ref.bias).detach().copy_(self._checkpoint.read(self._stored(ref.bias)))
                 check_weights(layer.site, layer.site.weights(model))
             return find_experts_way(model, group)
         finally:
@@ -405,7 +410,7 @@ class Quantizer:
         step = max(1, _CHUNK // (4 * site.hidden))
         for row, (role, ref) in enumerate(refs):
             matrix = self._matrix(site, ref, role)
-            update_hash(digest, matrix)
+            update_digest(digest, matrix)
             by_neuron = matrix.T if role == "down" else matrix
             for start in range(0, site.intermediate, step):
                 wanted = order[start : start + step]
@@ -426,8 +431,8 @@ class Quantizer:
         site, order = layer.site, layer.order.long()
         for role, ref in refs_of(site):
             if ref.bias is not None:
-                bias = self._checkpoint.read(self._stored(ref.bias), ref.rows)
-                update_hash(digest, bias)
+                bias = ref.take_bias(self._checkpoint.read(self._stored(ref.bias)))
+                update_digest(digest, bias)
                 name = f"{site.key}.bias_{role}"
                 made = converted(bias, out.specs[name].dtype, ref.bias)
                 out.write(name, made if role == "down" else made[order])
@@ -440,7 +445,11 @@ class Quantizer:
             return matrix
         stored = self._stored(ref.weight)
         spec = self._checkpoint.spec(stored)
-        start, stop = ref.rows or (0, spec.shape[0])
+        if ref.transposed:
+            whole = self._scratch(spec)
+            self._checkpoint.read_into(stored, whole)
+            return ref.take(whole)
+        start, stop = ref.rows[:2] if ref.rows else (0, spec.shape[0])
         matrix = self._scratch(Spec((stop - start, *spec.shape[1:]), spec.dtype))
         self._checkpoint.read_into(stored, matrix, start)
         return matrix
@@ -501,7 +510,7 @@ def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows)
 
 
-def update_hash(digest: Any, tensor: torch.Tensor) -> None:
+def update_digest(digest: Any, tensor: torch.Tensor) -> None:
     """As :func:`torch_pi2.spec.plan.weights_hash` does."""
     digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
     digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)

@@ -166,7 +166,7 @@ def load_sparse(
             if group[0].site.experts is not None:
                 for layer in group:
                     weights.way(layer.site.key)  # raises if the file does not know it
-                parts = (empty(layer) for layer in group)
+                parts = (_with_biases(empty(layer), weights) for layer in group)
                 experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
                 if experts.in_memory:
                     _read_experts(experts, weights)
@@ -251,11 +251,16 @@ def _empty_layer(
 
 def _read_layer(ffn: SparseFFN, weights: QuantizedWeights) -> None:
     """Biases, and the neurons unless they stay in the file."""
+    _with_biases(ffn, weights)
+    if ffn.in_memory:
+        put(ffn, ["neuron_rows"], weights.as_computed(weights.read_neurons(ffn.site)))
+
+
+def _with_biases(ffn: SparseFFN, weights: QuantizedWeights) -> SparseFFN:
     for name, spec in neuron_specs(ffn.site, weights.kind).items():
         if name != f"{ffn.site.key}.bundles":
             put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
-        elif ffn.in_memory:
-            put(ffn, ["neuron_rows"], weights.as_computed(weights.read_neurons(ffn.site)))
+    return ffn
 
 
 def _read_experts(experts: SparseExperts, weights: QuantizedWeights) -> None:

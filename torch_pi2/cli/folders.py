@@ -50,7 +50,7 @@ _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "chat": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "serve": ("models", "checkpoints, or models of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "eval": ("model", "a model of optimize", ("checkpoint", *_OPTIMISED)),
-    "inspect": ("folder", "a folder that torch-pi2 wrote", tuple(kind for kind in _KINDS if kind != "checkpoint")),
+    "inspect": ("folder", "a folder that torch-pi2 wrote, or a checkpoint", tuple(_KINDS)),
     "report": ("folder", "a model of optimize, quantize or pack", _OPTIMISED),
 }
 

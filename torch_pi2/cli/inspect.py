@@ -1,4 +1,8 @@
-"""Say what is in a folder of ours: an optimised model, a neuron store, statistics, predictors, a plan, or a bundle."""
+"""Say what is in a folder of ours: an optimised model, a neuron store, statistics, predictors, a plan, or a bundle.
+
+Of a checkpoint that is not optimised it says what would be done with each of its feed-forward layers, or why not; no
+weights are read.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common, verdict
 from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
-from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.cli.inspect_checkpoint import describe_checkpoint, nothing_to_verify, render_checkpoint
+from torch_pi2.errors import ArtifactError, Pi2Error
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors
@@ -34,14 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         type=Path,
         metavar="DIR",
-        help="written by profile, fit, plan, optimize, pack or export; or a file model.pi2",
+        help="written by profile, fit, plan, optimize, pack or export; a checkpoint; or a file model.pi2",
     )
     parser.add_argument(
         "--verify", action="store_true", help="read the whole store, or bundle, and compare it with its checksums"
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.cli.folders import kind_of
+
+    if kind_of(args.folder) == "checkpoint":
+        return {"folder": str(args.folder), **describe_checkpoint(args.folder, args.verify, args.trust_remote_code)}
     return {"folder": str(args.folder), **describe(args.folder, args.verify, not args.quiet)}
 
 
@@ -67,12 +77,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         return _describe_file(folder, verify, progress)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
     if verify and not os.path.lexists(inner / STORE_FILE):
-        raise ConfigError(
-            "--verify",
-            expected=f"a neuron store pi2/{STORE_FILE} in {folder}",
-            found="none",
-            fix="Leave it out: other files have no checksums. torch-pi2 pack makes stores.",
-        )
+        raise nothing_to_verify(folder)
     has_store = os.path.lexists(inner / STORE_FILE)
     with Parts(inner) as parts:
         present = [name for name in ("stats", "predictors", "plan") if parts.has(name)]
@@ -136,7 +141,7 @@ def _predictors(predictors: FittedPredictors) -> dict[str, dict[str, Any]]:
 def _plan(plan: Plan | None) -> dict[str, dict[str, Any]]:
     return {
         layer.site.key: {
-            "form": _form(layer.site),
+            "form": layer.site.form,
             "hidden": layer.site.hidden,
             "neurons": layer.site.intermediate,
             "method": layer.method,
@@ -200,13 +205,6 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
     return facts, layers
 
 
-def _form(site: Any) -> str:
-    if not site.gated:
-        return f"{site.activation}(up)"
-    up = f"{site.activation}(up)" if site.activation_on_up else "up"
-    return f"{site.activation}(gate)*{up}"
-
-
 #: field -> (column title, how it is shown), for those that some layer has.
 _COLUMNS: dict[str, tuple[str, Any]] = {
     "form": ("form", str),
@@ -231,6 +229,8 @@ _COLUMNS: dict[str, tuple[str, Any]] = {
 def render(result: dict[str, Any]) -> str:
     if "bundle" in result["contains"]:
         return render_bundle(result)
+    if "checkpoint" in result["contains"]:
+        return render_checkpoint(result)
     layers = _by_block(result["layers"], _COLUMNS)
     columns = [name for name in _COLUMNS if any(name in layer for layer in layers)]
     rows = [

@@ -21,6 +21,7 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.blob import NUMBERS, PREDICTORS, TENSORS, Blob
 from torch_pi2.formats import FORMATS
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
@@ -29,7 +30,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, layers_of
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, check_plain
 from torch_pi2.ops.dtypes import format_name
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.layout import Layout
@@ -124,6 +125,18 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     )
 
 
+def check_exportable(home: SparseLayer) -> None:
+    """Raises UnsupportedModelError: a blob has no room for numbers of an activation, nor for biases of experts."""
+    check_plain(home.site.activation, "bundles")
+    if isinstance(home, SparseExperts) and any(bias is not None for bias in home.biases()):
+        raise UnsupportedModelError(
+            f"export of {home.site.key}",
+            expected="experts without biases: a blob has no room for those of all of them",
+            found="biases",
+            fix="Run it with PyTorch.",
+        )
+
+
 def blob_of(
     facts: StoreFacts,
     homes: Sequence[SparseLayer],
@@ -135,6 +148,7 @@ def blob_of(
 ) -> Blob:
     """The blob of one call of ``homes[call]``; see :class:`Blob`."""
     ffn = homes[call]
+    check_exportable(ffn)
     a = ffn._buffers["predictor_a"]
     return Blob(
         role=role,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, on_up
 from torch_pi2.predict.exact import ExactGate
 from torch_pi2.predict.lowrank import ALWAYS, LowRank
 from torch_pi2.profiling.samples import Samples
@@ -217,6 +217,7 @@ def _mass(site: FFNSite, w: FFNWeights, x_NH: torch.Tensor) -> torch.Tensor:
         if w.gate is None:
             h = act(up)
         else:
-            h = act(F.linear(x, w.gate, w.bias_gate).float()) * (act(up) if site.activation_on_up else up)
+            factor = on_up(site.activation, site.activation_on_up)
+            h = act(F.linear(x, w.gate, w.bias_gate).float()) * factor(up)
         parts.append(h.abs() * norm_I)
     return torch.cat(parts)

@@ -3,20 +3,22 @@
 The elementwise region between an FFN's projections is run on probe values in float64 and compared with every
 hypothesis ``act(up)``, ``act(gate) * up`` and ``act(gate) * act(up)`` for every name in ``ops.ACTIVATIONS``. So
 ``x * sigmoid(x)``, ``F.silu``, ``nn.SiLU`` and a hand-written copy are all ``silu``; with a clamp at 50 they are not:
-probes have all magnitudes, and values around every number that the region compares with.
+probes have all magnitudes, and values around every number that the region compares with. Of what is none of these it is
+tried whether numbers (scales, a clamp, something added to up) make it one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.graph.reach import MAGNITUDES, Reach
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, Shaped, exact_zeros
 from torch_pi2.spec.formula import Formula, apply_formula
 
 #: Maps one probe per source projection (``[..., N]`` float64) to the region's result (``[..., I]``).
@@ -26,6 +28,8 @@ Region = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 _TOLERANCE = 2e-5
 #: At least so many values of all magnitudes are probed, and so many around the numbers that a region compares with.
 _MANY = 2048
+#: Numbers of an activation are between these, so that none overflows in float32.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 #: Where to probe around such a number, relative to it.
 _AROUND = (-2.0, -1.001, -1.0, -0.999, -0.5, 0.5, 0.999, 1.0, 1.0005, 1.001, 2.0)
 
@@ -43,21 +47,27 @@ def identify(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: in
         The formula, ``"linear"`` for regions without any nonlinearity (LoRA and the like are no FFNs), or
         ``"unknown"``.
     """
-    tried = _try(region, shapes, intermediate)
-    if tried is None:
+    found = _try(region, shapes, intermediate)
+    if found is None:
         return "unknown"
+    tried, constants = found
     for formula in _hypotheses(len(tried[0].streams)):
         if all(one.is_(formula) for one in tried):
             return "linear" if formula.activation == "identity" else formula
-    return "linear" if _is_multilinear(region, tried, intermediate) else "unknown"
+    if _is_multilinear(region, tried, intermediate):
+        return "linear"
+    for formula in _with_numbers(region, tried[0].probes, intermediate, constants):
+        if all(one.is_(formula) for one in tried):
+            return formula
+    return "unknown"
 
 
 def computes(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int, formula: Formula) -> bool:
     """Whether ``region`` is ``formula`` (same arguments as :func:`identify`)."""
-    tried = _try(region, shapes, intermediate)
-    if tried is None or len(tried[0].streams) != (1 if formula.gate is None else 2):
+    found = _try(region, shapes, intermediate)
+    if found is None or len(found[0][0].streams) != (1 if formula.gate is None else 2):
         return False
-    return all(one.is_(formula) for one in tried)
+    return all(one.is_(formula) for one in found[0])
 
 
 def _hypotheses(n_streams: int) -> list[Formula]:
@@ -65,6 +75,73 @@ def _hypotheses(n_streams: int) -> list[Formula]:
         return [Formula(name, False, None, 0) for name in ACTIVATIONS]
     roles = [(0, 1), (1, 0)]
     return [Formula(name, on_up, gate, up) for on_up in (False, True) for gate, up in roles for name in ACTIVATIONS]
+
+
+def _with_numbers(
+    region: Region, probes: Sequence[torch.Tensor], intermediate: int, constants: Sequence[float]
+) -> Iterator[Formula]:
+    """Formulas whose activations have numbers that fit at a few points; that they fit everywhere remains to be seen."""
+    fused = probes[0].shape[-1] == 2 * intermediate
+    constants = [c for c in constants if _SMALLEST < c < _LARGEST]
+    small = min([1.0, *(c / 2 for c in constants)])
+
+    def at(*values: float) -> float:
+        """The region's result where all elements of each stream have one value; NaN if it is not one number."""
+        filled = [torch.full_like(probe, value) for probe, value in zip(probes, values)]
+        if fused:
+            filled = [probes[0].clone()]
+            filled[0][..., :intermediate], filled[0][..., intermediate:] = values
+        out = _run(region, filled, intermediate)
+        return float(out.flatten()[0]) if out is not None and bool((out == out.flatten()[0]).all()) else math.nan
+
+    def gate(v: float, first: bool) -> float:
+        def of(u: float) -> float:
+            return at(v, u) if first else at(u, v)
+
+        return (of(small) - of(0.0)) / small
+
+    if not fused and len(probes) == 1:
+        ways: list[tuple[int | None, int, Callable[[float], float], float]] = [(None, 0, at, 0.0)]
+    else:
+        ways = []
+        for first in (True, False):
+            f: Callable[[float], float] = partial(gate, first=first)
+            one = f(small)
+            plus = (at(small, 0.0) if first else at(0.0, small)) / one if one else math.nan
+            ways.append((0 if first else 1, 1 if first else 0, f, round(plus, 9)))
+    for gate_index, up_index, act, plus in ways:
+        ahead, back = act(small), act(-small)
+        if not all(map(math.isfinite, (ahead, back, plus))) or not ahead:
+            continue
+        for base in ACTIVATIONS:
+            scale = _scale_in(base, small, back / ahead)
+            for limit in (math.inf, *constants) if scale is not None else ():
+                assert scale is not None
+                out = ahead / _value(base, scale * small)
+                if not _SMALLEST < abs(out) < _LARGEST or abs(plus) > _LARGEST:
+                    continue
+                shaped = Shaped(base, float(f"{scale:.9g}"), float(f"{out:.9g}"), limit, plus + 0.0)
+                yield Formula(shaped.text, False, gate_index, up_index)
+
+
+def _value(base: str, v: float) -> float:
+    return float(ACTIVATIONS[base](torch.tensor(v, dtype=torch.float64)))
+
+
+def _scale_in(base: str, v: float, ratio: float) -> float | None:
+    """The ``s`` for which ``act(-s v) / act(s v)`` is ``ratio``; 1 where any does; None where none does."""
+    if base == "identity" or exact_zeros(base):
+        return 1.0 if ratio == 0 and base != "identity" else None
+    if not -1 < ratio < 0:
+        return None
+    low, high = 1e-4 / v, 40.0 / v
+    for _ in range(200):  # the ratio rises from -1 to 0
+        middle = (low + high) / 2
+        if _value(base, -middle * v) / _value(base, middle * v) < ratio:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 @dataclass(frozen=True)
@@ -79,8 +156,10 @@ class _Tried:
         return _close(self.found, apply_formula(formula, self.streams), self.streams)
 
 
-def _try(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int) -> list[_Tried] | None:
-    """The region run on probes that reach all that it does; None if that cannot be."""
+def _try(
+    region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int
+) -> tuple[list[_Tried], list[float]] | None:
+    """The region run on probes that reach all that it does, and what it compares with; None if that cannot be."""
     elements = torch.Size(shapes[0]).numel() if shapes else 0
     if not elements:
         return None
@@ -106,7 +185,7 @@ def _try(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: int) -
         for _ in range(rounds if constants else 0):
             if not add([_around(constants, shape, len(tried), i) for i, shape in enumerate(shapes)]):
                 return None
-    return None if reach.missed() else tried
+    return None if reach.missed() else (tried, constants)
 
 
 def _streams(probes: Sequence[torch.Tensor], intermediate: int) -> list[torch.Tensor] | None:

@@ -25,7 +25,7 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.hooks import has_hooks, has_stand_ins
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.active import ActiveNeurons
-from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member
+from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member, site_tensors
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.spec.method import PREDICTED, Method
@@ -43,12 +43,6 @@ class Scorer(Protocol):
     def threshold(self) -> float: ...
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor: ...
-
-
-def parameter_names(sites: Sequence[FFNSite]) -> list[str]:
-    """Every weight and bias that the sites name, once."""
-    refs = [r for s in sites for r in (s.gate, s.up, s.down) if r is not None]
-    return list(dict.fromkeys(name for r in refs for name in (r.weight, r.bias) if name))
 
 
 def first_role(site: FFNSite) -> str:
@@ -93,7 +87,7 @@ class PredictedMaskMode(TorchDispatchMode):
         sites = [s for s in sites if s.key in predictors]
         self._inside: list[AbstractContextManager[None]] = []
         every, sites = sites, [s for s in sites if s.experts is None]
-        self._params = {name: model.get_parameter(name).detach() for name in parameter_names(sites)}
+        self._params = site_tensors(sites, lambda name: model.get_parameter(name).detach())
         self._index = MatmulIndex(sites, self._params)
         self._thresholds = {k: v for k, v in (thresholds or {}).items() if v > 0}
         self._predictors = predictors
@@ -230,7 +224,6 @@ class NeuronClusterMode(TorchDispatchMode):
                 fix="Call torch_pi2.restore(model) first.",
             )
         self._plan = plan
-        self._params: dict[str, torch.Tensor] = plan.parameters()
         self._layers: dict[str, _Layer] = {}
         for layer in plan.layers:
             if layer.method == Method.DENSE or layer.n_cold == 0 or layer.site.experts is not None:
@@ -249,7 +242,8 @@ class NeuronClusterMode(TorchDispatchMode):
             scorer = predictors[key] if predicted else None
             self._layers[key] = _Layer(layer.site, hot_I, layer.threshold, scorer)
         sites = [y.site for y in self._layers.values()]
-        self._index = MatmulIndex(sites, {name: self._params[name] for name in parameter_names(sites)})
+        self._params = site_tensors(sites, plan.parameters().__getitem__)
+        self._index = MatmulIndex(sites, self._params)
         self._bias_of = {
             self._params[ref.bias].data_ptr(): ref.bias
             for s in sites

@@ -1,9 +1,10 @@
 """Mixtures of experts: modules that hold all experts of a block in two 3-D parameters, and the sites in them.
 
-Structure says which modules these are, not names: parameters ``gate_up_proj [E, 2I, H]`` (gate rows first) and
-``down_proj [E, H, I]`` and no others, an activation that :mod:`torch_pi2.graph.activation` recognises, and
-``forward(hidden_states, top_k_index, top_k_weights)``, as the experts of transformers have. That their forward computes
-what these say is seen on random input before one is replaced (:mod:`torch_pi2.rewrite.rewrite`).
+Structure says which modules these are, not names: parameters ``gate_up_proj [E, 2I, H]`` (or ``up_proj [E, I, H]``) and
+``down_proj [E, H, I]``, or both transposed, biases of both, and no others; what :mod:`torch_pi2.graph.activation`
+recognises between them; and ``forward(hidden_states, top_k_index, top_k_weights)``, as the experts of transformers
+have, or ``forward(hidden_states)`` of rows that are sorted by expert (Llama 4). That their forward computes what these
+say is seen on random input before one is replaced (:mod:`torch_pi2.rewrite.rewrite`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.spec.formula import Formula, dense_reference
 from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+_GATE_UP, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
+#: Names that the arguments of experts have, of each one of these.
+ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
 _ABOUT_EXPERTS = re.compile("expert|moe|top_k|router|routing", re.IGNORECASE)
 #: Tokens to probe with, and experts per token.
 _PROBE_TOKENS, _PROBE_CHOICES = 24, 2
@@ -44,7 +46,7 @@ def looks_like_experts(module: nn.Module) -> bool:
     own = dict(module.named_parameters(recurse=False))
     several = any(p.dim() == 3 and p.shape[0] > 1 for p in own.values())
     names = (type(module).__name__, *own, *inspect.signature(type(module).forward).parameters)
-    return set(own) == {_GATE_UP, _DOWN} or (several and any(_ABOUT_EXPERTS.search(name) for name in names))
+    return {_GATE_UP, _DOWN} <= set(own) or (several and any(_ABOUT_EXPERTS.search(name) for name in names))
 
 
 def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> ExpertsForm | str:
@@ -54,27 +56,69 @@ def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> Expe
         tried: what trying the code of others with the same settings has shown; what is found is added.
     """
     own = dict(module.named_parameters(recurse=False))
-    if set(own) != {_GATE_UP, _DOWN}:
+    first_name = _GATE_UP if _GATE_UP in own else _UP
+    biases = {f"{first_name}_bias", f"{_DOWN}_bias"}
+    if not {first_name, _DOWN} <= set(own) <= {first_name, _DOWN} | biases or len(biases & set(own)) == 1:
         return f"parameters {', '.join(sorted(own))}"
     more = [n for n, _ in (*module.named_parameters(), *module.named_buffers()) if n not in own]
     if more:
         return f"{more[0]} besides the experts"
-    first, last = own[_GATE_UP].shape, own[_DOWN].shape
-    fits = len(first) == len(last) == 3 and first == (last[0], 2 * last[2], last[1])
-    if not fits or getattr(module, "is_transposed", False):
-        return f"{_GATE_UP} {list(first)} and {_DOWN} {list(last)}, transposed or of other sizes"
+    has_biases = len(own) == 4
+    first, last, gated = tuple(own[first_name].shape), tuple(own[_DOWN].shape), first_name == _GATE_UP
+    sizes = [s for t in (False, True) if len(last) == 3 and (s := _sizes(last, t, gated))[1] == (first, last)]
+    if not sizes:
+        return f"{first_name} {list(first)} and {_DOWN} {list(last)}, which do not fit each other"
+    (experts, intermediate, hidden), _, transposed = sizes[0]
+    shapes = [tuple(own[name].shape) for name in (f"{first_name}_bias", f"{_DOWN}_bias") if has_biases]
+    if has_biases and shapes != [(experts, (1 + gated) * intermediate), (experts, hidden)]:
+        return f"biases {shapes[0]} and {shapes[1]}"
     arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    if arguments != ARGUMENTS:
+    routed = len(arguments) == len(ARGUMENTS) and all(a in names for a, names in zip(arguments, ARGUMENTS))
+    if not routed and (arguments != ("hidden_states",) or has_biases or not gated):
         return f"forward({', '.join(arguments)})"
-    experts, hidden, intermediate = last
-    formula = _formula(module)
-    if formula is None:
+    found = _formula(module, gated)
+    if found is None:
         return f"activation {getattr(module, 'act_fn', None)!r}"
-    form = ExpertsForm(experts, intermediate, hidden, formula.activation, formula.on_up)
+    formula, interleaved = found
+    form = ExpertsForm(
+        *(experts, intermediate, hidden, formula.activation, formula.on_up),
+        *(gated, interleaved, transposed, has_biases),
+    )
     tried, settings = {} if tried is None else tried, (form, _settings(module))
     if settings not in tried:
         tried[settings] = _more_than(module, form)
     return tried[settings] or form
+
+
+def _sizes(
+    last: Sequence[int], transposed: bool, gated: bool
+) -> tuple[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]], bool]:
+    """Experts, I and H of a down matrix ``last``, and the shapes that both parameters have then."""
+    experts, intermediate, hidden = last if transposed else (last[0], last[2], last[1])
+    return (experts, intermediate, hidden), _shapes(experts, intermediate, hidden, transposed, gated), transposed
+
+
+def _shapes(experts: int, intermediate: int, hidden: int, transposed: bool, gated: bool) -> Any:
+    rows = (1 + gated) * intermediate
+    if transposed:
+        return (experts, hidden, rows), (experts, intermediate, hidden)
+    return (experts, rows, hidden), (experts, hidden, intermediate)
+
+
+def parameter_shapes(form: ExpertsForm) -> dict[str, tuple[int, ...]]:
+    """Local name -> shape of the parameters of a module of experts."""
+    first = _GATE_UP if form.gated else _UP
+    shapes = _shapes(form.experts, form.intermediate, form.hidden, form.transposed, form.gated)
+    found = dict(zip((first, _DOWN), shapes))
+    if form.biases:
+        found[f"{first}_bias"] = (form.experts, (1 + form.gated) * form.intermediate)
+        found[f"{_DOWN}_bias"] = (form.experts, form.hidden)
+    return found
+
+
+def is_sorted(module: nn.Module) -> bool:
+    """Whether a module of experts is called with rows sorted by expert, and no router's choice."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:] == ("hidden_states",)
 
 
 def _settings(module: nn.Module) -> Any:
@@ -86,13 +130,27 @@ def _settings(module: nn.Module) -> Any:
     return type(module), tuple(simple), repr(module)
 
 
-def _formula(module: nn.Module) -> Formula | None:
-    """What happens between gate, up and down; None if it is not known."""
-    act_fn = getattr(module, "act_fn", None)
+def _formula(module: nn.Module, gated: bool) -> tuple[Formula, bool] | None:
+    """What happens between gate, up and down, and whether these are interleaved; None if it is not known."""
+    act_fn: Any = getattr(module, "act_fn", None)
+    gate: Any = getattr(module, "_apply_gate", None)
+    if not gated:
+        found = identify(lambda probes: act_fn(probes[0]), [(8, 64)], 64) if callable(act_fn) else "unknown"
+        return (found, False) if isinstance(found, Formula) else None
+    for interleaved in (False, True) if callable(gate) else ():
+
+        def fused(probes: Sequence[torch.Tensor], interleaved: bool = interleaved) -> torch.Tensor:
+            whole = torch.stack(list(probes), -1).flatten(-2) if interleaved else torch.cat(list(probes), -1)
+            made: torch.Tensor = gate(whole)
+            return made
+
+        found = identify(fused, [(8, 64), (8, 64)], 64)
+        if isinstance(found, Formula) and found.gate == 0:
+            return found, interleaved
     if not callable(act_fn):
         return None
     found = identify(lambda probes: act_fn(probes[0]) * probes[1], [(8, 64), (8, 64)], 64)
-    return found if isinstance(found, Formula) and found.gate == 0 else None
+    return (found, False) if isinstance(found, Formula) and found.gate == 0 else None
 
 
 def _more_than(module: nn.Module, form: ExpertsForm) -> str:
@@ -103,19 +161,24 @@ def _more_than(module: nn.Module, form: ExpertsForm) -> str:
     small = copy.copy(module)
     small._parameters = {}
     generator = torch.Generator().manual_seed(form.experts)
-    for name, shape in ((_GATE_UP, (2 * _SMALL_I, _SMALL_H)), (_DOWN, (_SMALL_H, _SMALL_I))):
-        weight = torch.randn((form.experts, *shape), generator=generator, dtype=torch.float32) / shape[1] ** 0.5
+    small_form = replace(form, intermediate=_SMALL_I, hidden=_SMALL_H)
+    for name, shape in parameter_shapes(small_form).items():
+        weight = torch.randn(shape, generator=generator, dtype=torch.float32) / _SMALL_H**0.5
         small._parameters[name] = nn.Parameter(weight, requires_grad=False)
-    sites = expert_sites("", replace(form, intermediate=_SMALL_I, hidden=_SMALL_H), "")
+    sizes = {form.hidden: _SMALL_H, form.intermediate: _SMALL_I}
+    for name, value in vars(module).items():  # sizes that its code may read
+        if isinstance(value, int) and not isinstance(value, bool) and value in sizes and value != form.experts:
+            small.__dict__[name] = sizes[value]
+    sites = expert_sites("", small_form, "")
     tried = sites[:_SMALL_EXPERTS]
     with fresh_settings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        (x_TH, index_TK, routing_TK), wanted_TH = probe_experts(small, tried)
+        (x_TH, *routing), wanted_TH = probe_experts(small, tried)
         reach = Reach()
         for training in (False, True):
             small.training = training
             try:
                 with reach:
-                    found_TH = type(module).forward(small, x_TH.clone(), index_TK, routing_TK)
+                    found_TH = type(module).forward(small, x_TH.clone(), *routing)[: len(wanted_TH)]
             except Exception:  # its code knows the real sizes: it is tried with the real weights when it is replaced
                 return ""
             if not same_tokens(found_TH, wanted_TH):
@@ -162,7 +225,8 @@ def check_known_experts(what: str, model: nn.Module) -> None:
     if unknown:
         raise UnsupportedModelError(
             what,
-            expected=f"experts with {_GATE_UP} [experts, 2 I, H], {_DOWN} [experts, H, I] and a known activation",
+            expected=f"experts with {_GATE_UP} [experts, 2 I, H], {_DOWN} [experts, H, I], or both transposed, and a "
+            "known activation",
             found="; ".join(dict.fromkeys(unknown.values())),
             fix="Such experts are not supported yet; keep the float weights.",
         )
@@ -171,15 +235,22 @@ def check_known_experts(what: str, model: nn.Module) -> None:
 def expert_sites(name: str, form: ExpertsForm, owner_class: str, layer: int = 0) -> list[FFNSite]:
     """The sites of the module of experts ``name``, numbered from ``layer`` on."""
     n, prefix = form.intermediate, f"{name}." if name else ""
+    first = _GATE_UP if form.gated else _UP
+
+    def ref(local: str, expert: int, rows: tuple[int, ...] | None = None) -> LinearRef:
+        bias = f"{prefix}{local}_bias" if form.biases else None
+        return LinearRef(f"{prefix}{local}", bias, rows, expert, form.transposed)
+
+    of_gate, of_up = ((0, 2 * n, 2), (1, 2 * n, 2)) if form.interleaved else ((0, n), (n, 2 * n))
     return [
         FFNSite(
             key=f"{name}.{expert}",
             layer=layer + expert,
             activation=form.activation,
             activation_on_up=form.on_up,
-            gate=LinearRef(f"{prefix}{_GATE_UP}", rows=(0, n), expert=expert),
-            up=LinearRef(f"{prefix}{_GATE_UP}", rows=(n, 2 * n), expert=expert),
-            down=LinearRef(f"{prefix}{_DOWN}", expert=expert),
+            gate=ref(first, expert, of_gate) if form.gated else None,
+            up=ref(first, expert, of_up if form.gated else None),
+            down=ref(_DOWN, expert),
             hidden=form.hidden,
             intermediate=n,
             owner=f"{name}.{expert}",
@@ -215,12 +286,18 @@ def without_experts(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
 
 #: Arguments of a module of experts, and what it makes of them.
-ExpertsProbe = tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+ExpertsProbe = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
-    """Random tokens over all experts of one module, by random weights, and what the sites say comes out."""
+    """Random tokens over all experts of one module, by random weights, and what the sites say comes out.
+
+    Of a module that wants rows sorted by expert those of the other experts are zeros, and not in the result.
+    """
     first = sites[0]
+    module = model.get_submodule(str(first.experts))
+    if is_sorted(module):
+        return _probe_sorted(model, sites, module.get_parameter(first.up.weight.rpartition(".")[2]).shape[0])
     count, dtype = len(sites), first.weights(model).up.dtype
     choices = min(_PROBE_CHOICES, count)
     generator = torch.Generator().manual_seed(first.layer)
@@ -237,3 +314,16 @@ def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
             made = dense_reference(site, site.weights(model), x_TH[where_T]).float()
             y_TH.index_add_(0, where_T, made * routing_TK[where_T, which_T, None].float())
     return (x_TH, index_TK, routing_TK), y_TH.to(dtype)
+
+
+def _probe_sorted(model: Any, sites: Sequence[FFNSite], experts: int) -> ExpertsProbe:
+    first, rows = sites[0], 5
+    dtype = first.weights(model).up.dtype
+    x_ERH = torch.zeros((experts, rows, first.hidden), dtype=dtype)
+    wanted = []
+    for expert, site in enumerate(sites):
+        generator = torch.Generator().manual_seed(site.layer)
+        x_RH = torch.randn((rows, first.hidden), generator=generator) * token_magnitudes(dtype, (rows,))
+        x_ERH[expert] = x_RH.to(dtype)
+        wanted.append(dense_reference(site, site.weights(model), x_ERH[expert]))
+    return (x_ERH.flatten(0, 1),), torch.cat(wanted)

@@ -9,7 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import fx, nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.hooks import has_stand_ins
-from torch_pi2.errors import ConfigError, NoFFNFoundError, UnsupportedModelError
+from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
 from torch_pi2.graph.elementwise import op_name
 from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, unknown_experts, without_experts
 from torch_pi2.graph.left import left_dense, not_reached
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, scaled
 from torch_pi2.spec.site import ExpertsForm, FFNSite
 
 _log = logging.getLogger("torch_pi2")
@@ -73,7 +73,6 @@ def find_sites(
     return search(model, args, kwargs, strict=strict, on_meta=on_meta).sites
 
 
-@fresh_settings()
 def search(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -83,6 +82,24 @@ def search(
     on_meta: bool = False,
 ) -> Found:
     """As :func:`find_sites`, with what is left dense."""
+    found, refused = look(model, args, kwargs, strict=strict, on_meta=on_meta)
+    if refused is not None:
+        raise refused
+    if found.left:
+        _log.warning("left dense: %s", named(found.left))
+    return found
+
+
+@fresh_settings()
+def look(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = False,
+    on_meta: bool = False,
+) -> tuple[Found, Pi2Error | None]:
+    """As :func:`search`, and what that raises where no layer, or with ``strict`` not every one, can be made sparse."""
     if has_stand_ins(model):
         raise ConfigError(
             type(model).__name__,
@@ -124,14 +141,12 @@ def search(
     sites = _with_experts(model, sites, known_experts(experts))
     other = unknown_experts(model, experts) | _unusable(model, sites)
     sites = [site for site in sites if site.owner not in other]
+    refused: Pi2Error | None = None
     if unknown and (strict or not sites):
-        raise _unknown_activation(model, unknown | other, sites)
-    if not sites:
-        raise _nothing_found(model, all_seen, left | other)
-    left = _without_sites(unknown | left | other, sites)
-    if left:
-        _log.warning("left dense: %s", named(left))
-    return Found(_with_unique_keys(sites), left)
+        refused = _unknown_activation(model, unknown | other, sites)
+    elif not sites:
+        refused = _nothing_found(model, all_seen, left | other)
+    return Found(_with_unique_keys(sites), _without_sites(unknown | left | other, sites)), refused
 
 
 def named(left: Mapping[str, str], most: int = 8) -> str:
@@ -151,7 +166,7 @@ def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
     found: dict[str, str] = {}
     users: dict[tuple[str, str], list[FFNSite]] = {}
     for site in sites:
-        mine: set[tuple[str | None, tuple[int, int] | None]] = set()
+        mine: set[tuple[str | None, tuple[int, ...] | None]] = set()
         for ref in (site.gate, site.up, site.down):
             kind = type(model.get_parameter(ref.weight).detach()) if ref is not None else torch.Tensor
             if kind is not torch.Tensor:
@@ -183,8 +198,6 @@ def _without_sites(left: Mapping[str, str], sites: Sequence[FFNSite]) -> dict[st
 
 def _with_experts(model: nn.Module, sites: list[FFNSite], forms: Mapping[str, ExpertsForm]) -> list[FFNSite]:
     """``sites`` and those of experts, in the order in which their parameters are registered."""
-    from dataclasses import replace
-
     if not forms:
         return sites
     experts = [s for name, form in forms.items() for s in expert_sites(name, form, _class_name(model, name))]
@@ -207,20 +220,30 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
     chosen = _names_with_deepest_owner([names[id(p)] for p in parameters])
     name_of = {id(parameter): name for parameter, name in zip(parameters, chosen)}
     owner = _common_owner(chosen)
+    runs = _owner_runs(model, match, owner)
 
     def named(node: fx.Node) -> str:
         return name_of[id(graph.tensors[node])]
 
-    return match.site(
+    site = match.site(
         named,
         key=owner,
         layer=layer,
         owner=owner,
         owner_class=type(model.get_submodule(owner)).__name__,
         inner=_inner_modules(model, match, graph.gm.graph, named(match.down.weight).rpartition(".")[0], owner),
-        owner_runs=_owner_runs(model, match, owner),
+        owner_runs=runs,
         drops=_drops(model, match, graph.gm.graph, owner),
     )
+    if runs and match.scaled is not None and _ends(model, match.scaled[0], graph.gm.graph, owner):
+        return replace(site, activation=scaled(site.activation, match.scaled[1]))
+    return site
+
+
+def _ends(model: nn.Module, node: fx.Node, graph: fx.Graph, owner: str) -> bool:
+    """Whether ``node`` is the last thing that the owner computes in a call of its forward."""
+    within = _within(model, owner)
+    return within(node) and not within(node.next)
 
 
 def _common_owner(names: Sequence[str]) -> str:
@@ -323,8 +346,6 @@ def _plain_path(path: Any) -> str:
 
 
 def _with_unique_keys(sites: Sequence[FFNSite]) -> list[FFNSite]:
-    from dataclasses import replace
-
     count = Counter(site.owner for site in sites)
     given: Counter[str] = Counter()
     result = []
@@ -358,21 +379,11 @@ def _nothing_found(model: nn.Module, all_seen: Sequence[Seen], experts: Mapping[
     parts = [f"{sum(seen.linears for seen in all_seen)} linear layers", f"modules: {classes or 'none'}"]
     if reached:
         parts.append("going back from the linears one meets " + ", ".join(name for name, _ in reached.most_common(6)))
-    refused = [*_known_unsupported(model), *([named(experts)] if experts else [])]
-    if refused:
-        parts.append("not supported yet: " + ", ".join(refused))
+    if experts:
+        parts.append(f"not supported yet: {named(experts)}")
     return NoFFNFoundError(
         f"feed-forward layers of {type(model).__name__}",
         expected="linear -> activation (* linear) -> linear",
         found="; ".join(parts),
         fix="If it has one, its form is not known yet; docs/MODELS.md lists the supported ones.",
     )
-
-
-def _known_unsupported(model: nn.Module) -> list[str]:
-    found: dict[str, None] = {}
-    for module in model.modules():
-        name = type(module).__name__
-        if name == "Conv1D":
-            found["Conv1D (addmm with weights stored [in, out], as in GPT-2)"] = None
-    return list(found)

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from torch_pi2.graph.elementwise import ELEMENTWISE, op_name
+from torch_pi2.graph.match import turned
 
 #: What mixes tokens or activations: no feed-forward layer has it inside.
 _MIXES = re.compile(
@@ -117,7 +118,7 @@ def _reason(linears: list[_Loose], region: list[fx.Node], own: list[fx.Node]) ->
     if len({n for p in linears for n in p.own}) < sum(len(p.own) for p in linears):
         return "its matmuls share weights"
     if made:
-        return "weights that are no parameter [out, in] as it is"
+        return "weights that are computed from parameters"
     names = list(dict.fromkeys(op_name(n.target) for n in region))
     other = [name for name in names if name not in ELEMENTWISE]
     if other:
@@ -167,8 +168,7 @@ def _as_linear(node: fx.Node, tensors: Mapping[fx.Node, torch.Tensor]) -> _Loose
     if len(shape) != 2 or not own:
         return None
     n_out, n_in = shape if name == "linear" else reversed(shape)
-    plain = name == "linear" and weight in tensors
-    return _Loose(node, x, int(n_in), int(n_out), own, plain or (name != "linear" and weight not in tensors))
+    return _Loose(node, x, int(n_in), int(n_out), own, weight in tensors or turned(weight) in tensors)
 
 
 def _made_of(weight: fx.Node, tensors: Mapping[fx.Node, torch.Tensor]) -> Iterator[fx.Node]:

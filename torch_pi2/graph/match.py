@@ -9,7 +9,7 @@ Used on captured graphs of eager models and, unchanged, on the graphs that the c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -31,16 +31,25 @@ _MAX_PROBE = 1 << 27
 
 @dataclass(frozen=True)
 class Projection:
-    """``x @ weight.T + bias`` in a graph, however spelled; ``nodes`` are those it is made of, the last its result."""
+    """``x @ weight.T + bias`` in a graph, however spelled; ``nodes`` are those it is made of, the last its result.
+
+    ``transposed``: the parameter is stored ``[in, out]``, as in ``x @ weight + bias``.
+    """
 
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
     nodes: tuple[fx.Node, ...]
+    transposed: bool = False
 
     @property
     def node(self) -> fx.Node:
         return self.nodes[-1]
+
+    def sizes(self, tensors: Tensors) -> tuple[int, int]:
+        """Outputs and inputs."""
+        n_out, n_in = tensors[self.weight].shape
+        return (n_in, n_out) if self.transposed else (n_out, n_in)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Match:
-    """One FFN in a graph; ``inside`` lists projections and region in graph order, without ``down``'s nodes."""
+    """One FFN in a graph; ``inside`` lists projections and region in graph order, without ``down``'s nodes.
+
+    ``scaled``: the only thing that is done with its result, if that is a product with a number; and the number.
+    """
 
     x: fx.Node
     gate: Stream | None
@@ -65,13 +77,15 @@ class Match:
     intermediate: int
     inside: tuple[fx.Node, ...]
     region: tuple[fx.Node, ...]
+    scaled: tuple[fx.Node, float] | None = None
 
     def site(self, name_of: Callable[[fx.Node], str], **where: Any) -> FFNSite:
         """The site of this FFN, whose parameters are called so; ``where``: what of it a graph does not say."""
 
         def ref(stream: Stream) -> LinearRef:
             p = stream.projection
-            return LinearRef(name_of(p.weight), None if p.bias is None else name_of(p.bias), stream.rows)
+            bias = None if p.bias is None else name_of(p.bias)
+            return LinearRef(name_of(p.weight), bias, stream.rows, transposed=p.transposed)
 
         return FFNSite(
             activation=self.activation,
@@ -143,20 +157,46 @@ def _as_matmul(node: fx.Node, tensors: Tensors) -> Projection | None:
     if node.op not in ("call_function", "call_method"):
         return None
     name = op_name(node.target)
+    bias = None
     if name == "linear":
         bound = dict(zip(("input", "weight", "bias"), node.args)) | node.kwargs
         x, weight, bias = bound.get("input"), bound.get("weight"), bound.get("bias")
-        bias_fits = bias is None or _is_parameter(bias, tensors, 1)
-        if isinstance(x, fx.Node) and _is_parameter(weight, tensors, 2) and bias_fits:
-            return Projection(x, weight, bias, (node,))  # type: ignore[arg-type]
+        transposed = False
     elif name in ("matmul", "mm") and len(node.args) == 2:  # FalconLinear: x @ weight.T
-        x, weight = node.args[0], _transposed(node.args[1])
-        if isinstance(x, fx.Node) and _is_parameter(weight, tensors, 2):
-            return Projection(x, weight, None, (node,))  # type: ignore[arg-type]
+        (x, weight), transposed = node.args, True
+    elif name == "addmm" and len(node.args) == 3 and not node.kwargs:  # Conv1D: bias + x @ weight
+        (bias, x, weight), transposed = node.args, True
+    elif name == "einsum" and len(node.args) == 3 and not node.kwargs and _is_product(node):
+        (_, x, weight), transposed = node.args, str(node.args[0]).replace(" ", "")[-1] == _second(node)[-1]
+    else:
+        return None
+    if (stored := turned(weight)) is not None:
+        weight, transposed = stored, not transposed
+    bias_fits = bias is None or _is_parameter(bias, tensors, 1)
+    if isinstance(x, fx.Node) and _is_parameter(weight, tensors, 2) and bias_fits:
+        return Projection(x, weight, bias, (node,), transposed)  # type: ignore[arg-type]
     return None
 
 
-def _transposed(node: Any) -> fx.Node | None:
+def _second(node: fx.Node) -> str:
+    """Of an einsum with two operands, the letters of the second."""
+    return str(node.args[0]).replace(" ", "").partition("->")[0].rpartition(",")[2]
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether an einsum is the product of ``[..., in]`` and a matrix: its last dimension goes, another comes."""
+    equation = str(node.args[0]).replace(" ", "")
+    first, _, rest = equation.partition(",")
+    matrix, arrow, result = rest.partition("->")
+    leading = first[:-1]
+    if not arrow or len(matrix) != 2 or len(set(matrix)) != 2 or not matrix.isalpha() or not first[-1:].isalpha():
+        return False
+    plain = leading.replace("...", "", 1)
+    distinct = len(set(plain) | set(matrix)) == len(plain) + 2 and (plain.isalpha() or not plain)
+    return distinct and first[-1] in matrix and result == leading + matrix.replace(first[-1], "")
+
+
+def turned(node: Any) -> fx.Node | None:
     """The matrix whose transpose ``node`` is."""
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
@@ -179,8 +219,8 @@ def _as_bias_add(node: fx.Node, found: Mapping[fx.Node, Projection], tensors: Te
         projection = found.get(base) if isinstance(base, fx.Node) else None
         if projection is None or projection.bias is not None or len(projection.node.users) != 1:
             continue
-        if _is_parameter(bias, tensors, 1) and tensors[bias].shape[0] == tensors[projection.weight].shape[0]:  # type: ignore[index]
-            return Projection(projection.x, projection.weight, bias, (*projection.nodes, node))  # type: ignore[arg-type]
+        if _is_parameter(bias, tensors, 1) and tensors[bias].shape[0] == projection.sizes(tensors)[0]:  # type: ignore[index]
+            return replace(projection, bias=bias, nodes=(*projection.nodes, node))  # type: ignore[arg-type]
     return None
 
 
@@ -197,9 +237,9 @@ def _match_down(
     if walk is None:
         return None
     sources, region = walk
-    hidden, intermediate = tensors[down.weight].shape
+    hidden, intermediate = down.sizes(tensors)
     inputs = {p.x for p in sources}
-    if len(inputs) != 1 or any(tensors[p.weight].shape[1] != hidden for p in sources):
+    if len(inputs) != 1 or any(p.sizes(tensors)[1] != hidden for p in sources):
         return None
     inside = sorted({n for p in sources for n in p.nodes} | set(region), key=order.__getitem__)
     if taken.intersection(inside) or taken.intersection(down.nodes):
@@ -232,7 +272,7 @@ def _match_down(
         return None
     streams = (
         [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]
-        if tensors[sources[0].weight].shape[0] == 2 * intermediate
+        if sources[0].sizes(tensors)[0] == 2 * intermediate
         else [Stream(p) for p in sources]
     )
     gate = None if found.gate is None else streams[found.gate]
@@ -247,7 +287,19 @@ def _match_down(
         intermediate,
         tuple(inside),
         tuple(region),
+        None if found.on_up or down.bias is not None else _scaled(down.node),
     )
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """See :attr:`Match.scaled`."""
+    user = next(iter(node.users), None)
+    if user is None or len(node.users) != 1 or op_name(user.target) not in ("mul", "multiply") or user.kwargs:
+        return None
+    if user.op not in ("call_function", "call_method") or is_in_place(user.target, user.args, user.kwargs):
+        return None
+    numbers = [arg for arg in user.args if isinstance(arg, int | float) and not isinstance(arg, bool)]
+    return (user, float(numbers[0])) if len(numbers) == 1 and len(user.args) == 2 and numbers[0] != 0 else None
 
 
 def _walk_back(

@@ -9,7 +9,7 @@ rows of it. Used by the profiler (:mod:`torch_pi2.profiling.recorder`) and by th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,13 +74,25 @@ def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     return None
 
 
+def site_tensors(sites: Sequence[FFNSite], get: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name -> every weight of ``sites`` as ``[out, in]``, and every bias: views of what ``get`` gives for a name."""
+    found: dict[str, torch.Tensor] = {}
+    for site in sites:
+        for ref in (site.gate, site.up, site.down):
+            if ref is not None:
+                found[ref.weight] = ref.matrix(get(ref.weight))
+                if ref.bias:
+                    found[ref.bias] = get(ref.bias)
+    return found
+
+
 class MatmulIndex:
     """Finds which of a set of sites an operation belongs to.
 
     Args:
         sites: the FFNs.
-        parameters: name -> tensor for every weight the sites name. Addresses are read once, here: build a
-            new index if weights move.
+        parameters: name -> tensor for every weight the sites name, as :func:`site_tensors` gives them. Addresses are
+            read once, here: build a new index if weights move.
     """
 
     def __init__(self, sites: Sequence[FFNSite], parameters: Mapping[str, torch.Tensor]) -> None:
@@ -89,7 +101,7 @@ class MatmulIndex:
             for role in ("gate", "up", "down"):
                 ref = getattr(site, role)
                 if ref is not None:
-                    start, stop = ref.rows or (0, parameters[ref.weight].shape[0])
+                    start, stop = ref.rows[:2] if ref.rows else (0, parameters[ref.weight].shape[0])
                     self.members[ref.weight].append(Member(site, role, start, stop))
         # A storage may hold several parameters (a flat buffer), so each address has a list.
         self._by_storage: dict[int, list[tuple[str, int, torch.Size, tuple[int, ...], int]]] = defaultdict(list)

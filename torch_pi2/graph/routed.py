@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.graph.experts import ARGUMENTS
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, on_up
 from torch_pi2.spec.site import FFNSite, FFNWeights
 
 
@@ -27,8 +27,17 @@ class Routed(NamedTuple):
     routing_TK: torch.Tensor
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
-        return Routed(*args, *(kwargs[name] for name in ARGUMENTS[len(args) :]))
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any], experts: int) -> Routed:
+        """The arguments of a call of a module of so many experts; rows sorted by expert become tokens of one each."""
+        if len(args) + len(kwargs) == 1:
+            x_TH = args[0] if args else kwargs[ARGUMENTS[0][0]]
+            expert_T = torch.arange(experts, dtype=torch.int64, device=x_TH.device)
+            expert_T = expert_T.repeat_interleave(x_TH.shape[0] // experts)
+            # what is all zeros, as of tokens that others have, stays zeros
+            index_TK = torch.where((x_TH != 0).any(-1), expert_T, experts)[:, None]
+            return Routed(x_TH, index_TK, torch.ones_like(x_TH[:, :1]))
+        given = [next(kwargs[name] for name in names if name in kwargs) for names in ARGUMENTS[len(args) :]]
+        return Routed(*args, *given)
 
     def tokens_of(self, site: FFNSite) -> torch.Tensor:
         """Tokens that ``site`` has, int64 ascending, each once."""
@@ -54,10 +63,11 @@ def chosen_shares(model_config: Any, sites: Sequence[FFNSite]) -> dict[str | Non
 
 
 def first_products(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gate ``[T, I]`` float32 of an expert, and up where the activation is applied to it as well (else None)."""
-    assert weights.gate is not None
-    gate_TI = F.linear(x_TH, weights.gate).float()
-    return gate_TI, F.linear(x_TH, weights.up).float() if site.activation_on_up else None
+    """Gate ``[T, I]`` float32 of an expert (up, if it has none), and up if the activation is applied to it as well."""
+    if weights.gate is None:
+        return F.linear(x_TH, weights.up, weights.bias_up).float(), None
+    gate_TI = F.linear(x_TH, weights.gate, weights.bias_gate).float()
+    return gate_TI, F.linear(x_TH, weights.up, weights.bias_up).float() if site.activation_on_up else None
 
 
 def fired_scores(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> torch.Tensor:
@@ -81,10 +91,12 @@ def masked_experts(model: nn.Module, sites: Sequence[FFNSite], keep: Keep, route
             continue
         weights, x_NH = site.weights(model), routed.x_TH[tokens]
         gate_NI, _ = first_products(site, weights, x_NH)
-        act = ACTIVATIONS[site.activation]
-        up_NI = F.linear(x_NH, weights.up).float()
-        h_NI = act(gate_NI) * (act(up_NI) if site.activation_on_up else up_NI)
-        made_NH = F.linear((h_NI * keep(site, x_NH, gate_NI)).to(x_NH.dtype), weights.down).float()
+        h_NI = ACTIVATIONS[site.activation](gate_NI)
+        if site.gated:
+            up_NI = F.linear(x_NH, weights.up, weights.bias_up).float()
+            h_NI = h_NI * on_up(site.activation, site.activation_on_up)(up_NI)
+        kept_NI = (h_NI * keep(site, x_NH, gate_NI)).to(x_NH.dtype)
+        made_NH = F.linear(kept_NI, weights.down, weights.bias_down).float()
         weight_N = (routed.routing_TK[tokens].float() * routed.index_TK[tokens].eq(site.up.expert or 0)).sum(-1)
         y_TH.index_add_(0, tokens, made_NH * weight_N[:, None])
     return y_TH.to(routed.x_TH.dtype)
@@ -109,4 +121,4 @@ def masked(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> Iterator[N
 
 
 def _masked_forward(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> Callable[..., torch.Tensor]:
-    return lambda *args, **kwargs: masked_experts(model, sites, keep, Routed.of(args, kwargs))
+    return lambda *args, **kwargs: masked_experts(model, sites, keep, Routed.of(args, kwargs, len(sites)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from torch_pi2.errors import ConfigError
@@ -54,17 +56,15 @@ class DenseForm(StandIn):
 
         Bit-identical to the originals; of a quantised layer the numbers that its rows stand for.
         """
-        parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        values: dict[str, torch.Tensor] = {}
         for ref, role in self.parts():
             weight, bias = self.projection(role)
-            start = ref.rows[0] if ref.rows else 0
-            parts.setdefault(ref.weight, []).append((start, weight))
-            if ref.bias is not None and bias is not None:
-                parts.setdefault(ref.bias, []).append((start, bias))
-        values = {}
-        for name, pieces in parts.items():
-            tensors = [tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])]
-            values[name] = tensors[0].clone() if len(tensors) == 1 else torch.cat(tensors)
+            own = replace(ref, expert=None)  # of which this layer is one
+            for name, part, take in ((ref.weight, weight, own.take), (ref.bias, bias, own.take_bias)):
+                if name is not None and part is not None:
+                    if name not in values:
+                        values[name] = torch.empty_like(self.shape_of(name), device=part.device)
+                    take(values[name]).copy_(part)
         return values
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
@@ -78,7 +78,8 @@ class DenseForm(StandIn):
         for ref, role in self.parts():
             if name not in (ref.weight, ref.bias):
                 continue
-            new = value if ref.rows is None else value[ref.rows[0] : ref.rows[1]]
+            own = replace(ref, expert=None)
+            new = own.take_bias(value) if name == ref.bias else own.take(value)
             target: torch.Tensor | None
             if name == ref.bias:
                 target = {"gate": self.bias_gate, "up": self.bias_up, "down": self.bias_down}[role]
@@ -99,11 +100,12 @@ class DenseForm(StandIn):
     def shape_of(self, name: str) -> torch.Tensor:
         """A ``meta`` tensor with shape and dtype of parameter ``name``."""
         parts = [(ref, role) for ref, role in self.parts() if name in (ref.weight, ref.bias)]
-        down = parts[0][1] == "down"
-        rows = self.site.hidden if down else self.site.intermediate * len(parts)
-        columns = self.site.intermediate if down else self.site.hidden
-        shape = (rows, columns) if name == parts[0][0].weight else (rows,)
-        return torch.empty(shape, dtype=self.dtype, device="meta")
+        ref, role = parts[0]
+        firsts = sum(of != "down" for _, of in parts)  # of tied weights the down matrix is one as well
+        rows = self.site.intermediate * firsts or self.site.hidden
+        columns = self.site.intermediate if role == "down" else self.site.hidden
+        matrix = (columns, rows) if ref.transposed else (rows, columns)
+        return torch.empty(matrix if name == ref.weight else (rows,), dtype=self.dtype, device="meta")
 
     def check_float(self, what: str) -> None:
         """Raise ConfigError if the layer is quantised, which cannot be undone; ``what`` was asked for."""

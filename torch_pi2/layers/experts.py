@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.graph.routed import Routed
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
@@ -19,12 +20,17 @@ from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store
 from torch_pi2.layers.split import ExpertsSplit, Link, only_moves
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
+from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.spec.site import FFNSite
 
 #: Buffers that stay what they are when a model is converted, and buffers of one expert's layer that are stacked.
 _EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias", "cuts_E", "thresholds_E")
-_STACKED = ("neuron_rows", "order", "inverse", "predictor_signs", *(f"predictor_{name}" for name in PREDICTOR_TENSORS))
+_BIASES = ("bias_gate", "bias_up", "bias_down")
+_STACKED = (
+    *("neuron_rows", "order", "inverse", *_BIASES, "predictor_signs"),
+    *(f"predictor_{name}" for name in PREDICTOR_TENSORS),
+)
 
 
 class SparseExperts(StandIn):
@@ -39,8 +45,9 @@ class SparseExperts(StandIn):
         ConfigError: hot neurons, or plans of different forms: one operator computes all experts.
 
     Buffers (none of them in ``state_dict``): those of the parts, stacked: ``neuron_rows [E, I, R, H]`` (quantised:
-    ``[E, I, R, row_bytes(H)]`` uint8; on ``meta`` if those of the parts are), ``order`` and ``inverse [E, I]``, and the
-    predictor's tensors. ``cuts_E`` and ``thresholds_E``: ``cuts`` and ``thresholds`` where kernels on a GPU look.
+    ``[E, I, R, row_bytes(H)]`` uint8; on ``meta`` if those of the parts are), ``order`` and ``inverse [E, I]``, biases
+    where the experts have some, and the predictor's tensors. ``cuts_E`` and ``thresholds_E``: ``cuts`` and
+    ``thresholds`` where kernels on a GPU look.
 
     Attributes:
         sites: of the experts. site: what they share, under the module's name. method, weights, int8_activations: as
@@ -141,17 +148,17 @@ class SparseExperts(StandIn):
         names = ("signs",) if self.predictor_kind == "signbit" else PREDICTOR_TENSORS
         return [tensor for name in names if (tensor := self._buffers[f"predictor_{name}"]) is not None]
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``hidden_states [T, H]``, ``top_k_index [T, k]`` int64 and ``top_k_weights [T, k]`` -> ``[T, H]``.
 
-        An index of E adds nothing. The result has the dtype of ``hidden_states`` (under ``torch.autocast`` its dtype)
-        and does not depend on what other tokens there are.
+        By position, or by the names that the original's forward has for them. An index of E adds nothing. The result
+        has the dtype of ``hidden_states`` (under ``torch.autocast`` its dtype) and does not depend on what other tokens
+        there are.
 
         Raises:
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
         """
+        hidden_states, top_k_index, top_k_weights = Routed.of(args, kwargs, len(self.sites))
         check_ffn_input(self.site, self.training, hidden_states, self.dtype)
         y: torch.Tensor
         if self.split is not None:
@@ -169,8 +176,19 @@ class SparseExperts(StandIn):
         if on_gpu(x):
             y = torch.ops.pi2.gathered_experts(*routed, *self._asked(self.cuts_E, self.thresholds_E), *stored)
         else:
-            y = torch.ops.pi2.experts_ffn(*routed, *self._asked(self.cuts, self.thresholds), *stored)
+            asked = self._asked(self.cuts, self.thresholds)
+            y = torch.ops.pi2.experts_ffn(*routed, *asked, *stored, *self.biases())
         return y
+
+    def biases(self) -> list[torch.Tensor | None]:
+        """What the operators of the CPU take at the end."""
+        return [self._buffers[name] for name in _BIASES]
+
+    def check_gpu_has_kernels(self) -> None:
+        """Raises DeviceError or UnsupportedModelError: its experts have biases, or numbers in their activation."""
+        check_plain(self.site.activation)
+        if any(bias is not None for bias in self.biases()):
+            raise stays(f"{self.site.key}, whose experts have biases")
 
     def _asked(self, cuts: Any, thresholds: Any) -> tuple[Any, ...]:
         """What all operators take from the predictor to the thresholds."""
@@ -196,7 +214,12 @@ class SparseExperts(StandIn):
     def part(
         self, experts: Sequence[int], device: torch.device, neuron_rows: torch.Tensor | None = None
     ) -> SparseExperts:
-        """A module of these experts, one after another, over copies on ``device``; ``neuron_rows``: theirs."""
+        """A module of these experts, one after another, over copies on ``device``; ``neuron_rows``: theirs.
+
+        Raises:
+            DeviceError, UnsupportedModelError: see :meth:`check_gpu_has_kernels`.
+        """
+        self.check_gpu_has_kernels()
         part = copy.copy(self)
         part.__class__ = SparseExperts
         part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)
@@ -256,17 +279,20 @@ class SparseExperts(StandIn):
         With experts on a GPU it stays as it is where a move is to that; whatever else is done ends the split.
 
         Raises:
-            DeviceError: on the way to a GPU that has no kernels for this module.
+            DeviceError, UnsupportedModelError: on the way to a GPU that has no kernels for this module.
         """
         if self.split is not None:
             if only_moves(self.split, fn, self.dtype):
                 return self
             self.end_split()
-        if goes_to_gpu(fn, self.order) and not self.in_memory:
-            raise stays(f"{self.site.key}, whose neurons are in a store")
+        if goes_to_gpu(fn, self.order):
+            self.check_gpu_has_kernels()
+            if not self.in_memory:
+                raise stays(f"{self.site.key}, whose neurons are in a store")
         if self.weights != "float":
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
-        exact = {name: tensor for name in _EXACT if (tensor := self._buffers[name]) is not None}
+        names = (*_EXACT, *(_BIASES if self.weights != "float" or not self.in_memory else ()))
+        exact = {name: tensor for name in names if (tensor := self._buffers[name]) is not None}
         super()._apply(fn, recurse)
         for name, tensor in exact.items():
             moved = self._buffers[name]
@@ -328,6 +354,7 @@ class OffloadedExperts(InStore, SparseExperts):
             len(self.sites),
             *self._asked(self.cuts, self.thresholds),
             self.int8_activations,
+            *self.biases(),
         )
 
 

@@ -20,6 +20,7 @@ from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, ski
 from torch_pi2.layers.split import Link, Split, only_moves
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
+from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.linear_blocks import IN_BLOCKS, from_blocks
 from torch_pi2.ops.quantized import check_kind
 from torch_pi2.spec.method import PREDICTED, Method
@@ -360,7 +361,11 @@ class SparseFFN(DenseForm):
         """The first ``n_gpu`` neurons are computed at the end of ``link``, where inputs and results are from now on.
 
         ``neuron_rows``: theirs, if this layer has them not in memory.
+
+        Raises:
+            UnsupportedModelError: kernels on a GPU have not its activation.
         """
+        check_plain(self.site.activation)
         self.split = Split(self, n_gpu, link, neuron_rows)
 
     def end_split(self) -> None:
@@ -412,13 +417,14 @@ class SparseFFN(DenseForm):
         A layer with neurons on a GPU stays as it is where a move is to that; whatever else is done ends the split.
 
         Raises:
-            DeviceError: on the way to a GPU that has no kernels for this layer.
+            DeviceError, UnsupportedModelError: on the way to a GPU that has no kernels for this layer.
         """
         if self.split is not None:
             if only_moves(self.split, fn, self.dtype):
                 return self
             self.end_split()
         if goes_to_gpu(fn, self.order):
+            check_plain(self.site.activation)
             if not self.in_memory:
                 raise stays(f"{self.site.key}, whose neurons are in a store")
             if self.predictor_in_blocks:
@@ -439,9 +445,5 @@ class SparseFFN(DenseForm):
     def extra_repr(self) -> str:
         s = self.site
         stored = "" if self.weights == "float" else f", {self.weights}{' x int8' if self.int8_activations else ''}"
-        form = (
-            f"{s.activation}(gate) * {f'{s.activation}(up)' if s.activation_on_up else 'up'}"
-            if s.gated
-            else f"{s.activation}(up)"
-        )
+        form = s.form.replace(")*", ") * ")
         return f"{s.hidden} -> {s.intermediate} -> {s.hidden}, {form}, {self.method}, {self.n_hot} hot{stored}"

@@ -22,6 +22,7 @@ from torch_pi2.formats import FLOAT
 from torch_pi2.layers.gpu import DENSE_FROM, on_gpu
 from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
+from torch_pi2.ops.activations import on_up
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.ops.gpu.linear import rows_at_once
 from torch_pi2.spec.site import FFNSite
@@ -201,7 +202,7 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     site, kind = layer.site, layer.weights
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32  # of the factors of products
     x_TH = x.reshape(-1, site.hidden).to(dtype)
-    act = ACTIVATIONS[site.activation]
+    act, factor = ACTIVATIONS[site.activation], on_up(site.activation, site.activation_on_up)
     y_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
     step = _SLICE
     if on_gpu(x):
@@ -220,7 +221,7 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
         gate_TS = h_TS
         if site.gated:
             up_TS = project(up_row, layer.bias_up)
-            h_TS = h_TS * (act(up_TS) if site.activation_on_up else up_TS)
+            h_TS = h_TS * factor(up_TS)
         if layer.threshold > 0:
             neuron_S = torch.arange(part.start, part.stop, dtype=torch.int64, device=x.device)
             dropped_TS = (gate_TS.abs() <= layer.threshold) & (neuron_S >= layer.n_hot)

@@ -1,16 +1,133 @@
-"""Activations the kernels know, by name. ``relu``-like ones give exact zeros (lossless sparsity)."""
+"""Activations the kernels know, by name. ``relu``-like ones give exact zeros (lossless sparsity).
+
+A name may have numbers: ``silu[in=1.702,out=0.587544066,limit=7,plus=1]`` is, of a gate v and an up u,
+``out * silu(in * min(v, limit)) * (clamp(u, -limit, limit) + plus)``; what is not written is 1, 1, infinity and 0.
+So multipliers, sigmoid's approximation of GELU (CLIP), and clamped SwiGLU (gpt-oss, DeepSeek-V4) are activations.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import inf, isfinite
 
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.errors import UnsupportedModelError
+
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-#: name -> function, in the order of the C++ enum ``pi2::Activation``.
-ACTIVATIONS: dict[str, Activation] = {
+_WITH_NUMBERS = re.compile(r"(\w+)\[([^\[\]]+)\]")
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """An activation as its text has it, see the module: ``base`` is a name without numbers."""
+
+    base: str
+    scale_in: float = 1.0
+    scale_out: float = 1.0
+    limit: float = inf
+    plus: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """What :func:`shaped` reads, with nine digits: those of float32."""
+        given = (("in", self.scale_in, 1.0), ("out", self.scale_out, 1.0), ("limit", self.limit, inf))
+        parts = [f"{key}={value:.9g}" for key, value, usual in (*given, ("plus", self.plus, 0.0)) if value != usual]
+        return f"{self.base}[{','.join(parts)}]" if parts else self.base
+
+
+@lru_cache(maxsize=1024)
+def shaped(text: str) -> Shaped | None:
+    """An activation by its text; None if it is none."""
+    if text in _PLAIN:
+        return Shaped(text)
+    found = _WITH_NUMBERS.fullmatch(text)
+    if found is None or found.group(1) not in _PLAIN:
+        return None
+    numbers: dict[str, float] = {}
+    for part in found.group(2).split(","):
+        key, _, value = part.partition("=")
+        try:
+            numbers[key] = float(value)
+        except ValueError:
+            return None
+    if not numbers.keys() <= {"in", "out", "limit", "plus"} or not all(map(isfinite, numbers.values())):
+        return None
+    made = Shaped(
+        found.group(1),
+        numbers.get("in", 1.0),
+        numbers.get("out", 1.0),
+        numbers.get("limit", inf),
+        numbers.get("plus", 0.0),
+    )
+    return made if made.text == text and made.limit > 0 else None
+
+
+def _gate(of: Shaped, x: torch.Tensor) -> torch.Tensor:
+    y = x if of.limit == inf else x.clamp(max=of.limit)
+    y = _PLAIN[of.base](y if of.scale_in == 1.0 else y * of.scale_in)
+    return y if of.scale_out == 1.0 else y * of.scale_out
+
+
+def _up(of: Shaped, x: torch.Tensor) -> torch.Tensor:
+    y = x if of.limit == inf else x.clamp(-of.limit, of.limit)
+    return y if of.plus == 0.0 else y + of.plus
+
+
+def on_up(activation: str, activated: bool) -> Activation:
+    """What is done with up: the ``activation`` if it is ``activated`` as well, else what its numbers say."""
+    if activated:
+        return ACTIVATIONS[activation]
+    if activation in _PLAIN:
+        return _PLAIN["identity"]
+    return partial(_up, _known(activation))
+
+
+def scaled(activation: str, factor: float) -> str:
+    """The activation whose values are ``factor`` times as large."""
+    of = _known(activation)
+    return replace(of, scale_out=float(f"{of.scale_out * factor:.9g}")).text
+
+
+def exact_zeros(activation: str) -> bool:
+    """Whether it is exactly zero on half of the line: skipping its zeros is lossless."""
+    return _known(activation).base in SPARSE_ACTIVATIONS
+
+
+def check_plain(activation: str, what: str = "kernels on a GPU") -> None:
+    """Raises UnsupportedModelError, for ``what`` has no numbers of activations, if this one has some."""
+    if activation not in _PLAIN:
+        raise UnsupportedModelError(
+            f"activation {activation}",
+            expected=f"one of {', '.join(_PLAIN)}: {what} have no others",
+            found="numbers of its own",
+            fix="Keep this model on the CPU, in PyTorch.",
+        )
+
+
+def _known(activation: str) -> Shaped:
+    found = shaped(activation)
+    if found is None:
+        raise KeyError(activation)
+    return found
+
+
+class _Activations(dict[str, Activation]):
+    """Those without numbers are listed; the others are made when they are asked for."""
+
+    def __missing__(self, text: str) -> Activation:
+        return partial(_gate, _known(text))
+
+    def __contains__(self, text: object) -> bool:
+        return isinstance(text, str) and shaped(text) is not None
+
+
+_PLAIN: dict[str, Activation] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
     "silu": F.silu,
@@ -18,6 +135,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "identity": lambda x: x,
 }
+
+#: name -> function, in the order of the C++ enum ``pi2::Activation``; texts with numbers are found as well.
+ACTIVATIONS: dict[str, Activation] = _Activations(_PLAIN)
 
 #: Activations that are exactly zero on half of the line: skipping their zeros is lossless.
 SPARSE_ACTIVATIONS = frozenset({"relu", "relu2"})

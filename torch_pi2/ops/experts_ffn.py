@@ -27,6 +27,9 @@ def experts_ffn(
     thresholds: list[float],
     weights: str,
     int8_activations: bool = False,
+    bias_gate: torch.Tensor | None = None,
+    bias_up: torch.Tensor | None = None,
+    bias_down: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each token's sum of what its experts compute, weighted by the router: ``x [T, H]`` -> ``[T, H]``.
 
@@ -37,21 +40,23 @@ def experts_ffn(
         index: int64 ``[T, k]``, the experts of each token, 0 to E - 1; E itself is no expert and adds nothing (what
             expert parallelism makes of experts that are elsewhere).
         routing: ``[T, k]``, what the router weighs them with, any of these dtypes.
-        neuron_rows: ``[E, I, R, H]``, the neurons of every expert as in :func:`torch_pi2.ops.reference.sparse_ffn`; no
-            biases, and no neurons that are always computed.
+        neuron_rows: ``[E, I, R, H]``, the neurons of every expert as in :func:`torch_pi2.ops.reference.sparse_ffn`;
+            none is always computed.
         predictor: tensors of :func:`torch_pi2.ops.reference.predicted_ffn`, each ``[E, ...]``; empty for ``kind``
             ``none``, where every neuron is looked at.
         cuts: E thresholds or margins of the predictors; empty for ``none``.
         thresholds: E cuts on ``|act(gate)|``; empty: 0 for all.
+        bias_gate, bias_up: ``[E, I]`` or None; bias_down: ``[E, H]`` or None.
         The others: as in ``predicted_ffn``, the same for all experts.
     """
 
     def expert(e: int, x_H: torch.Tensor) -> torch.Tensor:
-        layer = (neuron_rows[e], None, None, None)
+        biases = [None if bias is None else bias[e] for bias in (bias_gate, bias_up, bias_down)]
+        layer: tuple[Any, ...] = (neuron_rows[e], *biases)
         threshold = thresholds[e] if thresholds else 0.0
         settings: tuple[Any, ...] = (activation, activation_on_up, 0, threshold, weights, int8_activations)
         if kind == "none":
-            return sparse_ffn(x_H, *layer, None, *settings)
+            return sparse_ffn(x_H, *(*layer, None), *settings)
         tensors = [tensor[e] for tensor in predictor]
         how: tuple[Any, ...] = (tensors, kind, cuts[e], predictor_weights, predictor_int8_activations)
         return predicted_ffn(x_H, *layer, *how, *settings)

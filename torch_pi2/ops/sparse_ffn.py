@@ -9,7 +9,7 @@ import torch
 from torch_pi2.errors import ShapeError, check_choice
 from torch_pi2.formats import FLOAT, GGML, QUANTIZED, row_bytes
 from torch_pi2.ops import rows as quantized
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, on_up
 from torch_pi2.ops.call import arguments_of, check_hidden
 
 
@@ -65,7 +65,7 @@ def sparse_ffn(
     if rows == 3:
         gate_TI = act(project(0, bias_gate))
         up_TI = project(1, bias_up)
-        h_TI = gate_TI * (act(up_TI) if activation_on_up else up_TI)
+        h_TI = gate_TI * on_up(activation, activation_on_up)(up_TI)
     else:
         gate_TI = act(project(0, bias_up))
         h_TI = gate_TI

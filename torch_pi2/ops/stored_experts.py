@@ -25,6 +25,9 @@ def stored_experts(
     activation_on_up: bool,
     thresholds: list[float],
     int8_activations: bool = False,
+    bias_gate: torch.Tensor | None = None,
+    bias_up: torch.Tensor | None = None,
+    bias_down: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`experts_ffn` with the neurons of ``experts`` layers of a store, from ``first_layer`` on.
 
@@ -35,7 +38,8 @@ def stored_experts(
     neuron_rows = torch.stack([reader.as_computed(reader.read_layer(first_layer + e)) for e in range(experts)])
     how: tuple[Any, ...] = (predictor, kind, cuts, predictor_weights, predictor_int8_activations)
     settings: tuple[Any, ...] = (activation, activation_on_up, thresholds, reader.weights, int8_activations)
-    return experts_ffn(x, index, routing, neuron_rows, *how, *settings)
+    biases: tuple[Any, ...] = (bias_gate, bias_up, bias_down)
+    return experts_ffn(x, index, routing, neuron_rows, *how, *settings, *biases)
 
 
 def fake(x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, *_: object) -> torch.Tensor:

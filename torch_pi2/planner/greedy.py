@@ -16,7 +16,7 @@ import torch
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
-from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import LayerPlan, Plan
@@ -32,7 +32,7 @@ _log = logging.getLogger("torch_pi2")
 def gate_method(site: FFNSite) -> str:
     """The method that needs no predictor: ``exact`` where the activation has exact zeros, else ``threshold``."""
     assert site.activation in ACTIVATIONS
-    return Method.EXACT if site.activation in SPARSE_ACTIVATIONS else Method.THRESHOLD
+    return Method.EXACT if exact_zeros(site.activation) else Method.THRESHOLD
 
 
 def gate_share(site: FFNSite, active: float) -> float:

@@ -21,7 +21,7 @@ from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
-from torch_pi2.ops.activations import SPARSE_ACTIVATIONS
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name, format_name
 from torch_pi2.rewrite.handle import Handle, Optimized
 from torch_pi2.spec.method import PREDICTED, Method
@@ -345,7 +345,7 @@ class _Reading:
             cluster=entry.cluster if entry else 1,
             frequencies=self._frequencies(layer),
             stored_bytes=entry.slot_bytes if entry else 0,
-            exact_zeros=site.activation in SPARSE_ACTIVATIONS,
+            exact_zeros=exact_zeros(site.activation),
             experts=1 if site.experts is None else sum(y.site.experts == site.experts for y in self.plan.layers),
             block=False,
         )

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
-from torch_pi2.graph.matmuls import MatmulIndex
+from torch_pi2.graph.matmuls import MatmulIndex, site_tensors
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.firing import Firing, Sink, real_tokens
@@ -38,14 +38,7 @@ class ActivationRecorder(TorchDispatchMode):
         super().__init__()
         sites = [site for site in sites if site.experts is None]
         self._sink = sink
-        self._params = {
-            name: model.get_parameter(name).detach()
-            for s in sites
-            for ref in (s.gate, s.up, s.down)
-            if ref is not None
-            for name in (ref.weight, ref.bias)
-            if name
-        }
+        self._params = site_tensors(sites, lambda name: model.get_parameter(name).detach())
         self._index = MatmulIndex(sites, self._params)
         self._x: dict[str, torch.Tensor] = {}
         self._gate: dict[str, torch.Tensor] = {}
@@ -67,9 +60,7 @@ class ActivationRecorder(TorchDispatchMode):
                 gate = out.reshape(-1, out.shape[-1])[:, start - hit.start : stop - hit.start].float()
                 assert site.gate is not None
                 if hit.bias is None and site.gate.bias:  # added by a later operation
-                    gate = (
-                        gate + self._params[site.gate.bias][slice(*site.gate.rows) if site.gate.rows else slice(None)]
-                    )
+                    gate = gate + site.gate.take_bias(self._params[site.gate.bias])
                 self._gate[site.key] = gate
         return out
 

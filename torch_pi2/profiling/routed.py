@@ -84,7 +84,7 @@ class RoutedRecorder:
 
     def _watch(self, block: _Block) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y_TH: torch.Tensor) -> None:
-            routed = Routed.of(args, kwargs)
+            routed = Routed.of(args, kwargs, len(block.sites))
             real_T, _ = real_tokens(block.name, self.batch, len(routed.x_TH))
             finite_T = torch.isfinite(y_TH).all(-1)
             if not bool(finite_T[real_T].all()):

@@ -91,5 +91,7 @@ def place_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: SparseEx
     swap = experts_way(model, group, sparse, tried=0)
     site = group[0].site
     for ref in (site.up, site.down):
-        put(model, [ref.weight], torch.empty(0, dtype=model.get_parameter(ref.weight).dtype))
+        for name in (ref.weight, ref.bias):
+            if name is not None:
+                put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
     install(model, sparse, [swap])

@@ -26,7 +26,8 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
-from torch_pi2.graph.experts import probe_experts
+from torch_pi2.graph.experts import parameter_shapes, probe_experts
+from torch_pi2.graph.find import Found, named
 from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -35,7 +36,7 @@ from torch_pi2.layers.standin import Absorbed
 from torch_pi2.rewrite.install import Swap
 from torch_pi2.spec.formula import Formula, apply_formula, dense_reference
 from torch_pi2.spec.plan import LayerPlan
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.spec.site import ExpertsForm, FFNSite, FFNWeights
 
 _log = logging.getLogger("torch_pi2")
 
@@ -59,6 +60,39 @@ def find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
     raise no_way(site, reasons)
 
 
+def replaceable(model: nn.Module, found: Found) -> Found:
+    """``found`` without layers that :func:`find_way` would refuse whatever their weights are: these stay dense.
+
+    Raises:
+        UnsupportedModelError: there is no other layer.
+    """
+    refused = {site: reason for site in found.sites if (reason := _bare(model, site))}
+    if not refused:
+        return found
+    site, reason = next(iter(refused.items()))
+    if len(refused) == len(found.sites):
+        raise no_way(site, [reason])
+    left = {site.key: reason for site, reason in refused.items()}
+    _log.warning("left dense: %s", named(left))
+    return Found([site for site in found.sites if site not in refused], found.left | left)
+
+
+def _bare(model: nn.Module, site: FFNSite) -> str:
+    """Why nothing can be swapped for ``site``, whose weights are parameters of a module that computes more; else empty.
+
+    Without linear modules only an owner that computes it alone can be.
+    """
+    if site.experts is not None:
+        return ""
+    holders = [_module_name(ref.weight) for ref in (site.gate, site.up, site.down) if ref is not None]
+    inside = [local for name in holders for local, _ in model.get_submodule(name).named_parameters()]
+    if {*inside} <= {"weight", "bias"} and holders[-1] not in holders[:-1]:
+        return ""
+    with torch.no_grad():
+        way = owner_way(model, site, None, probes_of(site, site.weights(model)))
+    return f"{way}, and its weights are no linear layers'" if isinstance(way, str) else ""
+
+
 def experts_way(
     model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts | None, tried: int | None = None
 ) -> Any:
@@ -75,10 +109,8 @@ def experts_way(
     first = group[0].site
     module = model.get_submodule(str(first.experts))
     shapes = [tuple(model.get_parameter(ref.weight).shape) for ref in (first.up, first.down)]
-    wanted = [
-        (len(group), 2 * first.intermediate, first.hidden),
-        (len(group), first.hidden, first.intermediate),
-    ]
+    form = ExpertsForm(len(group), first.intermediate, first.hidden, "", False, first.gated, False, first.up.transposed)
+    wanted = [*parameter_shapes(form).values()]
     if shapes != wanted:
         raise StaleArtifactError(
             f"plan of {first.experts}",
@@ -91,7 +123,7 @@ def experts_way(
     if tried != 0 and not reason:
         arguments, result = probe_experts(model, [layer.site for layer in group[:tried]])
         with evaluating(module):
-            problem = _runs_to(lambda x: module.forward(x, *arguments[1:]), [(arguments[0], result)])
+            problem = _runs_to(lambda x: module.forward(x, *arguments[1:])[: len(result)], [(arguments[0], result)])
         reason = f"owner: {first.experts} {problem}" if problem else ""
     if not reason and (hooks := hooks_inside(str(first.experts), module)):
         reason = f"owner: {hooks}, {_SILENT}"
@@ -116,7 +148,7 @@ def probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
 # --- the three ways: each returns its swaps, or why it cannot be taken ---
 
 
-def owner_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
+def owner_way(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]) -> list[Swap] | str:
     if not site.owner:
         return "owner: it is the whole model"
     owner = model.get_submodule(site.owner)
@@ -176,6 +208,7 @@ def chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
 def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
     sources: dict[str, list[str]] = {}
     refs = [("gate", site.gate), ("up", site.up)]
+    by_module = {_module_name(ref.weight): ref for ref in (site.gate, site.up, site.down) if ref is not None}
     for role, ref in sorted(refs, key=lambda item: item[1].rows or (0, 0) if item[1] else (0, 0)):
         if ref is not None:
             sources.setdefault(_module_name(ref.weight), []).append(role)
@@ -187,9 +220,10 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
         parameters = {local: p.detach() for local, p in module.named_parameters()}
         if not parameters.keys() <= {"weight", "bias"} or any(True for _ in module.buffers()):
             return f"lazy: {name or 'the model'} holds more than one matmul"
-        probe = torch.randn((1, 11, parameters["weight"].shape[1]), generator=torch.Generator().manual_seed(1))
-        probe = (probe * token_magnitudes(parameters["weight"].dtype, (1, 11))).to(parameters["weight"].dtype)
-        wanted = nn.functional.linear(probe, parameters["weight"], parameters.get("bias"))
+        w_OI = by_module[name].matrix(parameters["weight"])
+        probe = torch.randn((1, 11, w_OI.shape[1]), generator=torch.Generator().manual_seed(1))
+        probe = (probe * token_magnitudes(w_OI.dtype, (1, 11))).to(w_OI.dtype)
+        wanted = nn.functional.linear(probe, w_OI, parameters.get("bias"))
         with evaluating(module), _as_it_was(module) as changed:
             problem = _runs_to(module.forward, [(probe, wanted)])
         if changed and not problem:

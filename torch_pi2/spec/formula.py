@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, on_up
 from torch_pi2.spec.site import FFNSite, FFNWeights
 
 
@@ -34,7 +34,7 @@ def apply_formula(formula: Formula, streams: Sequence[torch.Tensor]) -> torch.Te
     up = streams[formula.up]
     if formula.gate is None:
         return act(up)
-    return act(streams[formula.gate]) * (act(up) if formula.on_up else up)
+    return act(streams[formula.gate]) * on_up(formula.activation, formula.on_up)(up)
 
 
 def dense_reference(site: FFNSite, weights: FFNWeights, x: torch.Tensor) -> torch.Tensor:

@@ -36,19 +36,32 @@ class LinearRef:
         weight: name of the weight, stored ``[out, in]`` as ``nn.Linear`` does.
         bias: name of the bias or None.
         rows: ``(start, stop)`` output rows of the weight that belong to this matmul (fused ``gate_up``), or
-            None for all of them.
+            ``(start, stop, step)`` (gate and up in turn); None for all of them.
         expert: the weight is ``[experts, out, in]``, and this is the index of the expert's; None: it is a matrix.
+        transposed: the weight is stored ``[in, out]`` (GPT-2's ``Conv1D``), that of an expert ``[experts, in, out]``.
     """
 
     weight: str
     bias: str | None = None
-    rows: tuple[int, int] | None = None
+    rows: tuple[int, ...] | None = None
     expert: int | None = None
+    transposed: bool = False
+
+    def matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """The parameter ``weight``, of experts this one's, as ``[out, in]``: a view."""
+        matrix = weight if self.expert is None else weight[self.expert]
+        return matrix.T if self.transposed else matrix
 
     def take(self, weight: torch.Tensor) -> torch.Tensor:
-        """The view of the parameter ``weight`` that belongs to this matmul."""
-        matrix = weight if self.expert is None else weight[self.expert]
-        return matrix if self.rows is None else matrix[self.rows[0] : self.rows[1]]
+        """The view ``[out, in]`` of the parameter ``weight`` that belongs to this matmul."""
+        return self._own(self.matrix(weight))
+
+    def take_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """The view ``[out]`` of the parameter ``bias`` that belongs to this matmul."""
+        return self._own(bias if self.expert is None else bias[self.expert])
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.rows is None else tensor[slice(*self.rows)]
 
 
 class FFNWeights(NamedTuple):
@@ -110,6 +123,13 @@ class FFNSite:
         return None if self.up.expert is None else self.up.weight.rpartition(".")[0]
 
     @property
+    def form(self) -> str:
+        """Its formula between the matmuls, as ``silu(gate)*up``."""
+        if not self.gated:
+            return f"{self.activation}(up)"
+        return f"{self.activation}(gate)*{f'{self.activation}(up)' if self.activation_on_up else 'up'}"
+
+    @property
     def rows_per_neuron(self) -> int:
         """R: matrix rows that make one neuron."""
         return 3 if self.gated else 2
@@ -122,11 +142,9 @@ class FFNSite:
                 return None, None
             try:
                 weight = ref.take(model.get_parameter(ref.weight).detach())
-                bias = model.get_parameter(ref.bias).detach() if ref.bias else None
+                bias = ref.take_bias(model.get_parameter(ref.bias).detach()) if ref.bias else None
             except AttributeError as error:
                 raise _gone(self, ref) from error
-            if ref.rows is not None:
-                bias = None if bias is None else bias[ref.rows[0] : ref.rows[1]]
             return weight, bias
 
         gate, bias_gate = take(self.gate)
@@ -137,7 +155,11 @@ class FFNSite:
         return FFNWeights(gate, up, down, bias_gate, bias_up, bias_down)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        for ref in (data["gate"], data["up"], data["down"]):
+            if ref is not None and not ref["transposed"]:
+                del ref["transposed"]  # which versions before it would refuse
+        return data
 
     @staticmethod
     def from_json(data: Any, where: str = "site") -> FFNSite:
@@ -164,16 +186,17 @@ class FFNSite:
 
 
 def _ref(ref: Field) -> LinearRef:
-    ref.names(["weight"], ("bias", "rows", "expert"))
+    ref.names(["weight"], ("bias", "rows", "expert", "transposed"))
     bias, rows, expert = (ref.at(name, None) for name in ("bias", "rows", "expert"))
-    start, stop = (row.whole(0, MOST_SIZE) for row in rows.items(2, 2)) if rows.value is not None else (0, 0)
-    if rows.value is not None and start >= stop:
-        rows.wrong("the first of some rows and the one after the last")
+    found = None if rows.value is None else tuple(row.whole(0, MOST_SIZE) for row in rows.items(2, 3))
+    if found is not None and (found[0] >= found[1] or 0 in found[2:]):
+        rows.wrong("the first of some rows and the one after the last, and the step between them if it is not 1")
     return LinearRef(
         ref.at("weight").text(),
         None if bias.value is None else bias.text(),
-        None if rows.value is None else (start, stop),
+        found,
         None if expert.value is None else expert.whole(0, MOST_SIZE),
+        ref.at("transposed", False).flag(),
     )
 
 
@@ -218,10 +241,19 @@ def check_weights(site: FFNSite, weights: FFNWeights) -> None:
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """A module of experts: their number E, I neurons each, H; ``activation`` and ``on_up`` as in an ``FFNSite``."""
+    """A module of experts: their number E, I neurons each, H; ``activation`` and ``on_up`` as in an ``FFNSite``.
+
+    Attributes:
+        gated: they have gates, in one parameter with up. interleaved: row by row in turn; else gates come first.
+        transposed: matrices are stored ``[in, out]``. biases: each has those of all its matrices.
+    """
 
     experts: int
     intermediate: int
     hidden: int
     activation: str
     on_up: bool
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    biases: bool = False

@@ -1,27 +1,28 @@
 """Where a checkpoint has the parameters of a model, if not under their names.
 
 transformers stacks the experts of a block when it loads a checkpoint, which has them one by one, and Mixtral's blocks
-have another name there.
+and Nemotron-H's models have another name there.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.source import Source
 
-#: Part of a parameter's name -> what checkpoints may have in its place.
-_BLOCKS = (".mlp.", ".block_sparse_moe.")
+#: Parts of a parameter's name -> what checkpoints may have in their place.
+_OTHERS = ((".mlp.", ".block_sparse_moe."), ("model.", "backbone."))
 #: Names of an expert's matrices in checkpoints.
 _MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
 
 def stored_name(checkpoint: Source, name: str) -> str:
     """The checkpoint's name of parameter ``name``; that name itself if it has none."""
-    return next((n for n in (name, name.replace(*_BLOCKS)) if n in checkpoint), name)
+    return next((n for n in (name, *(name.replace(*pair, 1) for pair in _OTHERS)) if n in checkpoint), name)
 
 
 class ExpertMatrix:
@@ -29,6 +30,7 @@ class ExpertMatrix:
 
     Attributes:
         name: of the tensor. shape: of the matrix as it should be. first: number of its first row in the tensor.
+        in_rows: its rows follow each other there; else they lie in pieces.
     """
 
     def __init__(self, checkpoint: Source, site: FFNSite, ref: LinearRef, role: str) -> None:
@@ -37,10 +39,12 @@ class ExpertMatrix:
         self.shape = (hidden, n) if role == "down" else (n, hidden)
         alone = [stored_name(checkpoint, f"{site.key}.{part}.weight") for part in _MATRICES[role]]
         self.name = next((name for name in alone if name in checkpoint), stored_name(checkpoint, ref.weight))
-        self.first, self.stacked = 0, self.name not in alone
+        self.first, self.stacked, self._ref = 0, self.name not in alone, ref
+        self.in_rows = not self.stacked or not (ref.transposed or len(ref.rows or ()) == 3)
         if self.stacked and ref.expert is not None:
-            per_expert = hidden if role == "down" else 2 * n
+            per_expert = hidden if role == "down" else site.rows_per_neuron * n - n
             self.first = ref.expert * per_expert + (ref.rows or (0, 0))[0]
+            self._whole = (per_expert, self.shape[1])[:: -1 if ref.transposed else 1]  # of the expert, as it is stored
 
     @property
     def fits(self) -> bool:
@@ -48,12 +52,20 @@ class ExpertMatrix:
         shape = self._checkpoint.spec(self.name).shape
         if not self.stacked:
             return shape == self.shape
+        if not self.in_rows:
+            return shape[1:] == self._whole and shape[0] > (self._ref.expert or 0)
         return len(shape) == 3 and shape[2] == self.shape[1] and self.first + self.shape[0] <= shape[0] * shape[1]
 
     def read_into(self, matrix: torch.Tensor) -> None:
         """Fill ``matrix``, of this shape and the tensor's dtype."""
         if not self.stacked:
             self._checkpoint.read_into(self.name, matrix)
+            return
+        if not self.in_rows:
+            nbytes = math.prod(self._whole) * matrix.element_size()
+            at = (self._ref.expert or 0) * nbytes
+            whole = self._checkpoint.read_bytes(self.name, at, at + nbytes).view(matrix.dtype).view(self._whole)
+            matrix.copy_(replace(self._ref, expert=None).take(whole))
             return
         per_row = self.shape[1] * matrix.element_size()
         start = self.first * per_row

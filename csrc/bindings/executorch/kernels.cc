@@ -74,11 +74,9 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
   args.bias_gate = bias_data(bias_gate, "bias_gate", args.neurons, like);
   args.bias_up = bias_data(bias_up, "bias_up", args.neurons, like);
   args.bias_down = bias_data(bias_down, "bias_down", args.hidden, like);
-  std::size_t at = 0;
-  while (at < std::size(binding::kActivations) && activation != binding::kActivations[at]) ++at;
-  expect(at < std::size(binding::kActivations), "activation", "one of torch_pi2.ops.ACTIVATIONS",
-         std::string(activation));
-  args.activation = static_cast<Activation>(at);
+  const std::string name(activation);
+  expect(binding::read_activation(name, &args.activation, &args.shaping), "activation",
+         "one of torch_pi2.ops.ACTIVATIONS", name);
   args.activation_on_up = activation_on_up;
   expect(n_hot >= 0 && n_hot <= args.neurons, "n_hot", "0 to " + std::to_string(args.neurons), std::to_string(n_hot));
   args.n_hot = n_hot;

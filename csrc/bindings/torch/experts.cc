@@ -44,6 +44,16 @@ Routed routed(const Tensor& x, const Tensor& index, const Tensor& routing, int64
   return r;
 }
 
+// The first expert's of the biases of all of them, [experts, ...]; the core finds the others behind it.
+MaybeTensor of_first(const MaybeTensor& biases, int64_t experts, const char* name) {
+  if (!biases) return std::nullopt;
+  check_plain(*biases, name);
+  STD_TORCH_CHECK(biases->dim() == 2 && biases->size(0) == experts && biases->is_contiguous(), "pi2: ", name,
+                  ": expected contiguous [", experts, " experts, ...], found ",
+                  biases->is_contiguous() ? "" : "strided ", shape_of(*biases), ". Stack the biases of all experts.");
+  return torch::stable::select(*biases, 0, 0);
+}
+
 // `layer` with the thresholds and the predictors of all experts; tensors and numbers must outlive what is returned.
 ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, const std::vector<Tensor>& tensors,
                      const std::string& kind, const std::vector<double>& cuts, const std::string& weights,
@@ -92,7 +102,8 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
 Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, const Tensor& neuron_rows,
                    std::vector<Tensor> predictor, const Text& kind, std::vector<double> cuts,
                    const Text& predictor_weights, bool predictor_int8_activations, const Text& activation,
-                   bool activation_on_up, std::vector<double> thresholds, const Text& weights, bool int8_activations) {
+                   bool activation_on_up, std::vector<double> thresholds, const Text& weights, bool int8_activations,
+                   const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down) {
   check_plain(neuron_rows, "neuron_rows");
   STD_TORCH_CHECK(
       neuron_rows.dim() == 4 && neuron_rows.is_contiguous() && neuron_rows.numel() > 0,
@@ -101,8 +112,11 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
       neuron_rows.is_contiguous() ? "" : "strided ", shape_of(neuron_rows), ". Stack the neurons of all experts.");
   const Routed r = routed(x, index, routing, neuron_rows.size(0));
   const Tensor first = torch::stable::select(neuron_rows, 0, 0);
-  const FfnArgs layer = ffn_args(x, first, std::nullopt, std::nullopt, std::nullopt, activation, activation_on_up, 0, 0,
-                                 weights, int8_activations);
+  const int64_t experts = neuron_rows.size(0);
+  const MaybeTensor gate = of_first(bias_gate, experts, "bias_gate"), up = of_first(bias_up, experts, "bias_up");
+  const MaybeTensor down = of_first(bias_down, experts, "bias_down");
+  const FfnArgs layer =
+      ffn_args(x, first, gate, up, down, activation, activation_on_up, 0, 0, weights, int8_activations);
   const ExpertStack stack = stack_of(x, layer, r.args.experts, predictor, kind, cuts, predictor_weights,
                                      predictor_int8_activations, thresholds);
   const std::string problem = pi2::experts_ffn(r.args, stack, torch_threads());
@@ -134,15 +148,18 @@ FfnArgs common_shape(const Offload& store, int64_t first, int64_t experts) {
 Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routing, int64_t store, int64_t first_layer,
                       int64_t experts, std::vector<Tensor> predictor, const Text& kind, std::vector<double> cuts,
                       const Text& predictor_weights, bool predictor_int8_activations, const Text& activation,
-                      bool activation_on_up, std::vector<double> thresholds, bool int8_activations) {
+                      bool activation_on_up, std::vector<double> thresholds, bool int8_activations,
+                      const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down) {
   const std::shared_ptr<Offload> offload = store_of(store);
   FfnArgs layer = common_shape(*offload, first_layer, experts);
   const Routed r = routed(x, index, routing, experts);
   check_hidden(x, layer.hidden);
   STD_TORCH_CHECK(!int8_activations || is_quantized(layer.w_dtype),
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
-  layer = with_settings(layer, x, ScalarType::Float, std::nullopt, std::nullopt, std::nullopt, activation,
-                        activation_on_up, 0, int8_activations);
+  const MaybeTensor gate = of_first(bias_gate, experts, "bias_gate"), up = of_first(bias_up, experts, "bias_up");
+  const MaybeTensor down = of_first(bias_down, experts, "bias_down");
+  layer = with_settings(layer, x, bias_type(layer.w_dtype), gate, up, down, activation, activation_on_up, 0,
+                        int8_activations);
   const ExpertStack stack =
       stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations, thresholds);
   const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads());
@@ -158,11 +175,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   const std::string predictor =
       "Tensor[] predictor, str kind, float[] cuts, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, float[] thresholds, ";
-  m.def(("experts_ffn(" + tokens + "Tensor neuron_rows, " + predictor +
-         "str weights, bool int8_activations=False) -> Tensor")
+  const std::string biases = ", Tensor? bias_gate=None, Tensor? bias_up=None, Tensor? bias_down=None";
+  m.def(("experts_ffn(" + tokens + "Tensor neuron_rows, " + predictor + "str weights, bool int8_activations=False" +
+         biases + ") -> Tensor")
             .c_str());
   m.def(("stored_experts(" + tokens + "int store, int first_layer, int experts, " + predictor +
-         "bool int8_activations=False) -> Tensor")
+         "bool int8_activations=False" + biases + ") -> Tensor")
             .c_str());
 }
 

@@ -7,14 +7,12 @@
 namespace pi2::binding {
 namespace {
 
-Activation activation_of(const std::string& name) {
-  for (std::size_t i = 0; i < std::size(kActivations); ++i)
-    if (name == kActivations[i]) return static_cast<Activation>(i);
+void set_activation(const std::string& name, FfnArgs* args) {
+  if (read_activation(name, &args->activation, &args->shaping)) return;
   std::string names;
   for (std::size_t i = 0; i < kActivationCount; ++i)
     names += (i == 0 ? "" : i + 1 == kActivationCount ? " or " : ", ") + std::string(kActivations[i]);
   STD_TORCH_CHECK(false, "pi2: activation: expected ", names, ", found '", name, "'. See torch_pi2.ops.ACTIVATIONS.");
-  return Activation::kRelu;
 }
 
 // Of down rows behind the + in "q4_k+int8"; npos: all rows have one format.
@@ -96,7 +94,7 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
   args.bias_up = bias_data(bias_up, "bias_up", args.neurons, like, wanted);
   args.bias_down = bias_data(bias_down, "bias_down", args.hidden, like, wanted);
   args.tokens = x.numel() / args.hidden;
-  args.activation = activation_of(activation);
+  set_activation(activation, &args);
   args.activation_on_up = activation_on_up;
   args.threshold = static_cast<float>(threshold);
   args.int8_activations = int8_activations;

@@ -171,10 +171,6 @@ std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_
   };
 }
 
-ScalarType bias_type(DType w_dtype) {
-  return w_dtype == DType::kBF16 ? ScalarType::BFloat16 : w_dtype == DType::kF16 ? ScalarType::Half : ScalarType::Float;
-}
-
 Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTensor& bias_gate,
                   const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                   const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,

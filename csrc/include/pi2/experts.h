@@ -64,7 +64,7 @@ class ExpertLayers {
 // what `layers` said; y means nothing then.
 std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const ParallelFor& parallel);
 
-// Experts of equal sizes and settings without biases: expert 0, behind whose tensors those of the others lie.
+// Experts of equal sizes and settings: expert 0, behind whose tensors those of the others lie.
 struct ExpertStack {
   FfnArgs layer;                       // but for x, y and tokens; over a store without neuron_rows
   Predictor predictor;                 // but for its cut

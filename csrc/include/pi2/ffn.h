@@ -86,6 +86,7 @@ struct FfnArgs {
   std::int64_t n_hot = 0;
   std::int64_t first = 0;  // neurons before it are somebody else's: not computed here, not read, not counted
   Activation activation = Activation::kRelu;
+  Shaping shaping;
   bool activation_on_up = false;
   float threshold = 0;
 

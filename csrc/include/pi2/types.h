@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace pi2 {
 
@@ -73,6 +74,13 @@ constexpr int64_t row_bytes(DType dtype, int64_t n) {
 // Order of torch_pi2.ops.ACTIVATIONS.
 enum class Activation : int32_t { kRelu = 0, kRelu2, kSilu, kGelu, kGeluTanh, kIdentity };
 inline constexpr std::uint32_t kActivationCount = static_cast<std::uint32_t>(Activation::kIdentity) + 1;
+
+// How an activation differs from the one of its name: out * act(in * min(v, limit)). What it is multiplied by is then
+// clamp(up, -limit, limit) + plus, where that has no activation of its own.
+struct Shaping {
+  float in = 1, out = 1, limit = std::numeric_limits<float>::infinity(), plus = 0;
+  bool plain = true;  // all of these as here
+};
 
 // Runs body(i) for every i in [0, n), on whatever threads the host framework owns; returns when all are done.
 // The core never creates compute threads of its own inside PyTorch (design D9).

@@ -10,6 +10,7 @@ import torch
 from torch_pi2.errors import check_choice
 from torch_pi2.formats import FLOAT, FORMATS, QUANTIZED
 from torch_pi2.ops import rows as quantized
+from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.predict_signbit import most_differing
 
 #: What no predictor is called.
@@ -87,6 +88,7 @@ def compute(
     from torch_pi2.ops.gpu import kernels
 
     check_choice("weights on a GPU", weights, (FLOAT, *QUANTIZED), "Rows of two formats are for a CPU: move it there.")
+    check_plain(activation)
     tokens, hidden = x_TH.shape
     intermediate, rows = neuron_rows.shape[-3:-1]
     slots = 1

@@ -1,0 +1,113 @@
+"""``supported`` and ``torch-pi2 inspect CHECKPOINT``: what would be done with each layer, without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_experts import build
+from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, tiny
+from torch import nn
+
+import torch_pi2
+from torch_pi2.cli.inspect_checkpoint import describe_checkpoint, render_checkpoint
+from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, UnsupportedModelError
+
+X_BTH = torch.zeros(1, 3, HIDDEN)
+
+
+def checkpoint(folder: Path, name: str = "llama-relu") -> Path:
+    """As it is on disk, but for the weights."""
+    tiny(name).save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_a_checkpoint_is_told_without_its_weights(tmp_path: Path) -> None:
+    found = torch_pi2.supported(checkpoint(tmp_path))
+    assert [layer.key for layer in found.layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    first = found.layers[0]
+    assert (first.form, first.hidden, first.neurons) == ("relu(gate)*up", HIDDEN, INTERMEDIATE)
+    assert (first.method, first.lossless) == ("exact", True)
+    assert first.parameters == 3 * HIDDEN * INTERMEDIATE
+    assert (found.model, found.left, found.refused) == ("LlamaForCausalLM", {}, "")
+    model = tiny("llama-relu")
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert found == torch_pi2.supported(model)
+    assert found.share == 2 * first.parameters / found.parameters
+
+
+def test_what_optimize_does_is_what_was_said() -> None:
+    model = tiny("llama-relu")
+    said = torch_pi2.supported(model)
+    torch_pi2.optimize(model, method="auto")
+    done = model.torch_pi2.plan.layers
+    assert [(y.site.key, str(y.method)) for y in done] == [(layer.key, layer.method) for layer in said.layers]
+
+
+def test_smooth_activations_need_thresholds(tmp_path: Path) -> None:
+    found = torch_pi2.supported(str(checkpoint(tmp_path, "llama")))
+    assert {(layer.form, layer.method, layer.lossless) for layer in found.layers} == {
+        ("silu(gate)*up", "threshold", False)
+    }
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+        self.n = nn.LayerNorm(INTERMEDIATE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.n(F.relu(self.up(x))))
+
+
+def test_what_stays_dense_is_told_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    found = torch_pi2.supported(nn.Sequential(FunctionalBlock(), Normed()), (X_BTH,))
+    assert [layer.key for layer in found.layers] == ["0"]
+    assert found.left == {"1": "layer_norm between its matmuls"}
+    assert "left dense" not in caplog.text
+    found = torch_pi2.supported(nn.Sequential(nn.Sequential(Normed())), (X_BTH,))
+    assert (found.layers, found.left) == ([], {"0.0": "layer_norm between its matmuls"})
+    assert found.refused == "each of its feed-forward layers stays dense"
+    found = torch_pi2.supported(nn.LayerNorm(HIDDEN), (X_BTH,))
+    assert (found.layers, found.left) == ([], {})
+    assert found.refused.startswith("0 linear layers; modules: 1 LayerNorm")
+
+
+def test_experts_share_a_line_of_what_is_shown(tmp_path: Path) -> None:
+    build("Qwen2Moe").save_pretrained(tmp_path)
+    shown = render_checkpoint(describe_checkpoint(tmp_path, False, False))
+    assert "model.layers.1.mlp.experts.0 to model.layers.1.mlp.experts.3" in shown
+    assert "not optimised: no weights were read" in shown
+    assert "small values: lossy, needs calibration text" in shown
+    assert "parameters are in these layers" in shown
+
+
+def test_inspect_of_a_checkpoint(tmp_path: Path) -> None:
+    found = describe_checkpoint(checkpoint(tmp_path), False, False)
+    assert found["contains"] == ["checkpoint"]
+    assert found["layers"][0]["method"] == "exact"
+    with pytest.raises(ConfigError, match=r"--verify: expected a neuron store .*found none"):
+        describe_checkpoint(tmp_path, True, False)
+
+
+def test_what_is_left_is_shown() -> None:
+    said = torch_pi2.supported(nn.Sequential(*(nn.Sequential(Normed()) for _ in range(3))), (X_BTH,))
+    shown = render_checkpoint({"contains": ["checkpoint"], **said.to_json()})
+    assert "nothing can be made sparse: each of its feed-forward layers stays dense" in shown
+    assert "stays dense: 3 layers, 0.0 to 2.0: layer_norm between its matmuls" in shown
+
+
+def test_what_cannot_be_told() -> None:
+    with pytest.raises(ArtifactError, match="/nowhere"):
+        torch_pi2.supported("/nowhere")
+    with pytest.raises(CalibrationError, match="args or kwargs for one forward call"):
+        torch_pi2.supported(FunctionalBlock())
+    with pytest.raises(UnsupportedModelError, match=r"before torch\.compile"):
+        torch_pi2.supported(torch.compile(FunctionalBlock()), (X_BTH,))
+    model = torch_pi2.optimize(tiny("llama-relu"), method="exact")
+    with pytest.raises(ConfigError, match="already rewritten"):
+        torch_pi2.supported(model)

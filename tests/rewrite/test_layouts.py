@@ -1,0 +1,230 @@
+"""Weights in other layouts than ``nn.Linear``'s: transposed, bare, down tied to up; and numbers in activations."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import assert_same_state, close, count_op_calls, make_plan
+from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, randomise, tiny
+from torch import nn
+
+import torch_pi2
+import torch_pi2.compile as compile_module
+from torch_pi2.checkpoint.quantize import quantize
+from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.errors import GradientError, NoFFNFoundError, UnsupportedModelError
+from torch_pi2.export.program import export_program
+from torch_pi2.graph.dispatch import NeuronClusterMode
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.rewrite.rewrite import restore, rewrite
+
+IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+X_BTH = torch.randn(2, 40, HIDDEN, generator=torch.Generator().manual_seed(1))
+NAMES = ("gpt2-relu", "gpt2", "llama-quick-gelu")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, nn.Module]:
+    return {name: tiny(name) for name in NAMES}
+
+
+def optimised(model: nn.Module, **settings: Any) -> nn.Module:
+    return torch_pi2.optimize(copy.deepcopy(model), **({"method": "exact"} | settings))
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_quantised_saved_packed_and_from_a_checkpoint(
+    models: dict[str, nn.Module], name: str, weights: str, tmp_path: Path
+) -> None:
+    # as quantize() chooses of a checkpoint: the exact gate, or where that skips nothing every neuron
+    sparse = optimised(models[name], weights=weights, method="exact" if name == "gpt2-relu" else "dense")
+    wanted = logits(sparse)
+    assert not close(wanted, logits(models[name]), 1e-4)
+    torch_pi2.save(sparse, tmp_path / "saved")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "saved")), wanted)
+    assert close(logits(load_dense(tmp_path / "saved")), wanted, 1e-4)
+    torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "store", budget="1GiB", context=16)), wanted)
+    models[name].save_pretrained(tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", weights)
+    found = torch_pi2.load(tmp_path / "out")
+    assert torch.equal(logits(found), wanted)
+    assert found.torch_pi2.plan.model_hash == sparse.torch_pi2.plan.model_hash
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_floats_over_a_store_and_saved(models: dict[str, nn.Module], name: str, tmp_path: Path) -> None:
+    models[name].save_pretrained(tmp_path / "float")
+    torch_pi2.pack(tmp_path / "float", tmp_path / "store")
+    wanted = logits(optimised(models[name]))
+    assert close(wanted, logits(models[name]))
+    assert close(logits(torch_pi2.load(tmp_path / "store", budget="1GiB", context=16)), wanted)
+    sparse = optimised(models[name])
+    torch_pi2.save(sparse, tmp_path / "saved")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "saved")), wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_and_exported(models: dict[str, nn.Module], name: str) -> None:
+    sparse = optimised(models[name])
+    with torch.no_grad():
+        wanted = sparse(IDS, use_cache=False).logits
+        program = export_program(sparse, kwargs={"input_ids": IDS, "use_cache": False})
+        assert torch.equal(program.module()(input_ids=IDS, use_cache=False).logits, wanted)
+
+
+def test_the_backend_takes_transposed_weights(models: dict[str, nn.Module]) -> None:
+    model = copy.deepcopy(models["gpt2-relu"])
+    with torch.no_grad():
+        torch._dynamo.reset()
+        fast = torch.compile(model, backend=compile_module.backend)
+        assert close(fast(IDS).logits, logits(model))
+        assert count_op_calls(lambda: fast(IDS)) == 2
+        for parameter in model.parameters():
+            parameter.mul_(0.5)  # in place: the neurons follow
+        assert close(fast(IDS).logits, logits(model))
+
+
+def test_calibrated_and_in_half_precision(models: dict[str, nn.Module]) -> None:
+    ids = torch.randint(3, VOCAB, (16, 16), generator=torch.Generator().manual_seed(2))
+    sparse = torch_pi2.optimize(
+        copy.deepcopy(models["gpt2-relu"]), ids, method="exact", batch_size=4, seq_len=16, calibration_tokens=128
+    )
+    assert close(logits(sparse), logits(models["gpt2-relu"]))
+    state = models["gpt2-relu"].state_dict()
+    assert_same_state(sparse, {k: v.clone() for k, v in state.items()})
+    half, dense = sparse.to(torch.bfloat16), copy.deepcopy(models["gpt2-relu"]).to(torch.bfloat16)
+    exact = logits(copy.deepcopy(dense).float())
+    assert (logits(half).float() - exact).norm() < 2 * (logits(dense).float() - exact).norm() + 1e-3
+
+
+def test_dispatch_mode_on_transposed_weights(models: dict[str, nn.Module]) -> None:
+    model = copy.deepcopy(models["gpt2-relu"])
+    plan = make_plan(model).bind(model)
+    with torch.no_grad(), NeuronClusterMode(plan) as mode:
+        found = model(IDS).logits
+    assert close(found, logits(model))
+    assert 0 < mode.computed_share() < 1
+
+
+class Tied(nn.Module):
+    """Down is up transposed."""
+
+    def __init__(self, act: Any = F.relu) -> None:
+        super().__init__()
+        self.up, self.act = nn.Linear(HIDDEN, INTERMEDIATE), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.act(self.up(x)), self.up.weight.t())
+
+
+@torch.no_grad()
+def test_down_that_is_up_transposed() -> None:
+    """The backend makes it sparse; eager models keep it dense, since calibration could not tell up from down."""
+    torch.manual_seed(0)
+    model = randomise(nn.Sequential(FunctionalBlock(), Tied()).eval())
+    wanted = model(X_BTH)
+    fast = torch.compile(model, backend=compile_module.backend)
+    assert close(fast(X_BTH), wanted)
+    assert count_op_calls(lambda: fast(X_BTH)) == 2
+    model[1].up.weight.mul_(-0.5)
+    assert close(fast(X_BTH), model(X_BTH))
+    assert torch_pi2.supported(model, (X_BTH,)).left == {"1.up": "1.up.weight stands in two places of it"}
+
+
+class Bare(nn.Module):
+    """A module that is the layer, and nothing else; or code of a block that does more."""
+
+    def __init__(self, residual: bool) -> None:
+        super().__init__()
+        self.residual = residual
+        self.w1, self.w2 = (
+            nn.Parameter(torch.randn(HIDDEN, INTERMEDIATE)),
+            nn.Parameter(torch.randn(INTERMEDIATE, HIDDEN)),
+        )
+        self.b1, self.b2 = nn.Parameter(torch.randn(INTERMEDIATE)), nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.addmm(self.b1, x.reshape(-1, HIDDEN), self.w1)
+        y = (F.relu(y) @ self.w2 + self.b2).reshape(x.shape)
+        return x + y if self.residual else y
+
+
+@torch.no_grad()
+def test_bare_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = randomise(nn.Sequential(FunctionalBlock(), Bare(False), Bare(True)).eval())
+    wanted = model(X_BTH)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    torch_pi2.optimize(model, [(X_BTH,)], method="exact")
+    assert [y.site.key for y in model.torch_pi2.plan.layers] == ["0", "1"]
+    reason = "owner: 2 computes something else as well, and its weights are no linear layers'"
+    assert model.torch_pi2.left == {"2": reason}
+    assert f"left dense: 2 ({reason})" in caplog.text
+    assert close(model(X_BTH), wanted)
+    assert_same_state(restore(model), state)
+    fast = torch.compile(model, backend=compile_module.backend)
+    assert close(fast(X_BTH), wanted)
+    assert count_op_calls(lambda: fast(X_BTH)) == 3
+    with pytest.raises(UnsupportedModelError, match=r"rewriting 0 \(Bare\): expected modules that compute the FFN"):
+        torch_pi2.optimize(nn.Sequential(Bare(True)).eval(), [(X_BTH,)], method="exact")
+
+
+@torch.no_grad()
+def test_a_multiplier_of_the_result() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            self.up, self.down, self.last = nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN, bias=False), last
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.down(F.relu(self.up(x) * 0.5)) * 0.25
+            return y if self.last else x + y
+
+    torch.manual_seed(0)
+    model = randomise(nn.Sequential(FunctionalBlock(), Scaled(True), Scaled(False)).eval())
+    wanted = model(X_BTH)
+    torch_pi2.optimize(model, [(X_BTH,)], method="exact")
+    found = {y.site.key: y.site.activation for y in model.torch_pi2.plan.layers}
+    # within the residual block, whose own code multiplies, it is no part of the layer
+    assert found == {"0": "relu", "1": "relu[out=0.125]", "2": "relu[out=0.5]"}
+    assert isinstance(model[1], SparseFFN)
+    assert close(model(X_BTH), wanted)
+    restore(model)
+    fast = torch.compile(model, backend=compile_module.backend)
+    assert close(fast(X_BTH), wanted)
+    assert count_op_calls(lambda: fast(X_BTH)) == 3
+
+
+def test_training_mode_and_hooks(models: dict[str, nn.Module]) -> None:
+    sparse = optimised(models["gpt2-relu"])
+    with pytest.raises(GradientError, match=r"gradients through transformer\.h\.0\.mlp"):
+        sparse.train()(IDS)
+    model, seen = copy.deepcopy(models["gpt2-relu"]), []
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda m, a, y: seen.append(tuple(y.shape)))
+    rewrite(model, make_plan(model))
+    assert close(logits(model), logits(models["gpt2-relu"]))
+    assert len(seen) >= 1
+
+
+def test_other_widths_are_no_layer() -> None:
+    with pytest.raises(NoFFNFoundError, match="2 linear layers"):
+        torch_pi2.find_sites(nn.Sequential(nn.Linear(HIDDEN, 64), nn.ReLU(), nn.Linear(64, HIDDEN + 8)), (X_BTH,))
+
+
+def test_bundles_refuse_numbers_of_activations(models: dict[str, nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"activation silu\[in=1\.702,.*bundles have no others"):
+        torch_pi2.export(optimised(models["llama-quick-gelu"]), tmp_path / "bundle", max_tokens=32)
+    assert not (tmp_path / "bundle").exists()

@@ -1,0 +1,110 @@
+"""``supported``: what would be done with each feed-forward layer of a model, and why not, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.graph.find import Found, look
+from torch_pi2.planner.greedy import gate_method
+from torch_pi2.rewrite.skeleton import skeleton
+from torch_pi2.spec.method import Method
+from torch_pi2.spec.site import FFNSite
+
+
+@dataclass(frozen=True)
+class SupportedLayer:
+    """One feed-forward layer, or expert, that can be made sparse.
+
+    Attributes:
+        key: of its site. form: its formula, as ``silu(gate)*up``. hidden, neurons: H and I.
+        method: that :func:`torch_pi2.optimize` takes without predictors: ``exact``, or ``threshold``, which needs
+            calibration data.
+        lossless: whether nothing but zeros is skipped by it.
+        parameters: numbers in its matrices.
+    """
+
+    key: str
+    form: str
+    hidden: int
+    neurons: int
+    method: str
+    lossless: bool
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Supported:
+    """What :func:`supported` found.
+
+    Attributes:
+        model: its class. parameters: how many numbers it has; of tied ones each counts once.
+        layers: in order of execution.
+        left: layers that look feed-forward and stay dense: name -> reason.
+        refused: why no layer can be made sparse; empty if some can.
+    """
+
+    model: str
+    parameters: int
+    layers: list[SupportedLayer]
+    left: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of the model's parameters those in ``layers``."""
+        return sum(layer.parameters for layer in self.layers) / max(1, self.parameters)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"share": self.share}
+
+
+@checked
+def supported(
+    model: nn.Module | str | Path,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Supported:
+    """Per feed-forward layer its formula, sizes and method, or why it stays dense. Nothing is changed.
+
+    Whether a layer can be *replaced* where it stands is tried with its weights, by :func:`torch_pi2.optimize`.
+
+    Args:
+        model: any model, its weights in memory or on ``meta``; or the folder of a Hugging Face checkpoint, of which
+            ``config.json`` alone is read.
+        args, kwargs: of one call, for models whose inputs cannot be guessed (:func:`torch_pi2.find_sites`).
+
+    Raises:
+        ArtifactError: no model can be built of the folder. CalibrationError: inputs are missing or wrong.
+        UnsupportedModelError: Dynamo cannot capture it. ConfigError: it is in its sparse form already.
+    """
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = skeleton(model, trust_remote_code=trust_remote_code)
+    found, refused = look(model, args, kwargs, on_meta=all(p.is_meta for p in model.parameters()))
+    return Supported(
+        type(model).__name__,
+        sum(parameter.numel() for parameter in model.parameters()),
+        [_layer(site) for site in found.sites],
+        found.left,
+        "" if refused is None else _reason(found, refused.found),
+    )
+
+
+def _layer(site: FFNSite) -> SupportedLayer:
+    method = gate_method(site)
+    numbers = site.rows_per_neuron * site.intermediate * site.hidden
+    return SupportedLayer(site.key, site.form, site.hidden, site.intermediate, method, method == Method.EXACT, numbers)
+
+
+def _reason(found: Found, refused: str) -> str:
+    """Where layers that stay dense are named, they are the reason."""
+    return "each of its feed-forward layers stays dense" if found.left else refused
