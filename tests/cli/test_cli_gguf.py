@@ -29,6 +29,10 @@ def test_import_then_generate(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "tokenizer" not in said
     assert cli.main(["generate", str(out), "--prompt", "the cat", "--max-new-tokens", "4", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["new_tokens"] == 4
+    assert cli.main(["inspect", str(out)]) == 0
+    said = capfd.readouterr().out
+    assert "no layers of neurons" in said
+    assert "linear layers and embeddings: 5 q4_k, 4 q6_k" in said  # the head has the embedding's rows
     assert cli.main(["import", str(GOLDEN), "--out", str(out), "--neurons", "all", "--json"]) == 0  # in its place
     found = json.loads(capfd.readouterr().out)
     assert (found["neurons"], found["weights"]) == (1, "int4")

@@ -228,6 +228,8 @@ class _Importer(Quantizer):
         same = (role != "down" or self._packed.by_neuron) and self._packed.own_format(stored) == self._kind
         if first == 0:
             self._count(stored, of, self._kind, same)
+        if ref.transposed and ref.expert is None:
+            return None
         if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file
             first += ref.rows[0]
         return self._packed.own_rows(stored, first, first + len(neurons)) if same else None

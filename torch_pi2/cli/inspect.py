@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -106,6 +107,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         "layers": list(layers.values()),
         "store": store,
         "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
+        "matrices": _matrices(inner),
         "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
         "verdict": None if judged is None else judged.to_json(),
     }
@@ -121,9 +123,20 @@ def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
         "layers": list(layers.values()),
         "store": store,
         "budget": None,
+        "matrices": {},
         "fit": None,
         "verdict": None,
     }
+
+
+def _matrices(inner: Path) -> dict[str, int]:
+    """Format -> linear layers and embeddings in it."""
+    from torch_pi2.store.storefile import open_weights, weights_path
+
+    if weights_path(inner) is None:
+        return {}
+    with open_weights(inner) as weights:
+        return dict(Counter(weights.format_of(name) for name in (*weights.linears, *weights.embeddings)))
 
 
 def _stats(stats: ActivationStats | None) -> dict[str, dict[str, Any]]:
@@ -238,7 +251,9 @@ def render(result: dict[str, Any]) -> str:
         for layer in layers
     ]
     files = ", ".join(f"{name} {common.size(count)}" for name, count in result["files"].items())
-    shown = common.table(["layer", *(_COLUMNS[c][0] for c in columns)], rows)
+    shown = common.table(["layer", *(_COLUMNS[c][0] for c in columns)], rows) if rows else "no layers of neurons"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in result["matrices"].items())
+    shown += f"\nlinear layers and embeddings: {kinds}" if kinds else ""
     fit = result["fit"]
     fitted = (
         f"\nfit: loss {fit['change']:+.2%} (tolerance {fit['tolerance']:.1%}{'' if fit['met'] else ', NOT met'}), "
