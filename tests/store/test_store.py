@@ -693,12 +693,12 @@ def test_taken_apart_and_put_together_it_is_whole(toys: Path, tmp_path: Path) ->
         assert store.verify() > 0
 
 
-@pytest.mark.parametrize("change", [{"pi2_version": "3"}, {"pi2_format": "torch_pi2.weights"}])
+@pytest.mark.parametrize("change", [{"pi2_version": "4"}, {"pi2_format": "torch_pi2.weights"}])
 def test_other_files_are_no_stores(toys: Path, tmp_path: Path, change: dict[str, str]) -> None:
     damaged = Damaged(store_of(toys / "out"))
     damaged.meta.update(change)
     damaged.write(tmp_path / "f")
-    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2, found torch_pi2\."):
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2 or 3, found torch_pi2\."):
         StoreReader(tmp_path / "f")
 
 
@@ -708,7 +708,9 @@ def test_truncated_or_foreign(toys: Path, tmp_path: Path) -> None:
         (tmp_path / "f").write_bytes(whole[:length])
         with pytest.raises(ArtifactError, match="found damage"):
             StoreReader(tmp_path / "f")
-    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2, found torch_pi2\.weights v"):
+    with pytest.raises(
+        ArtifactError, match=r"expected torch_pi2\.store version 1 or 2 or 3, found torch_pi2\.weights v"
+    ):
         StoreReader(toys / "in" / "pi2" / "weights.safetensors")
 
 

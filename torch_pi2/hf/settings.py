@@ -10,7 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.errors import ConfigError, check_choice
-from torch_pi2.formats import FLOATS, FORMATS
+from torch_pi2.formats import FLOATS, OF_NEURONS
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.folder import HF_METHOD
@@ -53,7 +53,7 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
                 "Pi2QuantizationConfig(quant_method=...)", expected=HF_METHOD, found=quant_method, fix="Leave it out."
             )
         if weights is not None:
-            check_choice("Pi2QuantizationConfig(weights=...)", weights, FORMATS, "Make the folder again.")
+            check_choice("Pi2QuantizationConfig(weights=...)", weights, OF_NEURONS, "Make the folder again.")
         if dtype is not None:
             check_choice("Pi2QuantizationConfig(dtype=...)", dtype, FLOATS, "Make the folder again.")
         self.quant_method: Any = HF_METHOD
