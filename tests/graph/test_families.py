@@ -24,6 +24,7 @@ def test_what_the_page_says(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", [name for name in families.families() if name not in QUICK])
 def test_what_the_page_says_of_the_others(family: str) -> None:
     check(family)
