@@ -12,12 +12,13 @@ import gguf
 import ggufs
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import torch_pi2
 from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, Pi2Error, UnsupportedModelError
 from torch_pi2.store.storefile import StoreReader
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
@@ -227,18 +228,26 @@ def rewritten(file: Path, target: Path, *, keys: Any = None, without: str = "", 
     [
         ({"keys": {"general.architecture": "bert"}}, "expected gemma, gemma2, gemma3, llama.*, found 'bert'"),
         ({"keys": {"llama.block_count": None}}, "llama.block_count in .*: expected a number from 1 to"),
-        ({"keys": {"llama.block_count": 3}}, "expected a tensor for model.layers.2"),
+        ({"keys": {"llama.block_count": 3}}, "block_count in .*: expected 2, as its tensors have it, found 3"),
         (
             {"keys": {"llama.block_count": 1}},
-            "expected the tensors of a llama model, found blk.1.attn_k.weight and 8 oth",
+            "block_count in .*: expected 2, as its tensors have it, found 1",
         ),
         ({"keys": {"llama.block_count": [1, 2]}}, "expected a number from 1 to .*, found a list"),
         ({"keys": {"llama.attention.head_count": 0}}, "llama.attention.head_count in .*: expected a number from 1"),
-        ({"keys": {"llama.attention.head_count": 3}}, "a configuration of llama, found .*number of attention heads"),
+        (
+            {"keys": {"llama.attention.head_count": 3}},
+            "attention.key_length in .*: expected 256, .*found 192",
+        ),
         ({"keys": {"llama.logit_scale": 2.0}}, "expected metadata that is known, found llama.'logit_scale'"),
         ({"keys": {"llama.rope.scaling.type": "longrope"}}, "of type none, linear or yarn, found 'longrope'"),
         ({"keys": {"llama.rope.dimension_count": 32}}, "heads of one width, all of it rotated"),
-        ({"keys": {"llama.embedding_length": 512}}, r"expected \[.*512.*\], found \[.*256.*\]"),
+        ({"keys": {"llama.rope.scaling.factor": 0.5}}, "rope.scaling.factor 0.5"),
+        ({"keys": {"llama.attention.layer_norm_rms_epsilon": None}}, "layer_norm_rms_epsilon in .*found 'nothing'"),
+        (
+            {"keys": {"llama.embedding_length": 512}},
+            "embedding_length in .*: expected 256, .*found 512",
+        ),
         ({"without": "blk.0.ffn_up.weight"}, "expected a tensor for model.layers.0.mlp.up_proj.weight"),
         ({"without": "output_norm.weight"}, "expected a tensor for model.norm.weight"),
         ({"more": "blk.0.ffn_gate_shexp.weight"}, "found blk.0.ffn_gate_shexp.weight as well"),
@@ -280,6 +289,8 @@ def test_types_of_files(made: Any, tmp_path: Path, kind: str) -> None:
     ("change", "message"),
     [
         ({"hidden_act": "relu"}, "hidden_act: expected 'silu', found 'relu'"),
+        ({"num_hidden_layers": 3}, r"model.layers.2.*found nothing"),
+        ({"num_hidden_layers": 1}, "a tensor that llama files have|block_count"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "found 'dynamic'"),
         ({"model_type": "opt", "architectures": ["OPTForCausalLM"]}, "a GGUF file of a opt model"),
     ],
@@ -360,3 +371,73 @@ def test_damaged_metadata(tmp_path: Path, change: dict[str, str], message: str) 
             out.write(name, tensor)
     with pytest.raises(ArtifactError, match=message):
         torch_pi2.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 17}, "query_pre_attn_scalar: expected 64, .*found 17"),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected"),
+        ("gemma3", {"final_logit_softcapping": 1.0}, "final_logit_softcapping: expected None"),
+        ("gemma3", {"use_bidirectional_attention": True}, "(sliding_window|use_bidirectional_attention): exp"),
+    ],
+)
+def test_what_a_file_would_say_otherwise(
+    made: Any, tmp_path: Path, name: str, change: dict[str, Any], message: str
+) -> None:
+    """What is read back of the file is compared with what was written, before it is there."""
+    _, folder, _ = made(name)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UnsupportedModelError, match=message):
+        torch_pi2.export_gguf(other, tmp_path / "a.gguf")
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_numbers_that_a_type_cannot_hold(made: Any, tmp_path: Path) -> None:
+    _, folder, _ = made("llama")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = 1e6
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NonFiniteError, match=f"values of {name}"):
+        torch_pi2.export_gguf(other, tmp_path / "a.gguf", type="f16")
+    torch_pi2.export_gguf(other, tmp_path / "a.gguf", type="bf16")
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NonFiniteError, match=f"values of {name}"):
+        torch_pi2.export_gguf(other, tmp_path / "b.gguf", type="f32")
+
+
+@pytest.mark.parametrize(("kind", "at"), [("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("Q5_0", 0)])
+def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: int) -> None:
+    _, _, file = made("llama")
+    typed = tmp_path / "typed.gguf"
+    ggufs.retyped(file, typed, kind)
+    tensor = next(one for one in gguf.GGUFReader(typed).tensors if one.name == "blk.1.ffn_up.weight")
+    with typed.open("r+b") as changed:
+        changed.seek(int(tensor.data_offset) + at)
+        changed.write(b"\x00\x7e")
+    with pytest.raises(NonFiniteError, match=r"blk.1.ffn_up.weight: expected numbers, found NaN"):
+        torch_pi2.import_gguf(typed, tmp_path / "out")
+
+
+def test_answers_end_with_their_turn(made: Any, tmp_path: Path) -> None:
+    _, _, file = made("llama")
+    changed = rewritten(file, tmp_path / "a.gguf", keys={"tokenizer.ggml.eot_token_id": 286})
+    torch_pi2.import_gguf(changed, tmp_path / "out")
+    assert torch_pi2.load(tmp_path / "out").generation_config.eos_token_id == [2, 286]
+
+
+def test_compiled_and_tokens_that_are_none(tmp_path: Path) -> None:
+    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
+    model = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    wanted = logits(model)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.tensor([[-100]]))
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled), wanted, rtol=1e-4, atol=1e-4)

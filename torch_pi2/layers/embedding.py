@@ -48,8 +48,8 @@ class QuantEmbedding(Holder):
         self.register_buffer("embed_scale", embed_scale, persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = self.rows[input.reshape(-1)]
-        made: torch.Tensor = torch.ops.pi2.dequantize(rows, self.weights, self.embedding_dim, self.dtype)
+        rows = self.rows.index_select(0, input.reshape(-1))  # negative ones are errors
+        made: torch.Tensor = torch.ops.pi2.dequantize(rows, self.weights, self.embedding_dim, self._kind)
         if self.embed_scale is not None:
             made = made * self.embed_scale.to(made.dtype)
         return made.reshape(*input.shape, self.embedding_dim)
@@ -61,8 +61,14 @@ class QuantEmbedding(Holder):
 
     @dtype.setter
     def dtype(self, dtype: torch.dtype) -> None:
+        self._kind = dtype  # Dynamo asks absent parameters for more than they say
         weight = AbsentParameter.made("the embedding's weight", (self.num_embeddings, self.embedding_dim), dtype)
         object.__setattr__(self, "_parameters", ListedParameters({"weight": weight}, self))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantEmbedding:
+        super()._apply(fn, recurse)
+        self._kind = self.dtype
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         values = torch.ops.pi2.dequantize(self.rows, self.weights, self.embedding_dim, self.dtype)

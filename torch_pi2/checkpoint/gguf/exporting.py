@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -17,13 +18,16 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import claimed, not_written
 from torch_pi2.base.progress import bar
-from torch_pi2.checkpoint.gguf.families import Family, family_for, llama3_divisors
+from torch_pi2.checkpoint.gguf.families import Family, configuration, family_for, llama3_divisors
 from torch_pi2.checkpoint.gguf.source import gguf_package
 from torch_pi2.checkpoint.gguf.tokenizer import add_tokenizer
-from torch_pi2.errors import UnsupportedModelError, check_choice
+from torch_pi2.checkpoint.quantize import converted
+from torch_pi2.errors import ArtifactError, UnsupportedModelError, check_choice
 from torch_pi2.formats import GGUF_TYPES
 from torch_pi2.ops.quantized import check_quantizable
-from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.rewrite.skeleton import model_config, places, skeleton
+from torch_pi2.store.gguf import GgufFile
+from torch_pi2.store.names import stored_name
 from torch_pi2.store.source import Checkpoint
 
 _CHUNK_BYTES = 16 << 20
@@ -92,6 +96,7 @@ def export_gguf(
     family = family_for(config.model_type)
     try:
         with Checkpoint(folder) as checkpoint, claimed(file) as temporary:
+            _check_whole(checkpoint, folder, trust_remote_code)
             outs = _layout(gguf, checkpoint, config, family, type)
             writer = gguf.GGUFWriter(temporary, family.arch)
             try:
@@ -102,6 +107,7 @@ def export_gguf(
                 writer.close()
             with open(temporary, "rb+") as made:
                 os.fsync(made.fileno())
+            _check_said(temporary, config)
             report.file_bytes = temporary.stat().st_size
             temporary.replace(file)
     except OSError as error:
@@ -110,6 +116,62 @@ def export_gguf(
         report.tensors[out.type] = report.tensors.get(out.type, 0) + 1
     report.seconds = time.perf_counter() - start
     return report
+
+
+#: What a file need not say: names, training, and how answers end, which the tokenizer's part says.
+_UNSAID = (
+    *("_name_or_path", "architectures", "attention_dropout", "dtype", "initializer_range", "transformers_version"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "router_aux_loss_coef"),
+    *("resid_pdrop", "embd_pdrop", "pretraining_tp", "model_type", "hidden_act", "max_window_layers"),
+    *("auto_map", "quantization_config", "router_jitter_noise", "original_max_position_embeddings"),
+)
+
+
+def _check_said(file: Path, config: Any) -> None:
+    """Raises UnsupportedModelError: what is read back of the file is another configuration."""
+    from transformers import CONFIG_MAPPING
+
+    with GgufFile(file) as made:
+        said = configuration(made)
+    kind = CONFIG_MAPPING[said.pop("model_type")]
+    ours, theirs = config.to_dict(), kind(**said).to_dict()
+    for name in (ours.keys() & theirs.keys()).difference(_UNSAID):
+        same = ours[name] == theirs[name] or (name == "head_dim" and ours[name] is None)
+        if isinstance(ours[name], float) and isinstance(theirs[name], float):
+            same = math.isclose(ours[name], theirs[name], rel_tol=1e-6)
+        if name == "rope_parameters":
+            same = _rounded(ours[name]) == _rounded(theirs[name])
+        if name == "sliding_window" and not same:
+            same = ours[name] is None or ours[name] >= config.max_position_embeddings
+        if not same:
+            raise _refuse(name, f"{theirs[name]!r}, which is what would be read", repr(ours[name]))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items() if name != "partial_rotary_factor" or one != 1.0}
+    return float(f"{value:.6g}") if isinstance(value, int | float) else value
+
+
+def _check_whole(checkpoint: Checkpoint, folder: Path, trust_remote_code: bool) -> None:
+    """Raises ArtifactError: a parameter of the model that the checkpoint has not, or of another shape."""
+    with torch.device("meta"):
+        model = skeleton(folder, trust_remote_code=trust_remote_code)
+    for names in places(model):
+        if ".experts." in names[0]:
+            continue  # one by one in checkpoints
+        known = (stored_name(checkpoint, name) for name in names)
+        stored = next((name for name in known if name in checkpoint), "")
+        owner, _, local = names[0].rpartition(".")
+        wanted = tuple(getattr(model.get_submodule(owner), local).shape)
+        found = checkpoint.spec(stored).shape if stored else None
+        if found != wanted:
+            raise ArtifactError(
+                f"{names[0]} in {folder}",
+                expected=str(list(wanted)),
+                found="nothing" if found is None else str(list(found)),
+                fix="The checkpoint is not whole, or config.json is of another model.",
+            )
 
 
 def _refuse(what: str, expected: str, found: str) -> UnsupportedModelError:
@@ -247,7 +309,7 @@ def _parts(
         if len(shape) == 1:
             values = checkpoint.read(name).float()
             order = _order(out.name, shape[0], config, family)
-            values = values if order is None else values[order]
+            values = converted(values if order is None else values[order], torch.float32, name)
             yield (values + (family.norm_offset if out.name.endswith("norm.weight") else 0.0)).numpy()
             continue
         order = _order(out.name, shape[0], config, family)
@@ -258,6 +320,8 @@ def _parts(
             values = checkpoint.read(name, (start, stop)) if whole is None else whole[start:stop]
             if out.type in ("q8_0", "q4_0"):
                 check_quantizable(name, values, "int8")
+            kind = {"f16": torch.float16, "bf16": torch.bfloat16}.get(out.type, torch.float32)
+            converted(values, kind, name)  # raises for what it cannot hold
             yield gguf.quants.quantize(values.float().numpy(), of)
 
 

@@ -7,6 +7,7 @@ llama.cpp takes then. A key that is not known here may change what the model com
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,7 +189,8 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     for key, attribute in family.all_keys.items():
         if said.has(key):
             config[attribute] = said.number(key, most=1 << 31 if "epsilon" not in key else 1)
-    for needed in ("embedding_length", "block_count", "attention.head_count", "feed_forward_length"):
+    said.number("attention.layer_norm_rms_epsilon", most=1)
+    for needed in ("context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"):
         if needed != "feed_forward_length" or "expert_feed_forward_length" not in family.keys:
             said.number(needed, least=1)
     config.setdefault("vocab_size", _vocabulary(file))
@@ -198,6 +200,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     width = config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
     if said.number("attention.value_length", width) != width or said.number("rope.dimension_count", width) != width:
         _unsupported(file, "heads of one width, all of it rotated", "others")
+    _check_sizes(file, config, said)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["rope_parameters"] = _rope(file, said, family)
     _special(file, family, config, said)
@@ -206,12 +209,44 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
         if isinstance(file.metadata.get(f"tokenizer.ggml.{key}_token_id"), int)
     }
+    if file.metadata.get(f"{arch}.attention.causal", True) is not True:
+        _unsupported(file, "a model that sees what was before", f"{arch}.attention.causal false")
+    ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    known = list(dict.fromkeys(end for end in ends if isinstance(end, int) and end < config["vocab_size"]))
+    if len(known) > 1:  # of a turn, too, which is where answers of chats end
+        config["eos_token_id"] = known
     for key in ("expert_group_count", "expert_group_used_count"):
         if said.number(key, 0) > 1:
             _unsupported(file, "experts without groups", f"{key} {said.number(key)}")
     if unknown := sorted(said.left - _ELSEWHERE):
         _unsupported(file, "metadata that is known", f"{arch}.{shown(unknown[0])}")
     return config
+
+
+def _check_sizes(file: GgufFile, config: Mapping[str, Any], said: Said) -> None:
+    """Before a model is built of what the file says, which may be huge. Raises ArtifactError."""
+    blocks = {int(block[1]) for name in file.tensors if (block := re.match(r"blk\.(\d+)\.", name))}
+    width, heads = config["head_dim"], config["num_attention_heads"]
+    experts = [t for name, t in file.tensors.items() if name.startswith("blk.0.ffn_") and "_exps." in name]
+    ffn = [t for name, t in file.tensors.items() if re.fullmatch(r"blk\.0\.ffn_(gate|up)\.weight", name)]
+    claims = [
+        ("block_count", config["num_hidden_layers"], len(blocks)),
+        ("embedding_length", config["hidden_size"], file.tensor("token_embd.weight").columns),
+        ("vocab_size", config["vocab_size"], file.tensor("token_embd.weight").rows),
+        *(("expert_count", said.number("expert_count", 0), t.shape[0]) for t in experts),
+    ]
+    if "blk.0.attn_q.weight" in file.tensors:
+        claims.append(("attention.key_length", width * heads, file.tensors["blk.0.attn_q.weight"].rows))
+    if len(ffn) == 2:
+        claims += [("feed_forward_length", config["intermediate_size"], t.rows) for t in ffn]
+    for key, claimed, found in claims:
+        if claimed != found:
+            raise ArtifactError(
+                f"{key} in {file.path}",
+                expected=f"{found}, as its tensors have it",
+                found=str(claimed),
+                fix="The file's metadata is of another model, or tensors are missing; get it again.",
+            )
 
 
 def _unsupported(file: GgufFile, expected: str, found: str) -> None:
@@ -230,8 +265,10 @@ def _vocabulary(file: GgufFile) -> int:
 
 def _rope(file: GgufFile, said: Said, family: Family) -> dict[str, Any]:
     theta = float(said.number("rope.freq_base", 10000.0, least=1, most=1e12))
-    kind = said.text("rope.scaling.type", "none")
     factor = float(said.number("rope.scaling.factor", 1.0, least=0, most=1e6))
+    kind = said.text("rope.scaling.type", "linear" if factor > 0 else "none")
+    if kind in ("linear", "yarn") and 0 < factor < 1:
+        _unsupported(file, "positions that are not stretched the other way", f"rope.scaling.factor {factor:g}")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if kind == "linear" and factor > 1:
         rope |= {"rope_type": "linear", "factor": factor}

@@ -12,7 +12,7 @@ import torch
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.gguf.families import family_of, said_number
-from torch_pi2.errors import ArtifactError
+from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
 from torch_pi2.store.gguf import GgufFile, GgufTensor
 
@@ -163,6 +163,7 @@ class GgufCheckpoint:
         """The same in :func:`own_format`'s layout."""
         tensor, _, _ = self._tensor(name)
         rows = self.rows(name, start, stop)
+        _check_scales(rows, tensor)
         return split_scales(rows, tensor.type.block_bytes) if tensor.type.name in _SPLIT else rows
 
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
@@ -230,6 +231,25 @@ class GgufCheckpoint:
         return sorted(found) if self.family.by_neuron else []
 
 
+#: Type -> where the float16 scales are in a block.
+_SCALES = {"Q4_0": (0, 2), "Q8_0": (0, 2), "Q5_0": (0, 2), "Q4_1": (0, 4), "Q5_1": (0, 4)}
+_SCALES |= {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
+
+
+def _check_scales(rows: torch.Tensor, tensor: GgufTensor) -> None:
+    """Raises NonFiniteError: a scale is NaN or infinite."""
+    scales = rows.unflatten(1, (-1, tensor.type.block_bytes))[..., slice(*_SCALES[tensor.type.name])]
+    _check_finite(scales.contiguous().view(torch.float16), tensor.name)
+
+
+def _check_finite(values: torch.Tensor, name: str) -> torch.Tensor:
+    if bool(values.isfinite().all()):
+        return values
+    raise NonFiniteError(
+        f"values of {name}", expected="numbers", found="NaN or an infinity", fix="The file is damaged; get it again."
+    )
+
+
 def _is_by_neuron(tensor: GgufTensor) -> bool:
     return tensor.name.endswith(".ffn_down_t.weight")
 
@@ -238,7 +258,7 @@ def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     """The numbers that a tensor's rows stand for; float32 unless they are 16-bit floats. Raises as gguf_package."""
     name = tensor.type.name
     if name in _FLOATS:
-        return rows.view(_FLOATS[name])
+        return _check_finite(rows.view(_FLOATS[name]), tensor.name)
     if (own := own_format(name)) is not None:
         mine = split_scales(rows, tensor.type.block_bytes) if name in _SPLIT else rows
         values: torch.Tensor = torch.ops.pi2.dequantize(mine, own, tensor.columns, torch.float32)

@@ -32,6 +32,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
         return "the file has none"
     if model not in ("llama", "gpt2") or (model == "gpt2" and pre not in (_GPT2, *_splits())):
         return f"of a kind that transformers does not know, {shown(str(model))} {shown(str(pre))}"
+    gemma = str(file.metadata.get("general.architecture")).startswith("gemma")
+    if model == "llama" and not gemma and file.metadata.get("tokenizer.ggml.add_space_prefix") is False:
+        return "without a space before texts, which transformers' reader would add"
     try:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
