@@ -55,6 +55,9 @@ def test_mistakes(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     assert "--max-tokens: expected a bundle, found --format gguf" in capfd.readouterr().err
     assert cli.main(["import", str(checkpoint / "config.json"), "--out", str(tmp_path / "b")]) == 2
     assert "expected a GGUF file, found one that begins with" in capfd.readouterr().err
+    for verb in (["inspect", str(GOLDEN)], ["eval", str(GOLDEN)], ["pack", str(GOLDEN), str(tmp_path / "b")]):
+        assert cli.main(verb) == 2
+        assert f"found a GGUF file. Use: torch-pi2 import {GOLDEN} --out DIR" in capfd.readouterr().err
     assert cli.main(["import", str(tmp_path / "none.gguf"), "--out", str(tmp_path / "b")]) == 2
     assert "expected a GGUF file, found nothing" in capfd.readouterr().err
 

@@ -86,6 +86,13 @@ def check(args: argparse.Namespace) -> None:
     for path in given if isinstance(given, list) else [given]:
         if path is None:
             continue
+        if str(path).lower().endswith(GGUF) and os.path.isfile(path):
+            raise ArtifactError(
+                f"torch-pi2 {verb} {path}",
+                expected=taken,
+                found="a GGUF file",
+                fix=f"Use: torch-pi2 import {path} --out DIR",
+            )
         folder, kind, of = Path(path), kind_of(Path(path)), ""
         if kind is None and verb != "inspect":  # which takes a store's file
             folder, kind, of = *_holder(folder), "a part of "
