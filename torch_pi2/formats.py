@@ -104,8 +104,8 @@ OF_NEURONS = (*FLOATS, *QUANTIZED)
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
 #: What matrices of a GGUF file can be written in.
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-#: Which feed-forward layers of a GGUF file may become neurons, and in what.
-GGUF_NEURONS = ("auto", "none", "all", *QUANTIZED)
+#: Which feed-forward layers of what is imported may become neurons, and in what.
+IMPORT_NEURONS = ("auto", "none", "all", *QUANTIZED)
 #: What layers may see their inputs as: as they are, or rounded per group.
 ACTIVATIONS = (FLOAT, "int8")
 

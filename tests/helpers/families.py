@@ -273,7 +273,7 @@ def _shortened(text: str, most: int = 160) -> str:
 
 HEAD = f"""# Architectures
 
-Written by `python tests/helpers/families.py`, and compared with what it would write by `make test-slow`
+Written by `python tests/helpers/families.py`, and compared with what it would write by `make test-long`
 (tests/graph/test_families.py). Each family of transformers that is a language model, an encoder, an encoder and
 decoder, speech recognition or image classification, with random weights in a configuration made tiny (hidden size
 {HIDDEN}, {LAYERS} layers):

@@ -14,7 +14,7 @@ from torch_pi2.checkpoint.importing import ImportReport, write_imported
 from torch_pi2.checkpoint.quantize import copy_small_files
 from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
 from torch_pi2.errors import check_choice
-from torch_pi2.formats import GGUF_NEURONS
+from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
 from torch_pi2.store.folder import check_replaceable, check_separate
 from torch_pi2.store.tokenizer import has_tokenizer
@@ -39,7 +39,7 @@ def import_quantized(
         UnsupportedModelError: another method, setting or tensor. ArtifactError: damage, or ``folder_out`` cannot be
             written. ConfigError: another ``neurons``, or folders in one another.
     """
-    check_choice("import_quantized(neurons=...)", neurons, GGUF_NEURONS, "Choose one of these.")
+    check_choice("import_quantized(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     check_separate("import_quantized", source, folder)

@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.checkpoint.quantize import NO_HASH, Quantizer, QuantizeReport, RelativeError, row_chunks, update_digest
+from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, RelativeError, new_plan, row_chunks, update_digest
 from torch_pi2.errors import ArtifactError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.embedding import can_stand_for
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.skeleton import places, skeleton
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.folder import PI2_FOLDER, declare
 from torch_pi2.store.names import ExpertMatrix
@@ -115,13 +113,7 @@ def _what_becomes(
         if isinstance(module, nn.Embedding) and can_stand_for(module) and _is_packed(checkpoint, f"{name}.weight")
     }
     kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, sites)
-    layers = []
-    for site in sites:
-        exact = exact_zeros(site.activation) or site.experts is not None
-        order = torch.arange(site.intermediate, dtype=torch.int32)
-        method = Method.EXACT if exact else Method.DENSE
-        layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
-    return Plan(layers, NO_HASH, {"planner": "none"}), linears, embeddings, kind
+    return new_plan(sites), linears, embeddings, kind
 
 
 def _is_packed(checkpoint: PackedSource, parameter: str) -> bool:
@@ -138,7 +130,7 @@ def _sites(model: nn.Module, neurons: str) -> list[FFNSite]:
     wanted = [site for site in sites if site.experts is not None]
     if wanted and neurons == "none":
         raise UnsupportedModelError(
-            "import_gguf(neurons='none')",
+            "an import with neurons='none'",
             expected="a model without experts",
             found=f"{len(wanted)} of them",
             fix="Leave it out: experts are always neurons.",
@@ -209,16 +201,11 @@ class _Importer(Quantizer):
             if own is not None:
                 rows = self._packed.own_rows(stored, start, stop)
             else:
-                rows = self._rounded(self._checkpoint.read(stored, (start, stop)), stored, kind, error)
+                rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, kind)
             update_digest(digest, rows)
             out.write(f"{name}.weight", rows, row=start)
         self._count(name, self._packed.type_of(stored), kind, own is not None)
         return error.relative
-
-    def _rounded(self, values: torch.Tensor, name: str, kind: str, error: RelativeError) -> torch.Tensor:
-        rows = quantize_rows(name, values, kind)
-        error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
-        return rows
 
     def _as_stored(self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor) -> torch.Tensor | None:
         stored = self._stored(ref.weight)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,11 @@ def _layers_of(source: Path, trust_remote_code: bool, *, with_linears: bool) -> 
     with torch.device("meta"):
         model = skeleton(source, trust_remote_code=trust_remote_code)
     check_known_experts(f"quantize({source})", model)
-    plan = Plan.load(source / PI2_FOLDER) if (source / PI2_FOLDER / "plan.json").exists() else _new_plan(model)
+    plan = (
+        Plan.load(source / PI2_FOLDER)
+        if (source / PI2_FOLDER / "plan.json").exists()
+        else new_plan(find_sites(model, strict=False, on_meta=True))
+    )
     check_names(model, plan)
     if not with_linears:
         return plan, {}
@@ -182,9 +186,10 @@ def _layers_of(source: Path, trust_remote_code: bool, *, with_linears: bool) -> 
     return plan, {name: linear.in_features for name, linear in linears.items()}
 
 
-def _new_plan(model: nn.Module) -> Plan:
+def new_plan(sites: Iterable[FFNSite]) -> Plan:
+    """Neurons in the model's order: the exact gate where that skips any, else all of them computed."""
     layers = []
-    for site in find_sites(model, strict=False, on_meta=True):
+    for site in sites:
         order = torch.arange(site.intermediate, dtype=torch.int32)
         exact = exact_zeros(site.activation) or site.experts is not None  # nothing of an expert is hot
         method = Method.EXACT if exact else Method.DENSE
@@ -396,9 +401,11 @@ class Quantizer:
             out.write(f"{name}.weight", self._rows(values, stored, error), row=start)
         return error.relative
 
-    def _rows(self, values: torch.Tensor, name: str, error: RelativeError) -> torch.Tensor:
-        rows = quantize_rows(name, values, self._kind)
-        error.add(values, torch.ops.pi2.dequantize(rows, self._kind, values.shape[1], torch.float32))
+    def _rows(self, values: torch.Tensor, name: str, error: RelativeError, kind: str = "") -> torch.Tensor:
+        """``values`` in the format ``kind`` (default: the neurons')."""
+        kind = kind or self._kind
+        rows = quantize_rows(name, values, kind)
+        error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
         return rows
 
     def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:

@@ -7,11 +7,11 @@ columns, which divide the groups.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -24,8 +24,12 @@ from torch_pi2.store.source import Checkpoint
 
 #: Order of the eight 4-bit numbers in an int32 of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-#: Names of what a quantised matrix consists of, beside its own.
-_PARTS = re.compile(r"(.*)\.(qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_zero_point|weight_shape)")
+#: Parts of a matrix, and those that one is known by.
+_ALL = (
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight"),
+)
+_MAIN = ("qweight", "weight_packed", "weight_scale")
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,16 @@ class _Integers:
     def group(self) -> int:
         return self.n_NK.shape[1] // self.scale_NG.shape[1]
 
+    def part(self, start: int, stop: int | None) -> _Integers:
+        """Rows ``[start, stop)``."""
+        return _Integers(self.n_NK[start:stop], self.scale_NG[start:stop])
+
     def values(self) -> torch.Tensor:
         """float32 ``[N, K]``."""
         scale_NK = self.scale_NG.float().repeat_interleave(self.group, 1)
         return self.n_NK.float() * scale_NK
 
+    @cached_property
     def own_format(self) -> str | None:
         """The smallest format of ours that has these numbers exactly."""
         half = self.scale_NG.half()
@@ -57,6 +66,14 @@ class _Integers:
     def rows(self, kind: str) -> torch.Tensor:
         scale_NG1 = self.scale_NG.float().repeat_interleave(self.group // GROUP, 1)[..., None]
         return pack(self.n_NK.float().unflatten(1, (-1, GROUP)) * scale_NG1, scale_NG1, kind)
+
+
+class _About(NamedTuple):
+    """What is asked of a matrix before it is read: unpacking it again would take as long."""
+
+    shape: tuple[int, ...]
+    group: int
+    own_format: str | None
 
 
 class QuantizedCheckpoint:
@@ -76,10 +93,10 @@ class QuantizedCheckpoint:
         self.method = str(said.get("quant_method", ""))
         self._unpack = _ways(self.folder, self.method, said)
         self._files = Checkpoint(self.folder)
-        self._packed = {
-            found[1] for name in self._files.names() if (found := _PARTS.fullmatch(name)) and found[2] in _MAIN
-        }
+        parts = (name.rpartition(".") for name in self._files.names())
+        self._packed = {base for base, _, part in parts if part in _MAIN}
         self._held: tuple[str, _Integers] | None = None
+        self._abouts: dict[str, _About] = {}
         self._used: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -95,31 +112,41 @@ class QuantizedCheckpoint:
     def __contains__(self, name: str) -> bool:
         return name.removesuffix(".weight") in self._packed or name in self._files
 
-    def _integers(self, name: str) -> _Integers | None:
-        """Of matrix ``name``; None: it is floats. The last one is held: it is asked for piece by piece."""
+    def _base(self, name: str) -> str | None:
+        """Of matrix ``name``, what its parts' names begin with; None: it is floats."""
         base = name.removesuffix(".weight")
-        if base not in self._packed or base == name:
-            return None
+        return base if base in self._packed and base != name else None
+
+    def _integers(self, base: str) -> _Integers:
+        """A matrix. The last one is held: it is asked for piece by piece."""
         if self._held is None or self._held[0] != base:
             self._held = None
             self._held = base, self._unpack(self._files, base)
         self._used |= {f"{base}.{part}" for part in _ALL}
         return self._held[1]
 
+    def _about(self, name: str) -> _About | None:
+        base = self._base(name)
+        if base is None:
+            return None
+        if base not in self._abouts:
+            found = self._integers(base)
+            self._abouts[base] = _About(tuple(found.n_NK.shape), found.group, found.own_format)
+        return self._abouts[base]
+
     def spec(self, name: str) -> Spec:
-        found = self._integers(name)
-        return self._files.spec(name) if found is None else Spec(tuple(found.n_NK.shape), torch.float32)
+        found = self._about(name)
+        return self._files.spec(name) if found is None else Spec(found.shape, torch.float32)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        found = self._integers(name)
-        if found is None:
+        base = self._base(name)
+        if base is None:
             self._used.add(name)
             return self._files.read(name, rows)
-        start, stop = rows or (0, len(found.n_NK))
-        return _Integers(found.n_NK[start:stop], found.scale_NG[start:stop]).values()
+        return self._integers(base).part(*(rows or (0, None))).values()
 
     def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
-        if self._integers(name) is None:
+        if self._base(name) is None:
             self._used.add(name)
             self._files.read_into(name, tensor, row)
         else:
@@ -130,25 +157,25 @@ class QuantizedCheckpoint:
         return self._files.read_bytes(name, start, stop)
 
     def check_float(self, name: str) -> None:
-        if self._integers(name) is None:
+        if self._base(name) is None:
             self._files.check_float(name)
 
     def type_of(self, name: str) -> str:
-        found = self._integers(name)
+        found = self._about(name)
         return "" if found is None else f"{self.method} in groups of {found.group}"
 
     def own_format(self, name: str) -> str | None:
-        found = self._integers(name)
-        return None if found is None else found.own_format()
+        found = self._about(name)
+        return None if found is None else found.own_format
 
     def rounded_format(self, name: str) -> str:
         return "int8"
 
     def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        found, kind = self._integers(name), self.own_format(name)
-        if found is None or kind is None:
+        base, kind = self._base(name), self.own_format(name)
+        if base is None or kind is None:
             raise ArtifactError(name, expected="rows in a format of ours", found="others", fix="Round them.")
-        return _Integers(found.n_NK[start:stop], found.scale_NG[start:stop]).rows(kind)
+        return self._integers(base).part(start, stop).rows(kind)
 
     def ffn_bits(self) -> float:
         name = next((f"{base}.weight" for base in sorted(self._packed) if "down_proj" in base), None)
@@ -157,14 +184,6 @@ class QuantizedCheckpoint:
     def left(self) -> list[str]:
         known = {name for name in self._files.names() if name.endswith((".input_scale", "rotary_emb.inv_freq"))}
         return sorted(set(self._files.names()) - self._used - known)
-
-
-#: Parts of a matrix, and those that a matrix is known by.
-_ALL = (
-    *("qweight", "qzeros", "scales", "g_idx"),
-    *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight"),
-)
-_MAIN = ("qweight", "weight_packed", "weight_scale")
 
 
 def _refuse(folder: Path, expected: str, found: str) -> UnsupportedModelError:

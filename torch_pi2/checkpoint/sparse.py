@@ -60,8 +60,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     """Write ``weights.safetensors`` of a ``model`` into ``folder``, with neurons of floats if it is not quantised.
 
     Raises:
-        UnsupportedModelError: not a Hugging Face model, rewritten in a way that needs weights to be found, or with
-            linear layers in blocks of GGUF's.
+        UnsupportedModelError: not a Hugging Face model, or rewritten in a way that needs weights to be found.
     """
     if not hasattr(model, "save_pretrained"):
         raise UnsupportedModelError(

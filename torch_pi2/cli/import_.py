@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.formats import GGUF_NEURONS
+from torch_pi2.formats import IMPORT_NEURONS
 
 EXAMPLE = "torch-pi2 import model-q4_k_m.gguf --out my-model"
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write")
     parser.add_argument(
         "--neurons",
-        choices=GGUF_NEURONS,
+        choices=IMPORT_NEURONS,
         default="auto",
         help="which feed-forward layers become neurons, and in what; auto: experts, and those that can be sparse",
     )

@@ -7,6 +7,7 @@ and Nemotron-H's models have another name there.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,16 @@ from torch_pi2.store.source import Source
 _OTHERS = ((".mlp.", ".block_sparse_moe."), ("model.", "backbone."))
 #: Names of an expert's matrices in checkpoints.
 _MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+_ROLES = {part: role for role, parts in _MATRICES.items() for part in parts}
+_EXPERT = re.compile(r"(?:.*\.)?(?P<block>\d+)\.(?:.*\.)?experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
+
+
+def expert_matrix(name: str) -> tuple[int, int, str] | None:
+    """Block, expert and role of the matrix that checkpoints call ``name``; None: it is no expert's."""
+    found = _EXPERT.fullmatch(name)
+    if found is None or found["part"] not in _ROLES:
+        return None
+    return int(found["block"]), int(found["expert"]), _ROLES[found["part"]]
 
 
 def stored_name(checkpoint: Source, name: str) -> str:

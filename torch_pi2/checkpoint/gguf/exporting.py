@@ -18,8 +18,8 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import claimed, not_written
 from torch_pi2.base.progress import bar
-from torch_pi2.checkpoint.gguf.families import Family, configuration, family_for, llama3_divisors
-from torch_pi2.checkpoint.gguf.source import gguf_package
+from torch_pi2.checkpoint.gguf.families import Family, configuration, family_for, llama3_divisors, rows_in_file
+from torch_pi2.checkpoint.gguf.source import gguf_package, stack_name, tensor_names
 from torch_pi2.checkpoint.gguf.tokenizer import add_tokenizer
 from torch_pi2.checkpoint.quantize import converted
 from torch_pi2.errors import ArtifactError, UnsupportedModelError, check_choice
@@ -27,12 +27,10 @@ from torch_pi2.formats import GGUF_TYPES
 from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.rewrite.skeleton import model_config, places, skeleton
 from torch_pi2.store.gguf import GgufFile
-from torch_pi2.store.names import stored_name
+from torch_pi2.store.names import expert_matrix, stored_name
 from torch_pi2.store.source import Checkpoint
 
 _CHUNK_BYTES = 16 << 20
-_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
-_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -97,7 +95,7 @@ def export_gguf(
     try:
         with Checkpoint(folder) as checkpoint, claimed(file) as temporary:
             _check_whole(checkpoint, folder, trust_remote_code)
-            outs = _layout(gguf, checkpoint, config, family, type)
+            outs = _layout(checkpoint, config, family, type)
             writer = gguf.GGUFWriter(temporary, family.arch)
             try:
                 _add_metadata(writer, folder, config, family, type, gguf)
@@ -180,16 +178,14 @@ def _refuse(what: str, expected: str, found: str) -> UnsupportedModelError:
     )
 
 
-def _layout(gguf: Any, checkpoint: Checkpoint, config: Any, family: Family, kind: str) -> list[_Out]:
+def _layout(checkpoint: Checkpoint, config: Any, family: Family, kind: str) -> list[_Out]:
     """What the file has, from what the checkpoint has. Raises UnsupportedModelError: a tensor without a name there."""
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = tensor_names(family, config.num_hidden_layers)
     stacks: dict[str, list[str]] = {}
     for name in sorted(checkpoint.names(), key=_in_order):
-        expert = _EXPERT.fullmatch(name)
-        block = re.search(r"\.(\d+)\.", name)
-        if expert is not None and expert["part"] in _PARTS and block is not None:
-            known: str | None = f"blk.{block[1]}.ffn_{_PARTS[expert['part']]}_exps.weight"
+        if (expert := expert_matrix(name)) is not None:
+            block, _, role = expert
+            known: str | None = stack_name(block, role)
         else:
             base, dot, suffix = name.rpartition(".")
             found = names.get_name(base)
@@ -326,10 +322,9 @@ def _parts(
 
 
 def _order(name: str, rows: int, config: Any, family: Family) -> torch.Tensor | None:
-    """Which row of the model each row of the file is: llama's halves of heads are interleaved."""
-    kind = re.search(r"\.attn_([qk])\.", name)
-    if not family.permuted or kind is None:
+    """Which row of the model each row of the file is; None: the same."""
+    kind = family.permuted_part(name)
+    if kind is None:
         return None
-    heads = config.num_attention_heads if kind[1] == "q" else config.num_key_value_heads
-    order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(-1)
-    return order
+    heads = config.num_attention_heads if kind == "q" else config.num_key_value_heads
+    return rows_in_file(rows, heads).argsort()

@@ -30,20 +30,13 @@ _COMMON = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-#: Keys that change nothing here, or that are looked at elsewhere.
+#: Keys that change nothing here, or that not every model of the family is asked for.
 _ELSEWHERE = {
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scaling.type",
-    "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
     "attention.causal",
     "expert_count",
     "expert_used_count",
-    "expert_group_count",
-    "expert_group_used_count",
 }
 _SLIDING = {"attention.sliding_window": "sliding_window"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -68,6 +61,11 @@ class Family:
     permuted: bool = False
     by_neuron: bool = False
     norm_offset: float = 0.0
+
+    def permuted_part(self, tensor: str) -> str | None:
+        """``q`` or ``k`` of a tensor of this name whose rows are permuted; None: they are not."""
+        found = re.search(r"\.attn_([qk])\.", tensor) if self.permuted else None
+        return None if found is None else found[1]
 
     @property
     def all_keys(self) -> dict[str, str]:
@@ -137,6 +135,12 @@ def family_for(model_type: str) -> Family:
         found=model_type,
         fix="Convert its checkpoint with llama.cpp's own script.",
     )
+
+
+def rows_in_file(rows: int, heads: int) -> torch.Tensor:
+    """``[rows]``: which row of a permuted tensor each row of the model is: halves of heads are interleaved there."""
+    order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
+    return order
 
 
 class Said:

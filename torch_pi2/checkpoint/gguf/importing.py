@@ -14,7 +14,7 @@ from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.checkpoint.gguf.tokenizer import write_tokenizer
 from torch_pi2.checkpoint.importing import ImportReport, write_imported
 from torch_pi2.errors import UnsupportedModelError, check_choice
-from torch_pi2.formats import GGUF_NEURONS
+from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
 from torch_pi2.store.folder import check_replaceable
 
@@ -46,7 +46,7 @@ def import_gguf(
         ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an architecture, or something in
             it, that is not known. ConfigError: another ``neurons``. LibraryMissingError: no transformers, or no gguf.
     """
-    check_choice("import_gguf(neurons=...)", neurons, GGUF_NEURONS, "Choose one of these.")
+    check_choice("import_gguf(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
     file, folder = Path(file), Path(folder).resolve()
     check_replaceable(folder)

@@ -37,7 +37,9 @@ def kept_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
             import_gguf(file, folder, progress=progress)
             return folder
         between = folder.with_name(f"{folder.name}-unpacked")
-        import_gguf(file, between, neurons="all", progress=progress)
-        pack(between, folder, progress=progress)
-        shutil.rmtree(between, ignore_errors=True)
+        try:
+            import_gguf(file, between, neurons="all", progress=progress)
+            pack(between, folder, progress=progress)
+        finally:
+            shutil.rmtree(between, ignore_errors=True)
     return folder

@@ -11,16 +11,15 @@ import torch
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.checkpoint.gguf.families import family_of, said_number
+from torch_pi2.checkpoint.gguf.families import Family, family_of, rows_in_file, said_number
 from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
 from torch_pi2.store.gguf import GgufFile, GgufTensor
+from torch_pi2.store.names import expert_matrix
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Types whose rows are ours but for the place of the scales.
 _SPLIT = {"Q4_0": "int4", "Q8_0": "int8"}
-_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
-_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 #: What a file may have that no model has under a name of its own.
 _USED_ELSEWHERE = ("rope_freqs.weight",)
 _SCALE_BYTES = 2
@@ -47,6 +46,18 @@ def gguf_package() -> Any:
     return gguf
 
 
+def tensor_names(family: Family, blocks: int) -> Any:
+    """What gives a file's name of a module by transformers'. Raises as :func:`gguf_package`."""
+    gguf = gguf_package()
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
+    return gguf.get_tensor_name_map(arch, blocks)
+
+
+def stack_name(block: int, role: str) -> str:
+    """The tensor with one matrix of all experts of a block."""
+    return f"blk.{block}.ffn_{role}_exps.weight"
+
+
 class GgufCheckpoint:
     """The tensors of a GGUF file, in the shape in which :class:`torch_pi2.store.source.Checkpoint` gives them.
 
@@ -63,9 +74,7 @@ class GgufCheckpoint:
         try:
             self.family = family_of(self.file)
             blocks = said_number(self.file, self.family, "block_count")
-            gguf = gguf_package()
-            arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.family.arch)
-            self._names = gguf.get_tensor_name_map(arch, min(blocks, len(self.file.tensors)))
+            self._names = tensor_names(self.family, min(blocks, len(self.file.tensors)))
             self.used: set[str] = set(_USED_ELSEWHERE)
         except BaseException:
             self.file.close()
@@ -83,14 +92,13 @@ class GgufCheckpoint:
 
     def _find(self, name: str) -> tuple[GgufTensor, int, int] | None:
         """The tensor with parameter ``name``, and which of its rows that is."""
-        expert = _EXPERT.fullmatch(name)
-        if expert is not None and expert["part"] in _PARTS:
-            block = re.search(r"\.(\d+)\.", name)
-            stack = f"blk.{block[1] if block else ''}.ffn_{_PARTS[expert['part']]}_exps.weight"
-            tensor = self.file.tensors.get(stack)
-            if tensor is None or len(tensor.shape) != 3 or int(expert["expert"]) >= tensor.shape[0]:
+        found = expert_matrix(name)
+        if found is not None:
+            block, expert, role = found
+            tensor = self.file.tensors.get(stack_name(block, role))
+            if tensor is None or len(tensor.shape) != 3 or expert >= tensor.shape[0]:
                 return None
-            first = int(expert["expert"]) * tensor.shape[1]
+            first = expert * tensor.shape[1]
             return tensor, first, first + tensor.shape[1]
         base, dot, suffix = name.rpartition(".")
         known = self._names.get_name(base) if suffix in ("weight", "bias") else None
@@ -167,12 +175,12 @@ class GgufCheckpoint:
         return split_scales(rows, tensor.type.block_bytes) if tensor.type.name in _SPLIT else rows
 
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
-        """Which row of the file each row of the model is; None: the same. Llama's halves of heads are interleaved."""
-        kind = re.search(r"\.attn_([qk])\.", tensor.name)
-        if not self.family.permuted or kind is None:
+        """Which row of the file each row of the model is; None: the same."""
+        kind = self.family.permuted_part(tensor.name)
+        if kind is None:
             return None
         heads = said_number(self.file, self.family, "attention.head_count")
-        if kind[1] == "k" and f"{self.family.arch}.attention.head_count_kv" in self.file.metadata:
+        if kind == "k" and f"{self.family.arch}.attention.head_count_kv" in self.file.metadata:
             heads = said_number(self.file, self.family, "attention.head_count_kv")
         rows = tensor.shape[0]
         if rows % (2 * heads):
@@ -182,8 +190,7 @@ class GgufCheckpoint:
                 found=str(rows),
                 fix="The file's metadata is of another model; get it again.",
             )
-        order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)
-        return order
+        return rows_in_file(rows, heads)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The numbers of parameter ``name``, or of its rows ``[start, stop)``, exactly (16-bit floats as such)."""
