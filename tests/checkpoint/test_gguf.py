@@ -441,3 +441,17 @@ def test_compiled_and_tokens_that_are_none(tmp_path: Path) -> None:
         model(torch.tensor([[-100]]))
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(logits(compiled), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ggufs.MODELS)
+def test_float_files_beside_llama_cpp(made: Any, tmp_path: Path, name: str) -> None:
+    """Its keys and values have 16 bits; nothing else is rounded there."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    model, folder, _ = made(name)
+    shutil.copytree(folder, tmp_path / "tiny")  # llama.cpp looks for tokens of Phi-3 in what is called so
+    torch_pi2.export_gguf(tmp_path / "tiny", tmp_path / "a.gguf", type="f32")
+    engine = llama_cpp.Llama(str(tmp_path / "a.gguf"), n_ctx=128, logits_all=True, verbose=False, n_threads=1)
+    engine.eval(TOKENS[0].tolist())
+    theirs, ours = torch.from_numpy(engine.scores[: TOKENS.shape[1]].copy()), logits(model)[0]
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < 1.2e-3
