@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import Field
-from torch_pi2.base.files import check_not_current
+from torch_pi2.base.files import atomic_write, check_not_current
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops.dtypes import dtype_name
@@ -104,8 +104,8 @@ def declare(folder: Path) -> None:
         said = {"quant_method": HF_METHOD, "weights": weights.kind}
         if weights.float_dtype is not None:
             said["dtype"] = dtype_name(weights.float_dtype)
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
-    (folder / HF_FILE).write_bytes(_CONTENT)
+    atomic_write(folder / "config.json", json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
+    atomic_write(folder / HF_FILE, _CONTENT)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
