@@ -161,6 +161,10 @@ def test_as_neurons(tmp_path: Path) -> None:
             {"quant_method": "bitsandbytes"},
             "quant_method gptq, awq or compressed-tensors, found 'bitsandbytes'",
         ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 96},
+            "of one size, found 256 columns of .* groups of 96",
+        ),
         ({"quant_method": "gptq", "bits": 3}, "expected gptq of 2, 4 or 8 bits, found 3"),
         ({"quant_method": "awq", "version": "gemv"}, "awq of 4 bits, version gemm, found 4 bits, gemv"),
         (

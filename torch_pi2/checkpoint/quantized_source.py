@@ -91,7 +91,7 @@ class QuantizedCheckpoint:
         self.about = str(self.config.get("model_type"))
         said = self.config.get("quantization_config") or {}
         self.method = str(said.get("quant_method", ""))
-        self._unpack = _ways(self.folder, self.method, said)
+        self._unpack, self._group = _ways(self.folder, self.method, said), _group_size(said)
         self._files = Checkpoint(self.folder)
         parts = (name.rpartition(".") for name in self._files.names())
         self._packed = {base for base, _, part in parts if part in _MAIN}
@@ -121,7 +121,11 @@ class QuantizedCheckpoint:
         """A matrix. The last one is held: it is asked for piece by piece."""
         if self._held is None or self._held[0] != base:
             self._held = None
-            self._held = base, self._unpack(self._files, base)
+            found = self._unpack(self._files, base)
+            if self._group > 0 and found.n_NK.shape[1] % self._group:
+                columns = f"{found.n_NK.shape[1]} columns of {base} in groups of {self._group}"
+                raise _refuse(self.folder, "groups of one size", columns)
+            self._held = base, found
         self._used |= {f"{base}.{part}" for part in _ALL}
         return self._held[1]
 
@@ -193,6 +197,14 @@ def _refuse(folder: Path, expected: str, found: str) -> UnsupportedModelError:
         found=found,
         fix="Take the model's original float checkpoint, and torch_pi2.quantize it.",
     )
+
+
+def _group_size(said: dict[str, Any]) -> int:
+    """Columns of a group, as the configuration has it; 0: a row is one, or nothing is said."""
+    found = said.get("group_size", said.get("q_group_size"))
+    for group in (said.get("config_groups") or {}).values():
+        found = (group.get("weights") or {}).get("group_size") if isinstance(group, dict) else found
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def _ways(folder: Path, method: str, said: dict[str, Any]) -> Callable[[Checkpoint, str], _Integers]:
