@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quantised_folders import quantised
 from tiny_models import tiny
 
 import torch_pi2
@@ -34,6 +35,7 @@ ODD: dict[str, Any] = {
     "class": int,
 }
 IDS = torch.arange(1, 9)[None]
+GGUF = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("arguments")
     tiny("llama-relu").save_pretrained(root / "float")
     torch_pi2.pack(root / "float", root / "store")
+    quantised(root / "gptq", "gptq")
     return root
 
 
@@ -60,15 +63,19 @@ def good_calls(root: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "NeuronClusterMode": (torch_pi2.NeuronClusterMode, {"plan": bound, "predictors": {}}),
         "OffloadConfig": (torch_pi2.OffloadConfig, {}),
         "export": (torch_pi2.export, {"model": optimised, "folder": out}),
+        "export_gguf": (torch_pi2.export_gguf, {"folder": root / "float", "file": root / "out.gguf"}),
         "export_program": (torch_pi2.export_program, {"model": optimised, "kwargs": {"input_ids": IDS}}),
         "find_hardware": (torch_pi2.find_hardware, {"name": "sm8650-ufs4.0"}),
         "find_sites": (torch_pi2.find_sites, {"model": model}),
         "fit": (torch_pi2.fit, {"model": model, "data": tokens, "stats": stats, "config": few}),
         "follow": (torch_pi2.follow, {"model": optimised, "plan": bound}),
         "generate": (torch_pi2.generate, {"model": stored, "input_ids": IDS, "max_new_tokens": 1}),
+        "import_gguf": (torch_pi2.import_gguf, {"file": GGUF, "folder": out}),
+        "import_quantized": (torch_pi2.import_quantized, {"folder_in": root / "gptq", "folder_out": out}),
         "load": (torch_pi2.load, {"folder": root / "store", "budget": "1GiB"}),
         "optimize": (torch_pi2.optimize, {"model": model, "calibration": tokens, "config": few}),
         "pack": (torch_pi2.pack, {"folder_in": root / "float", "folder_out": out}),
+        "Pi2QuantizationConfig": (torch_pi2.Pi2QuantizationConfig, {}),
         "plan": (torch_pi2.plan, {"model": model, "stats": stats}),
         "plan_for": (torch_pi2.plan_for, {"model": optimised, "hardware": "sm8650-ufs4.0"}),
         "profile": (torch_pi2.profile, {"model": model, "data": tokens, "config": few}),
@@ -79,6 +86,7 @@ def good_calls(root: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "save": (torch_pi2.save, {"model": optimised, "folder": out}),
         "set_budget": (torch_pi2.set_budget, {"model": stored, "budget": "1GiB"}),
         "stats": (torch_pi2.stats, {"model": stored}),
+        "supported": (torch_pi2.supported, {"model": model}),
         "synthetic": (torch_pi2.synthetic, {"folder": out, "shape": "tiny"}),
         "trace": (torch_pi2.trace, {"path": root / "trace"}),
         "watch": (torch_pi2.watch, {"model": optimised}),
