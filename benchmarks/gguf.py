@@ -18,7 +18,7 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 
 #: Hugging Face model types and llama.cpp's name for the same computation.
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3_moe": "qwen3moe"}
 _BLOCK, _BLOCK_BYTES = 32, 18
 #: ``general.name`` of the files written here.
 _NAME = "synthetic"
@@ -32,7 +32,9 @@ def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or hidden // heads
     kv = config.num_key_value_heads * width
-    experts = getattr(config, "num_local_experts", 0)
+    experts = _experts(config)
+    if config.model_type == "qwen3_moe":
+        inner = config.moe_intermediate_size
     yield "token_embd.weight", (vocab, hidden)
     for i in range(config.num_hidden_layers):
         block = f"blk.{i}"
@@ -41,6 +43,8 @@ def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{block}.attn_{name}.weight", (rows, hidden)
             if config.model_type == "qwen2":
                 yield f"{block}.attn_{name}.bias", (rows,)
+            if config.model_type == "qwen3_moe" and name != "v":
+                yield f"{block}.attn_{name}_norm.weight", (width,)
         yield f"{block}.attn_output.weight", (hidden, heads * width)
         yield f"{block}.ffn_norm.weight", (hidden,)
         if experts:
@@ -54,6 +58,10 @@ def _tensors(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "output.weight", (vocab, hidden)
 
 
+def _experts(config: Any) -> int:
+    return getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
+
+
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and "ffn_gate_inp" not in name
 
@@ -62,7 +70,7 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
     """Write the file, streaming and atomically; one of the same sizes that is there is kept, another is replaced.
 
     Args:
-        config: a Hugging Face configuration of type llama, mistral, mixtral or qwen2.
+        config: a Hugging Face configuration of type llama, mistral, mixtral, qwen2 or qwen3_moe.
         tokens: of :func:`benchmarks.words.vocabulary`, for who reads and writes text: the end of a text, whose row in
             the head is zero, never is the likeliest. Empty: the file has no tokenizer.
 
@@ -152,9 +160,11 @@ def _write_header(
     writer.add_value_length(width)
     writer.add_rope_dimension_count(width)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
-    if getattr(config, "num_local_experts", 0):
-        writer.add_expert_count(config.num_local_experts)
+    if _experts(config):
+        writer.add_expert_count(_experts(config))
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_vocab_size(config.vocab_size)
     _write_tokenizer(gguf, writer, vocabulary)
     q4 = gguf.GGMLQuantizationType.Q4_0

@@ -129,7 +129,7 @@ def run(
         rank = rank or max(1, hidden // 8)
         a, b = _random("int4", rank, hidden), _random("int4", intermediate, rank)
         call: Callable[..., object] = partial(torch.ops.pi2.linear, int8_activations=int8)
-        if wants_blocks(linear_rows, hidden, int8):  # as in a model
+        if wants_blocks(kind, linear_rows, hidden, int8):  # as in a model
             call = torch.ops.pi2.linear_blocks  # whatever the bytes then mean
         cases["linear"] = lambda _: call(x_TH, next(rows), None, weights)
         # also drives the predictor out of the cache

@@ -30,11 +30,12 @@ WORK = Path("work") / "bench"
 #: Of bundles, as `make runner` leaves it.
 RUNNER = Path("build/runner/pi2/pi2_runner")
 #: Shapes in which another share of neurons fires than 10 %: 15 % of each expert's in TurboSparse-Mixtral; a quarter of
-#: SmallThinker's, whose gates are all computed and whose experts are evenly used.
+#: SmallThinker's, whose gates are all computed and whose experts are evenly used; all of SwiGLU experts.
 FIRING: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {"active": 0.15},
     "mixtral-8x7b-quarter": {"active": 0.15},
     "smallthinker-4b": {"active": 0.25, "predictor": None, "locality": 0.0},
+    **{name: {"active": 1.0, "predictor": None, "locality": 0.0} for name in ("qwen3-30b-a3b", "gpt-oss-20b")},
 }
 
 

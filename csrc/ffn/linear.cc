@@ -126,7 +126,7 @@ void linear_blocks(const LinearArgs& args, const KernelTable& table, const Paral
 
 }  // namespace
 
-bool takes_blocks() { return kernels().dot_blocks[static_cast<int>(DType::kQ4)] != nullptr; }
+bool takes_blocks(DType dtype) { return kernels().dot_blocks[static_cast<int>(dtype)] != nullptr; }
 
 void linear(const LinearArgs& args, const ParallelFor& parallel) {
   const Timed timed(Timed::kLinear, args.rows, args.columns);

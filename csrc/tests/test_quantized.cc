@@ -164,6 +164,15 @@ std::vector<char> block_of(const void* const* rows, DType dtype, std::int64_t n)
   const bool q4 = dtype == DType::kQ4;
   const std::int64_t group_bytes = q4 ? kGroup / 2 : kGroup;
   std::vector<char> block;
+  const GgmlBlock super = ggml_block(dtype);
+  for (std::int64_t i = 0; is_ggml(dtype) && i < n / super.numbers; ++i)
+    for (std::int64_t at = 0, bytes = 4; at < super.bytes; at += bytes) {
+      bytes = std::min<std::int64_t>(4, super.bytes - at);
+      for (std::int64_t r = 0; r < kPanelRows; ++r)
+        for (std::int64_t k = at; k < at + bytes; ++k)
+          block.push_back(static_cast<const char*>(rows[r])[i * super.bytes + k]);
+    }
+  if (is_ggml(dtype)) return block;
   for (std::int64_t g = 0; g < groups(n); g += 2) {
     for (std::int64_t at = g * group_bytes; at < (g + 2) * group_bytes; at += 4)
       for (std::int64_t r = 0; r < kPanelRows; ++r)

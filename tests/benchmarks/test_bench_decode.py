@@ -385,6 +385,19 @@ def test_gguf_has_the_shape_and_finite_weights(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
+@needs_llama
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_llama_cpp_reads_mixtures(shape, tmp_path):
+    small = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32}
+    config = torch_pi2.store.shapes.build_config(torch_pi2.store.shapes.SHAPES[shape] | small)
+    path = write_gguf(tmp_path / "m.gguf", config)
+    peer = Peer("benchmarks.peer_llama", {"gguf": str(path), "threads": 1, "context": 9})
+    try:
+        assert peer.round(3, 2)["decode_s"] > 0
+    finally:
+        peer.close()
+
+
 @needs_gguf
 @pytest.mark.parametrize(
     "change",

@@ -218,6 +218,26 @@ def test_other_architectures_run(tmp_path: Path, kind: str, weights: str) -> Non
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
 
 
+@pytest.mark.parametrize(("kind", "method"), [("llama", "dense"), ("qwen3_moe", "exact")])
+def test_swiglu(tmp_path: Path, kind: str, method: str) -> None:
+    """Layers all of whose neurons are computed; over a store they give the same."""
+    shape = SMALL | {"model_type": kind}
+    if kind == "qwen3_moe":
+        shape |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    torch_pi2.synthetic(tmp_path / "m", shape, active=1.0, predictor=None)
+    model = torch_pi2.load(tmp_path / "m", dtype=torch.float32)
+    plan = Plan.load(tmp_path / "m" / "pi2")
+    assert {(layer.method, layer.site.activation) for layer in plan.layers} == {(method, "silu")}
+    dense = load_dense(tmp_path / "m", dtype=torch.float32)
+    ids_1T = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted, found = dense(ids_1T).logits, model(ids_1T).logits
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+        torch_pi2.pack(tmp_path / "m", tmp_path / "store")
+        stored = torch_pi2.load(tmp_path / "store", budget="64MiB", dtype=torch.float32)
+        assert float((stored(ids_1T).logits - wanted).norm() / wanted.norm()) < 1e-3
+
+
 def test_later_layers_can_be_copies(tmp_path: Path) -> None:
     label = torch_pi2.synthetic(tmp_path / "m", "tiny", layers=5, distinct_layers=2)
     assert label["distinct_layers"] == 2
@@ -269,9 +289,13 @@ def test_random_rows_have_their_deviation_and_zeros_past_the_end(weights: str) -
     [
         ({"shape": "mistral-8b"}, r"expected mistral-7b, llama-1b, .* found 'mistral-8b'"),
         ({"shape": {"model_type": "opt"}}, r"shape's model_type: expected llama, .*, qwen3_moe, olmoe, found 'opt'"),
-        ({"active": 0.0}, r"synthetic\(active=...\): expected more than 0, at most 0.9, found 0.0"),
+        ({"active": 0.0}, r"synthetic\(active=...\): expected more than 0, at most 0.9, or 1, found 0.0"),
         ({"weights": "int3"}, r"synthetic\(weights=...\): expected int4 or int8 or float32 or .*, found 'int3'"),
-        ({"hidden_act": "silu"}, r"expected relu \(ReGLU, which has exact zeros\), found 'silu'"),
+        ({"active": 0.95}, r"expected more than 0, at most 0.9, or 1, found 0.95"),
+        (
+            {"active": 1.0},
+            r"predictor=...\): expected None where every neuron is computed \(active=1\), found 'lowrank'",
+        ),
         ({"predictor": "guess"}, r"expected lowrank, signbit or None, found 'guess'"),
         ({"rank": 0}, r"synthetic\(rank=...\): expected at least 1, found 0"),
         ({"predictor_weights": "float"}, r"expected int4 or int8, found 'float'"),

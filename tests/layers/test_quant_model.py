@@ -586,7 +586,7 @@ def test_an_interruption_while_rows_are_put_in_blocks_leaves_no_half_of_them(mon
     model = randomise(LlamaForCausalLM(config).eval(), 0.1)
     wanted = logits(model)
     monkeypatch.setattr(linear_module, "CHUNK_BYTES", 1)  # 16 rows at a time
-    monkeypatch.setattr(linear_module, "constants", lambda: SimpleNamespace(blocks=True))
+    monkeypatch.setattr(linear_module, "constants", lambda: SimpleNamespace(blocks=-1))
     monkeypatch.setattr(linear_module, "to_blocks", interrupt)
     with pytest.raises(KeyboardInterrupt):
         torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8", activations="int8"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ggml_rows import random_rows
 from operators import opcheck
 
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, NonFiniteError, ShapeError
-from torch_pi2.formats import FORMATS, QUANTIZED, row_bytes
+from torch_pi2.formats import FORMATS, GGML, QUANTIZED, row_bytes
 from torch_pi2.ops import load, reference
 from torch_pi2.ops.linear_blocks import from_blocks, to_blocks
 from torch_pi2.ops.quantized import quantize
@@ -100,20 +101,24 @@ def test_linear_equals_the_reference(isa: str, kind: str, int8_activations: bool
                     )
 
 
-def takes_blocks() -> bool:
+def takes_blocks(kind: str = "int4") -> bool:
     """Whether the kernels that are chosen now do (``constants`` keeps what it read first)."""
-    return "blocks=1" in torch.ops.pi2.constants().split()
+    said = dict(part.split("=") for part in torch.ops.pi2.constants().split())
+    return bool(int(said["blocks"]) >> FORMATS[kind].code & 1)
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", [*QUANTIZED, "q4_k", "q5_k", "q6_k"])
 def test_linear_blocks_equals_the_reference_and_a_token_alone(isa: str, kind: str) -> None:
     generator, threads = torch.Generator().manual_seed(3), torch.get_num_threads()
-    for rows, columns in ((16, 64), (48, 192), (144, 1088)):
-        quantised = torch.ops.pi2.quantize(matrix(rows, columns, columns**-0.5), kind, None)
+    for rows, columns in ((16, 256), (48, 768), (144, 2304)) if kind in GGML else ((16, 64), (48, 192), (144, 1088)):
+        if kind in GGML:
+            quantised = random_rows(kind, rows, columns, columns**-0.5)
+        else:
+            quantised = torch.ops.pi2.quantize(matrix(rows, columns, columns**-0.5), kind, None)
         blocks, bias = to_blocks(quantised, kind, columns), torch.randn(rows, generator=generator)
         assert torch.equal(from_blocks(blocks, kind, columns), quantised)
         x_TK = torch.randn(71, columns, generator=generator)
-        if not takes_blocks():
+        if not takes_blocks(kind):
             with pytest.raises(RuntimeError, match=f"expected .* kernels that take blocks, found .* kernels for {isa}"):
                 torch.ops.pi2.linear_blocks(x_TK, blocks, bias, kind)
             continue
@@ -144,6 +149,9 @@ def test_linear_blocks_refuses_what_is_not_whole() -> None:
             torch.ops.pi2.linear_blocks(matrix(1, columns), quantised, None, "int4")
     blocks = torch.ops.pi2.quantize(matrix(16, 64), "int4", None)
     opcheck(torch.ops.pi2.linear_blocks.default, (matrix(3, 64), blocks, torch.ones(16), "int4"))
+    if takes_blocks("q4_k"):
+        blocks_k = to_blocks(random_rows("q4_k", 16, 256), "q4_k", 256)
+        opcheck(torch.ops.pi2.linear_blocks.default, (matrix(3, 256), blocks_k, torch.ones(16), "q4_k"))
     x = matrix(3, 64)
     x[1, 5] = float("nan")
     assert torch.ops.pi2.linear_blocks(x, blocks, None, "int4").isnan().all(1).tolist() == [False, True, False]

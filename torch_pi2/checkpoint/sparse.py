@@ -15,7 +15,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
-from torch_pi2.formats import GGML, QUANTIZED
+from torch_pi2.formats import QUANTIZED
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.embedding import QuantEmbedding, can_stand_for
 from torch_pi2.layers.experts import SparseExperts, expert_groups
@@ -203,14 +203,14 @@ def _put_linear(
     """``tied``: the rows, which are an embedding's; in memory once, unless they are to lie in blocks."""
     parent, _, local = name.rpartition(".")
     linear: Any = model.get_submodule(name)
-    kept = weights.format_of(name) in GGML
-    in_blocks = tied is not None and not kept and wants_blocks(len(tied), columns, int8_activations)
+    kind = weights.format_of(name)
+    in_blocks = tied is not None and wants_blocks(kind, len(tied), columns, int8_activations)
     rows = weights.read(weights.rows_name(name)) if tied is None or in_blocks else tied
     bias = None
     if linear.bias is not None:
         weights.spec(f"{name}.bias")  # raises if there is none
         bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
-    made = QuantLinear(rows, bias, columns, weights.format_of(name), int8_activations)
+    made = QuantLinear(rows, bias, columns, kind, int8_activations)
     made.dtype = linear.weight.dtype
     made.use_blocks()
     setattr(model.get_submodule(parent), local, made.eval())

@@ -42,6 +42,7 @@ from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 _BLOCK = 0.02
 #: Rows made at a time.
 _CHUNK = 2048
+_LAW = "p(u) = min(0.95, c u^-s), 43 % of neurons make 80 % of activations (PowerInfer, arXiv 2312.12456)"
 PREDICTORS = (*PREDICTED, None)
 
 
@@ -53,7 +54,6 @@ def synthetic(
     *,
     active: float = 0.1,
     weights: str = "int4",
-    hidden_act: str = "relu",
     predictor: str | None = "lowrank",
     rank: int = 512,
     predictor_weights: str = "int4",
@@ -67,13 +67,13 @@ def synthetic(
     """Write a synthetic model to ``folder``; returns what it is (also in its config.json).
 
     Memory stays at some hundred MB whatever the size. Norms and embedding are bfloat16, everything else quantised; or
-    all is float.
-    ``hidden_act`` "relu" gives ReGLU layers, a standard value of transformers' configurations.
+    all is float. Layers are ReGLU, or SwiGLU with ``active=1``.
 
     Args:
         shape: a name in ``torch_pi2.store.shapes.SHAPES``, or configuration values with ``model_type`` llama, mistral,
             qwen2, mixtral, qwen3_moe or olmoe. Routers of experts choose all of them about equally often.
-        active: mean share of neurons that fire for a token, in every layer.
+        active: mean share of neurons that fire for a token, in every layer. 1: all, as SwiGLU's do, which no predictor
+            chooses from (``predictor=None``).
         weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, for nothing quantised.
         predictor: ``lowrank`` (of ``rank``, in ``predictor_weights``), ``signbit``, or None for the exact gate.
         hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
@@ -87,7 +87,7 @@ def synthetic(
         LibraryMissingError: transformers is not installed.
     """
     load_library()
-    _check(active, weights, hidden_act, predictor, rank, predictor_weights, locality)
+    _check(active, weights, predictor, rank, predictor_weights, locality)
     label = {
         "synthetic": "random weights: speed means something, quality does not",
         "shape": shape if isinstance(shape, str) else dict(shape),
@@ -97,7 +97,7 @@ def synthetic(
         "rank": rank if predictor == "lowrank" else 0,
         "predictor_weights": predictor_weights if predictor == "lowrank" else None,
         "hot_frequency": Config().hot_frequency if hot_frequency is None else hot_frequency,
-        "law": "p(u) = min(0.95, c u^-s), 43 % of neurons make 80 % of activations (PowerInfer, arXiv 2312.12456)",
+        "law": _LAW if active < 1 else None,
         "residual": RESIDUAL,
         "locality": locality,
         "seed": seed,
@@ -106,7 +106,7 @@ def synthetic(
         raise ConfigError(
             "synthetic(distinct_layers=...)", expected="at least 1", found=repr(distinct_layers), fix="Correct it."
         )
-    more = {"hidden_act": hidden_act} | ({} if layers is None else {"num_hidden_layers": layers})
+    more = {"hidden_act": "silu" if active == 1 else "relu"} | ({} if layers is None else {"num_hidden_layers": layers})
     more |= {"dtype": weights} if weights in FLOATS else {}
     config = build_config(shape, **more, torch_pi2_synthetic=label)
     folder = Path(folder).resolve()
@@ -122,17 +122,16 @@ def synthetic(
 def _check(
     active: float,
     weights: str,
-    hidden_act: str,
     predictor: str | None,
     rank: int,
     predictor_weights: str,
     locality: float,
 ) -> None:
     checks = (
-        ("active", active, 0 < active <= 0.9, "more than 0, at most 0.9"),
+        ("active", active, 0 < active <= 0.9 or active == 1, "more than 0, at most 0.9, or 1"),
         ("weights", weights, weights in (*QUANTIZED, *FLOATS), " or ".join((*QUANTIZED, *FLOATS))),
-        ("hidden_act", hidden_act, hidden_act == "relu", "relu (ReGLU, which has exact zeros)"),
         ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
+        ("predictor", predictor, predictor is None or active < 1, "None where every neuron is computed (active=1)"),
         ("rank", rank, rank >= 1, "at least 1"),
         ("predictor_weights", predictor_weights, predictor_weights in QUANTIZED, " or ".join(QUANTIZED)),
         ("locality", locality, 0 <= locality < 1, "0 or more, less than 1"),
@@ -168,24 +167,30 @@ class _Writer:
             self.intermediate = config.moe_intermediate_size
         self._generator = torch.Generator().manual_seed(int(label["seed"]))
         self._d = direction(self.hidden, self._generator)
-        self._p = power_law(self.intermediate, float(label["active"]))
+        self._swiglu = label["active"] == 1
+        if self._swiglu:  # half of the gates are positive
+            self._p = torch.full((self.intermediate,), 0.5, dtype=torch.float64)
+        else:
+            self._p = power_law(self.intermediate, float(label["active"]))
+        hot = self.intermediate if self._swiglu else int((self._p >= float(label["hot_frequency"])).sum())
         # which neurons of an expert are hot would depend on how often it is chosen
-        self.n_hot = 0 if self.experts else int((self._p >= float(label["hot_frequency"])).sum())
+        self.n_hot = 0 if self.experts else hot
 
     def sites(self) -> list[FFNSite]:
         """As ``find_sites`` finds them."""
         owners = [f"model.layers.{i}.mlp" for i in range(self.config.num_hidden_layers)]
         class_name = CLASSES[self.config.model_type]
+        activation = "silu" if self._swiglu else "relu"
         sites: list[FFNSite] = []
         if self.experts:
-            form = ExpertsForm(self.experts, self.intermediate, self.hidden, "relu", False)
+            form = ExpertsForm(self.experts, self.intermediate, self.hidden, activation, False)
             for owner in owners:
                 sites += expert_sites(f"{owner}.experts", form, f"{class_name}Experts", len(sites))
             return sites
         for index, owner in enumerate(owners):
             gate, up, down = (LinearRef(f"{owner}.{name}_proj.weight") for name in ("gate", "up", "down"))
             size = (self.hidden, self.intermediate)
-            sites.append(FFNSite(owner, index, "relu", False, gate, up, down, *size, owner, f"{class_name}MLP"))
+            sites.append(FFNSite(owner, index, activation, False, gate, up, down, *size, owner, f"{class_name}MLP"))
         return sites
 
     def linears(self) -> dict[str, tuple[int, int, float]]:
@@ -286,8 +291,9 @@ class _Writer:
             rank=int(self.label["rank"]),
             predictor_weights=str(self.label["predictor_weights"] or "int4"),
         )
-        # h = relu(gate) up has a second moment of about 1/4 where it is not zero
-        down = _BLOCK / math.sqrt(float(self.label["active"]) * self.intermediate / 4)
+        # h = relu(gate) up has a second moment of about 1/4 where it is not zero, h = silu(gate) up of about 1/8
+        moment = 1 / 8 if self._swiglu else float(self.label["active"]) / 4
+        down = _BLOCK / math.sqrt(moment * self.intermediate)
         for start in range(0, self.intermediate, _CHUNK):
             stop = min(start + _CHUNK, self.intermediate)
             neuron_rows = torch.empty((stop - start, 3, row_bytes(self.kind, self.hidden)), dtype=torch.uint8)
@@ -301,9 +307,9 @@ class _Writer:
     def _layer_plan(self, site: FFNSite, predictors: FittedPredictors) -> LayerPlan:
         order = torch.arange(self.intermediate, dtype=torch.int32)  # made in order of frequency
         predictor = predictors.get(site.key)
-        method = str(self.label["predictor"] or Method.EXACT)
-        if predictor is None:
-            method = Method.EXACT
+        method = Method.EXACT if predictor is None else str(self.label["predictor"])
+        if self.n_hot == self.intermediate:
+            method = Method.DENSE
         share = 1.0
         if predictor is not None and predictor.card is not None:
             share = predictor.card.predicted_active

@@ -112,7 +112,8 @@ def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Te
     kind, rank = kinds[0], len(a)
     found = {} if bias is None else {"bias": bias[cold]}
     filled = torch.cat((cold.new_zeros(-len(cold) % ROWS), cold))
-    if not (wants_blocks(rank, site.hidden, int8_activations) and wants_blocks(len(filled), rank, int8_activations)):
+    sizes = ((rank, site.hidden), (len(filled), rank))
+    if not all(wants_blocks(kind, rows, columns, int8_activations) for rows, columns in sizes):
         return Cold({"a": a.clone(), "b": b[cold]} | found, kind)
     if bias is None:
         found["bias"] = torch.zeros(len(cold))

@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
 from torch_pi2.errors import ConfigError, GradientError, ShapeError, UnsupportedModelError
-from torch_pi2.formats import GGML, QUANTIZED, row_bytes
+from torch_pi2.formats import FORMATS, GGML, QUANTIZED, row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.gpu import goes_to_gpu
 from torch_pi2.ops import load
@@ -25,9 +25,9 @@ from torch_pi2.ops.quantized import check_kind, check_rows_kind, quantize
 CHUNK_BYTES = 32 << 20
 
 
-def wants_blocks(rows: int, columns: int, int8_activations: bool) -> bool:
+def wants_blocks(weights: str, rows: int, columns: int, int8_activations: bool) -> bool:
     """Whether such a layer has its rows in blocks here (:mod:`torch_pi2.ops.linear_blocks`)."""
-    return int8_activations and bool(constants().blocks) and fits(rows, columns)
+    return int8_activations and bool(constants().blocks >> FORMATS[weights].code & 1) and fits(rows, columns)
 
 
 def refuse_ggml(model: nn.Module, doing: str) -> None:
@@ -193,8 +193,7 @@ class QuantLinear(Holder):
 
     def use_blocks(self) -> None:
         """Put the rows in blocks of 16, in place, where this CPU's kernels like that; lossless (but see ``linear``)."""
-        fit = wants_blocks(self.out_features, self.in_features, self.int8_activations)
-        wanted = fit and self.weights in QUANTIZED  # kernels read the others as files have them
+        wanted = wants_blocks(self.weights, self.out_features, self.in_features, self.int8_activations)
         if wanted and not self.blocks and not self.rows.is_meta:
             step = max(1, CHUNK_BYTES // (BLOCK_ROWS * self.rows.shape[1])) * BLOCK_ROWS
             for part in self.rows.split(step):

@@ -231,7 +231,7 @@ class _Kernel:
         weights, kind, int8 = self.weights, self.kind, self.int8
         if kind == "float":
             return lambda: partial(F.linear, x_TK, weights.rows(count))
-        if wants_blocks(count, self.hidden, int8):  # whatever the bytes then mean
+        if wants_blocks(kind, count, self.hidden, int8):  # whatever the bytes then mean
             return lambda: partial(torch.ops.pi2.linear_blocks, x_TK, weights.rows(count), None, kind)
         return lambda: partial(torch.ops.pi2.linear, x_TK, weights.rows(count), None, kind, int8)
 

@@ -14,8 +14,8 @@ class Constants(NamedTuple):
     """In the headers named, each has a comment of its own.
 
     Attributes:
-        chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``. gemm_tokens, blocks:
-        ``pi2/linear.h``.
+        chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``. gemm_tokens, blocks (a bit for
+        the code of each format that may be in them): ``pi2/linear.h``.
         mask_bytes: ``pi2/predict.h``. expert_bytes: ``pi2/experts.h``. attention_split, attention_rows:
         ``pi2/attention.h``. most_group, most_sizes: ``pi2/firing.h``. most_traced, stages,
         trace_counters: ``pi2/trace.h``. policies: of the cache, ``cache/policies/list.inc``.

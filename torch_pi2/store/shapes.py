@@ -9,7 +9,7 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError
 
 #: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
-#: ``smallthinker-4b`` those of SmallThinker-4B-A0.6B's experts, with the attention of Qwen3-MoE.
+#: ``smallthinker-4b`` and ``gpt-oss-20b`` those of SmallThinker-4B-A0.6B and gpt-oss-20b, in the form of Qwen3-MoE.
 SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": {
         "model_type": "mistral",
@@ -60,6 +60,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 128,
         "vocab_size": 32000,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss-20b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2880,
+        "moe_intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
         "num_experts": 32,
         "num_experts_per_tok": 4,
         "norm_topk_prob": True,

@@ -15,6 +15,9 @@ namespace {
 
 // name=value, space-separated; names of policies comma-separated.
 std::string constants() {
+  int64_t blocks = 0;
+  for (int dtype = 0; dtype < kDTypes; ++dtype)
+    blocks |= static_cast<int64_t>(takes_blocks(static_cast<DType>(dtype))) << dtype;
   const std::pair<const char*, int64_t> numbers[] = {
       {"chunks", kChunks},
       {"pass_tokens", kPassTokens},
@@ -22,7 +25,7 @@ std::string constants() {
       {"prompt_neurons", kPromptNeurons},
       {"stream_from", kStreamFrom},
       {"gemm_tokens", kGemmTokens},
-      {"blocks", takes_blocks()},
+      {"blocks", blocks},
       {"mask_bytes", kMaskBytes},
       {"expert_bytes", kExpertBytes},
       {"attention_split", kAttentionSplit},

@@ -61,12 +61,11 @@ Tensor linear_out(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, 
 }
 
 LinearArgs blocks_args(const Tensor& x, const Tensor& blocks, const MaybeTensor& bias, const std::string& weights) {
-  (void)quantized_dtype(weights);
   LinearArgs args = linear_args(x, blocks, bias, weights, true);
   STD_TORCH_CHECK(
-      in_blocks(args.rows, args.columns) && takes_blocks(),
+      in_blocks(args.rows, args.columns) && takes_blocks(args.w_dtype),
       "pi2: blocks: expected a multiple of 16 rows and of 64 columns, and kernels that take blocks, found ", args.rows,
-      " rows, ", args.columns, " columns and kernels for ", kernels().isa,
+      " rows, ", args.columns, " columns of ", weights, " and kernels for ", kernels().isa,
       ". Call torch.ops.pi2.linear with rows in their own order, which leave_blocks() of a layer brings back.");
   args.blocks = true;
   return args;

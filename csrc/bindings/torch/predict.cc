@@ -74,7 +74,7 @@ LowrankArgs lowrank_q_args(const Tensor& x, const Tensor& a, const Tensor& b, co
   args.b = quantized_rows(b, "predictor tensor b", args.dtype, args.skipped + args.cold, args.rank);
   if (b_bias) args.b_bias = static_cast<const float*>(typed_data(*b_bias, "b_bias", ScalarType::Float, args.cold, 0));
   args.int8_activations = int8_activations;
-  STD_TORCH_CHECK(!args.blocks || (int8_activations && takes_blocks() && args.skipped >= 0 &&
+  STD_TORCH_CHECK(!args.blocks || (int8_activations && takes_blocks(args.dtype) && args.skipped >= 0 &&
                                    in_blocks(args.rank, args.hidden) && in_blocks(b.size(0), args.rank)),
                   "pi2: predictor in blocks: expected int8 activations, kernels for blocks, and blocks of 16 rows and "
                   "64 columns with at least as many rows as b has biases, found a of ",

@@ -45,7 +45,8 @@ constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 // Rows in blocks, for linear layers that stay in memory: kPanelRows rows together (as many bytes), so that lanes are
 // rows and a block is read as one stream. For every two groups of columns 16 (q8) or 8 (q4) vectors of 64 bytes, then
 // their 32 scales. Vector 4 i + d of q4 has byte 4 d..4 d + 3 of group i of every row, as the row stores it; vector
-// 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups.
+// 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups. Of q4_k, q5_k and q6_k a
+// superblock of every row, four bytes of each at a time, then the two that are left of q6_k's.
 //
 // out[t * ldo + r] for the rows r of `count` (1 to kGemmPanels) blocks, one after the other, x_T as prepare_gemm wrote
 // it: the same bits for any number of tokens, and those of gemm where there is one.
@@ -149,7 +150,7 @@ struct KernelTable {
   PrepareFn prepare[kDTypes];
   PrepareFn prepare_a8[kDTypes];
   RestoreFn restore[kDTypes];
-  PrepareFn prepare_gemm[kDTypes];  // with dot_blocks (q4, q8) and gemm (with panel)
+  PrepareFn prepare_gemm[kDTypes];  // with dot_blocks and gemm (with panel)
   PanelFn panel[kDTypes];
   DotBlocksFn dot_blocks[kDTypes];
   GemmFn gemm[kDTypes];

@@ -23,13 +23,12 @@ struct LinearArgs {
   std::int64_t rows = 0;
   const float* bias = nullptr;  // [rows] or null
   bool int8_activations = false;
-  bool blocks =
-      false;  // weights are in blocks (kernels.h); needs int8_activations, kQ4 or kQ8, in_blocks(), takes_blocks()
+  bool blocks = false;  // weights are in blocks (kernels.h); needs int8_activations, in_blocks(), takes_blocks()
 };
 
-// Whether the kernels of this CPU take rows in blocks, which they then prefer. A token's bits then do not depend on its
-// company at all, and are those of prompts.
-bool takes_blocks();
+// Whether the kernels of this CPU take rows of a dtype in blocks, which they then prefer. A token's bits then do not
+// depend on its company at all, and are those of prompts.
+bool takes_blocks(DType dtype);
 
 void linear(const LinearArgs& args, const ParallelFor& parallel);
 

@@ -101,17 +101,25 @@ inline void dot_blocks_tile(const char* blocks, const void* const* x_T, const Gr
     for (int t = 0; t < kTokens; ++t) _mm512_storeu_ps(out + t * ldo + p * kPanelRows, sum[p][t]);
 }
 
+template <class Format, int kBlocks>
+struct BlockTiles {
+  template <int kTokens>
+  static void tile(const char* blocks, const void* const* x_T, const Groups& some, float* out, std::int64_t ldo) {
+    dot_blocks_tile<Format, kBlocks, kTokens>(blocks, x_T, some, out, ldo);
+  }
+};
+
 // One tile of `count` tokens, at most kTokens.
-template <class Format, int kBlocks, int kTokens>
+template <class Tiles, int kTokens>
 inline void dot_blocks_tile_of(std::int64_t count, const char* blocks, const void* const* x_T, const Groups& some,
                                float* out, std::int64_t ldo) {
-  if (count == kTokens) return dot_blocks_tile<Format, kBlocks, kTokens>(blocks, x_T, some, out, ldo);
-  if constexpr (kTokens > 1) dot_blocks_tile_of<Format, kBlocks, kTokens - 1>(count, blocks, x_T, some, out, ldo);
+  if (count == kTokens) return Tiles::template tile<kTokens>(blocks, x_T, some, out, ldo);
+  if constexpr (kTokens > 1) dot_blocks_tile_of<Tiles, kTokens - 1>(count, blocks, x_T, some, out, ldo);
 }
 
 // Tiles of at most kMost tokens, all of about one size; columns in steps that stay in the first-level cache while all
 // tokens use them.
-template <class Format, int kBlocks, int kMost>
+template <class Tiles, int kMost>
 inline void dot_blocks_of(const void* blocks, const void* const* x_T, std::int64_t tokens, std::int64_t n, float* out,
                           std::int64_t ldo) {
   const std::int64_t all = groups(n), step = tokens <= kMost ? all : kStepColumns / kGroup;
@@ -120,16 +128,15 @@ inline void dot_blocks_of(const void* blocks, const void* const* x_T, std::int64
     for (std::int64_t t = 0, count = 0; t < tokens; t += count, some.fetch = false) {
       const std::int64_t tiles = (tokens - t + kMost - 1) / kMost;
       count = (tokens - t + tiles - 1) / tiles;
-      dot_blocks_tile_of<Format, kBlocks, kMost>(count, static_cast<const char*>(blocks), x_T + t, some, out + t * ldo,
-                                                 ldo);
+      dot_blocks_tile_of<Tiles, kMost>(count, static_cast<const char*>(blocks), x_T + t, some, out + t * ldo, ldo);
     }
   }
 }
 
 template <class Format>
 inline void dot_blocks(PI2_DOT_BLOCKS_ARGS) {
-  if (count == 1) return dot_blocks_of<Format, 1, 6>(blocks, x_T, tokens, n, out, ldo);
-  return dot_blocks_of<Format, 2, 6>(blocks, x_T, tokens, n, out, ldo);
+  if (count == 1) return dot_blocks_of<BlockTiles<Format, 1>, 6>(blocks, x_T, tokens, n, out, ldo);
+  return dot_blocks_of<BlockTiles<Format, 2>, 6>(blocks, x_T, tokens, n, out, ldo);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "kernels/avx512vnni/ggml.h"
 
+#include "kernels/avx512vnni/ggml_blocks.h"
+
 #define PI2_FORMAT(dtype, Format)                                                                  \
   void pi2::dot_a8_##dtype##__avx512vnni(PI2_DOT_ARGS) {                                           \
     GgmlRows<avx512vnni::Ggml<avx512::Format>>::dot_a8(rows, count, x_T, tokens, n, out_RT, next); \
@@ -20,3 +22,12 @@ PI2_FORMAT(q5_1, GgmlSmall<DType::kQ5_1>)
 PI2_FORMAT(q4_k, GgmlK<DType::kQ4K>)
 PI2_FORMAT(q5_k, GgmlK<DType::kQ5K>)
 PI2_FORMAT(q6_k, GgmlQ6K)
+
+#define PI2_BLOCKS(dtype, Format)                                                               \
+  void pi2::dot_blocks_##dtype##__avx512vnni(PI2_DOT_BLOCKS_ARGS) {                             \
+    avx512vnni::GgmlBlocks<avx512vnni::Format>::dot(blocks, count, x_T, tokens, n, out, ldo);   \
+  }
+
+PI2_BLOCKS(q4_k, KBlock<DType::kQ4K>)
+PI2_BLOCKS(q5_k, KBlock<DType::kQ5K>)
+PI2_BLOCKS(q6_k, BlockQ6K)
