@@ -128,9 +128,16 @@ inline std::int32_t four_values(const std::int8_t* p) {
 // Columns of panels that stay in the first-level cache while all tokens use them.
 constexpr std::int64_t kChunkColumns = 512;
 
+// Where panels lie, whose first group is group `first` of the rows.
+struct Panels {
+  const char* values[kGemmPanels];
+  const float* floats[kGemmPanels];
+  std::int64_t first;
+};
+
 // The groups [begin, end) of all rows; sums go on from what is in `out` unless begin is 0.
 template <PanelOf kOf, int kPanels, int kTokens>
-inline void gemm_tile(const void* const* panels, const void* const* x_T, std::int64_t n, std::int64_t begin,
+inline void gemm_tile(const Panels& panels, const void* const* x_T, std::int64_t n, std::int64_t begin,
                       std::int64_t end, float* out, std::int64_t ldo) {
   constexpr std::int64_t kParts = kOf == PanelOf::kHalves ? 2 : 1;    // of a group, with a scale each
   constexpr std::int64_t kVectors = kOf == PanelOf::kScales ? 1 : 2;  // of floats
@@ -141,8 +148,8 @@ inline void gemm_tile(const void* const* panels, const void* const* x_T, std::in
   const std::int32_t* start[kTokens];
   __m512 sum[kPanels][kTokens];
   for (int p = 0; p < kPanels; ++p) {
-    w[p] = static_cast<const char*>(panels[p]);
-    w_scale[p] = reinterpret_cast<const float*>(w[p] + kPanelRows * padded(n));
+    w[p] = panels.values[p];
+    w_scale[p] = panels.floats[p];
     for (int t = 0; t < kTokens; ++t)
       sum[p][t] = begin == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + t * ldo + p * kPanelRows);
   }
@@ -153,22 +160,22 @@ inline void gemm_tile(const void* const* panels, const void* const* x_T, std::in
     start[t] = input.start;
   }
   for (std::int64_t part = begin * kParts; part < end * kParts; ++part) {
-    const std::int64_t g = part / kParts;
+    const std::int64_t g = part / kParts, at = part - panels.first * kParts;  // in the panels
     __m512i acc[kPanels][kTokens];
     for (int t = 0; t < kTokens; ++t)
       for (int p = 0; p < kPanels; ++p)
         acc[p][t] = kOf == PanelOf::kMinima ? _mm512_setzero_si512() : _mm512_set1_epi32(start[t][part]);
     for (std::int64_t s = 0; s < kStepsOfGroup / kParts; ++s) {
-      const std::int64_t step = part * (kStepsOfGroup / kParts) + s;
+      constexpr std::int64_t kSteps = kStepsOfGroup / kParts;
       __m512i v[kPanels];
-      for (int p = 0; p < kPanels; ++p) v[p] = _mm512_loadu_si512(w[p] + step * 64);
+      for (int p = 0; p < kPanels; ++p) v[p] = _mm512_loadu_si512(w[p] + (at * kSteps + s) * 64);
       for (int t = 0; t < kTokens; ++t) {
-        const __m512i four = _mm512_set1_epi32(four_values(x[t] + 4 * step));
+        const __m512i four = _mm512_set1_epi32(four_values(x[t] + 4 * (part * kSteps + s)));
         for (int p = 0; p < kPanels; ++p) acc[p][t] = _mm512_dpbusd_epi32(acc[p][t], v[p], four);
       }
     }
     for (int p = 0; p < kPanels; ++p) {
-      const float* floats = w_scale[p] + kPanelRows * (kVectors / kParts) * part;
+      const float* floats = w_scale[p] + kPanelRows * (kVectors / kParts) * at;
       const __m512 scale = _mm512_loadu_ps(floats);
       for (int t = 0; t < kTokens; ++t)
         sum[p][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[p][t]), _mm512_mul_ps(scale, _mm512_set1_ps(x_scale[t][g])),
@@ -188,7 +195,7 @@ inline void gemm_tile(const void* const* panels, const void* const* x_T, std::in
 
 // All tokens in tiles of kTokens, those that are left in a smaller one.
 template <PanelOf kOf, int kPanels, int kTokens>
-inline void gemm_chunk(const void* const* panels, const void* const* x_T, std::int64_t tokens, std::int64_t n,
+inline void gemm_chunk(const Panels& panels, const void* const* x_T, std::int64_t tokens, std::int64_t n,
                        std::int64_t begin, std::int64_t end, float* out, std::int64_t ldo) {
   for (; tokens >= kTokens; tokens -= kTokens, x_T += kTokens, out += kTokens * ldo)
     gemm_tile<kOf, kPanels, kTokens>(panels, x_T, n, begin, end, out, ldo);
@@ -200,8 +207,13 @@ template <PanelOf kOf, int kPanels, int kTokens>
 inline void gemm_panels(PI2_GEMM_ARGS) {
   (void)panel_count;
   constexpr std::int64_t kGroups = kChunkColumns / kGroup;
+  Panels whole{};
+  for (int p = 0; p < kPanels; ++p) {
+    whole.values[p] = static_cast<const char*>(panels[p]);
+    whole.floats[p] = reinterpret_cast<const float*>(whole.values[p] + kPanelRows * padded(n));
+  }
   for (std::int64_t g = 0; g < groups(n); g += kGroups)
-    gemm_chunk<kOf, kPanels, kTokens>(panels, x_T, tokens, n, g, std::min(groups(n), g + kGroups), out, ldo);
+    gemm_chunk<kOf, kPanels, kTokens>(whole, x_T, tokens, n, g, std::min(groups(n), g + kGroups), out, ldo);
 }
 
 template <PanelOf kOf>

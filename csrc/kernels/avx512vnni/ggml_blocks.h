@@ -79,6 +79,7 @@ struct GgmlBlocks {
   static constexpr int kParts = kHalves ? 2 : 1, kSteps = kStepsOfGroup / kParts;  // of a group, each with a scale
   static constexpr GgmlBlock kBlock = ggml_block(Format::kDType);
   static constexpr std::int64_t kGroups = kBlock.numbers / kGroup, kBytes = kPanelRows * kBlock.bytes;
+  static constexpr std::int64_t kUnpackedFrom = 8;  // tokens, which then share what unpacking costs
 
   // Sums go on from what is in `out` unless these are the first columns.
   template <int kTokens>
@@ -130,8 +131,45 @@ struct GgmlBlocks {
     for (int t = 0; t < kTokens; ++t) _mm512_storeu_ps(out + t * ldo, sum[t]);
   }
 
+  // The groups [begin, end) of blocks as panels; then all tokens.
+  template <int kPanels, int kTokens>
+  static void unpacked(const char* blocks, std::int64_t stride, const void* const* x_T, std::int64_t tokens,
+                       std::int64_t n, std::int64_t begin, std::int64_t end, float* out, std::int64_t ldo) {
+    alignas(64) char values[kPanels][kPanelRows * kChunkColumns];
+    alignas(64) float floats[kPanels][2 * kPanelRows * kChunkColumns / kGroup];
+    Panels panels{};
+    for (int p = 0; p < kPanels; ++p) {
+      char* to = values[p];
+      float* pairs = floats[p];
+      panels.values[p] = to;
+      panels.floats[p] = pairs;
+      panels.first = begin;
+      const char* w = blocks + p * stride + begin / kGroups * kBytes;
+      for (std::int64_t g = begin; g < end; g += kGroups, w += kBytes) {
+        const Format of(w);
+#pragma GCC unroll 8
+        for (int group = 0; group < static_cast<int>(kGroups); ++group) {
+#pragma GCC unroll 8
+          for (int s = 0; s < static_cast<int>(kStepsOfGroup); ++s, to += 64)
+            _mm512_store_si512(to, Format::four(w, group, s));
+          for (int i = 0; i < 2; ++i, pairs += kPanelRows)
+            _mm512_store_ps(pairs, kHalves ? of.scale(2 * group + i) : i == 0 ? of.scale(group) : of.minimum(group));
+        }
+      }
+    }
+    constexpr PanelOf kOf = kHalves ? PanelOf::kHalves : PanelOf::kMinima;
+    gemm_chunk<kOf, kPanels, kTokens>(panels, x_T, tokens, n, begin, end, out, ldo);
+  }
+
   static void dot(PI2_DOT_BLOCKS_ARGS) {
     const std::int64_t bytes = n / kBlock.numbers * kBytes;
+    constexpr std::int64_t kStep = kChunkColumns / kGroup;
+    if (tokens > kUnpackedFrom) {
+      for (std::int64_t g = 0; g < groups(n); g += kStep)
+        (count == 1 ? unpacked<1, 8> : unpacked<2, 6>)(static_cast<const char*>(blocks), bytes, x_T, tokens, n, g,
+                                                       std::min(groups(n), g + kStep), out, ldo);
+      return;
+    }
     for (std::int64_t b = 0; b < count; ++b)
       dot_blocks_of<GgmlBlocks, 6>(static_cast<const char*>(blocks) + b * bytes, x_T, tokens, n, out + b * kPanelRows,
                                    ldo);
