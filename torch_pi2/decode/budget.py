@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,10 +177,11 @@ def divide(
     }
     left = total - sum(parts.values())
     chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
-    token = slot * sum(
-        -(-round(wanted_neurons(layer) * chosen.get(layer.site.experts, 1.0)) // entry.cluster)
+    slots_wanted = sum(
+        chosen.get(layer.site.experts, 1.0) * -(-round(wanted_neurons(layer)) // entry.cluster)
         for layer, entry in zip(plan.layers, store.entries)
     )
+    token = slot * math.ceil(slots_wanted)
     if left < 0:
         needed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
         raise ConfigError(
