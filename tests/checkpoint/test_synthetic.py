@@ -236,6 +236,8 @@ def test_swiglu(tmp_path: Path, kind: str, method: str) -> None:
         torch_pi2.pack(tmp_path / "m", tmp_path / "store")
         stored = torch_pi2.load(tmp_path / "store", budget="64MiB", dtype=torch.float32)
         assert float((stored(ids_1T).logits - wanted).norm() / wanted.norm()) < 1e-3
+    budget = torch_pi2.stats(stored)["budget"]
+    assert budget.token * (2 if kind == "qwen3_moe" else 1) == budget.neurons  # half of the experts, each whole
 
 
 def test_later_layers_can_be_copies(tmp_path: Path) -> None:
