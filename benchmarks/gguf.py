@@ -238,4 +238,6 @@ def _data(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> 
         words = generator.integers(0, 1 << 63, -(-count * _BLOCK_BYTES // 8), dtype=np.int64)
         part = words.view(np.uint8)[: count * _BLOCK_BYTES].reshape(count, _BLOCK_BYTES)
         part[:, :2] = scale
+        # Else the mean of -8..7 would be common to all rows, and every token would end in the same experts.
+        part[:, 1] ^= generator.integers(0, 2, count, dtype=np.uint8) << 7
         yield part

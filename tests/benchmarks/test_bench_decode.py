@@ -379,6 +379,7 @@ def test_gguf_has_the_shape_and_finite_weights(tmp_path):
     assert list(down.shape) == [config.intermediate_size, config.hidden_size]
     values = gguf.dequantize(down.data, down.tensor_type)
     assert values.std() == pytest.approx(config.intermediate_size**-0.5, rel=0.05)
+    assert abs(values.mean()) < 0.02 * values.std()  # no direction that is common to all tokens
     made = path.stat().st_mtime_ns
     assert path == write_gguf(path, config, seed=1)
     assert path.stat().st_mtime_ns == made  # kept: not made again
