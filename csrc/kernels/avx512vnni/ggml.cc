@@ -23,9 +23,9 @@ PI2_FORMAT(q4_k, GgmlK<DType::kQ4K>)
 PI2_FORMAT(q5_k, GgmlK<DType::kQ5K>)
 PI2_FORMAT(q6_k, GgmlQ6K)
 
-#define PI2_BLOCKS(dtype, Format)                                                               \
-  void pi2::dot_blocks_##dtype##__avx512vnni(PI2_DOT_BLOCKS_ARGS) {                             \
-    avx512vnni::GgmlBlocks<avx512vnni::Format>::dot(blocks, count, x_T, tokens, n, out, ldo);   \
+#define PI2_BLOCKS(dtype, Format)                                                             \
+  void pi2::dot_blocks_##dtype##__avx512vnni(PI2_DOT_BLOCKS_ARGS) {                           \
+    avx512vnni::GgmlBlocks<avx512vnni::Format>::dot(blocks, count, x_T, tokens, n, out, ldo); \
   }
 
 PI2_BLOCKS(q4_k, KBlock<DType::kQ4K>)
