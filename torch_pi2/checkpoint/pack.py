@@ -182,10 +182,11 @@ def _pack(
         plan, inside = parts.plan(), parts.inside
         _check_parts(parts, plan, source)
     with open_weights(pi2) as reader, PartFiles(pi2, () if inside else None) as beside:
-        if weights not in (None, reader.kind, reader.weights):
+        known = reader.neuron_formats
+        if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
             raise ConfigError(
                 f"pack({source}, weights=...)",
-                expected=f"{reader.kind}, as the weights are",
+                expected=f"{known}, as the neurons are",
                 found=repr(weights),
                 fix="Leave it out, or pack the float checkpoint.",
             )
@@ -255,8 +256,8 @@ def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int 
     parts = dict(beside.specs)
     if not parts:  # the reader has them
         parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
-    layers = [(layer.site, hot_neurons(layer)) for layer in plan.layers]
-    return Layout(plan, layers, reader.kind, [parts, weights], cluster, align)
+    layers = [(layer.site, hot_neurons(layer), reader.format_of(layer.site.key)) for layer in plan.layers]
+    return Layout(plan, layers, [parts, weights], cluster, align)
 
 
 def _superblock(layout: Layout, plan: Plan, path: Path, out: TensorWriter) -> bytes:
