@@ -21,6 +21,7 @@ from torch_pi2.export.store import check_exportable
 from torch_pi2.formats import GGML, PAIRS, formats_of, neuron_shape, row_bytes
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.ops import reference
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import LayerEntry, Superblock
@@ -110,7 +111,7 @@ def torch_pi2_none(file: Path) -> Path:
 
 
 def test_a_file_of_llama_cpp(tmp_path: Path) -> None:
-    """Its down rows are Q4_K and Q6_K by turns; gate and up Q4_K: they are kept, and the tokens are its own."""
+    """Its down is Q6_K, its gate and up are Q4_K: they are kept, and the tokens are its own."""
     report = torch_pi2.import_gguf(GOLDEN, tmp_path / "out", neurons="all")
     assert report.weights == "q4_k+int8"
     assert all(name.endswith("down_proj.weight") for name in report.rounded)
@@ -194,6 +195,26 @@ def test_load_of_a_file_with_a_budget(typed: Typed, tmp_path: Path, monkeypatch:
     assert torch.equal(logits(loaded(file, budget="40MB")), logits(loaded(folder)))
 
 
+def test_the_reference_over_a_store(typed: Typed, tmp_path: Path) -> None:
+    """What the operators over a store give is what their readable references make of its slots."""
+    folder, file, _ = typed("qwen3_moe", "Q4_1")
+    torch_pi2.import_gguf(file, folder)
+    torch_pi2.pack(folder, tmp_path / "packed")
+    model = loaded(tmp_path / "packed", budget="1GB")
+    store = torch_pi2.stats(model)["store"]
+    x, generator = torch.randn(3, 256), torch.Generator().manual_seed(3)
+    index, routing = torch.randint(0, 4, (3, 2), generator=generator), torch.rand(3, 2, generator=generator)
+    experts = (4, [], "none", [], "", False, "silu", False, [], True)
+    layer = (None, None, None, [], "none", 0.0, "", False, "silu", False, 0, 0.0, True)
+    found = torch.ops.pi2.stored_experts(x, index, routing, store.number, 4, *experts)
+    one = torch.ops.pi2.stored_ffn(x, store.number, 5, *layer)
+    with StoreReader(store.path) as reader:
+        wanted = reference.stored_experts(x, index, routing, reader, 4, *experts)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5 * (1 + float(wanted.abs().max())))
+        wanted = reference.stored_ffn(x, reader, 5, *layer)
+        torch.testing.assert_close(one, wanted, rtol=0, atol=3e-5 * (1 + float(wanted.abs().max())))
+
+
 def test_compiled_and_watched(tmp_path: Path) -> None:
     torch_pi2.import_gguf(GOLDEN, tmp_path / "out", neurons="all")
     model = loaded(tmp_path / "out")
@@ -201,7 +222,10 @@ def test_compiled_and_watched(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(torch.compile(model, backend="aot_eager")), wanted, rtol=1e-4, atol=1e-4)
     with torch_pi2.watch(model) as watched:
         logits(model)
-    assert watched.stats().tokens == TOKENS.shape[1]
+    stats = watched.stats()
+    assert stats.tokens == TOKENS.shape[1]
+    with pytest.raises(UnsupportedModelError, match=r"a plan for a machine.*one format.*found q4_k\+int8\. Use the"):
+        torch_pi2.plan_for(model, "sm8650-ufs4.0", stats=stats)
 
 
 def test_refused_by_name(typed: Typed, tmp_path: Path) -> None:
@@ -214,7 +238,7 @@ def test_refused_by_name(typed: Typed, tmp_path: Path) -> None:
         check_exportable(first)
     with pytest.raises(DeviceError, match=rf"model.layers.0.mlp, whose neurons are {pair}: expected it on the CPU"):
         first.check_gpu_has_kernels()
-    with pytest.raises(ConfigError, match=rf"weights=...\): expected {pair}, as the neurons are, found 'int8'"):
+    with pytest.raises(ConfigError, match=rf"weights=...\): expected {pair}, as the weights are, found 'int8'"):
         torch_pi2.pack(folder, tmp_path / "packed", weights="int8")
     with pytest.raises(ConfigError, match=r"other weights for .*: expected a layer with float weights, found q4_1"):
         first.assign("model.layers.0.mlp.up_proj.weight", torch.zeros(512, 256))

@@ -186,7 +186,7 @@ def _pack(
         if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
             raise ConfigError(
                 f"pack({source}, weights=...)",
-                expected=f"{known}, as the neurons are",
+                expected=f"{known}, as the weights are",
                 found=repr(weights),
                 fix="Leave it out, or pack the float checkpoint.",
             )
@@ -236,7 +236,7 @@ def _provenance(source: Path, reader: QuantizedWeights) -> str:
             known = about if isinstance(about, dict) else {}
             origin |= {name: known[name] for name in ("model_type", "architectures") if name in known}
     about_us = {"torch_pi2": __version__, "from": reader.file_format}
-    return json.dumps(about_us | {"weights": reader.kind, "model": origin})
+    return json.dumps(about_us | {"weights": reader.neuron_formats, "model": origin})
 
 
 def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int | None, cluster: int | None) -> Layout:

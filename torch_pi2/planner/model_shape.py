@@ -221,7 +221,8 @@ class ModelShape:
 
         Raises:
             ConfigError: no optimised model, or not with this plan; no statistics of a layer.
-            StaleArtifactError: statistics of other weights.
+            StaleArtifactError: statistics of other weights. UnsupportedModelError: neurons of two formats, of which no
+                hardware profile has kernels.
         """
         check_made_from(
             "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
