@@ -50,7 +50,7 @@ def _chosen_share(model: Any, module: SparseFFN | SparseExperts) -> float:
 def ffn_row_bytes(model: nn.Module) -> float:
     """Mean bytes of one gate row, up row or down column over the sparse layers, weighted by their neurons."""
     layers = sparse_layers(model)
-    rows = sum(layer.neuron_rows.shape[0] * layer.neuron_rows.shape[1] for layer in layers)
+    rows = sum(layer.neuron_rows.shape[0] * layer.site.rows_per_neuron for layer in layers)
     return sum(layer.neuron_rows.nbytes for layer in layers) / rows if rows else 0.0
 
 

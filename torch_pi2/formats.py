@@ -98,8 +98,10 @@ QUANTIZED = tuple(name for name, one in FORMATS.items() if one.most)
 FLOATS = tuple(name for name, one in FORMATS.items() if not one.quantized)
 #: ggml's blocks: what rows of linear layers are in GGUF files, and stay.
 GGML = tuple(name for name, one in FORMATS.items() if one.block)
-#: How neurons can be stored.
+#: How neurons can be stored in one format.
 OF_NEURONS = (*FLOATS, *QUANTIZED)
+#: Neurons in two: gate and up rows as a GGUF file has them, down rows, which none has by neuron, in int8.
+PAIRS = tuple(f"{name}+int8" for name in GGML)
 #: What rows of linear layers and embeddings may be in.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
 #: What matrices of a GGUF file can be written in.
@@ -113,3 +115,21 @@ ACTIVATIONS = (FLOAT, "int8")
 def row_bytes(name: str, columns: int) -> int:
     """Bytes of a row of ``columns`` numbers in the format ``name``."""
     return FORMATS[name].row_bytes(columns)
+
+
+def formats_of(neurons: str) -> tuple[str, str]:
+    """Of neurons in the format ``neurons``, or in two (``FIRST+DOWN``): that of gate and up rows, that of down rows."""
+    first, plus, down = neurons.partition("+")
+    return first, down if plus else first
+
+
+def neuron_shape(neurons: str, rows: int, hidden: int) -> tuple[int, ...]:
+    """Bytes of a neuron of ``rows`` rows of ``hidden`` numbers: ``[R, row bytes]``, of two formats ``[bytes]``.
+
+    Raises:
+        ShapeError: ``hidden`` is no whole number of a format's blocks.
+    """
+    first, down = formats_of(neurons)
+    if "+" in neurons:
+        return ((rows - 1) * row_bytes(first, hidden) + row_bytes(down, hidden),)
+    return rows, row_bytes(first, hidden)

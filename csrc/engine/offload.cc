@@ -235,6 +235,8 @@ FfnArgs Offload::shape(std::int64_t layer) const {
   args.neurons = l.neurons;
   args.rows = l.rows;
   args.w_dtype = l.w_dtype;
+  args.down_dtype = l.down_dtype;
+  args.other_down = l.other_down;
   args.n_hot = l.n_hot;
   return args;
 }

@@ -113,8 +113,8 @@ class InMemory : public ExpertLayers {
 
   std::string compute(const ExpertWork& work, const ParallelFor& parallel) override {
     FfnArgs layer = layer_of(stack_, work);
-    const std::int64_t bytes = layer.neurons * layer.rows * row_bytes(layer.w_dtype, layer.hidden);
-    layer.neuron_rows = static_cast<const char*>(layer.neuron_rows) + work.expert * bytes;
+    layer.neuron_rows =
+        static_cast<const char*>(layer.neuron_rows) + work.expert * layer.neurons * layer.neuron_bytes();
     predicted_ffn(predictor_of(stack_, work.expert), layer, parallel);
     return "";
   }

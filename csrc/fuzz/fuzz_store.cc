@@ -29,6 +29,8 @@ void check(const std::vector<StoreLayer>& layers, std::int64_t first_data, std::
     require(l.neurons > 0 && l.hidden > 0 && l.rows > 0 && l.cluster > 0 && l.n_hot >= 0 && l.n_hot <= l.neurons,
             "numbers that make no sense");
     require(l.row_bytes == pi2::row_bytes(l.w_dtype, l.hidden), "rows of another length");
+    require(l.down_bytes() == pi2::row_bytes(l.other_down ? l.down_dtype : l.w_dtype, l.hidden) && l.down_bytes() > 0,
+            "down rows of another length");
     require(static_cast<__int128>(l.cluster) * l.neuron_bytes() <= l.slot_bytes, "neurons outside their slot");
     require(l.slots >= first_data && l.slots % pi2::kStorePage == 0 &&
                 l.slots + static_cast<__int128>(l.n_slots()) * l.slot_bytes <= file_bytes,

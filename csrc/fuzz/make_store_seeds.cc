@@ -1,4 +1,4 @@
-// Inputs from which fuzz_store begins: sound superblocks of both versions, as each kind of input. Takes a folder.
+// Inputs from which fuzz_store begins: sound superblocks of all versions, as each kind of input. Takes a folder.
 #include <cstdio>
 #include <string>
 
@@ -8,8 +8,8 @@ namespace {
 
 using namespace pi2_fuzz;
 
-// Of `layers` layers of 100 neurons of 64 numbers in int4, or 32 in bfloat16, whose slots lie one layer after the
-// other, then checksums.
+// Of `layers` layers of 100 neurons of 64 numbers in int4, or 32 in bfloat16, or in version 3 of 32 in q5_0 and down in
+// int8, whose slots lie one layer after the other, then checksums.
 std::vector<std::uint8_t> superblock(std::uint32_t version, bool floats, int layers, std::int64_t file_bytes) {
   std::vector<std::uint8_t> out(128 + 128 * static_cast<std::size_t>(layers));
   put(&out, 8, version, 4);
@@ -24,6 +24,10 @@ std::vector<std::uint8_t> superblock(std::uint32_t version, bool floats, int lay
     const std::uint32_t hidden = floats ? 32 : 64, dtype = floats ? 1 : 4, row_bytes = floats ? 64 : 36;
     const std::uint32_t numbers[] = {100, hidden, 3, dtype, 512, row_bytes, 10, static_cast<std::uint32_t>(l), cluster};
     for (std::size_t k = 0; k < std::size(numbers); ++k) put(&out, at + 16 + 4 * k, numbers[k], 4);
+    if (version < 3) continue;
+    const std::uint32_t pair[] = {32, 3, 7, 512, 22}, down[] = {5, 34};
+    for (std::size_t k = 0; k < std::size(pair); ++k) put(&out, at + 20 + 4 * k, pair[k], 4);
+    for (std::size_t k = 0; k < std::size(down); ++k) put(&out, at + 52 + 4 * k, down[k], 4);
   }
   seal(&out, file_bytes);
   return out;
@@ -33,10 +37,13 @@ std::vector<std::uint8_t> superblock(std::uint32_t version, bool floats, int lay
 
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
-  for (int seed = 0; seed < 32; ++seed) {
+  for (int seed = 0; seed < 40; ++seed) {
     const auto how = static_cast<std::uint8_t>(seed % 4);
     const std::int64_t file_bytes = 1000000;
-    std::vector<std::uint8_t> bytes = superblock(seed % 16 < 8 ? 1 : 2, seed >= 16, seed % 8 < 4 ? 1 : 3, file_bytes),
+    std::vector<std::uint8_t> bytes = superblock(seed >= 32      ? 3
+                                                 : seed % 16 < 8 ? 1
+                                                                 : 2,
+                                                 seed >= 16, seed % 8 < 4 ? 1 : 3, file_bytes),
                               input(kPrefix);
     std::vector<pi2::StoreLayer> layers;
     const std::string wrong = pi2::parse_superblock(bytes.data(), static_cast<std::int64_t>(bytes.size()),

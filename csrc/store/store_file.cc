@@ -16,7 +16,7 @@ namespace pi2 {
 namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'S', 'T', 'O', 'R', 'E'};
-constexpr std::uint32_t kVersion = 2;  // 1: a slot for every neuron
+constexpr std::uint32_t kVersion = 3;  // 1: a slot for every neuron; 2: all rows in one format
 constexpr std::uint32_t kMostCluster = 64;
 constexpr std::int64_t kHead = 128, kEntry = 128;
 constexpr std::int64_t kMostHeader = 100000000;  // of a safetensors file
@@ -32,24 +32,45 @@ std::uint64_t u64(const unsigned char* p) { return u32(p) | static_cast<std::uin
 
 std::string text(std::uint64_t value) { return std::to_string(value); }
 
+// The formats of a layer's rows: one, or that of gate and up, then that of down.
+std::string parse_formats(std::uint32_t code, std::uint32_t down, std::uint64_t hidden, StoreLayer* layer) {
+  const auto kinds = static_cast<std::uint32_t>(kDTypes);
+  const auto dtype = static_cast<DType>(code), down_dtype = static_cast<DType>(down);
+  const bool pair = code < kinds && is_ggml(dtype) && down < kinds && is_quantized(down_dtype);
+  if (down == 0 ? !is_dtype_of_neurons(code) : !pair)
+    return "weights of kind " + text(code) + (down == 0 ? "" : " and " + text(down));
+  if (pair && hidden % static_cast<std::uint64_t>(ggml_block(dtype).numbers) != 0)
+    return "rows of " + text(hidden) + " numbers in blocks of " + std::to_string(ggml_block(dtype).numbers);
+  layer->w_dtype = dtype;
+  layer->down_dtype = down_dtype;
+  layer->other_down = pair;
+  return "";
+}
+
 std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int64_t first_data, std::int64_t file_bytes,
                         StoreLayer* layer) {
   const auto end = static_cast<std::uint64_t>(file_bytes);
   const std::uint64_t slots = u64(p), checks = u64(p + 8), neurons = u32(p + 16), hidden = u32(p + 20);
   const std::uint64_t rows = u32(p + 24), slot_bytes = u32(p + 32), bytes_of_row = u32(p + 36), n_hot = u32(p + 40);
   const std::uint64_t cluster = version == 1 ? 1 : u32(p + 48);
-  if (!is_dtype_of_neurons(u32(p + 28))) return "weights of kind " + text(u32(p + 28));
-  layer->w_dtype = static_cast<DType>(u32(p + 28));
+  const std::string wrong = parse_formats(u32(p + 28), version < 3 ? 0 : u32(p + 52), hidden, layer);
+  if (!wrong.empty()) return wrong;
   if (neurons == 0 || hidden == 0 || (rows != 2 && rows != 3))
     return text(neurons) + " neurons of " + text(rows) + " rows of " + text(hidden);
   if (bytes_of_row != static_cast<std::uint64_t>(row_bytes(layer->w_dtype, static_cast<std::int64_t>(hidden))))
     return "rows of " + text(bytes_of_row) + " bytes for " + text(hidden) + " numbers";
+  const std::uint64_t bytes_of_down = version < 3 ? 0 : u32(p + 56);
+  const std::int64_t down_bytes =
+      layer->other_down ? row_bytes(layer->down_dtype, static_cast<std::int64_t>(hidden)) : 0;
+  if (bytes_of_down != static_cast<std::uint64_t>(down_bytes))
+    return "down rows of " + text(bytes_of_down) + " bytes for " + text(hidden) + " numbers";
+  const std::uint64_t bytes_of_neuron = (rows - 1) * bytes_of_row + (layer->other_down ? bytes_of_down : bytes_of_row);
   // Divides the number of neurons of any chunk, so that no slot is in two.
   if (cluster == 0 || cluster > kMostCluster || (cluster & (cluster - 1)) != 0)
     return "clusters of " + text(cluster) + " neurons";
-  if (slot_bytes < cluster * rows * bytes_of_row || slot_bytes % kDirectUnit != 0)
+  if (slot_bytes < cluster * bytes_of_neuron || slot_bytes % kDirectUnit != 0)
     return "slots of " + text(slot_bytes) + " bytes for " + (cluster == 1 ? "" : text(cluster) + " ") + "neurons of " +
-           text(rows * bytes_of_row);
+           text(bytes_of_neuron);
   const std::uint64_t n_slots = (neurons + cluster - 1) / cluster;
   if (n_hot > neurons) return text(n_hot) + " hot of " + text(neurons) + " neurons";
   // Both factors fit into 32 bits, so their product into 64; compared without adding.

@@ -21,8 +21,11 @@ struct StoreLayer {
   DType w_dtype = DType::kF32;
   std::int64_t slot_bytes = 0, row_bytes = 0;
   std::int64_t n_hot = 0, number = 0, cluster = 1;
+  DType down_dtype = DType::kF32;  // with other_down: that of down rows, the last of a neuron's
+  bool other_down = false;
 
-  std::int64_t neuron_bytes() const { return rows * row_bytes; }
+  std::int64_t down_bytes() const { return other_down ? pi2::row_bytes(down_dtype, hidden) : row_bytes; }
+  std::int64_t neuron_bytes() const { return (rows - 1) * row_bytes + down_bytes(); }
   std::int64_t n_slots() const { return (neurons + cluster - 1) / cluster; }
 };
 

@@ -34,7 +34,7 @@ struct StoreFixture {
   static constexpr std::int64_t kStart = pi2::kStorePage;  // of the data; the header is spaces and two braces
 
   StoreFixture(std::mt19937& rng, int n_layers, std::int64_t neurons, std::int64_t rows, std::int64_t hidden,
-               pi2::DType dtype, std::int64_t n_hot = 0, std::int64_t cluster = 1) {
+               pi2::DType dtype, std::int64_t n_hot = 0, std::int64_t cluster = 1, const pi2::DType* down = nullptr) {
     char name[] = "/tmp/pi2-store-XXXXXX";
     close(mkstemp(name));
     path = name;
@@ -50,6 +50,8 @@ struct StoreFixture {
       layer.rows = rows;
       layer.w_dtype = dtype;
       layer.row_bytes = pi2::row_bytes(dtype, hidden);
+      layer.other_down = down != nullptr;
+      if (down != nullptr) layer.down_dtype = *down;
       layer.cluster = cluster;
       layer.slot_bytes = (cluster * layer.neuron_bytes() + 511) / 512 * 512;
       layer.n_hot = n_hot;
@@ -61,8 +63,9 @@ struct StoreFixture {
       for (std::int64_t i = 0; i < neurons; ++i) {
         std::vector<char> neuron;
         for (std::int64_t r = 0; r < rows; ++r) {
-          const std::vector<char> row =
-              pi2::is_quantized(dtype) ? quantized_row(rng, dtype, hidden) : stored(rng, dtype, hidden, 0.1f);
+          const pi2::DType kind = down != nullptr && r + 1 == rows ? *down : dtype;
+          const bool floats = !pi2::is_quantized(kind) && !pi2::is_ggml(kind);
+          const std::vector<char> row = floats ? stored(rng, kind, hidden, 0.1f) : quantized_row(rng, kind, hidden);
           neuron.insert(neuron.end(), row.begin(), row.end());
         }
         neuron_rows.back().insert(neuron_rows.back().end(), neuron.begin(), neuron.end());
@@ -79,7 +82,7 @@ struct StoreFixture {
     }
     pad();
     std::memcpy(superblock.data(), "PI2STORE", 8);
-    put(&superblock, 8, cluster == 1 ? 1 : 2, 4);
+    put(&superblock, 8, down != nullptr ? 3 : cluster == 1 ? 1 : 2, 4);
     put(&superblock, 16, superblock.size(), 8);
     put(&superblock, 24, file.size(), 8);
     put(&superblock, 32, layers.size(), 4);
@@ -92,7 +95,10 @@ struct StoreFixture {
       const std::int64_t numbers[] = {layer.neurons,    layer.hidden,    layer.rows,  static_cast<int>(dtype),
                                       layer.slot_bytes, layer.row_bytes, layer.n_hot, layer.number};
       for (std::size_t k = 0; k < 8; ++k) put(&superblock, at + 16 + 4 * k, static_cast<std::uint64_t>(numbers[k]), 4);
-      if (cluster > 1) put(&superblock, at + 48, static_cast<std::uint64_t>(cluster), 4);
+      if (cluster > 1 || down != nullptr) put(&superblock, at + 48, static_cast<std::uint64_t>(cluster), 4);
+      if (down == nullptr) continue;
+      put(&superblock, at + 52, static_cast<std::uint64_t>(*down), 4);
+      put(&superblock, at + 56, static_cast<std::uint64_t>(pi2::row_bytes(*down, hidden)), 4);
     }
     seal(&superblock);
     write();

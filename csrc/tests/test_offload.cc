@@ -41,9 +41,11 @@ FfnArgs arguments(const StoreLayer& l, Inputs* in, std::int64_t tokens, bool mas
   args.neurons = l.neurons;
   args.rows = l.rows;
   args.w_dtype = l.w_dtype;
+  args.down_dtype = l.down_dtype;
+  args.other_down = l.other_down;
   args.n_hot = l.n_hot;
   args.active = masked ? in->active.data() : nullptr;
-  if (is_quantized(l.w_dtype)) {
+  if (is_quantized(args.dtype_of_down())) {
     if (l.rows == 3) args.bias_gate = in->bias_gate.data();
     args.bias_down = in->bias_down.data();
   }
@@ -59,8 +61,8 @@ std::unique_ptr<Offload> opened(const StoreFixture& store, const OffloadOptions&
 }
 
 long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype,
-                std::int64_t n_hot, std::int64_t cluster = 1) {
-  const StoreFixture store(rng, 2, neurons, rows, hidden, dtype, n_hot, cluster);
+                std::int64_t n_hot, std::int64_t cluster = 1, const DType* down = nullptr) {
+  const StoreFixture store(rng, 2, neurons, rows, hidden, dtype, n_hot, cluster, down);
   long cases = 0;
   const std::int64_t neuron = (store.layers[0].neuron_bytes() + 63) / 64 * 64;  // a slot's share of the cache, about
   std::vector<OffloadOptions> all;
@@ -100,7 +102,7 @@ long check_bits(std::mt19937& rng, std::int64_t neurons, std::int64_t rows, std:
       const StoreLayer& l = store.layers[static_cast<std::size_t>(layer)];
       Inputs in = inputs(rng, l, tokens, round == 3 ? 1 : tokens > 3 ? 100 : 5);
       FfnArgs args = arguments(l, &in, tokens, round != 2 && round < 8);
-      args.int8_activations = round >= 8 && is_quantized(l.w_dtype);
+      args.int8_activations = round >= 8 && is_quantized(args.dtype_of_down());
       args.neuron_rows = store.neuron_rows[static_cast<std::size_t>(layer)].data();
       sparse_ffn(args, serial());
       const std::vector<float> wanted = in.y;
@@ -395,6 +397,10 @@ int main() {
   cases += check_bits(rng, 300, 3, 64, DType::kBF16, 300);
   cases += check_bits(rng, 300, 3, 64, DType::kQ4, 0, 8);
   cases += check_bits(rng, 70, 2, 33, DType::kF32, 3, 64);
+  const DType int4 = DType::kQ4, int8 = DType::kQ8;
+  cases += check_bits(rng, 70, 3, 256, DType::kQ4K, 5, 1, &int8);
+  cases += check_bits(rng, 75, 3, 256, DType::kQ6K, 0, 8, &int8);
+  cases += check_bits(rng, 70, 2, 96, DType::kQ5_0, 0, 1, &int4);
   cases += check_ahead(rng);
   cases += check_ahead_and_resize(rng);
   cases += check_faults(rng);

@@ -48,7 +48,16 @@ long check_sound(std::mt19937& rng) {
                 "checksum of layer %zu", l);
     }
   }
-  return 6;
+  const DType int8 = DType::kQ8;
+  const StoreFixture pairs(rng, 2, 70, 3, 256, DType::kQ6K, 0, 4, &int8);
+  StoreFile file;
+  const std::string wrong = file.open(pairs.path, false);
+  PI2_CHECK(wrong.empty(), "%s", wrong.c_str());
+  for (const StoreLayer& found : file.layers())
+    PI2_CHECK(found.w_dtype == DType::kQ6K && found.other_down && found.down_dtype == DType::kQ8 &&
+                  found.neuron_bytes() == 2 * 210 + 272 && found.cluster == 4,
+              "two formats");
+  return 7;
 }
 
 struct Damage {
@@ -65,8 +74,8 @@ long check_damage(std::mt19937& rng) {
   const std::uint64_t huge = ~std::uint64_t{0} & ~std::uint64_t{4095};
   const Damage cases[] = {
       {"no superblock where the data begins", [](StoreFixture* s) { s->superblock[0] = 'Q'; }},
-      {"version 3 where this library knows 1 to 2", [](StoreFixture* s) { number(s, 8, 3, 4); }},
-      {"version 0 where this library knows 1 to 2", [](StoreFixture* s) { number(s, 8, 0, 4); }},
+      {"version 4 where this library knows 1 to 3", [](StoreFixture* s) { number(s, 8, 4, 4); }},
+      {"version 0 where this library knows 1 to 3", [](StoreFixture* s) { number(s, 8, 0, 4); }},
       {"layer 0: clusters of 0 neurons", [](StoreFixture* s) { number(s, 8, 2, 4); }},
       {"layer 0: clusters of 3 neurons", [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 3, 4); }},
       {"layer 0: clusters of 128 neurons", [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 128, 4); }},
@@ -99,9 +108,22 @@ long check_damage(std::mt19937& rng) {
       {"a header of", [=](StoreFixture* s) { put(&s->file, 0, huge, 8); }},
       {"3 bytes", [](StoreFixture* s) { s->file.resize(3); }},
   };
+  // Of a store with q5_1 rows and down rows in int8.
+  const Damage of_pairs[] = {
+      {"layer 0: weights of kind 8", [](StoreFixture* s) { number(s, 8, 2, 4); }},
+      {"layer 0: weights of kind 8 and 1", [](StoreFixture* s) { number(s, 128 + 52, 1, 4); }},
+      {"layer 1: weights of kind 8 and 9", [](StoreFixture* s) { number(s, 256 + 52, 9, 4); }},
+      {"layer 0: weights of kind 4 and 5", [](StoreFixture* s) { number(s, 128 + 28, 4, 4); }},
+      {"layer 0: weights of kind 12 and 5", [](StoreFixture* s) { number(s, 128 + 28, 12, 4); }},
+      {"layer 0: weights of kind 8", [](StoreFixture* s) { number(s, 128 + 52, 0, 4); }},
+      {"layer 0: rows of 96 numbers in blocks of 256", [](StoreFixture* s) { number(s, 128 + 28, 9, 4); }},
+      {"layer 0: rows of 72 bytes for 64 numbers", [](StoreFixture* s) { number(s, 128 + 20, 64, 4); }},
+      {"layer 0: down rows of 101 bytes for 96 numbers", [](StoreFixture* s) { number(s, 128 + 56, 101, 4); }},
+      {"layer 0: slots of 512 bytes for 4 neurons of 246", [](StoreFixture* s) { number(s, 128 + 48, 4, 4); }},
+  };
   long n = 0;
-  for (const Damage& damage : cases) {
-    StoreFixture store(rng, 2, 70, 3, 100, DType::kQ4);
+  const auto check = [&](const Damage& damage, DType dtype, std::int64_t hidden, const DType* down) {
+    StoreFixture store(rng, 2, 70, 3, hidden, dtype, 0, 1, down);
     damage.make(&store);
     if (damage.sealed) seal(&store.superblock);
     if (store.file.size() > 8192) {
@@ -113,7 +135,10 @@ long check_damage(std::mt19937& rng) {
     PI2_CHECK(found.find(damage.message) != std::string::npos, "wanted '%s', found '%s'", damage.message,
               found.c_str());
     ++n;
-  }
+  };
+  for (const Damage& damage : cases) check(damage, DType::kQ4, 100, nullptr);
+  const DType int8 = DType::kQ8;
+  for (const Damage& damage : of_pairs) check(damage, DType::kQ5_1, 96, &int8);
   StoreFile none;
   PI2_CHECK(none.open("/nowhere/model.pi2", false).find("cannot be opened: No such file") == 0, "a missing file");
   return n + 1;

@@ -333,10 +333,10 @@ def test_packed(made: Any, tmp_path: Path, neurons: str) -> None:
     typed = tmp_path / "typed.gguf"
     ggufs.retyped(file, typed, "Q6_K" if neurons == "all" else "Q4_K")
     report = torch_pi2.import_gguf(typed, tmp_path / "out", neurons=neurons)
-    assert (report.weights, report.neurons) == ("int8", 2)
+    assert (report.weights, report.neurons) == ("q6_k+int8" if neurons == "all" else "int8", 2)
     torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
     with StoreReader(tmp_path / "packed" / "pi2" / "model.pi2") as store:
-        assert store.metadata["pi2_version"] == "3"
+        assert store.metadata["pi2_version"] == ("4" if neurons == "all" else "3")
     wanted = logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32))
     assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32)), wanted)
     assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32, budget="40MB")), wanted)
@@ -357,7 +357,7 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
         ({"embeddings": '{"model.embed_tokens": 256, "model.norm": 256}'}, "model, model.norm of 256 numbers a token"),
         ({"embeddings": '{"model.embed_tokens": 512}'}, "model.embed_tokens of 512 numbers a token"),
         ({"embeddings": "[]"}, "embeddings"),
-        ({"pi2_version": "3"}, "version 1 or 2"),
+        ({"pi2_version": "4"}, "version 1 or 2 or 3"),
     ],
 )
 def test_damaged_metadata(tmp_path: Path, change: dict[str, str], message: str) -> None:

@@ -35,8 +35,8 @@ def test_import_then_generate(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "linear layers and embeddings: 5 q4_k, 4 q6_k" in said  # the head has the embedding's rows
     assert cli.main(["import", str(GOLDEN), "--out", str(out), "--neurons", "all", "--json"]) == 0  # in its place
     found = json.loads(capfd.readouterr().out)
-    assert (found["neurons"], found["weights"]) == (1, "int4")
-    assert set(found["rounded"].values()) == {"Q4_K to int4", "Q6_K to int4"}
+    assert (found["neurons"], found["weights"]) == (1, "q4_k+int8")
+    assert set(found["rounded"].values()) == {"Q6_K to int8"}
     assert cli.main(["import", str(GOLDEN), "--out", str(out), "--neurons", "int8"]) == 0
     assert "1 layers are neurons now" in capfd.readouterr().out
 

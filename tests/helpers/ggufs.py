@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,15 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return fast
 
 
-def retyped(source: Path, target: Path, kind: str, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+def retyped(
+    source: Path, target: Path, kind: str, seed: int = 0, others: Mapping[str, str] | None = None
+) -> dict[str, np.ndarray[Any, Any]]:
     """Write ``source`` (float32) again with its matrices in another type; name -> the numbers that they stand for.
 
-    Types that the package cannot write get random bytes, with scales that make their numbers about as large.
+    ``others``: part of a name -> the type of such matrices instead. Types that the package cannot write get random
+    bytes, with scales that make their numbers about as large.
     """
-    reader, of = gguf.GGUFReader(source), gguf.GGMLQuantizationType[kind]
+    reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     generator = np.random.default_rng(seed)
     for key, found in reader.fields.items():
@@ -113,9 +117,11 @@ def retyped(source: Path, target: Path, kind: str, seed: int = 0) -> dict[str, n
             writer.add_tensor(tensor.name, data)
             values[tensor.name] = data
             continue
-        made = _typed(data, of, generator)
-        writer.add_tensor(tensor.name, made, raw_dtype=of)
-        values[tensor.name] = gguf.quants.dequantize(made, of).reshape(shape)
+        own = next((other for part, other in (others or {}).items() if part in tensor.name), kind)
+        as_type = gguf.GGMLQuantizationType[own]
+        made = _typed(data, as_type, generator)
+        writer.add_tensor(tensor.name, made, raw_dtype=as_type)
+        values[tensor.name] = gguf.quants.dequantize(made, as_type).reshape(shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

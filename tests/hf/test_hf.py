@@ -504,10 +504,11 @@ def test_the_type_of_modules_is_ours(root: Path) -> None:
     assert model.get_parameter("model.layers.0.mlp.up_proj.weight").nbytes == 0
 
 
-def test_an_imported_gguf_file(tmp_path: Path) -> None:
-    """Formats of its own, a quantised embedding, no neurons: the tokens of torch_pi2.load, and saved again."""
+@pytest.mark.parametrize("neurons", ["auto", "all"])
+def test_an_imported_gguf_file(tmp_path: Path, neurons: str) -> None:
+    """Formats of its own, a quantised embedding, neurons of two formats: the tokens of torch_pi2.load, saved again."""
     golden = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
-    torch_pi2.import_gguf(golden, tmp_path / "in")
+    torch_pi2.import_gguf(golden, tmp_path / "in", neurons=neurons)
     ids = torch.tensor([[5, 77, 130]])
     how = {"max_new_tokens": 6, "do_sample": False}
     wanted = torch_pi2.load(tmp_path / "in").generate(ids, **how)

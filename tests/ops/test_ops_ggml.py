@@ -13,7 +13,7 @@ from torch_pi2.errors import ConfigError, GradientError, ShapeError
 from torch_pi2.formats import FORMATS, GGML, QUANTIZED, row_bytes
 from torch_pi2.ops import load, reference
 from torch_pi2.ops.quantized import quantize
-from torch_pi2.ops.rows import values
+from torch_pi2.ops.rows import row_of_neurons, values
 
 load()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -198,6 +198,50 @@ def test_opcheck_of_neurons_in_two_formats() -> None:
     neuron_rows = neurons("q4_k", "int8", 8, 3, 256)
     settings = (None, "relu", False, 2, 0.0, "q4_k+int8", True)
     opcheck(torch.ops.pi2.sparse_ffn.default, (torch.randn(3, 256), neuron_rows, None, None, None, *settings))
+
+
+@pytest.mark.parametrize(("first", "hidden"), [("q4_1", 96), ("q5_0", 32), ("q5_1", 160), ("q4_k", 256), ("q6_k", 512)])
+def test_experts_in_two_formats(isa: str, first: str, hidden: int) -> None:
+    generator, experts = torch.Generator().manual_seed(6), 3
+    for rows, count in ((3, 37), (2, 70)):
+        each = [neurons(first, "int8", count + e, rows, hidden)[e:] for e in range(experts)]
+        biases = [torch.randn(experts, n, generator=generator) for n in (count, count, hidden)]
+        for tokens in (1, 4, 33):
+            x = torch.randn(tokens, hidden, generator=generator)
+            index = torch.randint(0, experts + 1, (tokens, 2), generator=generator)
+            routing = torch.rand(tokens, 2, generator=generator)
+            for int8_activations in (False, True):
+                settings = ([], "none", [], "", False, "relu", False, [], f"{first}+int8", int8_activations)
+                args = (x, index, routing, torch.stack(each), *settings, biases[0] if rows == 3 else None, *biases[1:])
+                found, wanted = torch.ops.pi2.experts_ffn(*args), reference.experts_ffn(*args)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5 * (1 + float(wanted.abs().max())))
+
+
+def test_opcheck_and_refusals_of_experts_in_two_formats() -> None:
+    stack = torch.stack([neurons("q4_k", "int8", 8, 3, 256)] * 2)
+    routed = (torch.randn(3, 256), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    settings = ([], "none", [], "", False, "relu", False, [], "q4_k+int8", True)
+    opcheck(torch.ops.pi2.experts_ffn.default, (*routed, stack, *settings))
+    shape = r"neuron_rows: expected (contiguous )?\[experts, neurons, bytes\]"
+    with pytest.raises(RuntimeError, match=rf"pi2: {shape}, none of them 0, found \[2, 8, 1, 560\]"):
+        torch.ops.pi2.experts_ffn(*routed, stack[:, :, None], *settings)
+    with pytest.raises(ShapeError, match=rf"{shape}, found \(2, 8, 1, 560\)"):
+        torch.ops.pi2.experts_ffn(*(t.to("meta") for t in (*routed, stack[:, :, None])), *settings)
+    with pytest.raises(RuntimeError, match=r"neuron_rows: expected .*\[neurons, 560 .*found \[8, 559\]"):
+        torch.ops.pi2.experts_ffn(*routed, stack[:, :, 1:].contiguous(), *settings)
+
+
+def test_rows_of_neurons_in_two_formats() -> None:
+    """Views, whatever R is; of one format, too."""
+    for rows in (2, 3):
+        both = neurons("q5_0", "int8", 5, rows, 96)
+        parts = [row_of_neurons(both, r, "q5_0+int8", 96) for r in range(rows)]
+        assert [kind for _, kind in parts] == ["q5_0"] * (rows - 1) + ["int8"]
+        assert torch.equal(torch.cat([part for part, _ in parts], 1), both)
+        assert all(part.untyped_storage().data_ptr() == both.data_ptr() for part, _ in parts)
+    one = torch.zeros(5, 3, 54, dtype=torch.uint8)
+    assert row_of_neurons(one, 2, "int4", 96)[1] == "int4"
+    assert row_of_neurons(one, 2, "int4", 96)[0].shape == (5, 54)
 
 
 def test_neurons_in_two_formats_are_refused_by_name() -> None:

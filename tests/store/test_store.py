@@ -630,7 +630,7 @@ ON_OPENING: dict[str, tuple[Callable[[Damaged], Any], str]] = {
     ),
     "superblock not the first": (_superblock_last, r"pi2\.superblock is uint8 \[4096\] at byte"),
     "magic": (lambda d: d.number(0, 0x51), "magic b'Q"),
-    "version": (lambda d: d.number(8, 3), "superblock version 3"),
+    "version": (lambda d: d.number(8, 4), "superblock version 4"),
     "checksum": (lambda d: _flip(d, "pi2.superblock", 4000), r"superblock checksum \w{8} where it says \w{8}"),
     "superblock's size": (lambda d: d.number(16, 8192, "<Q"), "2 layers in 8192 of 4096 bytes, pages of 4096"),
     "page": (lambda d: d.number(36, 512), "2 layers in 4096 of 4096 bytes, pages of 512"),
@@ -693,12 +693,12 @@ def test_taken_apart_and_put_together_it_is_whole(toys: Path, tmp_path: Path) ->
         assert store.verify() > 0
 
 
-@pytest.mark.parametrize("change", [{"pi2_version": "4"}, {"pi2_format": "torch_pi2.weights"}])
+@pytest.mark.parametrize("change", [{"pi2_version": "5"}, {"pi2_format": "torch_pi2.weights"}])
 def test_other_files_are_no_stores(toys: Path, tmp_path: Path, change: dict[str, str]) -> None:
     damaged = Damaged(store_of(toys / "out"))
     damaged.meta.update(change)
     damaged.write(tmp_path / "f")
-    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2 or 3, found torch_pi2\."):
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.store version 1 or 2 or 3 or 4, found torch_pi2\."):
         StoreReader(tmp_path / "f")
 
 
@@ -709,7 +709,7 @@ def test_truncated_or_foreign(toys: Path, tmp_path: Path) -> None:
         with pytest.raises(ArtifactError, match="found damage"):
             StoreReader(tmp_path / "f")
     with pytest.raises(
-        ArtifactError, match=r"expected torch_pi2\.store version 1 or 2 or 3, found torch_pi2\.weights v"
+        ArtifactError, match=r"expected torch_pi2\.store version 1 or 2 or 3 or 4, found torch_pi2\.weights v"
     ):
         StoreReader(toys / "in" / "pi2" / "weights.safetensors")
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.memory import new_tensor
+from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.rewrite.rewrite import check_names
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
@@ -98,7 +99,7 @@ class _Reader:
     def _projection(self, layer: LayerPlan, role: str, bias: bool) -> torch.Tensor:
         """A matrix or bias in the model's own shape and neuron order."""
         site, order = layer.site, layer.order.long()
-        specs = neuron_specs(site, self._weights.kind)
+        specs = neuron_specs(site, self._weights.format_of(site.key))
         if bias:
             value = self._weights.take(f"{site.key}.bias_{role}", specs[f"{site.key}.bias_{role}"]).to(self._dtype)
             return value if role == "down" else value[torch.argsort(order)]
@@ -108,15 +109,15 @@ class _Reader:
         for start in range(0, site.intermediate, _CHUNK):
             stop = min(start + _CHUNK, site.intermediate)
             neuron_rows = self._weights.read_neurons(site, (start, stop))
-            values_IH = self._values(neuron_rows[:, row], site.hidden)
+            rows, kind = row_of_neurons(neuron_rows, row, self._weights.operand_of(site.key), site.hidden)
+            values_IH = self._values(rows, kind, site.hidden)
             if role == "down":
                 out[:, order[start:stop]] = values_IH.T
             else:
                 out[order[start:stop]] = values_IH
         return out
 
-    def _values(self, rows: torch.Tensor, hidden: int) -> torch.Tensor:
-        kind = self._weights.weights
+    def _values(self, rows: torch.Tensor, kind: str, hidden: int) -> torch.Tensor:
         if kind == "float":
             return self._weights.as_computed(rows.contiguous()).to(self._dtype)
         values: torch.Tensor = torch.ops.pi2.dequantize(rows, kind, hidden, self._dtype)

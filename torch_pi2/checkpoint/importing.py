@@ -11,9 +11,17 @@ import torch
 from torch import nn
 
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, RelativeError, new_plan, row_chunks, update_digest
+from torch_pi2.checkpoint.quantize import (
+    Quantizer,
+    QuantizeReport,
+    RelativeError,
+    new_plan,
+    refs_of,
+    row_chunks,
+    update_digest,
+)
 from torch_pi2.errors import ArtifactError, NoFFNFoundError, UnsupportedModelError
-from torch_pi2.formats import QUANTIZED
+from torch_pi2.formats import PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.embedding import can_stand_for
 from torch_pi2.ops.activations import exact_zeros
@@ -66,6 +74,8 @@ class ImportReport(QuantizeReport):
     Attributes:
         types: type in the checkpoint -> matrices of it that are kept bit for bit. rounded: name -> "from to", of the
             others.
+        weights: the formats of the neurons, ``q4_k+int8`` where gate and up have one and down another; without neurons
+            the main format.
         neurons: layers (experts one by one) that became neurons. tokenizer: why there is none; empty: there is.
         predictors: tensors of PowerInfer's predictors that were left out: they see what comes before the norm.
         errors: of what was rounded again, and 0 for the rest.
@@ -82,12 +92,13 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
     """Write ``pi2/`` into ``folder``, where the configuration is. Raises as :func:`torch_pi2.import_gguf`."""
     (folder / PI2_FOLDER).mkdir()
     plan, linears, embeddings, kind = _what_becomes(checkpoint, folder, neurons)
-    writer = _Importer(skeleton(folder), checkpoint, plan, linears, kind, embeddings)
+    writer = _Importer(skeleton(folder), checkpoint, plan, linears, kind, embeddings, neurons not in QUANTIZED)
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
     _check_used(checkpoint)
     replace(plan, model_hash=found_hash).save(folder / PI2_FOLDER)
     declare(folder)
     report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, neurons=len(plan.layers))
+    report.weights = writer.neuron_formats
     report.bytes_in = checkpoint.nbytes
     report.bytes_out = (folder / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
     return report
@@ -156,7 +167,11 @@ def _check_used(checkpoint: PackedSource) -> None:
 
 
 class _Importer(Quantizer):
-    """Writes the weights of somebody else's checkpoint."""
+    """Writes the weights of somebody else's checkpoint.
+
+    Args:
+        kind: of neurons, where ``in_pairs`` does not find another: gate and up as the checkpoint has them.
+    """
 
     def __init__(
         self,
@@ -166,12 +181,17 @@ class _Importer(Quantizer):
         linears: dict[str, int],
         kind: str,
         embeddings: dict[str, int],
+        in_pairs: bool,
     ) -> None:
         self._packed = checkpoint
         self.kept: Counter[str] = Counter()
         self.rounded: dict[str, str] = {}
         formats: dict[str, str] = {}
         super().__init__(model, checkpoint, plan, linears, kind, formats=formats, embeddings=embeddings)
+        pairs = {layer.site.key: self._pair_of(layer.site) for layer in plan.layers} if in_pairs else {}
+        formats |= {key: pair for key, pair in pairs.items() if pair}
+        if formats:
+            kind = self._kind = "int8"  # of the few others as well: their columns of down lose no more than these
         for name in (*linears, *embeddings):
             stored = self._stored(f"{name}.weight")
             made = checkpoint.own_format(stored) or checkpoint.rounded_format(stored)
@@ -179,6 +199,25 @@ class _Importer(Quantizer):
                 formats[name] = made
         for name in (*self._floats, *self._biases, *(f"{name}.weight" for name in self._in_rows)):
             self._check_shape(name, model)
+
+    @property
+    def neuron_formats(self) -> str:
+        """Those of all layers; without neurons the main format."""
+        return ", ".join(dict.fromkeys(self._format_of(layer.site) for layer in self._plan.layers)) or self._kind
+
+    def _pair_of(self, site: FFNSite) -> str | None:
+        """The two formats of neurons that keep the rows of gate and up as they are; None: no two have them."""
+        firsts = [(ref, self._name_of(site, ref, role)) for role, ref in refs_of(site) if role != "down"]
+        if any(ref.transposed and ref.expert is None for ref, _ in firsts):
+            return None
+        found = {self._packed.own_format(stored) for _, stored in firsts}
+        return next((pair for pair in PAIRS if found == {formats_of(pair)[0]}), None)
+
+    def _name_of(self, site: FFNSite, ref: LinearRef, role: str) -> str:
+        """The checkpoint's name of a site's matrix."""
+        if ref.expert is not None:
+            return ExpertMatrix(self._checkpoint, site, ref, role).name
+        return self._stored(ref.weight)
 
     def _check_shape(self, name: str, model: nn.Module) -> None:
         """Raises ArtifactError: the file's tensor is not the model's."""
@@ -207,14 +246,14 @@ class _Importer(Quantizer):
         self._count(name, self._packed.type_of(stored), kind, own is not None)
         return error.relative
 
-    def _as_stored(self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor) -> torch.Tensor | None:
-        stored = self._stored(ref.weight)
-        if ref.expert is not None:
-            stored = ExpertMatrix(self._checkpoint, site, ref, role).name
+    def _as_stored(
+        self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
+    ) -> torch.Tensor | None:
+        stored = self._name_of(site, ref, role)
         of, first = self._packed.type_of(stored) or "floats", int(neurons[0])
-        same = (role != "down" or self._packed.by_neuron) and self._packed.own_format(stored) == self._kind
+        same = (role != "down" or self._packed.by_neuron) and self._packed.own_format(stored) == kind
         if first == 0:
-            self._count(stored, of, self._kind, same)
+            self._count(stored, of, kind, same)
         if ref.transposed and ref.expert is None:
             return None
         if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file

@@ -78,7 +78,7 @@ def load_offloaded(
             index_of[layer.site.key],
             layer.site,
             layer,
-            weights.weights,
+            weights.operand_of(layer.site.key),
             lowrank=tensors,
             threshold=threshold,
             int8_activations=int8_activations,

@@ -182,10 +182,11 @@ def _pack(
         plan, inside = parts.plan(), parts.inside
         _check_parts(parts, plan, source)
     with open_weights(pi2) as reader, PartFiles(pi2, () if inside else None) as beside:
-        if weights not in (None, reader.kind, reader.weights):
+        known = reader.neuron_formats
+        if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
             raise ConfigError(
                 f"pack({source}, weights=...)",
-                expected=f"{reader.kind}, as the weights are",
+                expected=f"{known}, as the weights are",
                 found=repr(weights),
                 fix="Leave it out, or pack the float checkpoint.",
             )
@@ -235,7 +236,7 @@ def _provenance(source: Path, reader: QuantizedWeights) -> str:
             known = about if isinstance(about, dict) else {}
             origin |= {name: known[name] for name in ("model_type", "architectures") if name in known}
     about_us = {"torch_pi2": __version__, "from": reader.file_format}
-    return json.dumps(about_us | {"weights": reader.kind, "model": origin})
+    return json.dumps(about_us | {"weights": reader.neuron_formats, "model": origin})
 
 
 def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int | None, cluster: int | None) -> Layout:
@@ -255,8 +256,8 @@ def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int 
     parts = dict(beside.specs)
     if not parts:  # the reader has them
         parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
-    layers = [(layer.site, hot_neurons(layer)) for layer in plan.layers]
-    return Layout(plan, layers, reader.kind, [parts, weights], cluster, align)
+    layers = [(layer.site, hot_neurons(layer), reader.format_of(layer.site.key)) for layer in plan.layers]
+    return Layout(plan, layers, [parts, weights], cluster, align)
 
 
 def _superblock(layout: Layout, plan: Plan, path: Path, out: TensorWriter) -> bytes:

@@ -28,6 +28,7 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantized import quantize as quantize_rows
+from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
 from torch_pi2.rewrite.rewrite import check_names
@@ -203,7 +204,8 @@ class Quantizer:
     Args:
         model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``NO_HASH``.
         linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
-        formats: of linears and embeddings that are of another. embeddings: name -> width of those to quantise.
+        formats: of linears, embeddings and sites' keys that are of another. embeddings: name -> width of those to
+            quantise.
     """
 
     def __init__(
@@ -340,7 +342,7 @@ class Quantizer:
             rows = self._rows_of(f"{name}.weight", columns)
             specs[f"{name}.weight"] = Spec((rows, row_bytes(self._formats.get(name, self._kind), columns)), torch.uint8)
         for layer in self._plan.layers:
-            specs |= neuron_specs(layer.site, self._kind)
+            specs |= neuron_specs(layer.site, self._format_of(layer.site))
         report = QuantizeReport(self._kind)
         digest = hashlib.sha256()
         meta = metadata(
@@ -409,8 +411,8 @@ class Quantizer:
         return rows
 
     def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
-        site, order = layer.site, layer.order.long()
-        specs = neuron_specs(site, self._kind)
+        site, order, kind = layer.site, layer.order.long(), self._format_of(layer.site)
+        specs = neuron_specs(site, kind)
         neuron_rows = self._scratch(specs[f"{site.key}.bundles"])
         error = RelativeError()
         refs = refs_of(site)
@@ -419,19 +421,26 @@ class Quantizer:
             matrix = self._matrix(site, ref, role)
             update_digest(digest, matrix)
             by_neuron = matrix.T if role == "down" else matrix
+            rows, of = row_of_neurons(neuron_rows, row, kind, site.hidden)
             for start in range(0, site.intermediate, step):
                 wanted = order[start : start + step]
-                made = self._as_stored(site, ref, role, wanted)
+                made = self._as_stored(site, ref, role, wanted, of)
                 if made is None:
-                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error)
-                neuron_rows[start : start + step, row] = made
+                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of)
+                rows[start : start + step] = made
             del matrix, by_neuron
         out.write(f"{site.key}.bundles", neuron_rows)
         self._write_biases(layer, out, digest)
         return error.relative
 
-    def _as_stored(self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor) -> torch.Tensor | None:
-        """Rows of ``neurons`` that need no rounding, because the checkpoint has them in the format; None: they do."""
+    def _format_of(self, site: FFNSite) -> str:
+        """The format of its neurons, or the two."""
+        return self._formats.get(site.key, self._kind)
+
+    def _as_stored(
+        self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
+    ) -> torch.Tensor | None:
+        """Rows of ``neurons`` that need no rounding, because the checkpoint has them in ``kind``; None: they do."""
         return None
 
     def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:

@@ -15,7 +15,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
-from torch_pi2.formats import QUANTIZED
+from torch_pi2.formats import FLOAT, QUANTIZED, formats_of
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.embedding import QuantEmbedding, can_stand_for
 from torch_pi2.layers.experts import SparseExperts, expert_groups
@@ -48,10 +48,10 @@ def weights_of(model: nn.Module) -> str:
 
 
 def _kind_of_file(model: nn.Module) -> str:
-    """What ``weights`` says in a file of ``model``: the format of its neurons, if there are any."""
+    """What ``weights`` says in a file of ``model``: the format of its neurons (of two, that of down rows), if any."""
     layers = sparse_layers(model)
     if layers:
-        return format_name(getattr(layers[0], "weights", "float"), layers[0].neuron_rows.dtype)
+        return formats_of(format_name(getattr(layers[0], "weights", "float"), layers[0].neuron_rows.dtype))[1]
     found = weights_of(model)
     return found if found in QUANTIZED else QUANTIZED[0]
 
@@ -91,7 +91,8 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
         plan.model_hash,
         {name: m.in_features for name, m in linears.items()},
         ways,
-        formats={name: m.weights for name, m in (linears | embeddings).items() if m.weights != kind},
+        formats={name: m.weights for name, m in (linears | embeddings).items() if m.weights != kind}
+        | {layer.site.key: layer.weights for layer in layers if layer.weights not in (FLOAT, kind)},
         embeddings={name: m.embedding_dim for name, m in embeddings.items()},
     )
     specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
@@ -240,7 +241,7 @@ def _empty_layer(
     return SparseFFN.empty(
         layer.site,
         layer,
-        kind=weights.weights,
+        kind=weights.operand_of(layer.site.key),
         lowrank=tensors,
         threshold=threshold,
         int8_activations=int8_activations,
@@ -256,7 +257,7 @@ def _read_layer(ffn: SparseFFN, weights: QuantizedWeights) -> None:
 
 
 def _with_biases(ffn: SparseFFN, weights: QuantizedWeights) -> SparseFFN:
-    for name, spec in neuron_specs(ffn.site, weights.kind).items():
+    for name, spec in neuron_specs(ffn.site, weights.format_of(ffn.site.key)).items():
         if name != f"{ffn.site.key}.bundles":
             put(ffn, [name.rpartition(".")[2]], weights.take(name, spec))
     return ffn

@@ -49,7 +49,8 @@ def render(result: dict[str, Any]) -> str:
         lines.append(common.table(("rounded again", "matrices", "largest relative error"), rows))
     if result["neurons"]:
         worst = max(result["errors"].values(), default=0.0)
-        lines.append(f"{result['neurons']} layers are neurons now, {common.percent(worst, 2)} off at most")
+        off = f"what was rounded {common.percent(worst, 2)} off at most"
+        lines.append(f"{result['neurons']} layers are neurons now ({result['weights']}), {off}")
     if result["predictors"]:
         lines.append(f"{result['predictors']} tensors of PowerInfer's predictors left out: they see another input")
     if result["tokenizer"]:

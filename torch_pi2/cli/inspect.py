@@ -206,7 +206,7 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
             for key, entry in zip(store.keys, store.entries, strict=True)
         }
         facts = {
-            "weights": store.kind,
+            "weights": store.neuron_formats,
             "model_hash": store.model_hash,
             "bytes": store.file_bytes,
             "neurons": sum(entry.neurons for entry in store.entries),

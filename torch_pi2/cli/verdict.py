@@ -105,7 +105,7 @@ def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[st
     if sparse is None:
         with Parts(args.out / "pi2") as parts, open_weights(args.out / "pi2") as weights:
             about: dict[str, Any] = {"not_measured": {"speed": why, "loss": why}, "made": made, "lossy": lossy}
-            return unmeasured(args.out, parts.plan(), weights.kind, **about)
+            return unmeasured(args.out, parts.plan(), weights.neuron_formats, **about)
     if weights_path(args.source / "pi2") is None:
         dense, missing = dense_of(loading, weight_bytes(args.source))
     else:

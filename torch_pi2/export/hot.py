@@ -94,7 +94,7 @@ def hot_chunks(ffn: SparseFFN, chunks: int, chunk: int = CHUNK) -> HotChunks:
     """The first ``chunks`` chunks of ``ffn``, in memory or in a store, dequantised to float32."""
     count, site = min(chunks * chunk, ffn.site.intermediate), ffn.site
     neuron_rows = rows_of(ffn, 0, count)
-    rows = [row_of_each(neuron_rows, r, ffn.weights, site.hidden, torch.float32) for r in range(neuron_rows.shape[1])]
+    rows = [row_of_each(neuron_rows, r, ffn.weights, site.hidden, torch.float32) for r in range(site.rows_per_neuron)]
     gate, up = (None if b is None else b[:count].float() for b in (ffn.bias_gate, ffn.bias_up))
     return HotChunks(site, rows, gate, up, chunk)
 

@@ -89,8 +89,8 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
         others |= {_name(home.site.key, role): tensor for role, tensor in tensors.items()}
     specs = {name: Spec.of(tensor) for name, tensor in others.items()}
     ours = {name: spec for name, spec in specs.items() if name.startswith("pi2.")}
-    sites = [(ffn.site, ffn.n_hot) for ffn in layers]
-    layout = Layout(plan, sites, kind, [ours, {n: spec for n, spec in specs.items() if n not in ours}])
+    sites = [(ffn.site, ffn.n_hot, kind) for ffn in layers]
+    layout = Layout(plan, sites, [ours, {n: spec for n, spec in specs.items() if n not in ours}])
     provenance = json.dumps({"torch_pi2": __version__, "from": "torch_pi2.export", "weights": kind})
     weights = metadata(kind, plan.model_hash, {}, {ffn.site.key: "owner" for ffn in layers})
     about = layout.metadata(weights, provenance)
@@ -126,8 +126,17 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
 
 
 def check_exportable(home: SparseLayer) -> None:
-    """Raises UnsupportedModelError: a blob has no room for numbers of an activation, nor for biases of experts."""
+    """Raises UnsupportedModelError: a blob has no room for numbers of an activation, a second format of neurons, or
+    biases of experts.
+    """
     check_plain(home.site.activation, "bundles")
+    if "+" in home.weights:
+        raise UnsupportedModelError(
+            f"export of {home.site.key}",
+            expected="neurons of one format: a blob has no room for a second",
+            found=home.weights,
+            fix="Import the file with neurons='int8', or export a float checkpoint.",
+        )
     if isinstance(home, SparseExperts) and any(bias is not None for bias in home.biases()):
         raise UnsupportedModelError(
             f"export of {home.site.key}",

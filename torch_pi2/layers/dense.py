@@ -42,7 +42,8 @@ class DenseForm(StandIn):
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
-        row = {"gate": 0, "up": self.neuron_rows.shape[1] - 2, "down": self.neuron_rows.shape[1] - 1}[role]
+        rows = self.site.rows_per_neuron
+        row = {"gate": 0, "up": rows - 2, "down": rows - 1}[role]
         w_IH = row_of_each(self.neuron_rows, row, self.weights, self.site.hidden, self.dtype).index_select(
             0, self.inverse
         )

@@ -15,7 +15,7 @@ from torch_pi2.graph.routed import Routed
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import check_together, goes_to_gpu, on_gpu, stays
+from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.split import ExpertsSplit, Link, only_moves
 from torch_pi2.layers.standin import StandIn
@@ -45,9 +45,9 @@ class SparseExperts(StandIn):
         ConfigError: hot neurons, or plans of different forms: one operator computes all experts.
 
     Buffers (none of them in ``state_dict``): those of the parts, stacked: ``neuron_rows [E, I, R, H]`` (quantised:
-    ``[E, I, R, row_bytes(H)]`` uint8; on ``meta`` if those of the parts are), ``order`` and ``inverse [E, I]``, biases
-    where the experts have some, and the predictor's tensors. ``cuts_E`` and ``thresholds_E``: ``cuts`` and
-    ``thresholds`` where kernels on a GPU look.
+    ``[E, I, R, row_bytes(H)]`` uint8, of two formats ``[E, I, bytes]``; on ``meta`` if those of the parts are),
+    ``order`` and ``inverse [E, I]``, biases where the experts have some, and the predictor's tensors. ``cuts_E`` and
+    ``thresholds_E``: ``cuts`` and ``thresholds`` where kernels on a GPU look.
 
     Attributes:
         sites: of the experts. site: what they share, under the module's name. method, weights, int8_activations: as
@@ -185,7 +185,10 @@ class SparseExperts(StandIn):
         return [self._buffers[name] for name in _BIASES]
 
     def check_gpu_has_kernels(self) -> None:
-        """Raises DeviceError or UnsupportedModelError: its experts have biases, or numbers in their activation."""
+        """Raises DeviceError or UnsupportedModelError: its experts have biases, neurons of two formats, or numbers in
+        their activation.
+        """
+        check_gpu_has_format(self.site.key, self.weights)
         check_plain(self.site.activation)
         if any(bias is not None for bias in self.biases()):
             raise stays(f"{self.site.key}, whose experts have biases")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError, ShapeError
-from torch_pi2.formats import row_bytes
+from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS, cold_part
 from torch_pi2.layers.dense import DenseForm
-from torch_pi2.layers.gpu import check_together, goes_to_gpu, stays
+from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, stays
 from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.split import Link, Split, only_moves
@@ -51,9 +51,9 @@ class SparseFFN(DenseForm):
     Buffers (none of them in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order, ``bias_gate``,
     ``bias_up [I]`` in plan order, ``bias_down [H]``, and the predictor's rows of cold neurons in plan order, in blocks
     where kernels like that (:mod:`torch_pi2.ops.linear_blocks`).
-    Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 and float32 biases. What was rounded away is gone, so the
-    original cannot be restored, ``state_dict`` has the numbers that the rows stand for, and other weights cannot be
-    loaded.
+    Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 (of two formats ``[I, bytes]``) and float32 biases. What was
+    rounded away is gone, so the original cannot be restored, ``state_dict`` has the numbers that the rows stand for,
+    and other weights cannot be loaded.
 
     Attributes:
         weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
@@ -96,6 +96,8 @@ class SparseFFN(DenseForm):
     ) -> None:
         super().__init__()
         load()
+        if kind != FLOAT:
+            check_kind(kind)
         check_weights(site, weights)
         check_plan(site, weights, layer_plan)
         self._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
@@ -124,19 +126,21 @@ class SparseFFN(DenseForm):
     ) -> SparseFFN:
         """A layer over neurons that are on ``meta``, for loading: assign ``neuron_rows`` and biases afterwards.
 
-        Args: see the class; ``dtype`` is that of the float parameters it has or stands for.
+        Args: see the class; ``dtype`` is that of the float parameters it has or stands for. kind: also one of
+            ``PAIRS`` (:mod:`torch_pi2.formats`), neurons of two formats ``[I, bytes]``, which files bring.
         """
         load()
+        if kind not in (FLOAT, *PAIRS):
+            check_kind(kind)
         layer = cls.__new__(cls)
         StandIn.__init__(layer)
         check_plan(site, None, layer_plan)
         layer._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         layer._dtype, layer.error = dtype, 0.0
         quantised = kind != "float"
-        row = row_bytes(kind, site.hidden) if quantised else site.hidden
-        neuron_rows = torch.empty(
-            (site.intermediate, site.rows_per_neuron, row), dtype=torch.uint8 if quantised else dtype, device="meta"
-        )
+        rows = site.rows_per_neuron
+        shape = neuron_shape(kind, rows, site.hidden) if quantised else (rows, site.hidden)
+        neuron_rows = torch.empty((site.intermediate, *shape), dtype=torch.uint8 if quantised else dtype, device="meta")
         bias_dtype = torch.float32 if quantised else dtype
         has = {role: ref.bias is not None for ref, role in layer.parts()}
         biases = {
@@ -163,8 +167,6 @@ class SparseFFN(DenseForm):
         int8_activations: bool,
     ) -> None:
         """Everything but the weights."""
-        if kind != "float":
-            check_kind(kind)
         self.weights, self.int8_activations = kind, int8_activations and kind != "float"
         self.has_tiles = has_tiles()  # here, not in forward: a compiled graph could not ask
         self.site = site
@@ -363,10 +365,15 @@ class SparseFFN(DenseForm):
         ``neuron_rows``: theirs, if this layer has them not in memory.
 
         Raises:
-            UnsupportedModelError: kernels on a GPU have not its activation.
+            DeviceError, UnsupportedModelError: kernels on a GPU have not its neurons' formats, or its activation.
         """
-        check_plain(self.site.activation)
+        self.check_gpu_has_kernels()
         self.split = Split(self, n_gpu, link, neuron_rows)
+
+    def check_gpu_has_kernels(self) -> None:
+        """Raises DeviceError or UnsupportedModelError: neurons of two formats, or numbers in the activation."""
+        check_gpu_has_format(self.site.key, self.weights)
+        check_plain(self.site.activation)
 
     def end_split(self) -> None:
         """Everything is computed here again."""
@@ -424,7 +431,7 @@ class SparseFFN(DenseForm):
                 return self
             self.end_split()
         if goes_to_gpu(fn, self.order):
-            check_plain(self.site.activation)
+            self.check_gpu_has_kernels()
             if not self.in_memory:
                 raise stays(f"{self.site.key}, whose neurons are in a store")
             if self.predictor_in_blocks:

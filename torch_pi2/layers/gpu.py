@@ -99,6 +99,12 @@ def stays(what: str) -> DeviceError:
     )
 
 
+def check_gpu_has_format(key: str, weights: str) -> None:
+    """Raises DeviceError for neurons of two formats, which no kernel on a GPU reads."""
+    if "+" in weights:
+        raise stays(f"{key}, whose neurons are {weights}")
+
+
 def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
     """Raises DeviceError unless input and neurons are on one device. A layer that is only tried has none (meta)."""
     if x.device != rows.device and not rows.is_meta:

@@ -7,6 +7,7 @@ import torch
 from torch_pi2.formats import row_bytes
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.quantized import quantize
+from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.spec.site import FFNSite, FFNWeights
 
 #: Float32 bytes of the rows that are quantised at a time.
@@ -57,7 +58,8 @@ def row_of_each(neuron_rows: torch.Tensor, row: int, kind: str, hidden: int, dty
     """Row ``row`` of every neuron as ``[I, H]`` in ``dtype``: a view if they are stored so, else a copy."""
     if kind == "float":
         return neuron_rows[:, row].to(dtype)
-    w_IH: torch.Tensor = torch.ops.pi2.dequantize(neuron_rows[:, row], kind, hidden, dtype)
+    rows, of = row_of_neurons(neuron_rows, row, kind, hidden)
+    w_IH: torch.Tensor = torch.ops.pi2.dequantize(rows, of, hidden, dtype)
     return w_IH
 
 

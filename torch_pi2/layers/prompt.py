@@ -216,7 +216,7 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
             y_TS = F.linear(x_TH, w_SH).float()
             return y_TS if bias is None else y_TS + bias[part]  # noqa: B023
 
-        up_row = neuron_rows.shape[1] - 2
+        up_row = site.rows_per_neuron - 2
         h_TS = act(project(0, layer.bias_gate if site.gated else layer.bias_up))
         gate_TS = h_TS
         if site.gated:

@@ -40,7 +40,7 @@ def experts_ffn(
         index: int64 ``[T, k]``, the experts of each token, 0 to E - 1; E itself is no expert and adds nothing (what
             expert parallelism makes of experts that are elsewhere).
         routing: ``[T, k]``, what the router weighs them with, any of these dtypes.
-        neuron_rows: ``[E, I, R, H]``, the neurons of every expert as in :func:`torch_pi2.ops.reference.sparse_ffn`;
+        neuron_rows: ``[E, I, ...]``, the neurons of every expert as in :func:`torch_pi2.ops.reference.sparse_ffn`;
             none is always computed.
         predictor: tensors of :func:`torch_pi2.ops.reference.predicted_ffn`, each ``[E, ...]``; empty for ``kind``
             ``none``, where every neuron is looked at.
@@ -72,10 +72,11 @@ def experts_ffn(
 
 def fake(*args: Any) -> torch.Tensor:
     call = arguments_of(experts_ffn, args)
-    if call.neuron_rows.dim() != 4:
+    two = "+" in call.weights
+    if call.neuron_rows.dim() != (3 if two else 4):
         raise ShapeError(
             "neuron_rows",
-            expected="[experts, neurons, 3 or 2, hidden]",
+            expected="[experts, neurons, bytes]" if two else "[experts, neurons, 3 or 2, hidden]",
             found=str(tuple(call.neuron_rows.shape)),
             fix="Stack the neurons of all experts.",
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.formats import FORMATS, GGML, GROUP
+from torch_pi2.formats import FORMATS, GGML, GROUP, formats_of, row_bytes
 from torch_pi2.ops import ggml
 
 
@@ -31,6 +31,21 @@ def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     else:
         integers = stored.view(torch.int8).unflatten(-1, (groups, GROUP)).float()
     return (integers * scale_G[..., None]).flatten(-2)[..., :columns]
+
+
+def row_of_neurons(neuron_rows: torch.Tensor, row: int, weights: str, hidden: int) -> tuple[torch.Tensor, str]:
+    """Row ``row`` of every neuron, a view ``[I, bytes]`` (of floats ``[I, H]``), and its format.
+
+    Args:
+        neuron_rows, weights: as :func:`torch_pi2.ops.sparse_ffn.sparse_ffn` takes them. row: 0 to R - 1.
+    """
+    if "+" not in weights:
+        return neuron_rows[:, row], weights
+    first, down = formats_of(weights)
+    start, stop = row * row_bytes(first, hidden), neuron_rows.shape[1]
+    if stop - start == row_bytes(down, hidden):
+        return neuron_rows[:, start:], down
+    return neuron_rows[:, start : start + row_bytes(first, hidden)], first
 
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:

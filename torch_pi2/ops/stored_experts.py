@@ -37,7 +37,8 @@ def stored_experts(
     """
     neuron_rows = torch.stack([reader.as_computed(reader.read_layer(first_layer + e)) for e in range(experts)])
     how: tuple[Any, ...] = (predictor, kind, cuts, predictor_weights, predictor_int8_activations)
-    settings: tuple[Any, ...] = (activation, activation_on_up, thresholds, reader.weights, int8_activations)
+    weights = reader.operand_of(reader.keys[first_layer])
+    settings: tuple[Any, ...] = (activation, activation_on_up, thresholds, weights, int8_activations)
     biases: tuple[Any, ...] = (bias_gate, bias_up, bias_down)
     return experts_ffn(x, index, routing, neuron_rows, *how, *settings, *biases)
 

@@ -44,7 +44,8 @@ def stored_ffn(
     gate, up = (None if bias is None else bias[first:] for bias in (bias_gate, bias_up))
     biases = (gate, up, bias_down)
     hot = max(0, n_hot - first)
-    settings: tuple[Any, ...] = (activation, activation_on_up, hot, threshold, reader.weights, int8_activations)
+    weights = reader.operand_of(reader.keys[layer])
+    settings: tuple[Any, ...] = (activation, activation_on_up, hot, threshold, weights, int8_activations)
     if kind == "none":
         return sparse_ffn(x, neuron_rows, *biases, None, *settings)
     how: tuple[Any, ...] = (predictor, kind, cut, predictor_weights, predictor_int8_activations)

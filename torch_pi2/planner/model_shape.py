@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torch_pi2.decode.budget import activation_bytes, activation_sizes
-from torch_pi2.errors import ConfigError, check_made_from
-from torch_pi2.formats import FORMATS
+from torch_pi2.errors import ConfigError, UnsupportedModelError, check_made_from
+from torch_pi2.formats import FORMATS, OF_NEURONS
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -221,7 +221,8 @@ class ModelShape:
 
         Raises:
             ConfigError: no optimised model, or not with this plan; no statistics of a layer.
-            StaleArtifactError: statistics of other weights.
+            StaleArtifactError: statistics of other weights. UnsupportedModelError: neurons of two formats, of which no
+                hardware profile has kernels.
         """
         check_made_from(
             "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
@@ -317,6 +318,13 @@ class _Reading:
     def _layer(self, layer: LayerPlan, chosen: float) -> LayerShape:
         site, part = layer.site, self.parts[layer.site.key]
         kind = format_name(part.weights, part.dtype)
+        if kind not in OF_NEURONS:
+            raise UnsupportedModelError(
+                f"a plan for a machine, of {site.key}",
+                expected=f"neurons of one format, whose kernels a hardware profile has: {', '.join(OF_NEURONS)}",
+                found=kind,
+                fix="Use the model without such a plan, or import its file with neurons='int8'.",
+            )
         entry = self.entries.get(site.key)
         neuron_bytes = (
             entry.neuron_bytes if entry else part.neuron_rows[0].nbytes if not part.neuron_rows.is_meta else 0

@@ -47,14 +47,14 @@ def _store(path: Path) -> tuple[str, dict[str, int], dict[str, int]]:
             part = _REGIONS.get(region, _REST)
             parts[part] = parts.get(part, 0) + size
         neurons = {key: y.neurons * y.neuron_bytes for key, y in zip(store.keys, store.entries, strict=True)}
-        return store.kind, {name: parts[name] for name in (*dict.fromkeys(_REGIONS.values()), _REST)}, neurons
+        return store.neuron_formats, {name: parts[name] for name in (*dict.fromkeys(_REGIONS.values()), _REST)}, neurons
 
 
 def _saved(folder: Path, inner: Path, plan: Plan | None) -> tuple[str, dict[str, int], dict[str, int]]:
     """Weights in ``pi2/weights.safetensors``, or as the checkpoint has them."""
     if os.path.lexists(inner / WEIGHTS_FILE):
         with QuantizedWeights(inner / WEIGHTS_FILE) as file:
-            weights, specs = file.kind, file.specs
+            weights, specs = file.neuron_formats, file.specs
         neurons = {n.removesuffix(".bundles"): s.nbytes for n, s in specs.items() if n.endswith(".bundles")}
     else:
         specs = {}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
-from torch_pi2.formats import row_bytes
+from torch_pi2.formats import neuron_shape
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.slots import cluster_size, layer_entry
-from torch_pi2.store.storefile import MIXED_STORE_VERSION, STORE_FORMAT, STORE_VERSION, SUPERBLOCK, metadata_check
+from torch_pi2.store.storefile import STORE_FORMAT, SUPERBLOCK, metadata_check, store_version
 from torch_pi2.store.superblock import PAGE, Superblock, hash_bytes, slot_bytes, superblock_bytes
 
 #: Stands in the header until all is written.
@@ -23,8 +24,8 @@ class Layout:
     """Tensors in the order of the file, with padding so that the neurons of a layer, and each group, begin on pages.
 
     Args:
-        plan: of the model. layers: of the store, and how many neurons of each are computed densely. kind: the
-            format of the neurons. groups: tensors that are copied as they are: plan, predictors and statistics,
+        plan: of the model. layers: of the store, how many neurons of each are computed densely, and in which format
+            (or which two) they are. groups: tensors that are copied as they are: plan, predictors and statistics,
             then weights. cluster, align: as in :func:`torch_pi2.pack`; None: what suits the plan, and the neurons.
 
     Attributes:
@@ -35,15 +36,16 @@ class Layout:
     def __init__(
         self,
         plan: Plan,
-        layers: Sequence[tuple[FFNSite, int]],
-        kind: str,
+        layers: Sequence[tuple[FFNSite, int, str]],
         groups: Sequence[Mapping[str, Spec]],
         cluster: int | None = None,
         align: int | None = None,
     ) -> None:
-        self._plan, self._layers, self._kind = plan, layers, kind
-        sites = [site for site, _ in layers]
-        self.neuron_bytes = {site.key: site.rows_per_neuron * row_bytes(kind, site.hidden) for site in sites}
+        self._plan, self._layers = plan, layers
+        sites = [site for site, *_ in layers]
+        self.neuron_bytes = {
+            site.key: math.prod(neuron_shape(kind, site.rows_per_neuron, site.hidden)) for site, _, kind in layers
+        }
         self.cluster = cluster or cluster_size(plan, max(self.neuron_bytes.values()))
         self.slots = {key: slot_bytes(self.cluster * size, align) for key, size in self.neuron_bytes.items()}
         self.specs: dict[str, Spec] = {}
@@ -80,8 +82,8 @@ class Layout:
         """Of the store, from that of a file of ``weights``; the checksums of ``others`` come when they are written."""
         found = dict(weights) | {
             "pi2_format": STORE_FORMAT,
-            "pi2_version": MIXED_STORE_VERSION if "formats" in weights else STORE_VERSION,
-            "layers": json.dumps([site.key for site, _ in self._layers]),
+            "pi2_version": store_version(weights),
+            "layers": json.dumps([site.key for site, *_ in self._layers]),
             "orders_hash": self._plan.orders_hash,
             "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
             "provenance": provenance,
@@ -91,7 +93,7 @@ class Layout:
     def superblock(self, out: TensorWriter) -> Superblock:
         """Of the file, now that ``out`` knows where everything is. Raises ValueError for a model hash that is none."""
         entries = (
-            layer_entry(site, hot, self._kind, self.cluster, self.slots[site.key], out) for site, hot in self._layers
+            layer_entry(site, hot, kind, self.cluster, self.slots[site.key], out) for site, hot, kind in self._layers
         )
         return Superblock(out.file_bytes, hash_bytes(self._plan.model_hash), tuple(entries))
 

@@ -8,7 +8,7 @@ import torch
 
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.formats import FORMATS, row_bytes
+from torch_pi2.formats import FORMATS, formats_of, row_bytes
 from torch_pi2.spec.method import PREDICTED
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite
@@ -29,18 +29,22 @@ def cluster_size(plan: Plan, neuron_bytes: int) -> int:
 
 def layer_entry(site: FFNSite, n_hot: int, kind: str, cluster: int, slot: int, out: TensorWriter) -> LayerEntry:
     """The superblock's entry of a layer, whose slots of ``slot`` bytes and checksums ``out`` declares."""
+    first, down = formats_of(kind)
+    other = down != first
     return LayerEntry(
         slots=out.offset(f"{site.key}.bundles"),
         checks=out.offset(f"{site.key}.checks"),
         neurons=site.intermediate,
         hidden=site.hidden,
         rows=site.rows_per_neuron,
-        weights=FORMATS[kind].code,
+        weights=FORMATS[first].code,
         slot_bytes=slot,
-        row_bytes=row_bytes(kind, site.hidden),
+        row_bytes=row_bytes(first, site.hidden),
         n_hot=n_hot,
         layer=site.layer,
         cluster=cluster,
+        down=FORMATS[down].code if other else 0,
+        down_row_bytes=row_bytes(down, site.hidden) if other else 0,
     )
 
 
@@ -50,7 +54,7 @@ def write_slots(
     """Write ``KEY.bundles`` and ``KEY.checks``, as ``out`` declares them.
 
     Args:
-        read: first, last -> the rows of neurons ``[first, last)`` in plan order, ``[n, R, row]`` of any dtype.
+        read: first, last -> the rows of neurons ``[first, last)`` in plan order, ``[n, ...]`` of any dtype.
     """
     n_slots, per_slot = out.specs[f"{key}.bundles"].shape
     step = max(1, PIECE // per_slot)

@@ -20,21 +20,21 @@ from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import StaleArtifactError
-from torch_pi2.formats import FORMATS, row_bytes
+from torch_pi2.formats import FORMATS, formats_of, neuron_shape, row_bytes
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
-from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
+from torch_pi2.store.weights import MIXED_VERSION, PAIRS_VERSION, WEIGHTS_FILE, WEIGHTS_VERSION, QuantizedWeights
 
 STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"
 #: 1: plan, predictors and statistics are files beside it; 2: they are inside, see ``PARTS``.
-STORE_VERSIONS = ("1", "2", "3")
-STORE_VERSION = "2"
-#: With linear layers in several formats, or a quantised embedding.
-MIXED_STORE_VERSION = "3"
+STORE_VERSIONS = ("1", "2", "3", "4")
+#: What files with the metadata of these versions of ``weights.safetensors`` are: 3 with linear layers in several
+#: formats, or a quantised embedding; 4 with neurons of another format than the rest, or of two.
+_STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4"}
 SUPERBLOCK = "pi2.superblock"
 PADDING = re.compile(r"pi2\.padding\.\d+")
 #: What belongs to the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is always there.
@@ -56,6 +56,12 @@ def open_weights(pi2: Path) -> QuantizedWeights:
     """That file, open. Raises ArtifactError if there is none, or as its reader does."""
     path = weights_path(pi2) or pi2 / WEIGHTS_FILE
     return StoreReader(path) if path.name == STORE_FILE else QuantizedWeights(path)
+
+
+def store_version(weights: Mapping[str, str]) -> str:
+    """Of a store with what the metadata ``weights`` says, which is that of a weights file or of a store."""
+    found = weights["pi2_version"]
+    return _STORE_VERSIONS_OF[found] if weights["pi2_format"] != STORE_FORMAT else max(found, "2")
 
 
 def hot_neurons(layer: LayerPlan) -> int:
@@ -115,7 +121,7 @@ class StoreReader(QuantizedWeights):
         ArtifactError: missing, damaged, of another format or version, or its parts do not agree.
     """
 
-    file_format, file_versions = STORE_FORMAT, STORE_VERSIONS
+    file_format, file_versions, pairs_version = STORE_FORMAT, STORE_VERSIONS, _STORE_VERSIONS_OF[PAIRS_VERSION]
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -166,11 +172,15 @@ class StoreReader(QuantizedWeights):
 
     def _check_entry(self, key: str, entry: LayerEntry) -> None:
         """Raises KeyError or ValueError unless ``entry`` makes sense and is what the header says."""
+        first, down = formats_of(self.format_of(key))
+        other = down != first
         wanted = {
             "rows": entry.rows in (2, 3),
             "neurons": entry.neurons >= 1 and entry.hidden >= 1,
-            "weights": entry.weights == FORMATS[self.kind].code,
-            "row_bytes": entry.row_bytes == row_bytes(self.kind, entry.hidden),
+            "weights": entry.weights == FORMATS[first].code,
+            "row_bytes": entry.row_bytes == row_bytes(first, entry.hidden),
+            "down": entry.down == (FORMATS[down].code if other else 0),
+            "down_row_bytes": entry.down_row_bytes == (row_bytes(down, entry.hidden) if other else 0),
             "slot_bytes": entry.slot_bytes >= entry.cluster * entry.neuron_bytes and entry.slot_bytes % SECTOR == 0,
             "n_hot": entry.n_hot <= entry.neurons,
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,
@@ -270,16 +280,17 @@ class StoreReader(QuantizedWeights):
         """Bundles of layer ``index`` of the plan, or of its neurons ``[start, stop)``, compared with their checksums.
 
         Returns:
-            uint8 ``[neurons, R, row_bytes]`` in plan order.
+            uint8 ``[neurons, R, row_bytes]`` in plan order, of two formats ``[neurons, bytes]``.
 
         Raises:
             ArtifactError: a neuron's bytes are not what was packed, or the file ends before.
         """
         entry = self.entries[index]
         start, stop = rows or (0, entry.neurons)
-        out = new_tensor((stop - start, entry.rows, entry.row_bytes), torch.uint8)
+        shape = neuron_shape(self.format_of(self.keys[index]), entry.rows, entry.hidden)
+        out = new_tensor((stop - start, *shape), torch.uint8)
         for at, neuron_rows in self._pieces(index, start, stop):
-            out[at - start : at - start + len(neuron_rows)] = neuron_rows.view(-1, entry.rows, entry.row_bytes)
+            out[at - start : at - start + len(neuron_rows)] = neuron_rows.view(-1, *shape)
         return out
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from torch_pi2.base.crc32c import crc32c
 
 MAGIC = b"PI2STORE"
-#: 1: a slot for every neuron; 2: slots of clusters.
-VERSIONS = (1, 2)
+#: 1: a slot for every neuron; 2: slots of clusters; 3: down rows of another format as well.
+VERSIONS = (1, 2, 3)
 #: Slots of a layer, the superblock and the data begin at multiples of this.
 PAGE = 4096
 #: Slots are multiples of this, the smallest block of a device.
@@ -21,7 +21,7 @@ MOST_CLUSTER = 64
 #: Bytes of the part that is there once, and of a layer's entry.
 _PART = 128
 _HEADER = struct.Struct("<8sIIQQII32s")
-_ENTRY = struct.Struct("<QQIIIIIIIII")
+_ENTRY = struct.Struct("<QQIIIIIIIIIII")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class LayerEntry:
         slot_bytes: from one slot to the next. row_bytes: of one of the R rows that a slot begins with.
         n_hot: the first neurons, computed densely. layer: the site's number.
         cluster: neurons in a slot, a power of two up to ``MOST_CLUSTER``; the last slot may have fewer.
+        down, down_row_bytes: code and bytes of down rows that have another format; 0: they are as the others.
     """
 
     slots: int
@@ -47,11 +48,13 @@ class LayerEntry:
     n_hot: int
     layer: int
     cluster: int = 1
+    down: int = 0
+    down_row_bytes: int = 0
 
     @property
     def neuron_bytes(self) -> int:
         """Of a neuron. A slot has ``cluster`` of them; the rest is zeros."""
-        return self.rows * self.row_bytes
+        return (self.rows - 1) * self.row_bytes + (self.down_row_bytes or self.row_bytes)
 
     @property
     def slots_in_file(self) -> int:
@@ -75,8 +78,9 @@ class Superblock:
         """Its bytes, ``superblock_bytes(len(layers))`` of them."""
         size = superblock_bytes(len(self.layers))
         fields = (size, self.file_bytes, len(self.layers), PAGE, self.model_hash)
-        version = 1 if all(entry.cluster == 1 for entry in self.layers) else 2
-        packed = ((*astuple(entry)[:-1], entry.cluster if version > 1 else 0) for entry in self.layers)
+        clusters = any(entry.cluster > 1 for entry in self.layers)
+        version = 3 if any(entry.down for entry in self.layers) else 2 if clusters else 1
+        packed = (astuple(entry if version > 1 else replace(entry, cluster=0)) for entry in self.layers)
         entries = b"".join(_ENTRY.pack(*values).ljust(_PART, b"\0") for values in packed)
 
         def with_checksum(checksum: int) -> bytes:
@@ -100,7 +104,9 @@ class Superblock:
         if size != len(data) or size != superblock_bytes(layers) or not layers or page != PAGE:
             raise ValueError(f"{layers} layers in {size} of {len(data)} bytes, pages of {page}")
         unpacked = (_ENTRY.unpack_from(data, _PART * (i + 1)) for i in range(layers))
-        entries = [LayerEntry(*(*values[:-1], values[-1] if version > 1 else 1)) for values in unpacked]
+        entries = [LayerEntry(*values) for values in unpacked]
+        if version == 1:
+            entries = [replace(entry, cluster=1) for entry in entries]
         for i, entry in enumerate(entries):
             if not 0 < entry.cluster <= MOST_CLUSTER or entry.cluster & (entry.cluster - 1):
                 raise ValueError(f"clusters of {entry.cluster} neurons in layer {i}")

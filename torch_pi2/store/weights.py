@@ -19,7 +19,7 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
-from torch_pi2.formats import FLOATS, FORMATS, QUANTIZED, ROWS, row_bytes
+from torch_pi2.formats import FLOAT, FLOATS, FORMATS, PAIRS, QUANTIZED, ROWS, neuron_shape, row_bytes
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import MOST_SIZE, FFNSite
@@ -28,6 +28,8 @@ WEIGHTS_FILE = "weights.safetensors"
 WEIGHTS_VERSION = "1"
 #: Of files with matrices in several formats, or with a quantised embedding.
 MIXED_VERSION = "2"
+#: Of files with layers whose neurons are in another format than ``weights``, or in two.
+PAIRS_VERSION = "3"
 FORMAT = "torch_pi2.weights"
 #: How a layer's modules are replaced: see :mod:`torch_pi2.rewrite.rewrite`.
 #: The third way needs weights to be tried with.
@@ -52,7 +54,7 @@ def metadata(
         model_hash: the plan's.
         linears: module name of every quantised linear -> its number of inputs.
         ways: site key -> one of ``WAYS``.
-        formats: module name -> format of those linears and embeddings that are not of ``kind``.
+        formats: of linears and embeddings by module name, of neurons by site key, those that are not of ``kind``.
         embeddings: module name of every quantised embedding -> its width.
     """
     made = {
@@ -65,14 +67,18 @@ def metadata(
         "sites": json.dumps(dict(ways)),
     }
     if formats or embeddings:
-        made["pi2_version"] = MIXED_VERSION
+        made["pi2_version"] = PAIRS_VERSION if any(key in ways for key in formats) else MIXED_VERSION
         made |= {"formats": json.dumps(dict(formats)), "embeddings": json.dumps(dict(embeddings))}
     return made
 
 
 def neuron_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
-    """Tensors of one feed-forward layer: neurons as bytes, and its biases, in float32 if the neurons are quantised."""
-    shape = (site.intermediate, site.rows_per_neuron, row_bytes(kind, site.hidden))
+    """Tensors of one feed-forward layer: neurons as bytes, and its biases, in float32 if the neurons are quantised.
+
+    Raises:
+        ShapeError: as :func:`torch_pi2.formats.neuron_shape`.
+    """
+    shape = (site.intermediate, *neuron_shape(kind, site.rows_per_neuron, site.hidden))
     specs = {f"{site.key}.bundles": Spec(shape, torch.uint8)}
     for name, ref, size in (
         ("gate", site.gate, site.intermediate),
@@ -89,7 +95,7 @@ class QuantizedWeights(TensorReader):
 
     Attributes:
         file_format, file_versions: what the file must say that it is, and one of these.
-        kind: the name of a format. weights: what operators call it.
+        kind: the format of all of which :meth:`format_of` says no other. weights: what operators call it.
         model_hash: of the plan that belongs to it.
         linears: module name -> number of inputs. ways: site key -> one of ``WAYS``.
         embeddings: module name -> width, of quantised ones.
@@ -99,7 +105,9 @@ class QuantizedWeights(TensorReader):
     """
 
     file_format: str = FORMAT
-    file_versions: tuple[str, ...] = (WEIGHTS_VERSION, MIXED_VERSION)
+    file_versions: tuple[str, ...] = (WEIGHTS_VERSION, MIXED_VERSION, PAIRS_VERSION)
+    #: Of these the one with formats of neurons.
+    pairs_version: str = PAIRS_VERSION
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -124,10 +132,16 @@ class QuantizedWeights(TensorReader):
         self.linears = {name: columns.whole(1, MOST_SIZE) for name, columns in linears.each().items()}
         self.ways = {key: way.text(WAYS) for key, way in sites.each().items()}
         formats, embeddings = (self._said(name, "{}") for name in ("formats", "embeddings"))
-        self._formats = {name: one.text(ROWS) for name, one in formats.each().items()}
+        self._formats = {
+            name: one.text((*QUANTIZED, *PAIRS) if name in self.ways else ROWS) for name, one in formats.each().items()
+        }
+        if version != self.pairs_version and (key := next((key for key in self._formats if key in self.ways), None)):
+            formats.wrong(f"linear layers and embeddings alone, in version {version}", key)
         self.embeddings = {name: width.whole(1, MOST_SIZE) for name, width in embeddings.each().items()}
         if self.linears and self.weights == "float":
             linears.wrong(f"none, in a file of {self.kind}", f"{len(self.linears)}")
+        if self._formats and self.weights == FLOAT:
+            formats.wrong(f"none, in a file of {self.kind}", f"{len(self._formats)}")
 
     def _said(self, name: str, default: str = "") -> Field:
         """What the metadata says under ``name``, in JSON. Raises ArtifactError: nothing, or no JSON."""
@@ -135,8 +149,17 @@ class QuantizedWeights(TensorReader):
         return Field(parse(self.metadata.get(name, default), where, fix=fix), where, fix)
 
     def format_of(self, name: str) -> str:
-        """The format of a linear's or an embedding's rows."""
+        """The format of a linear's or an embedding's rows, or of the neurons of a site's key (it may be two)."""
         return self._formats.get(name, self.kind)
+
+    def operand_of(self, key: str) -> str:
+        """What operators call the format of the neurons of site ``key``."""
+        return FLOAT if self.weights == FLOAT else self.format_of(key)
+
+    @property
+    def neuron_formats(self) -> str:
+        """Those of all layers, for people; of a file without neurons ``kind``."""
+        return ", ".join(dict.fromkeys(self.format_of(key) for key in self.ways)) or self.kind
 
     def rows_name(self, name: str) -> str:
         """The tensor with the rows of linear ``name``: its own, or those of the embedding that it is tied to."""
@@ -175,13 +198,14 @@ class QuantizedWeights(TensorReader):
         self.check_hash(plan.model_hash)
 
     def read_neurons(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Bundles of a layer, or of its neurons ``[start, stop)`` in plan order: uint8 ``[I, R, row bytes of H]``.
+        """Bundles of a layer, or of its neurons ``[start, stop)`` in plan order: uint8 ``[I, R, row bytes of H]``, of
+        two formats ``[I, bytes]``.
 
         Raises:
             ArtifactError: the file has none, or of other sizes.
         """
         name = f"{site.key}.bundles"
-        self.check(name, neuron_specs(site, self.kind)[name])
+        self.check(name, neuron_specs(site, self.format_of(site.key))[name])
         return self.read(name, rows)
 
     def as_computed(self, neuron_rows: torch.Tensor) -> torch.Tensor:

@@ -191,7 +191,7 @@ Problem Store::identify(const Blob& blob) const {
   std::int64_t layer = blob.layer;
   const auto fits = [&blob](const FfnArgs& found) {
     return found.hidden == blob.hidden && found.neurons == blob.neurons && found.rows == blob.rows &&
-           found.w_dtype == blob.w_dtype;
+           found.w_dtype == blob.w_dtype && !found.other_down;  // a blob has no room for a second format
   };
   while (layer <= last && fits(offload_->shape(layer))) ++layer;
   if (layer > last) return {};

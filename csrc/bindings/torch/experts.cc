@@ -105,11 +105,12 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
                    bool activation_on_up, std::vector<double> thresholds, const Text& weights, bool int8_activations,
                    const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down) {
   check_plain(neuron_rows, "neuron_rows");
-  STD_TORCH_CHECK(
-      neuron_rows.dim() == 4 && neuron_rows.is_contiguous() && neuron_rows.numel() > 0,
-      "pi2: neuron_rows: expected contiguous [experts, neurons, 3 (gate, up, down) or 2 (up, down), hidden], "
-      "none of them 0, found ",
-      neuron_rows.is_contiguous() ? "" : "strided ", shape_of(neuron_rows), ". Stack the neurons of all experts.");
+  const bool two = has_two_formats(weights);
+  STD_TORCH_CHECK(neuron_rows.dim() == (two ? 3 : 4) && neuron_rows.is_contiguous() && neuron_rows.numel() > 0,
+                  "pi2: neuron_rows: expected contiguous [experts, neurons, ",
+                  two ? "bytes]" : "3 (gate, up, down) or 2 (up, down), hidden]", ", none of them 0, found ",
+                  neuron_rows.is_contiguous() ? "" : "strided ", shape_of(neuron_rows),
+                  ". Stack the neurons of all experts.");
   const Routed r = routed(x, index, routing, neuron_rows.size(0));
   const Tensor first = torch::stable::select(neuron_rows, 0, 0);
   const int64_t experts = neuron_rows.size(0);
@@ -124,6 +125,11 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
   return r.y;
 }
 
+// As operators call it: int4, q4_k+int8.
+std::string formats_of(const FfnArgs& layer) {
+  return name_of(layer.w_dtype) + (layer.other_down ? "+" + std::string(name_of(layer.down_dtype)) : "");
+}
+
 // The sizes of layers [first, first + experts) of a store, which must have the same.
 FfnArgs common_shape(const Offload& store, int64_t first, int64_t experts) {
   STD_TORCH_CHECK(experts >= 1 && experts <= store.layers(), "pi2: experts: expected 1 to ", store.layers(), ", found ",
@@ -135,10 +141,10 @@ FfnArgs common_shape(const Offload& store, int64_t first, int64_t experts) {
   for (int64_t l = first + 1; l < first + experts; ++l) {
     const FfnArgs other = store.shape(l);
     STD_TORCH_CHECK(other.neurons == shape.neurons && other.rows == shape.rows && other.hidden == shape.hidden &&
-                        other.w_dtype == shape.w_dtype,
+                        other.w_dtype == shape.w_dtype && other.dtype_of_down() == shape.dtype_of_down(),
                     "pi2: experts: expected layers of equal sizes, found layer ", l, " of ", other.neurons, " x ",
-                    other.rows, " x ", other.hidden, " ", name_of(other.w_dtype), " and layer ", first, " of ",
-                    shape.neurons, " x ", shape.rows, " x ", shape.hidden, " ", name_of(shape.w_dtype),
+                    other.rows, " x ", other.hidden, " ", formats_of(other), " and layer ", first, " of ",
+                    shape.neurons, " x ", shape.rows, " x ", shape.hidden, " ", formats_of(shape),
                     ". The store is of another model.");
   }
   shape.n_hot = 0;
@@ -154,11 +160,11 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
   FfnArgs layer = common_shape(*offload, first_layer, experts);
   const Routed r = routed(x, index, routing, experts);
   check_hidden(x, layer.hidden);
-  STD_TORCH_CHECK(!int8_activations || is_quantized(layer.w_dtype),
+  STD_TORCH_CHECK(!int8_activations || is_quantized(layer.dtype_of_down()),
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
   const MaybeTensor gate = of_first(bias_gate, experts, "bias_gate"), up = of_first(bias_up, experts, "bias_up");
   const MaybeTensor down = of_first(bias_down, experts, "bias_down");
-  layer = with_settings(layer, x, bias_type(layer.w_dtype), gate, up, down, activation, activation_on_up, 0,
+  layer = with_settings(layer, x, bias_type(layer.dtype_of_down()), gate, up, down, activation, activation_on_up, 0,
                         int8_activations);
   const ExpertStack stack =
       stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations, thresholds);

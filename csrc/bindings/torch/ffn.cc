@@ -15,15 +15,13 @@ void set_activation(const std::string& name, FfnArgs* args) {
   STD_TORCH_CHECK(false, "pi2: activation: expected ", names, ", found '", name, "'. See torch_pi2.ops.ACTIVATIONS.");
 }
 
-// Of down rows behind the + in "q4_k+int8"; npos: all rows have one format.
-std::string::size_type plus_in(const std::string& weights) { return weights.find('+'); }
-
 // Neurons whose down rows have another format than their other rows: uint8 [neurons, bytes].
 FfnArgs mixed_neurons(const Tensor& x, const Tensor& neuron_rows, const std::string& weights) {
   FfnArgs args;
   args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
-  args.w_dtype = rows_dtype(weights.substr(0, plus_in(weights)), args.hidden);
-  args.down_dtype = quantized_dtype(weights.substr(plus_in(weights) + 1));
+  const std::string::size_type plus = weights.find('+');
+  args.w_dtype = rows_dtype(weights.substr(0, plus), args.hidden);
+  args.down_dtype = quantized_dtype(weights.substr(plus + 1));
   args.other_down = true;
   const bool bytes = neuron_rows.dim() == 2 && neuron_rows.scalar_type() == ScalarType::Byte &&
                      neuron_rows.is_contiguous() && neuron_rows.numel() > 0 && args.hidden > 0;
@@ -72,8 +70,8 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
                  double threshold, const std::string& weights, bool int8_activations) {
   check_plain(x, "x");
   check_plain(neuron_rows, "neuron_rows");
-  FfnArgs args = plus_in(weights) == std::string::npos ? even_neurons(x, neuron_rows, weights, int8_activations)
-                                                       : mixed_neurons(x, neuron_rows, weights);
+  FfnArgs args = has_two_formats(weights) ? mixed_neurons(x, neuron_rows, weights)
+                                          : even_neurons(x, neuron_rows, weights, int8_activations);
   STD_TORCH_CHECK(n_hot >= 0 && n_hot <= args.neurons, "pi2: n_hot: expected 0 to ", args.neurons, ", found ", n_hot,
                   ". Check the plan.");
   args.neuron_rows = neuron_rows.const_data_ptr();

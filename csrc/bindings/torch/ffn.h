@@ -6,6 +6,9 @@
 
 namespace pi2::binding {
 
+// "q4_k+int8": down rows have another format than gate and up rows.
+inline bool has_two_formats(const std::string& weights) { return weights.find('+') != std::string::npos; }
+
 // The arguments of sparse_ffn but for x's and out's data and `active`. The tensors must outlive what is returned.
 FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,

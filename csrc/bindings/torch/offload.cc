@@ -196,10 +196,10 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   STD_TORCH_CHECK(first >= 0 && first <= args.neurons, "pi2: first: expected 0 to ", args.neurons, ", found ", first,
                   ". Leave out neurons of this layer.");
   args.first = first;
-  STD_TORCH_CHECK(!int8_activations || is_quantized(args.w_dtype),
+  STD_TORCH_CHECK(!int8_activations || is_quantized(args.dtype_of_down()),
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
-  args = with_settings(args, x, bias_type(args.w_dtype), bias_gate, bias_up, bias_down, activation, activation_on_up,
-                       threshold, int8_activations);
+  args = with_settings(args, x, bias_type(args.dtype_of_down()), bias_gate, bias_up, bias_down, activation,
+                       activation_on_up, threshold, int8_activations);
   const Tensor x_dense = dense(x);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   args.x = x_dense.const_data_ptr();

@@ -8,7 +8,7 @@
 
 namespace pi2::binding {
 
-// Of the biases of layers whose weights are stored so.
+// Of the biases of layers whose down rows are stored so.
 inline ScalarType bias_type(DType w_dtype) {
   return w_dtype == DType::kBF16 ? ScalarType::BFloat16 : w_dtype == DType::kF16 ? ScalarType::Half : ScalarType::Float;
 }

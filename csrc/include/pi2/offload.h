@@ -64,7 +64,7 @@ class Offload {
   ~Offload();
 
   std::int64_t layers() const;
-  // Sizes of a layer as sparse_ffn wants them: hidden, neurons, rows, w_dtype.
+  // Sizes of a layer as sparse_ffn wants them: hidden, neurons, rows, formats.
   FfnArgs shape(std::int64_t layer) const;
 
   // As predicted_ffn, with the neurons of a layer: the same bits. Returns "" or why reading failed; the next call may

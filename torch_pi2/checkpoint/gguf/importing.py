@@ -33,14 +33,16 @@ def import_gguf(
     Linear layers and the embedding keep the file's rows bit for bit where the type is Q4_0, Q8_0, Q4_1, Q5_0, Q5_1,
     Q4_K, Q5_K or Q6_K; other types are rounded again, to int4 if they have fewer than four bits a weight, else to int8,
     and the report says so. Feed-forward layers are such linear layers, too, unless they become neurons, which have a
-    row of gate and up and a column of down together: gate and up are then taken over where the formats are the same,
-    down is always rounded again, but of PowerInfer's files, where it lies neuron by neuron (their predictors are left
-    out: the exact gate needs none, :func:`torch_pi2.fit` makes others). Rows are read some at a time.
+    row of gate and up and a column of down together: gate and up are then kept as well (Q4_1 to Q6_K: down is int8
+    then; Q4_0, Q8_0: it has their format), down is always rounded again, but of PowerInfer's files, where it lies
+    neuron by neuron (their predictors are left out: the exact gate needs none, :func:`torch_pi2.fit` makes others).
+    Where gate and up have no such type in common, they are rounded, too: to int8 if other layers keep theirs, else to
+    int4 if the file has fewer than six bits a weight there, else to int8. Rows are read some at a time.
 
     Args:
-        neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU), in int4 if the file has fewer than
-            six bits a weight there, else int8; none of other layers. ``all``: all layers, as a neuron store and
-            thresholds need them; ``int4`` or ``int8``: in this format. ``none``: none; experts are refused then.
+        neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU); none of other layers. ``all``: all
+            layers, as a neuron store and thresholds need them; ``int4`` or ``int8``: all, in this format throughout.
+            ``none``: none; experts are refused then.
 
     Raises:
         ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an architecture, or something in
