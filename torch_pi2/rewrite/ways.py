@@ -194,9 +194,10 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
         parameters = {local: p.detach() for local, p in module.named_parameters()}
         more = [*(parameters.keys() - {"weight", "bias"}), *(local for local, _ in module.named_buffers())]
         if more:
-            kind, shared = type(module).__name__, len(modules) < (3 if site.gated else 2)
-            own = f"its weights are no linear layers', but parameters of {kind}, which computes more"
-            return f"lazy: {own if shared else f'{kind} holds more than one matmul ({min(more)})'}"
+            kind, refs_of_site = type(module).__name__, (site.gate, site.up, site.down)
+            if len({ref.weight for ref in refs_of_site if ref and _module_name(ref.weight) == name}) > 1:
+                return f"lazy: its weights are no linear layers', but parameters of {kind}, which computes more"
+            return f"lazy: {kind} holds more than one matmul ({min(more)})"
         w_OI = by_module[name].matrix(parameters["weight"])
         probe = torch.randn((1, 11, w_OI.shape[1]), generator=torch.Generator().manual_seed(1))
         probe = (probe * token_magnitudes(w_OI.dtype, (1, 11))).to(w_OI.dtype)
