@@ -34,7 +34,7 @@ from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.ops.activations import cuts, exact_zeros
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.planner.for_machine import plan_for
 from torch_pi2.planner.gpu import accelerator_room
@@ -46,8 +46,8 @@ from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
+from torch_pi2.rewrite.rewrite import replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
-from torch_pi2.rewrite.ways import replaceable
 from torch_pi2.spec.config import Config, ConfigFields, configured
 from torch_pi2.spec.method import LOSSY, PREDICTED, Method
 from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
@@ -238,6 +238,7 @@ def _fit(
 ) -> FittedPredictors:
     # Samples of all layers are held at once: fewer tokens for large models (7B: about 6,000).
     cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, config)) for s in sites}
+    cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if cuts(s.activation)}  # needs its gates
     if config.method == "auto":
         # One for every expert takes as many trainings; the router has left out most neurons already.
         cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if s.experts is not None}

@@ -17,6 +17,7 @@ enum class Scratch {
   kExpertWorks,
   kGathered,
   kScores,
+  kGates,
   kCount
 };
 

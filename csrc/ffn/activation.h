@@ -20,10 +20,11 @@ inline float activate(Activation activation, float v) {
   return v;
 }
 
-// The activation of a layer, of its gate or of a plain one's up.
+// The activation of a layer, of its gate or of a plain one's up; of the difference to the cut where it has one.
 inline float activate(const FfnArgs& args, float v) {
   if (args.shaping.plain) return activate(args.activation, v);
   const Shaping& s = args.shaping;
+  if (s.cuts() && v < 0) return 0.0f;
   return s.out * activate(args.activation, s.in * (v > s.limit ? s.limit : v));  // NaN stays
 }
 

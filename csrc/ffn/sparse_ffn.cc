@@ -5,6 +5,7 @@
 //   dot         gate and up rows of neurons that are hot or predicted; gate rows only under the exact gate
 //   up          the up rows of those whose gate fired (exact gate only)
 //   down        rows weighted by h, added to the partial sum four at a time
+// Where the gates of all neurons say which of them fire, those are computed before.
 // Reads are asked for some neurons ahead: gathered ones defeat the hardware prefetcher at every start.
 #include <algorithm>
 #include <atomic>
@@ -67,7 +68,9 @@ struct Pass {
   std::int64_t* counts = nullptr;      // [chunks]; with a source: of ids, which are listed before any chunk is computed
   const char* const* where = nullptr;  // of a source
   const FiringCounters* firing = nullptr;  // null: nobody watches
-  std::uint64_t* fired = nullptr;  // [chunk_size], instead of adding to `firing`, which others do for other tokens
+  std::uint64_t* fired = nullptr;   // [chunk_size], instead of adding to `firing`, which others do for other tokens
+  const float* gates_NT = nullptr;  // of a layer that cuts: of every neuron, without biases
+  const float* cut_T = nullptr;     // and where
 
   // Neurons between those that are computed, `together`, and those whose `bytes` each are asked for.
   static std::int64_t ahead(std::int64_t bytes, std::int64_t together) {
@@ -145,8 +148,31 @@ void eight_tokens(const std::uint8_t* flags, std::int64_t cold, std::int64_t tok
     for (std::int64_t i = 0; i < width; ++i) bits[i] |= static_cast<std::uint8_t>((flags[i] != 0 ? 1 : 0) << (t % 8));
 }
 
+// As gather, of neurons whose gates are above the cut.
+std::int64_t gather_cut(const Pass& pass, std::int64_t chunk) {
+  const FfnArgs& args = pass.args;
+  const std::int64_t begin = pass.base + chunk * pass.chunk_size;
+  const std::int64_t end = std::min(begin + pass.chunk_size, args.neurons);
+  std::int64_t n = chunk * pass.chunk_size;
+  for (std::int64_t i = begin; i < end; ++i) {
+    const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, i);
+    const bool masked = pass.active != nullptr && i >= args.n_hot;
+    std::uint64_t bits = 0;
+    for (std::int64_t t = 0; t < pass.tokens; ++t) {
+      if (masked && pass.active[t * (args.neurons - args.n_hot) + i - args.n_hot] == 0) continue;
+      const bool fires = !(pass.gates_NT[i * pass.tokens + t] + bias <= pass.cut_T[t]);  // so that NaN fires
+      bits |= static_cast<std::uint64_t>(fires) << t;
+    }
+    if (bits == 0) continue;
+    if (pass.wanted != nullptr) pass.wanted[n] = bits;
+    pass.ids[n++] = i;
+  }
+  return n - chunk * pass.chunk_size;
+}
+
 // Ids of the chunk's neurons that some token wants, ascending, into its part of `ids`; returns how many.
 std::int64_t gather(const Pass& pass, std::int64_t chunk) {
+  if (pass.cut_T != nullptr) return gather_cut(pass, chunk);
   std::int64_t n = 0;
   const std::int64_t n_hot = pass.args.n_hot, cold = pass.args.neurons - n_hot;
   const std::int64_t start_of_chunk = pass.base + chunk * pass.chunk_size;
@@ -207,12 +233,13 @@ void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate,
   const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, neuron);
   // Hot neurons know no threshold, but an exact zero contributes nothing wherever it is.
   const float threshold = neuron < args.n_hot ? 0.0f : args.threshold;
-  done->gate_rows += who.n;
+  if (pass.cut_T == nullptr) done->gate_rows += who.n;
   const bool counted = pass.firing != nullptr && !pass.scores_h();
   std::uint64_t bits = 0;
   if (fired != nullptr) fired->n = 0;
   for (std::int64_t i = 0; i < who.n; ++i) {
-    const float value = activate(args, gate[i] + bias);
+    const float v = gate[i] + bias;
+    const float value = activate(args, pass.cut_T == nullptr ? v : v - pass.cut_T[who.id[i]]);
     gate[i] = std::fabs(value) <= threshold ? 0.0f : value;  // written so that NaN fires
     if (gate[i] == 0.0f) continue;
     if (fired != nullptr) fired->add(who.id[i], pass.x_TW, pass.width);
@@ -286,13 +313,18 @@ void gate_first(const Pass& pass, std::int64_t first, std::int64_t n, std::int64
   float gate_NT[kBlock * kPassTokens], up_T[kPassTokens];
   Tokens everyone, fired_N[kBlock];
   pass.asking(first, &everyone);
-  for (std::int64_t j = 0; j < n; j += kDotRows) {
+  for (std::int64_t j = 0; pass.cut_T == nullptr && j < n; j += kDotRows) {
     const std::int64_t some = std::min(kDotRows, n - j);
     const bool more = j + ahead + some <= n + following;
     pass.dot(ids + j, some, 0, 1, everyone, gate_NT + j * pass.tokens, more ? ids + j + ahead : nullptr);
   }
   std::int64_t firing[kBlock], count = 0;
   for (std::int64_t j = 0; j < n; ++j) {
+    if (pass.cut_T != nullptr) {
+      pass.asking(first + j, &everyone);
+      for (std::int64_t i = 0; i < everyone.n; ++i)
+        gate_NT[j * pass.tokens + i] = pass.gates_NT[ids[j] * pass.tokens + everyone.id[i]];
+    }
     fire(pass, ids[j], everyone, gate_NT + j * pass.tokens, &fired_N[j], done);
     if (fired_N[j].n > 0) firing[count++] = j;
   }
@@ -327,7 +359,8 @@ bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
     std::fill_n(some.count_T, pass.tokens, 0);
     for (std::int64_t i = start; i < end; i += block) {
       const std::int64_t count = std::min(block, end - i);
-      const bool predicted = pass.active != nullptr || pass.ids[first + i + count - 1] < args.n_hot;
+      const bool hot = pass.ids[first + i + count - 1] < args.n_hot;
+      const bool predicted = pass.cut_T == nullptr && (pass.active != nullptr || hot);
       (predicted ? whole_neurons : gate_first)(pass, first + i, count, n - i - count, i - start, &some, &done);
     }
     add_down(pass, pass.ids + first + start, some, y_TW, queue_T);
@@ -407,6 +440,70 @@ struct Work {
       compute(c);
       source.done(c);
       done_chunks.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+// Every neuron's gate for every token of the pass and, of each chunk, their sums and sums of squares.
+struct Gates {
+  const Pass& pass;
+  float* gates_NT;
+  double* sums_CT2;
+  std::atomic<std::int64_t> next_chunk{0};
+  std::atomic<bool> begun{false};
+
+  void run() {
+    NeuronSource* const source = pass.args.source;
+    if (source == nullptr) {
+      for (std::int64_t c = next_chunk.fetch_add(1); c < pass.chunks; c = next_chunk.fetch_add(1)) compute(c);
+      return;
+    }
+    if (!begun.exchange(true)) source->begin(pass.ids, pass.counts, pass.chunk_size, pass.chunks);
+    for (std::int64_t c = source->next(); c >= 0; c = source->next()) {
+      compute(c);
+      source->done(c);
+    }
+  }
+
+  void compute(std::int64_t chunk) const {
+    const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
+    const FfnArgs& args = pass.args;
+    const std::int64_t begin = chunk * pass.chunk_size, end = std::min(begin + pass.chunk_size, args.neurons);
+    Tokens everyone;
+    for (std::int64_t t = 0; t < pass.tokens; ++t) everyone.add(t, pass.x_TW, pass.width);
+    double* sums_T2 = sums_CT2 + chunk * pass.tokens * 2;
+    std::fill_n(sums_T2, pass.tokens * 2, 0.0);
+    std::int64_t ids[2 * kDotRows];
+    for (std::int64_t i = begin; i < end; i += kDotRows) {
+      for (std::int64_t k = 0; k < 2 * kDotRows; ++k) ids[k] = std::min(i + k, end - 1);
+      const std::int64_t some = std::min(kDotRows, end - i);
+      pass.dot(ids, some, 0, 1, everyone, gates_NT + i * pass.tokens, ids + kDotRows);
+      for (std::int64_t k = 0; k < some; ++k) {
+        const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, i + k);
+        for (std::int64_t t = 0; t < pass.tokens; ++t) {
+          const double v = gates_NT[(i + k) * pass.tokens + t] + bias;
+          sums_T2[2 * t] += v;
+          sums_T2[2 * t + 1] += v * v;
+        }
+      }
+    }
+    Counters done;
+    done.gate_rows = (end - begin) * pass.tokens;
+    count(done);
+  }
+
+  // mean + sigmas * deviation of each token, chunks in their order.
+  void cut(float* cut_T) const {
+    const auto n = static_cast<double>(pass.args.neurons);
+    for (std::int64_t t = 0; t < pass.tokens; ++t) {
+      double sum = 0, squares = 0;
+      for (std::int64_t c = 0; c < pass.chunks; ++c) {
+        sum += sums_CT2[(c * pass.tokens + t) * 2];
+        squares += sums_CT2[(c * pass.tokens + t) * 2 + 1];
+      }
+      const double mean = sum / n, variance = squares / n - mean * mean;
+      const double deviation = std::sqrt(variance < 0 ? 0 : variance);  // NaN stays
+      cut_T[t] = static_cast<float>(mean + static_cast<double>(pass.args.shaping.sigmas) * deviation);
     }
   }
 };
@@ -600,9 +697,10 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   const KernelTable& table = kernels();
   const std::int64_t pairs = args.tokens * (args.neurons - args.first);
   count({1, args.tokens, pairs, 0, 0, 0, pairs * args.rows});
-  if (args.active == nullptr && takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
+  const bool cuts = args.shaping.cuts();
+  if (args.active == nullptr && !cuts && takes_panels(table, args.w_dtype, args.int8_activations, args.tokens))
     return ffn_prompt(args, table, parallel);
-  if (args.source != nullptr && args.tokens >= kStreamFrom) return Stream(args, table, parallel).run();
+  if (args.source != nullptr && !cuts && args.tokens >= kStreamFrom) return Stream(args, table, parallel).run();
   const std::int64_t width = Tokenwise::ffn_width(args);
   const Chunks cut(args);
   const std::int64_t chunks = cut.count;
@@ -616,6 +714,8 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
   auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (2 * args.neurons + chunks)));
   auto* wanted = reinterpret_cast<std::uint64_t*>(ids + args.neurons + chunks);
+  const std::int64_t sums = 2 * chunks * tile;
+  float* gates = cuts ? scratch(Scratch::kGates, 2 * sums + (args.neurons + 1) * tile) : nullptr;
 
   FiringCall call(args);
   for (std::int64_t start = 0; start < args.tokens; start += tile) {
@@ -626,17 +726,31 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
         args,     table,    width, x_TW, active, tokens, partials, used, y_TW, ids, tokens == 1 ? nullptr : wanted,
         cut.base, cut.size, chunks};
     pass.firing = call.next(tokens);
+    // Waking a thread costs a few microseconds: not for less arithmetic than that.
+    const bool tiny = tokens * (args.neurons - args.first) * args.rows * args.hidden < kTinyMacs;
+    const std::int64_t most = std::max<std::int64_t>(1, chunks);
+    const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), most);
+    if (args.source != nullptr) pass.counts = ids + args.neurons;
+    if (cuts) {
+      Gates all{pass, gates + 2 * sums, reinterpret_cast<double*>(gates)};
+      if (args.source != nullptr) {
+        for (std::int64_t c = 0; c < chunks; ++c) pass.counts[c] = gather(pass, c);  // without a cut all of them
+        args.source->expect(chunks);
+        pass.where = args.source->neuron_rows();
+      }
+      parallel.run(parallel.host, workers, [](void* g, std::int64_t) { static_cast<Gates*>(g)->run(); }, &all);
+      if (args.source != nullptr && args.source->failed()) return;
+      float* cut_T = all.gates_NT + args.neurons * tile;
+      all.cut(cut_T);
+      pass.gates_NT = all.gates_NT;
+      pass.cut_T = cut_T;
+    }
     if (args.source != nullptr) {
-      pass.counts = ids + args.neurons;
       for (std::int64_t c = 0; c < chunks; ++c) pass.counts[c] = gather(pass, c);
       args.source->expect(chunks);
       pass.where = args.source->neuron_rows();
     }
     Work work{pass, (width + kReduceColumns - 1) / kReduceColumns};
-    // Waking a thread costs a few microseconds: not for less arithmetic than that.
-    const bool tiny = tokens * (args.neurons - args.first) * args.rows * args.hidden < kTinyMacs;
-    const std::int64_t most = std::max<std::int64_t>(1, chunks);
-    const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), most);
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
     if (args.source != nullptr && args.source->failed()) return;
     for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width);

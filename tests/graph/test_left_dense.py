@@ -77,6 +77,37 @@ class Normed(nn.Module):
         return self.down(self.n(F.relu(self.up(x))))
 
 
+class Integers(nn.Linear):
+    """I-BERT's: a linear that holds more than its matrix."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("integers", torch.zeros(sizes[::-1]))
+
+
+class InBlock(Normed):
+    """Whose code is the block's, and whose linears nothing can be swapped for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.n = Integers(HIDDEN, INTERMEDIATE), nn.LayerNorm(HIDDEN)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(self.n(x))))
+
+
+class Learned(Normed):
+    """As Apertus' xIELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(torch.where(h > 0, F.softplus(self.alpha) * h * h, torch.min(h, self.alpha) * 0.5))
+
+
 class TopK(Normed):
     def forward(self, x):
         h = F.relu(self.up(x))
@@ -151,7 +182,9 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "shared inside": (SharedInside, "1", "1.gate.weight stands in two places of it"),
     "shared bias": (SharedBias, "1", "1.up.bias stands in two places of it"),
     "used twice": (UsedTwice, "1", "linear uses what it computes inside"),
-    "norm": (Normed, "1", "layer_norm between its matmuls"),
+    "norm": (Normed, "1", "a norm over all its neurons stands before the last matmul"),
+    "more in a linear": (InBlock, "1", "Integers holds more than one matmul (integers)"),
+    "learned": (Learned, "1", "an activation with parameters of its own between its matmuls"),
     "topk": (TopK, "1", "topk between its matmuls"),
     "adapter": (Adapted, "1", "more matmuls than gate, up and down"),
     "three matmuls": (Three, "1", "more matmuls than gate, up and down"),
@@ -263,21 +296,51 @@ def test_masks_have_the_shape_of_their_ids() -> None:
         list(batches([{"input_ids": IDS_NT, "attention_mask": torch.ones(3)}]))
 
 
-def test_gemma3n_names_its_first_layer() -> None:
-    config = transformers.Gemma3nTextConfig(
-        **SIZES | {"num_hidden_layers": 2},
-        vocab_size_per_layer_input=VOCAB,
-        hidden_size_per_layer_input=8,
-        head_dim=8,
-        activation_sparsity_pattern=[0.95, 0.0],
-        num_kv_shared_layers=0,
-        laurel_rank=4,
-        layer_types=["full_attention"] * 2,
-    )
-    found = search(transformers.Gemma3nForCausalLM(config).eval())
-    assert [site.key for site in found.sites] == ["model.layers.1.mlp"]
-    assert list(found.left) == ["model.layers.0.mlp"]
-    assert "mean between its matmuls" in found.left["model.layers.0.mlp"]
+class LowRank(nn.Module):
+    """DeepSeek's queries: two matrices with a norm between them, where the model's sizes happen to fit."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.a, self.n, self.b = nn.Linear(HIDDEN, 48), norm, nn.Linear(48, HIDDEN)
+
+    def forward(self, x):
+        return x + self.b(self.n(self.a(x)))
+
+
+class WrittenOut(nn.Module):
+    def forward(self, h):
+        wide = h.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(h.dtype)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(48), nn.RMSNorm(48), WrittenOut()], ids=lambda norm: type(norm).__name__)
+def test_a_matrix_of_low_rank_with_a_norm_is_no_layer(norm: nn.Module) -> None:
+    assert search(nn.Sequential(FunctionalBlock(), LowRank(norm)).eval(), (X_BTH,)).left == {}
+
+
+def test_ibert_whose_linears_hold_integers(caplog: pytest.LogCaptureFixture) -> None:
+    """No layer of it can be replaced, and that is what is said; beside another it stays dense."""
+    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    ibert = transformers.IBertForMaskedLM(transformers.IBertConfig(**sizes)).eval()
+    with pytest.raises(UnsupportedModelError, match=r"lazy: QuantLinear holds more than one matmul \(bias_integer"):
+        torch_pi2.optimize(ibert, IDS_NT, EXACT)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.ibert, self.head = ibert.config, ibert, FunctionalBlock()
+
+        def forward(self, input_ids):
+            return self.head(self.ibert.ibert(input_ids).last_hidden_state)
+
+    model = Both().eval()
+    with torch.no_grad():
+        wanted = model(IDS_NT)
+        torch_pi2.optimize(model, IDS_NT, EXACT)
+        assert close(model(IDS_NT), wanted)
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["head"]
+    assert set(model.torch_pi2.left.values()) == {"QuantLinear holds more than one matmul (bias_integer)"}
+    assert "left dense: ibert.ibert.encoder.layer.0 (QuantLinear holds" in caplog.text
 
 
 def test_gates_with_a_matrix_per_head_are_no_experts() -> None:

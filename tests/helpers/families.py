@@ -65,13 +65,21 @@ _PATTERNS = [(re.compile(pattern), value) for pattern, value in _SIZES.items()]
 #: What the names of fields do not say, by family.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "dots1": {"num_key_value_heads": 2},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": HIDDEN}},
+    "dots1": {
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    },
     "esm": {"vocab_size": VOCAB, "pad_token_id": 1, "mask_token_id": 2},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mlp_multipliers": [0.7, 0.3]},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2, "laurel_rank": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "deepseek_v2": {"topk_method": "greedy"},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -87,6 +95,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "swin": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "swinv2": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 16, "layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 #: Some that the default test run looks at: each form that there is.
@@ -209,7 +218,7 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
     """Build it, make it sparse, compare; nothing is raised but where the two differ."""
     from torch_pi2.errors import Pi2Error
     from torch_pi2.graph.find import look
-    from torch_pi2.rewrite.rewrite import rewrite
+    from torch_pi2.rewrite.rewrite import replaceable, rewrite
     from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
 
     task = families()[family][0]
@@ -227,6 +236,7 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
             return Row(family, task, "0", reason=_reasons(found.left))
         if refused is not None:
             raise refused
+        found = replaceable(model, found)
         order = {site.key: torch.randperm(site.intermediate).int() for site in found.sites}
         layers = [LayerPlan(site, "exact", 0, order[site.key]) for site in found.sites]
         rewrite(model, Plan(layers, weights_hash(model, found.sites)))
@@ -256,7 +266,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _plain(error: Any) -> str:
-    return _shortened(f"{error.found}")
+    from torch_pi2.rewrite.ways import plain_reason
+
+    reasons = f"{error.found}".split("; ")
+    return _shortened(plain_reason(reasons) if reasons[0].startswith("owner: ") else f"{error.found}")
 
 
 def _shortened(text: str, most: int = 160) -> str:

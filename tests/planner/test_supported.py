@@ -67,10 +67,10 @@ class Normed(nn.Module):
 def test_what_stays_dense_is_told_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     found = torch_pi2.supported(nn.Sequential(FunctionalBlock(), Normed()), (X_BTH,))
     assert [layer.key for layer in found.layers] == ["0"]
-    assert found.left == {"1": "layer_norm between its matmuls"}
+    assert found.left == {"1": "a norm over all its neurons stands before the last matmul"}
     assert "left dense" not in caplog.text
     found = torch_pi2.supported(nn.Sequential(nn.Sequential(Normed())), (X_BTH,))
-    assert (found.layers, found.left) == ([], {"0.0": "layer_norm between its matmuls"})
+    assert (found.layers, found.left) == ([], {"0.0": "a norm over all its neurons stands before the last matmul"})
     assert found.refused == "each of its feed-forward layers stays dense"
     found = torch_pi2.supported(nn.LayerNorm(HIDDEN), (X_BTH,))
     assert (found.layers, found.left) == ([], {})
@@ -98,7 +98,7 @@ def test_what_is_left_is_shown() -> None:
     said = torch_pi2.supported(nn.Sequential(*(nn.Sequential(Normed()) for _ in range(3))), (X_BTH,))
     shown = render_checkpoint({"contains": ["checkpoint"], **said.to_json()})
     assert "nothing can be made sparse: each of its feed-forward layers stays dense" in shown
-    assert "stays dense: 3 layers, 0.0 to 2.0: layer_norm between its matmuls" in shown
+    assert "stays dense: 3 layers, 0.0 to 2.0: a norm over all its neurons stands before the last matmul" in shown
 
 
 def test_what_cannot_be_told() -> None:

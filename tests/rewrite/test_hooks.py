@@ -206,14 +206,21 @@ def test_hooks_before_and_after_a_chain_leave_it_one() -> None:
 
 @torch.no_grad()
 def test_experts() -> None:
-    """One module computes them all: its own hooks stay, and hooks inside it are refused."""
+    """One module computes them all: its own hooks stay, and those with hooks inside stay dense."""
     model = build("Mixtral")
     experts: Any = model.get_submodule("model.layers.0.mlp.experts")
     config = torch_pi2.Config(method="exact")
     hook = Steering("post")
     handle = hook.register(experts.act_fn)
+    torch_pi2.optimize(model, config=config)  # those of the other layer alone
+    reason = "model.layers.0.mlp.experts.act_fn has a hook, which would not run"
+    left = model.torch_pi2.plan.made_by["left"]
+    assert {key.partition(".mlp.")[0]: why for key, why in left.items()} == {"model.layers.0": reason}
+    assert {layer.site.key.partition(".mlp.")[0] for layer in model.torch_pi2.plan.layers} == {"model.layers.1"}
+    assert model.get_submodule("model.layers.0.mlp.experts") is experts
+    restore(model)
     with pytest.raises(UnsupportedModelError, match=r"experts.act_fn has a hook, which would not run"):
-        torch_pi2.optimize(model, config=config)
+        rewrite(model, make_plan(model, hot=0.0))
     assert not is_optimized(model)
     handle.remove()
     hook.register(experts)

@@ -170,7 +170,7 @@ def test_bare_parameters(caplog: pytest.LogCaptureFixture) -> None:
     state = {k: v.clone() for k, v in model.state_dict().items()}
     torch_pi2.optimize(model, [(X_BTH,)], method="exact")
     assert [y.site.key for y in model.torch_pi2.plan.layers] == ["0", "1"]
-    reason = "owner: 2 computes something else as well, and its weights are no linear layers'"
+    reason = "its weights are no linear layers', but parameters of Bare, which computes more"
     assert model.torch_pi2.left == {"2": reason}
     assert f"left dense: 2 ({reason})" in caplog.text
     assert close(model(X_BTH), wanted)

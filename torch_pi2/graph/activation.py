@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -30,6 +31,8 @@ _TOLERANCE = 2e-5
 _MANY = 2048
 #: Numbers of an activation are between these, so that none overflows in float32.
 _SMALLEST, _LARGEST = 1e-30, 1e30
+#: More deviations than this no gate of a layer is above their mean.
+_LARGEST_CUT = 100.0
 #: Where to probe around such a number, relative to it.
 _AROUND = (-2.0, -1.001, -1.0, -0.999, -0.5, 0.5, 0.999, 1.0, 1.0005, 1.001, 2.0)
 
@@ -56,7 +59,8 @@ def identify(region: Region, shapes: Sequence[tuple[int, ...]], intermediate: in
             return "linear" if formula.activation == "identity" else formula
     if _is_multilinear(region, tried, intermediate):
         return "linear"
-    for formula in _with_numbers(region, tried[0].probes, intermediate, constants):
+    numbers = _with_numbers(region, tried[0].probes, intermediate, constants)
+    for formula in chain(_with_cut(region, tried[0].probes, intermediate), numbers):
         if all(one.is_(formula) for one in tried):
             return formula
     return "unknown"
@@ -122,6 +126,33 @@ def _with_numbers(
                     continue
                 shaped = Shaped(base, float(f"{scale:.9g}"), float(f"{out:.9g}"), limit, plus + 0.0)
                 yield Formula(shaped.text, False, gate_index, up_index)
+
+
+def _with_cut(region: Region, probes: Sequence[torch.Tensor], intermediate: int) -> Iterator[Formula]:
+    """Formulas whose gates are cut so many of their deviations above their mean, that fit where one gate stands out."""
+    high, n = 1000.0, intermediate
+    fused = probes[0].shape[-1] == 2 * n
+    plain = not fused and len(probes) == 1
+    for gate, up in [(None, 0)] if plain else [(0, 1), (1, 0)]:
+        filled = [torch.ones_like(probe) for probe in probes]
+        gate_index = gate or 0
+        stream = filled[0][..., gate_index * n :][..., :n] if fused else filled[gate_index]
+        stream.fill_(0.0)
+
+        def at(height: float) -> float:
+            """The region's result for a gate of so much, the only one that is not zero."""
+            stream[..., 0] = height  # noqa: B023 (used within the round)
+            out = _run(region, filled, n)  # noqa: B023
+            return math.nan if out is None else float(out[0, 0])
+
+        found = at(high) if n > 1 else math.nan
+        for base in ACTIVATIONS if 0 < found < math.inf else ():
+            share = found ** (0.5 if base == "relu2" else 1.0) / high  # others keep what is large
+            sigmas = (1 - 1 / n - share) * n / math.sqrt(n - 1)
+            small = [10 ** (k / 4) for k in range(-12, 7)]  # where the bases differ
+            fits = all(abs(at(v / share) - _value(base, v)) <= _TOLERANCE * _value(base, v) for v in small)
+            if fits and base != "identity" and abs(sigmas) < _LARGEST_CUT:
+                yield Formula(Shaped(base, sigmas=float(f"{sigmas:.9g}")).text, False, gate, up)
 
 
 def _value(base: str, v: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import fake_tensor_tls
 
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import CalibrationError, DeviceError, UnsupportedModelError
@@ -95,7 +96,8 @@ def capture(
         return gm.forward
 
     try:
-        with _quietly(model), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=65536):
+        limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=65536)
+        with _quietly(model), _constants_on_meta(on_meta), limits:
             torch.compile(_fresh_caller(), backend=keep, dynamic=False)(model, args, kwargs)
     except Exception as error:
         _explain(model, args, kwargs, error)
@@ -139,6 +141,17 @@ def _quietly(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, those in kept:
             vars(module)[name] = those
+
+
+@contextmanager
+def _constants_on_meta(on: bool) -> Iterator[None]:
+    """Tensors that code makes of numbers there (``torch.tensor(0.95, device="meta")``) may meet those of a graph."""
+    before = fake_tensor_tls.allow_non_fake_inputs_override
+    fake_tensor_tls.allow_non_fake_inputs_override = True if on else before
+    try:
+        yield
+    finally:
+        fake_tensor_tls.allow_non_fake_inputs_override = before
 
 
 def _refuse_meta(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.active import ActiveNeurons
 from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member, site_tensors
 from torch_pi2.graph.routed import masked
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, cuts
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite
@@ -227,6 +227,8 @@ class NeuronClusterMode(TorchDispatchMode):
         self._layers: dict[str, _Layer] = {}
         for layer in plan.layers:
             if layer.method == Method.DENSE or layer.n_cold == 0 or layer.site.experts is not None:
+                continue
+            if cuts(layer.site.activation):  # needs every gate between its matmuls
                 continue
             key = layer.site.key
             predicted = layer.method in PREDICTED

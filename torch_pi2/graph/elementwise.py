@@ -14,7 +14,7 @@ _ARITHMETIC = """add sub rsub mul multiply div divide true_divide truediv neg ne
     heaviside where gt ge lt le eq ne greater less greater_equal less_equal logical_and logical_not masked_fill
     zeros_like ones_like full_like fmax fmin positive pos logical_or logical_xor and or xor invert bitwise_and
     bitwise_or bitwise_xor bitwise_not nan_to_num isnan isinf isfinite isposinf isneginf round floor ceil
-    trunc fix frac"""
+    trunc fix frac erfinv"""
 #: Casts between these are ignored when a region is recognised: they change precision, not the formula.
 _FLOATS = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 CASTS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])

@@ -25,6 +25,7 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
+from torch_pi2.ops.activations import cuts
 from torch_pi2.spec.formula import Formula, dense_reference
 from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 
@@ -77,7 +78,7 @@ def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> Expe
     if not routed and (arguments != ("hidden_states",) or has_biases or not gated):
         return f"forward({', '.join(arguments)})"
     found = _formula(module, gated)
-    if found is None:
+    if found is None or cuts(found[0].activation):
         return f"activation {getattr(module, 'act_fn', None)!r}"
     formula, interleaved = found
     form = ExpertsForm(

@@ -15,13 +15,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torch_pi2.graph.elementwise import ELEMENTWISE, op_name
+from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, op_name
 from torch_pi2.graph.match import turned
 
 #: What mixes tokens or activations: no feed-forward layer has it inside.
 _MIXES = re.compile(
     "conv|attention|matmul|mm$|bmm|einsum|dot|embedding|fft|scan|lstm|gru|rnn|interpolate|pool|roll|shift|index_add"
     "|transpose|permute|stack|solve|autograd_function|wrap"
+)
+#: What a norm is made of, and what may stand around it without making a layer feed-forward.
+_NORMS = re.compile(r"\w*norm|normalize|mean|sum|(var|std)(_mean)?")
+_IN_NORMS = (
+    CASTS
+    | RESHAPES
+    | {"pow", "square", "sqrt", "rsqrt", "reciprocal", "add", "sub", "mul", "multiply", "div", "truediv", "true_divide"}
+    | {"contiguous", "clone", "chunk", "split", "getitem", "narrow"}
 )
 #: Why an FFN with an adapter in it, or one of three matmuls in a row, stays dense.
 _MORE = "more matmuls than gate, up and down"
@@ -65,6 +73,8 @@ def left_dense(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], take
         if walk is None or not walk[1]:
             continue
         sources, region, own = walk
+        if len(sources) == 1 and _is_norm(region):  # a product of low rank with a norm in it, as DeepSeek's queries
+            continue
         firsts = _firsts(down, sources, linears, tensors)
         between = [source for source in sources if source not in firsts]
         if firsts and taken.isdisjoint(s.node for s in (*firsts, *between)):
@@ -113,6 +123,12 @@ def _firsts(
     return []
 
 
+def _is_norm(region: list[fx.Node]) -> bool:
+    names = {op_name(node.target) for node in region}
+    norms = {name for name in names if _NORMS.fullmatch(name)}
+    return bool(norms) and names - norms <= _IN_NORMS
+
+
 def _reason(linears: list[_Loose], region: list[fx.Node], own: list[fx.Node]) -> str:
     made = [p for p in linears if not p.plain]
     if len({n for p in linears for n in p.own}) < sum(len(p.own) for p in linears):
@@ -121,10 +137,14 @@ def _reason(linears: list[_Loose], region: list[fx.Node], own: list[fx.Node]) ->
         return "weights that are computed from parameters"
     names = list(dict.fromkeys(op_name(n.target) for n in region))
     other = [name for name in names if name not in ELEMENTWISE]
+    if other and all(map(_NORMS.fullmatch, other)):
+        return "a norm over all its neurons stands before the last matmul"
+    if any(node.op == "placeholder" for node in own):
+        return "an activation with parameters of its own between its matmuls"
     if other:
         return f"{', '.join(other)} between its matmuls"
     if own:
-        return f"numbers of its own ({', '.join(n.name for n in own)}) between its matmuls"
+        return "numbers of its own between its matmuls"
     return ""
 
 

@@ -25,6 +25,10 @@ Tensors = Mapping[fx.Node, torch.Tensor]
 
 #: Larger regions are no FFNs, and walking the whole residual stream of a norm-free model costs time.
 _MAX_REGION = 64
+#: What makes constants of a region, without a tensor of the model.
+_CONSTANTS = frozenset(["tensor", "broadcast_tensors"])
+#: Of all neurons of a token: only formulas that are known have them, and anything else is no FFN.
+_STATISTICS = frozenset(["mean", "std"])
 #: Probe elements above which a region with literal sizes is left alone (1 GiB of float64).
 _MAX_PROBE = 1 << 27
 
@@ -251,6 +255,8 @@ def _match_down(
     if found == "linear":
         return None
     if not isinstance(found, Formula):
+        if any(op_name(node.target) in _STATISTICS for node in region):
+            return None  # a norm, of which others speak
         seen.unknown.append(([*sources, down], ", ".join(dict.fromkeys(op_name(n.target) for n in region))))
         return None
     x = inputs.pop()
@@ -315,7 +321,7 @@ def _walk_back(
             continue
         if node in projections:
             sources[node] = projections[node]
-        elif node.op in ("call_function", "call_method") and op_name(node.target) in ELEMENTWISE:
+        elif node.op in ("call_function", "call_method") and _may_stand_between(node):
             if _cuts_tokens(node):
                 seen.blocked_by.append(f"{op_name(node.target)} of tokens")
                 return None
@@ -333,6 +339,17 @@ def _walk_back(
         return None
     ordered = sorted(sources.values(), key=lambda p: order[p.node])
     return ordered, sorted(region, key=order.__getitem__)
+
+
+def _may_stand_between(node: fx.Node) -> bool:
+    name = op_name(node.target)
+    if name not in _STATISTICS:
+        return name in ELEMENTWISE or name in _CONSTANTS
+    source = node.args[0] if node.args else None
+    example = source.meta.get("example_value") if isinstance(source, fx.Node) else None
+    dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    dims = dims if isinstance(dims, list | tuple) else [dims]
+    return isinstance(example, torch.Tensor) and len(dims) == 1 and dims[0] in (-1, example.dim() - 1)
 
 
 def _rounds(node: fx.Node, source: fx.Node) -> bool:
@@ -431,11 +448,13 @@ def _evaluate(
     for node in region:
         args: Any = fx.map_arg(node.args, value)
         kwargs: Any = fx.map_arg(node.kwargs, value)
+        if "device" in kwargs:  # of a constant, as of a model on meta
+            kwargs = {**kwargs, "device": "cpu"}
         if node.op == "call_method":
             values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        if op_name(node.target) in CASTS:
+        if op_name(node.target) in CASTS and args[0].dim():  # a constant is what it was rounded to
             values[node] = uncast(args[0], values[node])
     out = values[result]
     assert isinstance(out, torch.Tensor)

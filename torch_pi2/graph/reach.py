@@ -113,6 +113,8 @@ class Reach(TorchFunctionMode):
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             number = next(self._calls)
             for index, bound in enumerate(_bounds(name, args, kwargs)):
+                if bound is x and x.dim() == 0:  # torch.distributions looks whether its numbers are some
+                    continue
                 self._look((number, name, index), x.detach(), bound)
             if name in _FINITE:
                 self._note((number, name, 0), name, x.isfinite())

@@ -22,7 +22,7 @@ from torch_pi2.formats import FLOAT
 from torch_pi2.layers.gpu import DENSE_FROM, on_gpu
 from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
-from torch_pi2.ops.activations import on_up
+from torch_pi2.ops.activations import cuts, on_up
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.ops.gpu.linear import rows_at_once
 from torch_pi2.spec.site import FFNSite
@@ -207,20 +207,24 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     step = _SLICE
     if on_gpu(x):
         step = site.intermediate if kind == FLOAT else rows_at_once(site.hidden)
-    for start in range(0, site.intermediate, step):
-        part = slice(start, min(start + step, site.intermediate))
+    parts = [slice(start, min(start + step, site.intermediate)) for start in range(0, site.intermediate, step)]
+    up_row = site.rows_per_neuron - 2
+
+    def project(part: slice, row: int, bias: torch.Tensor | None) -> torch.Tensor:
+        w_SH = row_of_each(layer.neuron_rows[part], row, kind, site.hidden, dtype)
+        y_TS = F.linear(x_TH, w_SH).float()
+        return y_TS if bias is None else y_TS + bias[part]
+
+    def gate(part: slice) -> torch.Tensor:
+        return project(part, 0, layer.bias_gate if site.gated else layer.bias_up)
+
+    whole_TI = act(torch.cat([gate(part) for part in parts], -1)) if cuts(site.activation) else None
+    for part in parts:
         neuron_rows = layer.neuron_rows[part]
-
-        def project(row: int, bias: torch.Tensor | None) -> torch.Tensor:
-            w_SH = row_of_each(neuron_rows, row, kind, site.hidden, dtype)  # noqa: B023 (used within the round)
-            y_TS = F.linear(x_TH, w_SH).float()
-            return y_TS if bias is None else y_TS + bias[part]  # noqa: B023
-
-        up_row = site.rows_per_neuron - 2
-        h_TS = act(project(0, layer.bias_gate if site.gated else layer.bias_up))
+        h_TS = act(gate(part)) if whole_TI is None else whole_TI[:, part]
         gate_TS = h_TS
         if site.gated:
-            up_TS = project(up_row, layer.bias_up)
+            up_TS = project(part, up_row, layer.bias_up)
             h_TS = h_TS * factor(up_TS)
         if layer.threshold > 0:
             neuron_S = torch.arange(part.start, part.stop, dtype=torch.int64, device=x.device)

@@ -3,6 +3,9 @@
 A name may have numbers: ``silu[in=1.702,out=0.587544066,limit=7,plus=1]`` is, of a gate v and an up u,
 ``out * silu(in * min(v, limit)) * (clamp(u, -limit, limit) + plus)``; what is not written is 1, 1, infinity and 0.
 So multipliers, sigmoid's approximation of GELU (CLIP), and clamped SwiGLU (gpt-oss, DeepSeek-V4) are activations.
+
+With ``sigmas=k`` v is ``max(0, gate - mean - k * deviation)``, mean and standard deviation of the token's gates of all
+neurons: most are exactly zero (Gemma 3n's first layers, where k is the normal distribution's quantile of 0.95).
 """
 
 from __future__ import annotations
@@ -32,12 +35,19 @@ class Shaped:
     scale_out: float = 1.0
     limit: float = inf
     plus: float = 0.0
+    sigmas: float = -inf
 
     @property
     def text(self) -> str:
         """What :func:`shaped` reads, with nine digits: those of float32."""
-        given = (("in", self.scale_in, 1.0), ("out", self.scale_out, 1.0), ("limit", self.limit, inf))
-        parts = [f"{key}={value:.9g}" for key, value, usual in (*given, ("plus", self.plus, 0.0)) if value != usual]
+        given = (
+            ("in", self.scale_in, 1.0),
+            ("out", self.scale_out, 1.0),
+            ("limit", self.limit, inf),
+            ("plus", self.plus, 0.0),
+            ("sigmas", self.sigmas, -inf),
+        )
+        parts = [f"{key}={value:.9g}" for key, value, usual in given if value != usual]
         return f"{self.base}[{','.join(parts)}]" if parts else self.base
 
 
@@ -56,7 +66,7 @@ def shaped(text: str) -> Shaped | None:
             numbers[key] = float(value)
         except ValueError:
             return None
-    if not numbers.keys() <= {"in", "out", "limit", "plus"} or not all(map(isfinite, numbers.values())):
+    if not numbers.keys() <= {"in", "out", "limit", "plus", "sigmas"} or not all(map(isfinite, numbers.values())):
         return None
     made = Shaped(
         found.group(1),
@@ -64,12 +74,14 @@ def shaped(text: str) -> Shaped | None:
         numbers.get("out", 1.0),
         numbers.get("limit", inf),
         numbers.get("plus", 0.0),
+        numbers.get("sigmas", -inf),
     )
     return made if made.text == text and made.limit > 0 else None
 
 
 def _gate(of: Shaped, x: torch.Tensor) -> torch.Tensor:
-    y = x if of.limit == inf else x.clamp(max=of.limit)
+    y = x if of.sigmas == -inf else torch.relu(x - cut(of.text, x))
+    y = y if of.limit == inf else y.clamp(max=of.limit)
     y = _PLAIN[of.base](y if of.scale_in == 1.0 else y * of.scale_in)
     return y if of.scale_out == 1.0 else y * of.scale_out
 
@@ -77,6 +89,17 @@ def _gate(of: Shaped, x: torch.Tensor) -> torch.Tensor:
 def _up(of: Shaped, x: torch.Tensor) -> torch.Tensor:
     y = x if of.limit == inf else x.clamp(-of.limit, of.limit)
     return y if of.plus == 0.0 else y + of.plus
+
+
+def cuts(activation: str) -> bool:
+    """Whether it needs the gates of all neurons: it has ``sigmas``."""
+    return _known(activation).sigmas != -inf
+
+
+def cut(activation: str, gate_TI: torch.Tensor) -> torch.Tensor:
+    """``[..., 1]``: up to where an activation with ``sigmas`` is zero, of the gates ``[..., I]`` of all neurons."""
+    mean, deviation = gate_TI.mean(-1, keepdim=True), gate_TI.std(-1, keepdim=True, unbiased=False)
+    return mean + _known(activation).sigmas * deviation
 
 
 def on_up(activation: str, activated: bool) -> Activation:
@@ -95,8 +118,8 @@ def scaled(activation: str, factor: float) -> str:
 
 
 def exact_zeros(activation: str) -> bool:
-    """Whether it is exactly zero on half of the line: skipping its zeros is lossless."""
-    return _known(activation).base in SPARSE_ACTIVATIONS
+    """Whether it is exactly zero for many inputs: skipping its zeros is lossless."""
+    return _known(activation).base in SPARSE_ACTIVATIONS or cuts(activation)
 
 
 def check_plain(activation: str, what: str = "kernels on a GPU") -> None:

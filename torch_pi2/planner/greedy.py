@@ -16,7 +16,7 @@ import torch
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
-from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.ops.activations import cuts, exact_zeros
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import LayerPlan, Plan
@@ -90,6 +90,8 @@ def plan_layer(
         gated = LayerPlan(site, gate, n_hot, order, 0.0, float(frequency_I[cold_I].mean()))
     else:
         gated = LayerPlan(site, gate, n_hot, order, 0.0, 1.0)
+    if cuts(site.activation):  # needs all of its gates, which a predictor would leave out
+        return gated
     if predictor is None or predictor.card is None:
         if config.method in PREDICTED:
             raise ConfigError(

@@ -5,6 +5,7 @@ Where they stand is decided in :mod:`torch_pi2.rewrite.ways`; :mod:`torch_pi2.re
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,23 +16,27 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.base.progress import bar
-from torch_pi2.errors import ConfigError, StaleArtifactError
+from torch_pi2.errors import ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.experts import probe_experts
+from torch_pi2.graph.find import Found, named
 from torch_pi2.graph.reach import same_tokens
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import is_optimized, sparse_layers
 from torch_pi2.ops import reference
+from torch_pi2.ops.activations import cuts
 from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.install import Swap, install, put_back
 from torch_pi2.rewrite.linears import Storage, relative
-from torch_pi2.rewrite.ways import Probe, experts_way, find_way, no_way, probes_of
+from torch_pi2.rewrite.ways import Probe, experts_way, find_way, no_way, plain_reason, probes_of
 from torch_pi2.spec.formula import dense_reference
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import check_weights
+from torch_pi2.spec.site import FFNSite, FFNWeights, check_weights
+
+_log = logging.getLogger("torch_pi2")
 
 
 @fresh_settings()
@@ -117,6 +122,32 @@ def restore(model: nn.Module) -> nn.Module:
     return put_back(model)
 
 
+@fresh_settings()
+def replaceable(model: nn.Module, found: Found) -> Found:
+    """``found`` without layers that no way can replace where they stand: these stay dense, and none stops the others.
+
+    Tried as rewriting tries it, before anything that takes long.
+
+    Raises:
+        UnsupportedModelError: there is no other layer.
+        DeviceError, DtypeError, NonFiniteError: weights that cannot be used.
+    """
+    layers = [LayerPlan(site, Method.EXACT, 0, torch.arange(site.intermediate).int()) for site in found.sites]
+    refused: dict[str, UnsupportedModelError] = {}
+    for group in expert_groups(layers):
+        try:
+            _check_group(model, group, {}, Storage())
+        except UnsupportedModelError as error:
+            refused |= dict.fromkeys((layer.site.key for layer in group), error)
+    if not refused:
+        return found
+    if len(refused) == len(found.sites):
+        raise next(iter(refused.values()))
+    left = {key: plain_reason(error.found.split("; ")) for key, error in refused.items()}
+    _log.warning("left dense: %s", named(left))
+    return Found([site for site in found.sites if site.key not in refused], found.left | left)
+
+
 def check_names(model: nn.Module, plan: Plan) -> None:
     """Raises StaleArtifactError if ``plan`` names parameters that ``model`` does not have."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -184,7 +215,7 @@ def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: 
         probes = probes_of(site, site.weights(model))
         if storage.quantised:
             _check_quantised(ffn, probes[0][0])
-        elif not all(same_tokens(ffn.forward_dense(x), y) for x, y in probes):
+        elif not all(same_tokens(ffn.forward_dense(x), _as_computed(model, site, x, y)) for x, y in probes):
             raise no_way(site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
         swaps = find_way(model, site, ffn, probes)
         if swaps[0].stand_in is ffn and _varies_in_training(swaps, probes[0]):
@@ -204,6 +235,14 @@ def _varies_in_training(swaps: Sequence[Swap], probe: Probe) -> bool:
     return not same_tokens(h, probe[1])
 
 
+def _as_computed(model: nn.Module, site: FFNSite, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``y``, the layer's result on ``x``; with a cut in float32, for half precision moves the cut of all neurons."""
+    if not cuts(site.activation) or x.dtype == torch.float32:
+        return y
+    wide: Any = (None if w is None else w.float() for w in site.weights(model))
+    return dense_reference(site, FFNWeights(*wide), x.float()).to(x.dtype)
+
+
 def _check_group(model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage) -> None:
     """Refuse what rewriting would refuse, without changing anything."""
     empty = [_check_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group]
@@ -221,7 +260,7 @@ def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: St
     weights = site.weights(model)
     check_weights(site, weights)
     for ref, w in ((site.gate, weights.gate), (site.up, weights.up), (site.down, weights.down)):
-        if ref is not None and w is not None:
+        if ref is not None and w is not None and storage.quantised:
             check_quantizable(f"{ref.weight} of {site.key}", w, storage.weights)
     lowrank, threshold = predictor_tensors(predictor)
     return SparseFFN.empty(site, layer, storage.weights, lowrank, threshold)

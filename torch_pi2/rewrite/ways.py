@@ -27,12 +27,12 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.experts import parameter_shapes, probe_experts
-from torch_pi2.graph.find import Found, named
 from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.standin import Absorbed
+from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.install import Swap
 from torch_pi2.spec.formula import Formula, apply_formula, dense_reference
 from torch_pi2.spec.plan import LayerPlan
@@ -60,37 +60,9 @@ def find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
     raise no_way(site, reasons)
 
 
-def replaceable(model: nn.Module, found: Found) -> Found:
-    """``found`` without layers that :func:`find_way` would refuse whatever their weights are: these stay dense.
-
-    Raises:
-        UnsupportedModelError: there is no other layer.
-    """
-    refused = {site: reason for site in found.sites if (reason := _bare(model, site))}
-    if not refused:
-        return found
-    site, reason = next(iter(refused.items()))
-    if len(refused) == len(found.sites):
-        raise no_way(site, [reason])
-    left = {site.key: reason for site, reason in refused.items()}
-    _log.warning("left dense: %s", named(left))
-    return Found([site for site in found.sites if site not in refused], found.left | left)
-
-
-def _bare(model: nn.Module, site: FFNSite) -> str:
-    """Why nothing can be swapped for ``site``, whose weights are parameters of a module that computes more; else empty.
-
-    Without linear modules only an owner that computes it alone can be.
-    """
-    if site.experts is not None:
-        return ""
-    holders = [_module_name(ref.weight) for ref in (site.gate, site.up, site.down) if ref is not None]
-    inside = [local for name in holders for local, _ in model.get_submodule(name).named_parameters()]
-    if {*inside} <= {"weight", "bias"} and holders[-1] not in holders[:-1]:
-        return ""
-    with torch.no_grad():
-        way = owner_way(model, site, None, probes_of(site, site.weights(model)))
-    return f"{way}, and its weights are no linear layers'" if isinstance(way, str) else ""
+def plain_reason(reasons: Sequence[str]) -> str:
+    """Of why each way cannot be taken what says most: a hook, or else what is wrong with the last and most general."""
+    return next((r for r in reasons if r.endswith(_SILENT)), reasons[-1]).partition(": ")[2]
 
 
 def experts_way(
@@ -206,6 +178,8 @@ def chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
 
 
 def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
+    if cuts(site.activation):
+        return "lazy: its cut is of all gates together"
     sources: dict[str, list[str]] = {}
     refs = [("gate", site.gate), ("up", site.up)]
     by_module = {_module_name(ref.weight): ref for ref in (site.gate, site.up, site.down) if ref is not None}
@@ -218,8 +192,12 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
         return f"lazy: {patched}"
     for name, module in modules.items():
         parameters = {local: p.detach() for local, p in module.named_parameters()}
-        if not parameters.keys() <= {"weight", "bias"} or any(True for _ in module.buffers()):
-            return f"lazy: {name or 'the model'} holds more than one matmul"
+        more = [*(parameters.keys() - {"weight", "bias"}), *(local for local, _ in module.named_buffers())]
+        if more:
+            kind, refs_of_site = type(module).__name__, (site.gate, site.up, site.down)
+            if len({ref.weight for ref in refs_of_site if ref and _module_name(ref.weight) == name}) > 1:
+                return f"lazy: its weights are no linear layers', but parameters of {kind}, which computes more"
+            return f"lazy: {kind} holds more than one matmul ({min(more)})"
         w_OI = by_module[name].matrix(parameters["weight"])
         probe = torch.randn((1, 11, w_OI.shape[1]), generator=torch.Generator().manual_seed(1))
         probe = (probe * token_magnitudes(w_OI.dtype, (1, 11))).to(w_OI.dtype)
@@ -229,7 +207,7 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
         if changed and not problem:
             problem = f"keeps something of each call ({changed[0]})"
         if problem:
-            return f"lazy: {name} is not a plain linear layer ({problem})"
+            return f"lazy: {type(module).__name__} is not a plain linear layer ({problem})"
     roles = [role for members in sources.values() for role in members]
     formula = Formula(
         site.activation, site.activation_on_up, roles.index("gate") if site.gated else None, roles.index("up")

@@ -94,6 +94,8 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
   args.tokens = x.numel() / args.hidden;
   set_activation(activation, &args);
   args.activation_on_up = activation_on_up;
+  STD_TORCH_CHECK(!args.shaping.cuts() || !activation_on_up,
+                  "pi2: activation_on_up: expected false with sigmas, which are of the gates, found true. Correct it.");
   args.threshold = static_cast<float>(threshold);
   args.int8_activations = int8_activations;
   return args;

@@ -200,6 +200,10 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
   args = with_settings(args, x, bias_type(args.dtype_of_down()), bias_gate, bias_up, bias_down, activation,
                        activation_on_up, threshold, int8_activations);
+  STD_TORCH_CHECK(!args.shaping.cuts() || (first == 0 && kind == "none"),
+                  "pi2: activation: expected one without sigmas where a predictor chooses neurons or some are computed "
+                  "elsewhere, found ",
+                  activation, ". Every gate of it is needed here.");
   const Tensor x_dense = dense(x);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   args.x = x_dense.const_data_ptr();

@@ -76,10 +76,14 @@ enum class Activation : int32_t { kRelu = 0, kRelu2, kSilu, kGelu, kGeluTanh, kI
 inline constexpr std::uint32_t kActivationCount = static_cast<std::uint32_t>(Activation::kIdentity) + 1;
 
 // How an activation differs from the one of its name: out * act(in * min(v, limit)). What it is multiplied by is then
-// clamp(up, -limit, limit) + plus, where that has no activation of its own.
+// clamp(up, -limit, limit) + plus, where that has no activation of its own. With `sigmas` v is what of a gate is above
+// a cut, else 0: the mean of all neurons' gates for the token, and so many of their standard deviations (Gemma 3n).
 struct Shaping {
-  float in = 1, out = 1, limit = std::numeric_limits<float>::infinity(), plus = 0;
+  static constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  float in = 1, out = 1, limit = kInfinity, plus = 0, sigmas = -kInfinity;
   bool plain = true;  // all of these as here
+
+  bool cuts() const { return sigmas > -kInfinity; }
 };
 
 // Runs body(i) for every i in [0, n), on whatever threads the host framework owns; returns when all are done.
