@@ -93,13 +93,14 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return fast
 
 
-def retyped(source: Path, target: Path, kind: str, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+def retyped(source: Path, target: Path, kind: str, seed: int = 0, **how: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Write ``source`` (float32) again with its matrices in another type; name -> the numbers that they stand for.
 
+    ``how``: of the writer, such as ``split_max_tensors``.
     Types that the package cannot write get random bytes, with scales that make their numbers about as large.
     """
     reader, of = gguf.GGUFReader(source), gguf.GGMLQuantizationType[kind]
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents(), **how)
     generator = np.random.default_rng(seed)
     for key, found in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":

@@ -51,7 +51,10 @@ def render(result: dict[str, Any]) -> str:
         worst = max(result["errors"].values(), default=0.0)
         lines.append(f"{result['neurons']} layers are neurons now, {common.percent(worst, 2)} off at most")
     if result["predictors"]:
-        lines.append(f"{result['predictors']} tensors of PowerInfer's predictors left out: they see another input")
+        lines.append(
+            f"{result['predictors']} tensors of PowerInfer's predictors left out: they see what comes before the norm, "
+            "and nothing says how good they are; torch-pi2 fit makes others"
+        )
     if result["tokenizer"]:
         lines.append(f"no tokenizer: {result['tokenizer']}")
     sizes = f"{common.size(result['bytes_in'])} -> {common.size(result['bytes_out'])}"
