@@ -194,7 +194,7 @@ def load(
 
     Args:
         folder: a Hugging Face checkpoint with a ``pi2/`` folder in it; or a GGUF file, which is imported (with
-            ``budget`` also packed) into the folder of caches first, once. Nothing is downloaded.
+            ``budget`` also packed) into the folder of caches first, once (docs/GGUF.md). Nothing is downloaded.
         model: an instance to load into, for models that transformers cannot build (float weights only).
         trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. Folders that were
             made on this machine of a model whose code ran then need it no more (:mod:`torch_pi2.store.trust`).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -96,7 +97,7 @@ def supported(
     """
     others = ""
     if not isinstance(model, nn.Module):
-        if Path(model).suffix == GGUF and not Path(model).is_dir():
+        if Path(model).suffix == GGUF and not os.path.isdir(model):
             raise ArtifactError(
                 f"supported({model})",
                 expected="a model, or the folder of a Hugging Face checkpoint",
@@ -105,7 +106,7 @@ def supported(
             )
         with torch.device("meta"):
             folder, model = Path(model), skeleton(model, trust_remote_code=trust_remote_code)
-        others = quantised_by(read_config(folder)) if folder.is_dir() else ""
+        others = quantised_by(read_config(folder)) if os.path.isdir(folder) else ""
     if others and others not in _IMPORTED:
         refused_by = f"its weights are what {shown(others)} has quantised; the float checkpoint can be"
         return Supported(type(model).__name__, sum(p.numel() for p in model.parameters()), [], {}, refused_by)

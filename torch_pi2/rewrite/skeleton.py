@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
-    if (Path(folder) / "config.json").exists():
+    if os.path.lexists(Path(folder) / "config.json"):
         read_config(Path(folder))  # transformers says less of a damaged one
     try:
         trust = trusted(folder, trust_remote_code)
@@ -118,12 +119,15 @@ def skeleton(
 
 
 def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
-    said, fix = " ".join(str(error).split())[:300], "Correct its config.json, or update transformers if it is newer."
+    said, there = " ".join(str(error).split())[:300], os.path.isdir(folder)
+    fix = "Correct its config.json, or update transformers if it is newer." if there else "Check the folder's name."
+    if _TRUST in said or (there and any(Path(folder).glob("*.py"))):
+        fix = how_to_trust(folder)
     return ArtifactError(
         f"loading {folder}",
         expected="a model that transformers can build",
         found=f"{type(error).__name__}: {said}",
-        fix=how_to_trust(folder) if any(Path(folder).glob("*.py")) or _TRUST in str(error) else fix,
+        fix=fix,
     )
 
 

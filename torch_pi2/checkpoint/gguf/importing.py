@@ -38,6 +38,7 @@ def import_gguf(
     out: the exact gate needs none, :func:`torch_pi2.fit` makes others). Rows are read some at a time.
 
     Args:
+        file: of a model in several (``model-00001-of-00003.gguf``) any of them, with the others beside it.
         neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU), in int4 if the file has fewer than
             six bits a weight there, else int8; none of other layers. ``all``: all layers, as a neuron store and
             thresholds need them; ``int4`` or ``int8``: in this format. ``none``: none; experts are refused then.
